@@ -1,5 +1,6 @@
 """Ladders: small runs that predict the loss of a large run, and a comparison of the large run with its prediction.
 
-`tools/ladder.py` trains and predicts; --expect compares a run. `rungs` builds the runs, `law` fits the scaling law,
-`prediction` derives the results, and `expected` is the callback of --expect.
+`tools/ladder.py` trains the small runs and predicts the loss. --expect compares a run with the prediction. `rungs`
+builds the runs, `law` fits the scaling law, `prediction` derives the results, and `expected` is the callback of
+--expect.
 """

@@ -1,4 +1,4 @@
-"""Best learning rate of each swept model size, and extrapolation to a larger size.
+"""Find the best learning rate of each swept model size, and extrapolate to a larger size.
 
 This module does not import torch."""
 
@@ -17,16 +17,15 @@ class BestRate:
     parameters: float
     rate: float
     bracketed: bool
-    """True if both higher and lower rates were worse; False if the best rate is the first or the last one of the
-    sweep."""
+    """True if both higher and lower rates were worse; False if the best rate is the first or last rate of the sweep."""
 
 
 def rate_of_target(found: Sequence[BestRate], parameters: float, transfers: bool) -> tuple[float, float, float] | None:
     """Return (rate, lowest, highest) for a model of N `parameters`; None if no size has a bracketed rate.
 
     With muP (`transfers`), the result is the geometric mean of the sizes' rates, with their range. Without
-    muP, the result follows a power law in the parameters, and the range covers the laws fitted with each size left out.
-    If there is only one size, its rate is returned."""
+    muP, the result follows a power law in the parameters, and the range covers the leave-one-out fits, each of which
+    omits one size. If there is only one size, its rate is returned."""
     known = [each for each in found if each.bracketed]
     if not known:
         return None

@@ -42,7 +42,8 @@ class Expectation:
     parameters: int
     tokens: int
     batch_size: int | None
-    """Number of samples in a batch; None if the file does not state it. `rate` may be None for the same reason."""
+    """Number of samples in a batch; None if the file does not state it. `rate` is None if the file states no learning
+    rate."""
 
     rate: float | None
     curve: Sequence[Expected]
@@ -57,8 +58,8 @@ class Expectation:
 
 
 def read_expectation(path: str | Path) -> Expectation:
-    """Read ladder.json, or the ladder.json in a ladder's folder. Raises ValueError if the file contains no ladder
-    prediction, OSError if it does not exist."""
+    """Read a ladder.json file, given its path or the path of its folder. Raises ValueError if the file contains no
+    ladder prediction, OSError if it does not exist."""
     file = Path(path) / PREDICTION if Path(path).is_dir() else Path(path)
     try:
         found: Any = json.loads(file.read_text(encoding="utf-8"))

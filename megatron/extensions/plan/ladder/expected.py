@@ -14,8 +14,7 @@ from megatron.training.reliability.run_status import record_event
 
 
 class ExpectedLoss(Callback):
-    """Callback that logs the distance of each validation loss from the prediction, and warns when a loss leaves the
-    band."""
+    """Callback that logs how far each validation loss is from the prediction, and warns if a loss leaves the band."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

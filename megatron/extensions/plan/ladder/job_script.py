@@ -8,12 +8,12 @@ from pathlib import Path
 
 SCRIPT = "ladder.sbatch"
 RUNG = "<rung>"
-"""Placeholder for the number of a rung in a command."""
+"""Placeholder for a rung number in a command."""
 
 
 def job_script(folder: Path, rungs: int, options: Sequence[str], command: Sequence[str]) -> str:
-    """Return an sbatch script. `command` runs the rung whose number replaces `RUNG`. It can be repeated: a requeued
-    task, or an array that is submitted again, resumes its rungs."""
+    """Return an sbatch script. `command` runs the rung whose number replaces `RUNG`. The script can be submitted again:
+    a requeued task or a resubmitted array resumes its rungs."""
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name=ladder-{folder.name}",

@@ -18,14 +18,14 @@ HUBER = 1e-3
 """Difference in log(L) up to which the Huber loss is quadratic, as in section D.2 of arXiv 2203.15556."""
 
 NOISE = 0.002
-"""Smallest relative standard deviation of a loss that intervals assume. It is the effect of a different seed on small
-models."""
+"""Smallest relative standard deviation of a loss that intervals assume. A different seed changes the loss of a small
+model by about this much."""
 
 DRAWS = 200
-"""Number of bootstrap fits from which intervals are computed. Each fits losses with resampled noise."""
+"""Number of bootstrap fits used to compute intervals. Each fits losses with resampled noise."""
 
 SHARES = (0.05, 0.95)
-"""Quantiles of the bootstrap fits that bound an interval."""
+"""Lower and upper quantiles of the bootstrap fits, which bound an interval."""
 
 EXPONENTS = (0.02, 2.0)
 STARTS = (0.1, 0.25, 0.5)
@@ -151,7 +151,7 @@ def _starts(losses: Numbers, terms: int) -> list[list[float]]:
 
 
 def deviation(points: Sequence[Point], law: Law, form: Form) -> float:
-    """Return the relative standard deviation of the points' losses around a law, but at least `NOISE`."""
+    """Return the relative standard deviation of the points' losses around a law, clamped to at least `NOISE`."""
     squares = [float(np.log(point.loss / law(point))) ** 2 for point in points]
     freedom = len(points) - form.coefficients
     return max(NOISE, (sum(squares) / freedom) ** 0.5) if freedom > 0 else NOISE

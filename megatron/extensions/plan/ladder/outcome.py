@@ -22,7 +22,7 @@ COLUMNS = ("rung", "hidden_size", "num_layers", "parameters", "tokens", "iterati
 
 @dataclass(frozen=True)
 class Outcome:
-    """Rung with its progress."""
+    """Rung and its progress."""
 
     rung: Rung
     losses: dict[int, float]
@@ -73,7 +73,7 @@ def _records(path: Path) -> Iterable[dict[str, Any]]:
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # the incomplete last line of a file that was being written
+            continue  # The last line may be incomplete, because the run may still be writing the file.
         if isinstance(record, dict):
             yield record
 

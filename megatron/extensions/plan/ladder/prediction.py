@@ -16,24 +16,24 @@ from megatron.extensions.plan.ladder.outcome import Outcome, of_law
 from megatron.extensions.plan.ladder.rungs import Ladder
 
 CURVE_DRAWS = 50
-"""Number of fits to losses with resampled noise at each evaluation."""
+"""Number of bootstrap fits per evaluation, each to losses with resampled noise."""
 
 NORMAL = 1.645
-"""Number of standard deviations that contain 90 % of a normal distribution."""
+"""Half-width, in standard deviations, of the central interval that contains 90 % of a normal distribution."""
 
 TOO_WIDE = 0.05
 """Interval width, as a share of the loss, above which an interval is too wide to decide anything."""
 
 NEAR = 1.05
-"""Largest factor by which the target's tokens per parameter may differ from the rungs' for the law to apply."""
+"""Largest factor between the tokens per parameter of the target and of the rungs for which the law applies."""
 
 FAR = 10
-"""Ratio of the target's compute to the largest rung's above which intervals are reported as optimistic."""
+"""Ratio of the target's compute to the largest rung's compute above which intervals are reported as optimistic."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """Fitted law, with bootstrap laws fitted to losses with resampled noise."""
+    """Fitted law, with the bootstrap laws that were fitted to losses with resampled noise."""
 
     points: Sequence[Point]
     form: Form
@@ -104,9 +104,9 @@ def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted
     """Predict the loss at each evaluation from the rungs' losses at the same evaluation. The exponents are those of the
     final law.
 
-    Losses vary more while the learning rate is high. A band is therefore at least as wide as the errors with which the
-    other rungs predict the largest one, at this evaluation and later ones. The band is wider if, in log(compute), the
-    target is farther from the largest rung than the largest rung is from the second largest.
+    Losses vary more while the learning rate is high. A band is therefore at least as wide as the errors of predicting
+    the largest rung from the other rungs, at this evaluation and at later evaluations. The band is wider if, in
+    log(compute), the target is farther from the largest rung than the largest rung is from the second largest.
     """
     form = Form(final.form.terms, final.law.exponents)
     curve: list[dict[str, float]] = []
@@ -126,7 +126,7 @@ def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted
 
 
 def _check(points: Sequence[Point], form: Form) -> dict[str, float] | None:
-    """Predict the largest rung's loss from the other rungs; None if they are too few."""
+    """Predict the largest rung's loss from the other rungs; return None if there are too few of them."""
     *others, last = sorted(points, key=lambda point: point.compute)
     if len(others) < 3:
         return None

@@ -40,17 +40,18 @@ def problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _other_parameters(config: RunConfig, path: str, expected: Expectation) -> Iterator[Problem]:
-    """Yield a problem if the model has as many layers and channels as the expected one but a different number of
+    """Yield a problem if the model has the expected number of layers and channels but a different number of
     parameters."""
     model = config.model
     if (model.hidden_size, model.num_layers) != (expected.hidden_size, expected.num_layers) or not model.vocab_size:
         return
-    from megatron.extensions.plan.ladder.rungs import counted_parameters  # imports torch, which other runs do not need
+    # This module imports torch, which other runs do not need.
+    from megatron.extensions.plan.ladder.rungs import counted_parameters
 
     try:
         here = counted_parameters(model)
     except (ArithmeticError, AssertionError, ValueError):
-        return  # invalid sizes: other rules report them
+        return  # other rules report invalid sizes
     if not 0.99 < here / expected.parameters < 1.01:
         rule = f"predicts a model of {expected.parameters:,} parameters, but this one has {here:,}"
         yield Problem("--expect", path, rule, "give the prediction of this model")

@@ -57,7 +57,7 @@ class Rung:
     size: Size
     rate: float
     changes: tuple[tuple[str, object], ...] = ()
-    """(field, value) of each flag in which the rung differs from the target."""
+    """Configuration fields that differ from the target, as (field, value) pairs."""
 
     @property
     def name(self) -> str:
@@ -100,11 +100,12 @@ class Ladder:
         return rung.size.iterations // self.evaluations
 
     def changes(self, rung: Rung) -> list[str]:
-        """Return the flags in which a rung differs from the target."""
+        """Return the flags whose values differ between a rung and the target."""
         return [word for field, value in rung.changes for word in (field_table()[field].name, str(value))]
 
     def flags(self, rung: Rung, folder: Path) -> list[str]:
-        """Return the flags of a rung, which follow the target's flags. By default, the rung saves at evaluations."""
+        """Return the flags of a rung, to be appended to the target's flags. By default, the rung saves a checkpoint at
+        every evaluation."""
         place, interval = str(folder / rung.name), str(self.interval(rung))
         saves = [] if self.config.checkpoint.save_interval is not None else ["--save-interval", interval]
         return [*self.changes(rung), "--eval-interval", interval, *saves, "--save", place, "--load", place]
@@ -194,8 +195,8 @@ def _uneven(config: RunConfig, width: int) -> Iterator[str]:
 
 
 def _widths(config: RunConfig, width: int) -> dict[str, Fraction]:
-    """Return the values of the width fields that the model uses, scaled to another width. Fields of layers that the
-    model lacks keep their defaults."""
+    """Return the width fields that the model uses, scaled to another width. Fields of layers that the model lacks keep
+    their defaults."""
     here = count_parameters(config.model)
 
     def counts(field: str) -> bool:

@@ -5,8 +5,8 @@ model. The activations saved by the layers are added up. A tensor that two adjac
 cost of a plan therefore depends on the number of distinct kinds, not on the depth. Tokens are assumed to be routed
 evenly over experts, because there are no values by which to route.
 
-A rank's action list determines the memory that it holds at a time. It holds a micro-batch's activations from F to B (or
-I), and the part that weight gradients need from I to W.
+A rank's action list determines how much memory it holds at each point of a step. The rank holds a micro-batch's
+activations from F to B (or I). From I to W, it holds the part that weight gradients need.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ActivationPlan(StageParts):
     def _with_peaks(
         self, total: StageMemory, units: Sequence[Unit], stage: Stage, parts: Sequence[StageMemory]
     ) -> StageMemory:
-        """Return `total` with the peaks of a stage that runs its parts one after another.
+        """Return `total` with the peaks replaced by those of a stage that runs its parts one after another.
 
         Tensors that the previous part offloaded are still counted on the device: the forward pass has not released them
         yet, and the backward pass prefetches them.
@@ -70,7 +70,8 @@ class ActivationPlan(StageParts):
         return replace(total, forward=max(forward), backward=max(backward), weight=max(weight))
 
     def _part(self, units: Sequence[Unit], first: bool, last: bool) -> StageMemory:
-        """Return a stage of these units. A unit of many equal layers is extrapolated from a few of them."""
+        """Return a stage of these units. The memory of a unit of many identical layers is extrapolated from a few of
+        these layers."""
         for number, unit in enumerate(units):
             more = len(unit.layers) - MEASURED_LAYERS
             if more > 0 and len(set(self.kinds(unit))) == 1:
@@ -97,8 +98,8 @@ class RankActivations:
     """Peak bytes held between two actions."""
 
     working: int
-    """Additional memory of the largest action for gradients and temporary tensors. It includes buffers of
-    collectives, but not memory that a kernel allocates and frees internally."""
+    """Additional memory of the largest action for gradients and temporary tensors. It includes communication buffers,
+    but not memory that a kernel allocates and frees internally."""
 
     weight_copies: int = 0
     """Bytes of weights in fp8."""
@@ -138,7 +139,8 @@ def activations_of_ranks(
 
 
 def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
-    """Return the peak bytes while a rank runs its list. Two interleaved passes may both be at their peaks."""
+    """Return the peak memory in bytes while a rank runs its action list. Two interleaved passes may reach their peaks
+    at the same time."""
     held = highest = 0
     for unit in units(actions):
         working = change = 0
@@ -159,11 +161,11 @@ def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) ->
 
 
 def host_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
-    """Return the bytes of the host buffers after a rank has run its list. For each buffer size, this counts the largest
-    number of buffers in use at once.
+    """Return the size in bytes of the host buffers after a rank has run its action list. For each buffer size, this
+    counts the largest number of buffers in use at once.
 
-    For two interleaved passes, the backward is assumed to release no buffer before the forward has allocated all of its
-    own.
+    For two interleaved passes, the backward pass is assumed to release no buffer before the forward pass has allocated
+    all of its buffers.
     """
     held, most = Counter[int](), Counter[int]()
     for unit in units(actions):

@@ -55,7 +55,7 @@ class Launches(Protocol):
     """Recorder of planned kernel launches that torch's own operators do not show."""
 
     any_order: bool
-    """True if kernels may add in any order, with nondeterministic atomics."""
+    """True if kernels may add in any order, using nondeterministic atomics."""
 
     def attention(
         self,
@@ -76,14 +76,14 @@ class Launches(Protocol):
             value_width: Value channels per head.
             length: Number of keys.
             backward: True for a backward pass.
-            dropout: Whether there is dropout. The two kernels of the backward pass then count as one launch.
+            dropout: Whether dropout is applied. The two kernels of the backward pass then count as one launch.
             backend: Kernel; the default is the plan's backend.
         """
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
         """Record a product by a kernel that torch does not provide for tensors without values.
 
-        The product is added to `out` if the name ends with _, unless `options` contain a `beta` of 0.
+        If the name ends with _, the product is added to `out`, unless `options` contain a `beta` of 0.
         """
 
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None:
@@ -94,10 +94,10 @@ class Launches(Protocol):
         """Context for operators that are part of a recorded launch and must not be recorded again."""
 
     def some_of(self, parts: Sequence[T]) -> Iterable[T]:
-        """Select the parts of a loop to run; they represent all parts."""
+        """Select the parts of a loop to run, as representatives of all parts."""
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
-        """Context for `count` products of which several may run concurrently."""
+        """Context for `count` products, several of which may run concurrently."""
 
 
 class Unrecorded:
@@ -167,7 +167,7 @@ class PlannedFlashKernel(FlashCUDAKernel):
 def _launch(
     launches: Launches, q: Tensor, v: Tensor, tiles: Sequence[Tile], backward: bool, dropout: bool = False
 ) -> None:
-    """Record one launch for the queries of the tiles."""
+    """Record one kernel launch for all queries of the tiles."""
     _, samples, heads, width = q.shape
     pairs = heads * sum(seen_pairs(tile) * (samples if tile.sample is None else 1) for tile in tiles)
     keys = max(tile.keys.stop for tile in tiles) - min(tile.keys.start for tile in tiles)
@@ -188,8 +188,9 @@ def seen_pairs(tile: Tile) -> float:
 
 
 class FakeKernel:
-    """Kernel that allocates outputs and records one launch per tile. With `parts`, the kernel plans attention on parts
-    of samples, as under context parallelism. Whole samples need no packing, and take one launch for any head width."""
+    """Kernel that allocates outputs and records one launch per tile. If `parts` is True, the kernel plans attention on
+    parts of samples, as under context parallelism. Whole samples need no packing. They take one launch for any head
+    width."""
 
     needs_places, most_queries = False, None
 
@@ -218,7 +219,7 @@ class FakeKernel:
     def _launched(
         self, found: Iterator[tuple[Tile, T]], q: Tensor, v: Tensor, backward: bool
     ) -> Iterator[tuple[Tile, T]]:
-        """Record one launch per tile. Copies into and out of a launch are not recorded separately."""
+        """Record one launch per tile. The copies before and after a launch are not recorded separately."""
         while True:
             with self.launches.unseen():
                 each = next(found, None)
@@ -239,7 +240,7 @@ def _gradients_of(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 
 
 class PlannedDropoutKernel(FlashDropoutKernel):
-    """Kernel that allocates the outputs of the dropout kernel."""
+    """Planned dropout kernel, which only allocates the outputs."""
 
     def __init__(self, launches: Launches, scale: float, dropout: Dropout) -> None:
         super().__init__(scale, dropout)
@@ -258,7 +259,8 @@ class PlannedDropoutKernel(FlashDropoutKernel):
 
 
 class PlannedBackend:
-    """`AttentionBackend` as on GPUs. The cuDNN kernels, which need no packing, are planned as FlashAttention."""
+    """Attention backend that plans the kernels of GPUs. The cuDNN kernels, which need no packing, are planned as
+    FlashAttention."""
 
     def __init__(self, name: str, hardware: PlannedGPU, operands: AttentionOperands) -> None:
         self.name = name
@@ -306,8 +308,8 @@ class PlannedGPU(PlannedHardware):
     """True if attention with dropout is one fused kernel."""
 
     packs: bool = True
-    """True if attention on parts of samples packs them. If False, each tile is one launch with its own shape, for any
-    head width."""
+    """True if attention on parts of samples packs them. If False, each tile takes one launch with the tile's own shape,
+    for any head width."""
 
     def host_waits_for(self, x: Tensor) -> bool:
         return True
@@ -331,7 +333,7 @@ class _NormOfGPUs(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         kept = (torch.empty(x.shape[:-1], dtype=wide) for _ in range(statistics))
         ctx.save_for_backward(x, weight, bias, *kept)
-        return x.clone()  # reads and writes the same bytes as the kernel
+        return x.clone()  # this copy reads and writes the same bytes as the kernel
 
     @staticmethod
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -350,7 +352,8 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Call torch's fused attention kernel where one exists; torch itself selects none for tensors without values."""
+    """Call torch's fused attention kernel if there is one, because torch does not select it for tensors without
+    values."""
     learned = attn_mask is not None and attn_mask.requires_grad
     if dropout_p or learned or q.shape[-1] != v.shape[-1]:
         return F.scaled_dot_product_attention(
@@ -380,7 +383,7 @@ class PlannedFunctions(PlannedRegions):
 
     Products in 16 bits and in fp8 are accumulated into fp32 weight gradients inside the kernel. For fp8 the Triton
     kernel is planned, regardless of the kernel that `gemm_choice` selects. All experts share one kernel, unless this
-    process disables it (`time/expert_products.py`); then each expert has its own.
+    process disables it (`time/expert_products.py`). In that case, each expert has a separate kernel.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
 
 
 def _can_write(path: Path) -> bool:
-    """Return True if the file can be written. This is checked before a long search starts."""
+    """Return True if the file can be written. The program checks this before a long search starts."""
     if path_rule("local", str(path)) is not None:
         return False
     return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
@@ -154,7 +154,7 @@ class DryRun(Command):
     failures: AskedFailures | None = None
 
     def note(self, world_size: int) -> str | None:
-        """Return a note if a search uses the number of ranks from the flags instead of --world-size."""
+        """Return a note if a search takes the number of ranks from the flags instead of --world-size."""
         if self.suggest is None:
             return super().note(world_size)
         remedy = "add --world-size, the number of ranks of the cluster"
@@ -176,7 +176,8 @@ class DryRun(Command):
         inputs = [*run.inputs, *missing_inputs(run.config, run.problems)]
         if run.problems:
             run.refuse([*run.problems, *inputs])
-        # The folder may exist only on the cluster, or an earlier job may create it: the run itself checks for it.
+        # The folder may exist only on the cluster, or an earlier job may create it, so only the run itself checks for
+        # it.
         absent = [each for each in inputs if each == absent_checkpoint(run.config)]
         inputs = [each for each in inputs if each not in absent]
         if run.launch.rank == 0:
@@ -212,7 +213,7 @@ class DryRun(Command):
 
 @dataclass(frozen=True)
 class Rehearsal(Command):
-    """Command that rehearses the ranks of a world that does not exist."""
+    """Command that rehearses the ranks of a larger world on this machine."""
 
     reads_data: ClassVar[bool] = False
 

@@ -1,8 +1,8 @@
-"""Device files (`devices/*.yaml`), each with the speeds of one kind of device, and the kernel times that they predict.
+"""Device files (`devices/*.yaml`) with the speeds of one kind of device each, and the kernel times predicted from them.
 
 All times are predictions. A GEMM reaches the rate of its precision, reduced for a short inner dimension and for a last
-wave that does not fill the device; attention reaches the rate of its kernel; every other kernel moves bytes at the
-bandwidth of a copy.
+wave that does not fill the device. Attention reaches the rate of its kernel. Every other kernel moves bytes at copy
+bandwidth.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (64, 128), (1
 """Output tile shapes from which a GEMM kernel chooses."""
 
 ABOVE_0 = lambda value: value > 0, "{:g} must be above 0"
-"""Check for entries that are divisors in predictions."""
+"""Check for entries that predictions divide by."""
 
 SHARE = lambda value: value <= 1, "{:g} must be a share, at most 1"
-"""Check for entries that are shares of a whole; a number above 1 would be a percentage."""
+"""Check for entries that are shares of a whole; a number above 1 is probably a percentage."""
 
 Rate = Annotated[float, (ABOVE_0[0], "its TFLOP/s must be above 0")]
 Positive = Annotated[float, ABOVE_0]
@@ -37,7 +37,7 @@ COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "send
 Kind = Annotated[str, (COLLECTIVES.__contains__, f"{{}} is not one of {', '.join(COLLECTIVES)}")]
 
 HASH_OPERATIONS = 9
-"""Integer operations to hash the dropout mask of one attention weight and apply it."""
+"""Number of integer operations to hash and apply the dropout mask of one attention weight."""
 
 
 class DeviceError(ValueError):
@@ -52,8 +52,8 @@ class GemmSpeed:
     """TFLOP/s for an infinite inner dimension, with all multiprocessors busy."""
 
     half_depth: float
-    """Inner dimension at which half of the rate is reached. It reflects the time to fill and drain a tile's
-    pipeline."""
+    """Inner dimension at which half of the rate is reached. It reflects the time to fill and drain the pipeline of a
+    tile."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ class Link:
     """Time to start a collective."""
 
     share: Mapping[Kind, Positive] = field(default_factory=dict)
-    """Maps the kind of a collective to the share of the link's rate that it reaches; 1 for kinds that are not
-    listed."""
+    """Share of the link's rate that each kind of collective reaches; 1 for kinds that are not listed."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,8 @@ class DeviceFile:
     """Host time for one operation. A step is host-bound if the host time of all operations exceeds the device time."""
 
     epilogue_exposed: Annotated[float, SHARE]
-    """Exposed share of the time that a GEMM with beta = 1 takes to read and write its sums. The products hide the
-    rest."""
+    """Exposed share of the time in which a GEMM with beta = 1 reads and writes its accumulator. The rest overlaps with
+    the products."""
 
     gather: GatherSpeed | None = None
     """Rates of gathering kernels. If not given, they are assumed to be half of the bf16 product rate, the copy rate,
@@ -191,7 +190,7 @@ class DeviceFile:
 
     @property
     def device_type(self) -> str:
-        """Device type in torch's terms."""
+        """Device type as torch names it."""
         return "cpu" if self.capability is None else "cuda"
 
     def ranks_of_node(self, world_size: int) -> int:
@@ -231,11 +230,12 @@ class DeviceFile:
     def attention_us(self, kernel: str, width: int, flops: float, length: int, backward: bool) -> float:
         """Time of attention over `length` tokens with heads of size `width`, at the rates of the nearest head size.
         `flops` counts the kernel's own FLOPs."""
-        if kernel == "auto":  # the fastest of torch's kernels; on other devices any available kernel
+        if kernel == "auto":  # use the fastest of torch's kernels, or any available kernel on other devices
             suited = [name for name in ("cudnn", "flash") if name in self.attention] or list(self.attention)
             return min(self.attention_us(name, width, flops, length, backward) for name in suited)
         if kernel == "triton" and kernel not in self.attention:
-            kernel = "flash" if "flash" in self.attention else "auto"  # assumed: its matrix products are as fast
+            # The matrix products of the Triton kernel are assumed to be as fast.
+            kernel = "flash" if "flash" in self.attention else "auto"
             return self.attention_us(kernel, width, flops, length, backward)
         if kernel == "fp8" and (in_fp8 := [name for name in self.attention if name.startswith("fp8_")]):
             return min(self.attention_us(name, width, flops, length, backward) for name in in_fp8)
@@ -262,7 +262,7 @@ class DeviceFile:
 
 def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
     """Return the share of a GPU's time that is spent on the results [m, n] of a product, with the best output tile. The
-    last wave and the edge tiles waste some time, and small tiles load their operands more often."""
+    last wave and the edge tiles waste some time, and small tiles load the operands more often."""
 
     def filled(rows: int, columns: int) -> float:
         tiles = batches * math.ceil(m / rows) * math.ceil(n / columns)
@@ -279,7 +279,7 @@ the rate fitted for infinitely large products may exceed it."""
 
 
 def device_names() -> list[str]:
-    """Return the names of the device files."""
+    """Return the names of the built-in device files."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -321,7 +321,8 @@ def _why_no_file(name: str) -> str:
 
 
 def _check_keys(place: str, node: Any) -> None:
-    """Raise ValueError for a duplicate key in a mapping of YAML nodes, since YAML would keep the last value."""
+    """Raise ValueError for a duplicate key in a mapping of YAML nodes, because YAML would silently keep the last
+    value."""
     pairs = node.value if node is not None and node.id == "mapping" else ()
     lines: dict[str, int] = {}
     for key, value in pairs:

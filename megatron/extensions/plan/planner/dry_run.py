@@ -81,8 +81,8 @@ def print_plan(
     flat name), "plan" (lines by title), "memory" (bytes of each pipeline rank), "time" (`StepTime`), "device_memory"
     (bytes), "fits", "fullest_pp_rank", "bytes_over" and "failures". If the host's memory is too small, "host_memory"
     and "host_bytes_over" are added. `problems` are missing input files, which the JSON contains and the caller reports.
-    If the file is "", only the JSON is printed. Raises OutputError if it cannot be written, DeviceError if no step of
-    this kind can be predicted.
+    If the path is "", only the JSON is printed, to standard output. Raises OutputError if it cannot be written,
+    DeviceError if no step of this kind can be predicted.
     """
     from megatron.extensions.plan.planner.fake_stage import PlannerCache
     from megatron.extensions.plan.planner.time.step_time import predict_step
@@ -177,14 +177,14 @@ def _print_sections(sections: Iterable[tuple[str, Iterable[str]]], silent: bool)
 GROUPS_SHOWN = 4
 
 MOST_LISTED = 2**17
-"""Largest number of ranks for which groups are listed, since building longer lists takes seconds."""
+"""Largest number of ranks for which groups are listed; building longer lists takes seconds."""
 
 
 def group_lines(dims: ParallelDims) -> Iterator[str]:
     """Yield lines about the groups along each axis whose size is above 1."""
     axes = [("TP", "tp"), ("CP", "cp"), ("DP", "dp"), ("PP", "pp"), ("EP", "ep")]
     if dims.ep > 1 or dims.expt_tp != dims.tp:
-        axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # tensor and data parallelism of experts
+        axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # these axes are the tensor and data parallelism of experts
     yield ", ".join(f"{name} {dims.size(axis)}" for name, axis in axes)
     for name, axis in axes:
         size = dims.size(axis)

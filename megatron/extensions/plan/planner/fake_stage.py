@@ -1,7 +1,7 @@
 """One pipeline stage on fake tensors, which have shapes, storages and an autograd graph but no values.
 
-The memory that a layer saves and allocates, and its matrix products, are measured on this stage, so the code contains
-no formulas for layers.
+A layer's saved activations, allocations and matrix products are measured on this stage, so the code contains no
+formulas for layers.
 
 Its process groups are fake: every collective completes at once and moves no data, so shapes and memory are those of a
 real rank. torch's own "fake" backend would need the default process group, which a caller may have for a real world.
@@ -74,7 +74,7 @@ class FakeGroup(dist.ProcessGroup):
 @contextmanager
 def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> Iterator[ParallelState]:
     """Return the parallel state of a layout's first model-parallel rank, as needed to build and run a stage.
-    `exchanges_sums` is as in `Axis`."""
+    `exchanges_sums` has the meaning that it has in `Axis`."""
     groups: list[FakeGroup] = []
     known = known_groups()
 
@@ -114,7 +114,7 @@ ANSWERS: dict[object, Callable[..., object]] = {
     torch.ops.prim.device.default: lambda x: x.fake_device,
 }
 """Results of operators that torch does not support on fake tensors: numbers read from tensors are 0, grouped products
-have their shape, and 16-bit products are added to fp32 sums. The frequent device query is included for speed."""
+have the right shape, and 16-bit products are added to fp32 sums. The frequent device query is included for speed."""
 
 
 class NoValues(TorchDispatchMode):
@@ -131,8 +131,8 @@ class NoValues(TorchDispatchMode):
 
 
 WITHOUT_GROUPS = {"tp_comm_overlap_method": None}
-"""Configuration fields for which fake groups need other values. Symmetric memory saves the same tensors as the default,
-the ring."""
+"""Configuration fields that fake groups override. The symmetric-memory implementation saves the same tensors for
+backward as the default, the ring."""
 
 
 class Unit(NamedTuple):
@@ -144,7 +144,7 @@ class Unit(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Part of a stage that is run separately: units of layers, and the model ends next to them."""
+    """Part of a stage that is run separately: units of layers, and the model ends that adjoin these units."""
 
     units: tuple[Unit, ...] = ()
     first: bool = False
@@ -152,7 +152,7 @@ class Part(NamedTuple):
 
 
 class FakeStages:
-    """Stages of one configuration on fake tensors. Use it within `fake_stages`."""
+    """Stages of one configuration, built on fake tensors. Use this object only within `fake_stages`."""
 
     def __init__(
         self, batch: MicroBatch, state: ParallelState, device: str, recorder: Recorder, hardware: Hardware
@@ -184,7 +184,7 @@ class FakeStages:
         self.micro_batch = whole.with_future(model.mtp_depths).local_to(state.cp)
 
     def build(self, part: Part) -> GPTModel:
-        """Build a stage in training mode. Each parameter has a `main_grad`, as data parallelism sets it."""
+        """Build a stage in training mode. Each parameter has a `main_grad`, as under data parallelism."""
         stage = GPTModel(
             self.batch.model,
             self.parallel,
@@ -215,7 +215,7 @@ class FakeStages:
         stage = self.build(part)
         with self.casts.kept():
             first = found = self._recorded(stage)
-            if linear_format(self.parallel) is not None:  # the first micro-batch also makes the weight copies
+            if linear_format(self.parallel) is not None:  # the first micro-batch also creates the weight copies
                 found = self._recorded(stage)
             memory = replace(found.memory, weight_copies=self.casts.nbytes)
         usual = {*found.forward} | {event for event in first.forward if isinstance(event, Collective | Wait)}
@@ -244,7 +244,7 @@ class FakeStages:
             offloaded = self.offload.sent if self.offload is not None else 0
             end("forward")
             edge, last = get_gradient_edge(output), output.ndim == 0
-            del output  # its values are sent, but its autograd node is still needed
+            del output  # the values of this tensor have been sent, but its autograd node is still needed
             end("sent")
             grad = torch.ones((), dtype=self.loss_dtype) if last else torch.empty(self.hidden_shape, dtype=self.dtype)
             end("received")
@@ -280,7 +280,7 @@ def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=None,
         sequence_parallel=False,
-        compile=False,  # nothing runs here, and loading the compiler takes a second
+        compile=False,  # no compiled code runs here, and loading the compiler takes a second
     )
     own, model = plain.options(Fp8Flags), batch.model
     key = LayersKey(model, (own.fp8_format, own.fp8_recipe, own.layers(model.num_layers)))
@@ -306,7 +306,7 @@ class PlannerCache:
     """Cache of recordings of stage parts, shared by configurations whose layers compute the same."""
 
     kinds: dict[LayersKey, tuple[int, ...]] = field(default_factory=dict)
-    """First identical layer of each layer, by model."""
+    """Number of the first identical layer for each layer, by model."""
 
     known: dict[MicroBatch, dict[Part, PassEvents]] = field(default_factory=dict)
     """Recordings of stage parts, keyed by micro-batch."""
@@ -332,8 +332,8 @@ class StageParts:
         self.batch, cache = batch, cache or PlannerCache()
         self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
-        # Parts that do not offload are the same whatever other layers do. The model ends do not depend on which layers
-        # recompute, and parts without the head do not depend on the head's chunks.
+        # Parts that do not offload do not depend on whether other layers offload. The model ends do not depend on
+        # which layers recompute. Parts without the head do not depend on the head's chunks.
         inner = replace(kept, parallel=replace(kept.parallel, loss_chunk_tokens=None))
         same = {"offloaded": batch, "kept": kept, "inner": inner, "ends": _nothing_recomputed(kept)}
         self._of_kind = {kind: (each, cache.known.setdefault(in_a_layer(each), {})) for kind, each in same.items()}
@@ -387,10 +387,10 @@ def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
 
 
 IDENTITY = ("number", "layer", "key", "training")
-"""Attributes in which identical layers may differ."""
+"""Attributes that may differ between identical layers."""
 
 SETTINGS = bool | int | float | str | Span | Rotation
-"""Types of attributes that define a part."""
+"""Types of the attributes that are part of a layer's definition."""
 
 
 def _kind_of(layer: nn.Module) -> Hashable:
@@ -442,9 +442,9 @@ def _recorded(batch: MicroBatch, parts: Sequence[Part]) -> list[PassEvents]:
 def planned(batch: MicroBatch, work: Callable[[bool], T]) -> T:
     """Return the result of `work(meta)` on the stages of `fake_stages`.
 
-    Plans for GPUs use meta tensors, which run several times as fast as fake tensors. They use fake tensors if a part
-    does not run on meta tensors, because it makes tensors on the host or reads several numbers at once."""
+    Plans for GPUs use meta tensors, which are several times as fast as fake tensors. They fall back to fake tensors if
+    a part does not run on meta tensors because it creates tensors on the host or reads several numbers at once."""
     if batch.device == "cuda":
-        with suppress(Exception):  # fake tensors will report the error
+        with suppress(Exception):  # the run on fake tensors reports the error
             return work(True)
     return work(False)

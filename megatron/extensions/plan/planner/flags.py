@@ -22,24 +22,24 @@ COMMANDS.register(
     options={
         "--dry-run": Option("Validate, print the plan of the run, and exit.", command=True),
         "--json": Option(
-            "With --dry-run or --rehearse: write the plan or the report, and the resolved configuration, to FILE as "
-            "well; without FILE to standard output, and nothing else.",
+            "With --dry-run or --rehearse: also write the plan or report, with the resolved configuration, to FILE; "
+            "without FILE, print only this JSON to standard output.",
             "[FILE]",
             json=True,
         ),
         "--device": Option(
-            "With --dry-run: predict the time of a step on a100, h100, h200, b200, rtx4090 or another device of "
-            "extensions/plan/planner/devices, or on that of FILE.yaml.",
+            "With --dry-run: predict the step time on a100, h100, h200, b200, rtx4090 or another device of "
+            "extensions/plan/planner/devices, or on the device that FILE.yaml describes.",
             "NAME",
         ),
         "--gpus-per-node": Option(
-            "With --device: ranks of a node, which must divide the ranks; default: as the device file says, or the "
-            "largest smaller number that divides them.",
+            "With --device: ranks per node, which must divide the number of ranks; default: the number in the device "
+            "file or, if the job has several nodes, the largest number up to it that divides the number of ranks.",
             "INT",
         ),
         "--suggest": Option(
-            "With --dry-run and --device: judge the layout, and search for the fastest ones that fit; with all, until "
-            "none can be faster.",
+            "With --dry-run and --device: report whether the given layout fits and how long a step takes, and search "
+            "for the fastest layouts that fit; with all, search until no other layout can be faster.",
             "[WORD]",
         ),
         "--rehearse": Option(
@@ -48,21 +48,21 @@ COMMANDS.register(
         ),
         "--ranks": Option("With --rehearse: all-distinct (the default), all, or ranks such as 0,8,16-23.", "WORD"),
         "--device-memory": Option(
-            "Memory limit in GiB: ranks of --rehearse run out of memory at it, and the plan of --dry-run and "
-            "layouts of --suggest must fit it; default for the latter: that of the device file.",
+            "Memory limit in GiB: the plan of --dry-run and the layouts of --suggest must fit it, and ranks of "
+            "--rehearse that exceed it run out of memory; default for plans: the memory in the device file.",
             "FLOAT",
         ),
         "--failures-per-gpu-day": Option(
-            "With --device: failures of a device in a day, such as 5e-4, the rate of Llama 3's training; the plan then "
-            "has the expected goodput, the best --save-interval, and the spare nodes that pay.",
+            "With --device: failures per device and day, such as 5e-4, the rate of Llama 3's training; the plan then "
+            "includes the expected goodput, the best --save-interval, and the best number of spare nodes.",
             "FLOAT",
         ),
         "--restart-seconds": Option(
             "With --failures-per-gpu-day: seconds from a failure to the next step; default: 120.", "FLOAT"
         ),
         "--save-seconds": Option(
-            "With --failures-per-gpu-day: seconds that a save takes; default: the median of the saves in --save, or at "
-            "an assumed rate.",
+            "With --failures-per-gpu-day: seconds that a save takes; default: the median of the saves in --save, or an "
+            "estimate from an assumed storage rate.",
             "FLOAT",
         ),
         "--repair-hours": Option(

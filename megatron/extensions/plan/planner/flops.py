@@ -1,7 +1,7 @@
 """FLOPs of a model per token, counted by torch in a fake forward and backward pass through one layer of each kind.
 
-Recomputation is not counted, and neither is work that attention kernels repeat. Causal attention counts the visible
-pairs: half of the s x s square, less under a sliding window. MFU and TFLOP/s in the log follow this convention.
+Recomputation is not counted, nor is work that attention kernels repeat. Causal attention counts the visible
+pairs: half of the s x s square, or fewer under a sliding window. MFU and TFLOP/s in the log follow this convention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FlopsPerToken(NamedTuple):
     attention."""
 
     attention: float
-    """FLOPs of the attention scores and weighted values of the query-key pairs of a token."""
+    """FLOPs of a token's attention scores and weighted value sums."""
 
     @property
     def total(self) -> float:
@@ -60,16 +60,17 @@ def model_flops(
         attn_logit_softcapping=None,
         recompute_granularity="none",
     )
-    # Only kernels that do not pack report a launch and multiply keys and values at their own widths.
+    # Only kernels that do not pack report their launches and leave keys and values at their actual widths.
     batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cuda", packs=False)
     parts = StageParts(batch, kinds=kinds)
     layers = [Part((Unit((number,)),)) for number in range(config.num_layers)]
     found = parts.of([Part(first=True, last=True), *layers])
     products = [each for part in found for each in part.every if isinstance(each, Product) and not each.again]
     attention = 0.0
-    for part, tokens in zip(found, [fmean(modules or seen), *seen], strict=True):  # the modules are at the model ends
+    # The part at the model ends contains the multi-token prediction modules.
+    for part, tokens in zip(found, [fmean(modules or seen), *seen], strict=True):
         of_square = sum(2 * each.flops for each in part.forward if isinstance(each, Attention))
-        attention += 3 * of_square * tokens / length / length  # the backward pass has twice as many
+        attention += 3 * of_square * tokens / length / length  # the backward pass has twice as many FLOPs
     return FlopsPerToken(sum(2 * each.batches * each.m * each.n * each.k for each in products) / length, attention)
 
 

@@ -1,4 +1,4 @@
-"""Live memory of the tensors that operations allocate, counted on any device as an allocator would report it.
+"""Live memory of the tensors that operations allocate, counted on any device as a memory allocator would report it.
 
 Temporary memory inside a single kernel is not counted.
 """
@@ -56,7 +56,7 @@ class LiveMemory(TorchDispatchMode):
             self.peak = max(self.peak, self.now)
 
     def restart_peak(self) -> None:
-        """Restart the count of the peak from the current memory."""
+        """Reset the peak to the current memory."""
         self.peak = self.now
 
     def _made(self, key: int, size: int) -> None:
@@ -81,7 +81,7 @@ class LiveMemory(TorchDispatchMode):
         if func is resize_storage_overload:
             self._resized(args[0].untyped_storage())
         given = {storage_id(x) for x in tensors_of((args, kwargs))}
-        if func is torch.ops.aten.lift_fresh.default:  # the tensor that torch.tensor(...) has just made
+        if func is torch.ops.aten.lift_fresh.default:  # the tensor that torch.tensor(...) has just created
             given = set()
         for x in tensors_of(out):
             storage = x.untyped_storage()

@@ -1,4 +1,4 @@
-"""Choice of --loss-chunk-tokens: the chunk size of the output head and the loss that saves memory at almost no cost in
+"""Choose --loss-chunk-tokens, the chunk size of the output head and the loss, to save memory at almost no cost in
 time."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Memory of each pipeline rank: parameters, gradients and optimizer state from parameter shapes, plus activations.
 
-torch is imported only to measure activations. Buffers are planned by the function that lays them out in memory, so the
-bytes equal the allocator's.
+torch is imported only to measure activations. The function that lays out buffers in memory also plans them, so the
+planned bytes equal the allocated bytes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BufferBytes:
     moments: int
 
     host_states: int = 0
-    """Main parameters and moments in host memory."""
+    """Bytes of main parameters and moments in host memory."""
 
     host_slots: int = 0
     """Bytes of gradients and parameters that pass through host memory."""
@@ -164,7 +164,8 @@ class UnitsInFlight:
     gradients: int = 0
 
     reductions: int = 0
-    """Additional bytes for reductions: the sum that a rank receives, and a copy in the communication dtype."""
+    """Additional bytes for reductions: the reduced result that a rank receives, and a copy in the communication
+    dtype."""
 
     @property
     def total(self) -> int:
@@ -173,10 +174,10 @@ class UnitsInFlight:
 
 @dataclass(frozen=True)
 class RankStates:
-    """States of each rank at one pipeline position.
+    """Parameters and optimizer states of each rank at one pipeline position.
 
-    Ranks that differ in tp, cp and dp hold the same amount, except for states of a transform chain, for which the rank
-    with the most is used.
+    Ranks that differ in tp, cp and dp hold the same amount, except for the states of a transform chain. For these
+    states, the rank with the most bytes is used.
     """
 
     pp_rank: int
@@ -194,7 +195,7 @@ class RankStates:
 
 
 def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankStates:
-    """Return parameters and state bytes of the ranks at `pp_rank`."""
+    """Return the bytes of parameters and states on the ranks at `pp_rank`."""
     model = config.model
     parallel = config.parallel
     optimizer = config.optimizer
@@ -228,7 +229,7 @@ def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[Param
 
 
 def place_of_units(parallel: ModelParallelConfig) -> str:
-    """Return the place of unit parameters and gradients between passes: DEVICE, HOST or DISK."""
+    """Return the place that stores unit parameters and gradients between passes: DEVICE, HOST or DISK."""
     if parallel.unit_store is None or not (facts := UNIT_STORES.facts(parallel.unit_store)).on_host:
         return DEVICE
     return DISK if facts.on_disk(parallel) else HOST
@@ -247,7 +248,7 @@ def dtype_of_states(config: RunConfig, callback: str) -> str:
 
 
 def states_of_callbacks(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Return the names of callback states, by callback; callbacks without states are omitted."""
+    """Return the state names of each callback; callbacks without states are omitted."""
     every = {name: CALLBACKS.facts(name).states_in(config) for name in CALLBACKS.wanted(config)}
     return {name: states for name, states in every.items() if states}
 
@@ -255,8 +256,8 @@ def states_of_callbacks(config: RunConfig) -> dict[str, tuple[str, ...]]:
 def chain_bytes(
     buffers: Sequence[BufferLayout], optimizer: OptimizerConfig, dims: ParallelDims, pp_rank: int, main: int
 ) -> tuple[list[int], list[int]]:
-    """Return bytes of transform-chain states outside shards, on the device and on the host of each rank at `pp_rank`,
-    in rank order.
+    """Return the bytes of transform-chain states outside shards, for the ranks at `pp_rank` in rank order: one list for
+    the device and one for the host.
 
     `main` is the size in bytes of an element of the main dtype.
     """
@@ -272,7 +273,7 @@ def chain_bytes(
 def _units_in_flight(
     buffers: Sequence[BufferLayout], config: RunConfig, stages: Sequence[Stage], several: bool
 ) -> UnitsInFlight:
-    """Return the peak of whole units.
+    """Return the peak memory of whole units.
 
     Two units are whole at a time: the current and the next unit or, for gradients, the current unit and the bucket that
     is being reduced. For units in host memory, from the second micro-batch on, a third unit's gradients are being
@@ -289,7 +290,7 @@ def _units_in_flight(
 
     gathered = [wholes[unit] for unit in forward]
     gathered += [wholes[unit] + wholes[after] for unit, after in pairwise(forward) if unit != after]
-    if parallel.pipeline_model_parallel_size > 1 and len(forward) > 1:  # one forward pass ends and the next begins
+    if parallel.pipeline_model_parallel_size > 1 and len(forward) > 1:  # one forward pass ends as the next one begins
         gathered.append(wholes[forward[-1]] + wholes[forward[0]])
 
     alone = [(wholes[unit] * main, 0) for unit in backward]

@@ -1,4 +1,5 @@
-"""Memory lines of a plan: the contents of each pipeline rank, the counted items, and whether they fit."""
+"""Memory lines of a plan: the contents of each pipeline rank, the items that are counted, and whether the memory
+fits."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.micro_batch import MicroBatch
 
 RANKS_SHOWN = 8
-"""Largest number of ranks that a line lists."""
+"""Maximum number of ranks that a line lists."""
 
 
 def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemory]) -> Iterator[str]:
@@ -91,8 +92,8 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
 
 
 def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
-    """Yield a line about the place of matrices and their gradients between passes, unless they are whole on each
-    device."""
+    """Yield a line about the place of matrices and their gradients between passes, unless each device holds whole
+    matrices."""
     if config.ddp.unit_ranks(config.parallel) is None:
         return
     what = "gradients and parameters" if config.ddp.drops_parameters(config.parallel) else "gradients"
@@ -110,7 +111,7 @@ def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
 
 
 def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> Iterator[str]:
-    """Yield lines about the items that count as activations, and the amount per layer."""
+    """Yield lines about the items that count as activations and their size per layer."""
     model = batch.model
     even = ", tokens distributed evenly over the experts" if model.num_experts is not None else ""
     on_gpus = ", and GPU kernels for norms and attention"
@@ -168,7 +169,7 @@ def _holding(stage: Stage, predicts: bool) -> str:
 
 @dataclass(frozen=True)
 class Fit:
-    """Comparison of planned memory with that of a device and of its host."""
+    """Comparison of the planned memory with the memory of a device and of its host."""
 
     memory: Sequence[RankMemory]
     """Memory of each pipeline rank."""
@@ -187,12 +188,12 @@ class Fit:
 
     @property
     def over(self) -> int:
-        """Number of bytes above the device's memory."""
+        """Number of bytes by which the plan exceeds the device's memory."""
         return 0 if self.limit is None else max(0, fullest(self.memory).total - self.limit)
 
     @property
     def over_host(self) -> int:
-        """Number of bytes above the host's memory."""
+        """Number of bytes by which the plan exceeds the host's memory."""
         return 0 if self.host_limit is None else max(0, self._most_on_host.host - self.host_limit)
 
     @property

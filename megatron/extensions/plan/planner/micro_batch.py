@@ -1,4 +1,4 @@
-"""A micro-batch on one rank: the properties that determine the memory and time of its passes."""
+"""Micro-batch on one rank: the properties that determine the memory and time of its passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MicroBatch:
     parallel: ModelParallelConfig
     samples: int
     device: str = "cuda"
-    """Device type, "cuda" or "cpu". Norms save different tensors for backward on the two."""
+    """Device type, "cuda" or "cpu". Norms save different tensors for backward on GPUs and on CPUs."""
 
     own_positions: bool = False
     """True if samples have their own position ids (--reset-position-ids)."""
@@ -30,7 +30,7 @@ class MicroBatch:
     """True if attention on parts of samples packs them, as in `PlannedGPU`."""
 
     deterministic: bool = False
-    """True if no sums are added in nondeterministic order (--deterministic-mode)."""
+    """True if every sum is computed in a deterministic order (--deterministic-mode)."""
 
     @classmethod
     def of(cls, config: RunConfig) -> MicroBatch:
@@ -46,11 +46,12 @@ OF_PIPELINE = (
     *("microbatch_group_size_per_virtual_pipeline_stage", "distributed_backend", "use_tp_pp_dp_mapping"),
     *("data_parallel_size", "num_distributed_optimizer_instances"),
 )
-"""Fields that do not affect a micro-batch within a layer."""
+"""Configuration fields that do not affect a micro-batch within a layer."""
 
 
 def in_a_layer(batch: MicroBatch) -> MicroBatch:
-    """Return a cache key. Micro-batches with equal keys do the same work in equal layers at any position."""
+    """Return the cache key of a layer's measurements. Micro-batches with equal keys do the same work in identical
+    layers, whatever the position of the layers."""
     values = {name: getattr(ModelParallelConfig, name) for name in OF_PIPELINE}
     values["pipeline_schedule"] = "zb-h1" if splits_backward(batch.parallel.schedule) else "1f1b"
     parallel = replace(batch.parallel, **values).without("cuda_graph_impl").without("pipeline_model_parallel_layout")

@@ -1,4 +1,4 @@
-"""Report on running out of memory: held and planned memory by category, and the cheapest change that fits."""
+"""Out-of-memory report: allocated and planned memory by category, and the cheapest change that fits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 5.0
 """Time limit in seconds after which no further change is planned, because the other ranks wait for the report."""
 
 Change = Mapping[str, object]
-"""Change of the configuration: a map from fields to values."""
+"""Change to the configuration, as a map from fields to values."""
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -55,8 +55,8 @@ def changes(config: RunConfig) -> Iterator[Change]:
 
 
 def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: TrainingRun | None) -> str:
-    """Return a report of several lines: planned and held bytes of the ranks at `pp_rank` by category, and a change that
-    fits.
+    """Return a report of several lines: planned and allocated bytes by category of the ranks at `pp_rank`, and a change
+    that fits.
 
     The change is the first of `changes` whose plan fits into the device. If the device's memory size is unknown, as on
     CPUs, it is the first change that takes less memory than the plan.
@@ -87,7 +87,7 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
         lines.append(f"{name:<24}{byte_text(here):>12}{now:>12}")
     if size is not None:
         lines.append(f"the device has {byte_text(size)}")
-    # Memory held beyond the plan, such as that of other programs or fragments, remains after a change.
+    # A change does not free memory beyond the plan, such as memory of other programs or fragmentation.
     limit = plan.total if size is None else size - max(0, held["total"] - plan.total)
     lines.append(_cheapest(config, world_size, pp_rank, limit, until, cache))
     return "\n".join(lines)
@@ -109,7 +109,7 @@ def _cheapest(config: RunConfig, world_size: int, pp_rank: int, limit: int, unti
 
 
 def with_change(config: RunConfig, change: Change, world_size: int) -> RunConfig | None:
-    """Return the configuration with a change; None if nothing changes, or if it cannot run."""
+    """Return the configuration with a change; None if nothing changes or if the result cannot run."""
     changed = with_named(config, change)
     if changed == config:
         return None
@@ -127,7 +127,7 @@ def flags_of(change: Change) -> str:
 
 
 def planned_memory(config: RunConfig, world_size: int, pp_rank: int, cache: PlannerCache) -> RankMemory:
-    """Return the planned memory of the ranks at `pp_rank`. `cache` keeps measurements that other changes share."""
+    """Return the planned memory of a rank at `pp_rank`. `cache` keeps measurements that other changes share."""
     return memory_of_ranks(config, world_size, cache)[pp_rank]
 
 
@@ -142,7 +142,7 @@ def host_memory_of_a_rank() -> float:
 
 
 def held_bytes(run: TrainingRun | None) -> dict[str, int]:
-    """Return the bytes that this rank holds, as far as they are known."""
+    """Return the known bytes that this rank holds, by category."""
     held: dict[str, int] = {}
     if run is not None:
         held["parameters"], held["gradients"], host = run.ddp.nbytes

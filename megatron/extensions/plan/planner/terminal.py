@@ -14,9 +14,9 @@ from types import FrameType
 
 @contextmanager
 def at_interrupt(call: Callable[[], None], signals: Sequence[int] = (signal.SIGINT,)) -> Iterator[None]:
-    """Run `call` on the first interrupt signal. Afterwards the previous handlers apply again.
+    """Run `call` on the first interrupt signal. Afterwards, the previous handlers are restored.
 
-    A signal that the process ignores stays ignored.
+    A signal that the process ignored before is still ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -43,8 +43,8 @@ def at_interrupt(call: Callable[[], None], signals: Sequence[int] = (signal.SIGI
 def end_process() -> None:
     """End the process immediately, with exit code 130 and one line on standard error.
 
-    This is for commands that have nothing to save. A KeyboardInterrupt would be lost inside a torch or fork callback.
-    Child processes, such as those of `fake_rank.forked`, end with it.
+    This is for commands that have nothing to save. The process does not raise KeyboardInterrupt, which would be lost
+    inside a torch or fork callback. Child processes, such as those of `fake_rank.forked`, end with this process.
     """
     with suppress(OSError):
         os.write(2, b"Interrupted.\n")
@@ -59,7 +59,7 @@ SECONDS_BETWEEN_LINES = 10.0
 def progress() -> Iterator[Callable[[str], None]]:
     """Yield a function that reports progress on standard error at most once per interval.
 
-    On a terminal it updates one line; elsewhere it prints a new line each time.
+    On a terminal, the function updates one line; elsewhere, it prints a new line each time.
     """
     terminal, said = sys.stderr.isatty(), time.monotonic()
 

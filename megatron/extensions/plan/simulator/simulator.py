@@ -17,12 +17,12 @@ PerStage = float | Sequence[float]
 class StageCosts:
     """Times and memory of one micro-batch on one stage: one number for all stages, or one for each.
 
-    A whole backward takes `input_grad + weight_grad`. `comm` is the time of a message between two ranks or, by stage,
-    of a message between the stage and the next one. `activation` is held from F to the end of the backward pass;
+    A whole backward pass takes `input_grad + weight_grad`. `comm` is the time of a message between two ranks or, by
+    stage, of a message between the stage and the next one. `activation` is held from F to the end of the backward pass;
     between I and W, only the fraction `kept_for_weight_grad` is held.
 
-    Each F, and each B or I, waits in `exchanges` expert all-to-alls at equal distances, each of time `exchange`. The
-    other of two interleaved passes computes in the meantime.
+    Each F, and each B or I, waits for `exchanges` expert all-to-alls at equal intervals. Each of them takes `exchange`.
+    If two passes are interleaved, the other pass computes in the meantime.
     """
 
     forward: PerStage = 1.0
@@ -50,11 +50,11 @@ class StageCosts:
         return int(at_stage(self.exchanges, action.stage)) if action.kind in (Kind.F, *BACKWARDS) else 0
 
     def duration(self, actions: Sequence[Action]) -> tuple[float, float]:
-        """Return the time of a single action, or of two interleaved ones, and the part of this time without
+        """Return the time of a single action or of two interleaved actions, and the part of this time without
         computation.
 
-        A pass yields to the other one after starting an all-to-all, and resumes when the other one yields. All-to-alls
-        run one after another.
+        A pass yields to the other pass after starting an all-to-all, and resumes when the other pass yields.
+        All-to-alls run one after another.
         """
         left = [self.exchanges_of(action) for action in actions]
         part = [self.time(action) / (count + 1) for action, count in zip(actions, left, strict=True)]
@@ -78,7 +78,7 @@ class StageCosts:
 
 
 def at_stage(value: PerStage, stage: int) -> float:
-    """Return the entry of `stage`, or the one number for all stages."""
+    """Return the entry of `stage`, or the single number that applies to all stages."""
     return value if isinstance(value, int | float) else value[stage]
 
 
@@ -92,7 +92,7 @@ class Simulation(Walk):
         self.exchanging = 0.0
         """Time of all expert all-to-alls."""
         self.exposed = 0.0
-        """Part of the all-to-all time during which the rank computes nothing."""
+        """Part of the all-to-all time during which the rank does not compute."""
         self.run()
 
     def time_of(self, actions: Sequence[Action]) -> float:
@@ -127,7 +127,7 @@ class Simulation(Walk):
         """Return the idle share of a step.
 
         No rank updates its parameters before the gradient norm is known, which needs the gradients of all ranks. A step
-        therefore lasts from the first start to the last end over all ranks.
+        therefore takes the time from the first start to the last end over all ranks.
         """
         time = self.makespan
         return 1 - sum(self.busy) / len(self.timeline) / time if time else 0.0
@@ -138,7 +138,7 @@ class Simulation(Walk):
 
 
 def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool = False) -> Simulation:
-    """Simulate lists, with or without sends and receives, like a `Walk`.
+    """Simulate action lists, with or without sends and receives, like a `Walk`.
 
     Raises DeadlockError if they deadlock, ValueError if an action is listed twice.
     """
@@ -149,8 +149,8 @@ def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, d
     """Return the largest activations that a rank holds between two actions, and the number of micro-batches of each
     stage that are between forward and backward at that time.
 
-    A list without backward passes holds the activations of one action. Two interleaved passes are one action; while
-    they run, one more micro-batch is partly held.
+    A list without backward passes holds the activations of only one action at a time. Two interleaved passes are one
+    action. While they run, the rank partly holds one more micro-batch.
     """
     forward_only = all(action.kind not in (Kind.B, Kind.I) for action in actions)
     held = peak = 0.0

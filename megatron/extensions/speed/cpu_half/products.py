@@ -1,6 +1,6 @@
 """16-bit matrix products computed in fp32, for CPUs without instructions for them.
 
-On such CPUs torch's own kernels take up to fifty times as long as an fp32 product. Operands are cast to fp32 and
+On such CPUs, torch's own kernels take up to fifty times as long as an fp32 product. Operands are cast to fp32 and
 results are rounded once, as in torch's kernels. This module replaces operators of torch, so that layers, their backward
 passes, compiled regions and extensions stay unchanged.
 """
@@ -26,17 +26,17 @@ from megatron.training.initialize import Runtime
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 _OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, _ATTENTION: 3, f"{_ATTENTION}_backward": 5}
-"""Number of leading arguments that must share the operator's dtype."""
+"""Number of leading arguments that must have the same dtype, by operator."""
 
 _VARIANTS = {"mm": "mm.out", "bmm": "bmm.out"} | {name: f"{name}.out {name}_" for name in ("addmm", "baddbmm")}
-"""Variants of the operators that write their result into existing memory."""
+"""Operator variants that write their result into existing memory."""
 
 _FEW_ROWS = 4
-"""Largest number of rows (as in generation) for which torch's own kernel is not slower in a product with a transposed
-matrix. That kernel reads the matrix once, in 16 bits."""
+"""Largest number of rows for which torch's own kernel is at least as fast in a product with a transposed matrix, as in
+generation. Torch's kernel reads the matrix once, in 16 bits."""
 
 _replaced: set[torch.dtype] = set()
-"""Dtypes that this process multiplies in fp32. The set is process-wide because torch's operators are."""
+"""Dtypes that this process multiplies in fp32. The set is process-wide because torch's operators are process-wide."""
 
 
 def has_products_of(dtype: torch.dtype) -> bool:
@@ -45,7 +45,7 @@ def has_products_of(dtype: torch.dtype) -> bool:
 
 
 def multiply_in_fp32(dtype: torch.dtype) -> None:
-    """Compute matrix products and attention of `dtype` on CPUs in fp32, in this process, from now on."""
+    """Compute matrix products and attention of `dtype` on CPUs in fp32 in this process from now on."""
     _replace_operators()
     _replaced.add(dtype)
 
@@ -78,7 +78,7 @@ def _in_fp32(own: Kernel, product: Kernel, operands: int, in_place: bool) -> Ker
         if dtype not in _replaced or _few_rows(*args[operands - 2 : operands]):
             return own(keys, *args, **kwargs)
         if any(x.dtype != dtype for x in (*args[:operands], *(() if out is None else (out,)))):
-            return own(keys, *args, **kwargs)  # which raises the error
+            return own(keys, *args, **kwargs)  # torch's own kernel raises the error
         if (mask := kwargs.get("attn_mask")) is not None:
             kwargs["attn_mask"] = mask.float()
         kwargs.pop("out", None)
@@ -98,8 +98,8 @@ def _few_rows(x: Tensor, matrix: Tensor) -> bool:
 
 
 def choose_products(dtypes: Iterable[torch.dtype], device: torch.device, world: Axis) -> list[str]:
-    """Compute products of 16-bit `dtypes` in fp32 if the CPU of any rank lacks instructions for them. All ranks do the
-    same, because replicas must stay equal. Returns lines for the log. Collective over `world`."""
+    """Compute products of 16-bit `dtypes` in fp32 if the CPU of any rank lacks instructions for them. All ranks make
+    the same choice, because replicas must stay equal. Returns lines for the log. Collective over `world`."""
     lines = []
     for dtype in dtypes:
         if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):

@@ -1,5 +1,5 @@
-"""Flags of CUDA graphs, the features that graphs exclude, and the import path of the graph runner. This module does not
-import torch."""
+"""CUDA graph flags, the features that graphs do not support, and the import path of the graph runner. This module does
+not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HERE = "megatron.extensions.speed.cuda_graphs"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that a step can be recorded. A graph replays the recorded kernels on the same memory, so it can contain
+    """Check that a step can be captured. A graph replays the recorded kernels on the same memory, so it can contain
     neither host decisions that change between batches nor synchronizations with the host."""
     own = config.options(CudaGraphFlags)
     c = config
@@ -64,7 +64,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         variants = c.model.linear_attentions
     except ValueError:
-        variants = ()  # another rule reports a pattern that cannot be read
+        variants = ()  # another rule reports a pattern that cannot be parsed
     for variant in variants:
         if variant in ("gated_delta_net", "kimi_delta_attention"):
             by_flag = c.model.experimental_attention_variant is not None
@@ -74,7 +74,8 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         why = "memory for whole gradients is allocated and freed during the passes"
         strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
         yield Problem.exclusive(name, impl, strategy, why)
-    if gathered_format(p) is not None and c.optimizer.use_distributed_optimizer:  # otherwise another rule reports it
+    # otherwise, another rule reports the problem
+    if gathered_format(p) is not None and c.optimizer.use_distributed_optimizer:
         why = "recorded steps cast weights that are stored in bf16"
         yield Problem.exclusive("--fp8-param-gather", None, graph, why)
 
@@ -83,7 +84,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class CudaGraphFlags:
     cuda_graph_impl: str = flag("none", choices=("none", "local"))
-    """GPUs: record the forward and backward pass of a micro-batch as a CUDA graph and replay it (local)."""
+    """On GPUs, capture the forward and backward pass of a micro-batch as a CUDA graph, and replay the graph (local)."""
 
     cuda_graph_warmup_steps: int = flag(3, above=0, no_effect_without="--cuda-graph-impl local")
     """--cuda-graph-impl: number of warm-up steps before recording, in which kernels are compiled and selected."""

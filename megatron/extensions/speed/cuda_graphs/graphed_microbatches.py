@@ -1,9 +1,9 @@
 """Forward and backward pass of a micro-batch as one CUDA graph, recorded once and replayed.
 
 Launching the kernels of a small model one by one takes longer than running them. A graph needs a single launch, and
-repeats the same kernels on the same memory. Inputs are therefore copied to the memory of the recorded batch, and the
-loss is copied out. Parameters and gradient sums are in flat buffers that never move. Dropout is a function of the
-sample indices, which are inputs. `flags.py` lists features that cannot be recorded.
+replays the same kernels on the same memory. Inputs are therefore copied to the memory of the recorded batch, and the
+loss is copied out. Parameters and gradient sums are in flat buffers that never move. Dropout depends only on the sample
+indices, which are inputs. `flags.py` lists features that cannot be recorded.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Recorder with torch's CUDA graphs, on the current stream, which must not be the default one.
+    """Recorder that uses torch's CUDA graphs on the current stream, which must not be the default stream.
 
     Recordings share their memory, except for tensors that are still referenced, so only one recording may be replayed
-    at a time. Other threads may read data and pin memory meanwhile, because only this thread's calls are captured.
-    Garbage is collected first, because device memory must not be freed during a recording.
+    at a time. Meanwhile, other threads may read data and pin memory, because only this thread's calls are captured.
+    Garbage collection runs first, because device memory must not be freed during a recording.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class GraphedMicrobatches:
     `run(batch, seed)` computes the forward pass, and the backward pass of seed * loss sum, and returns the loss sum.
     All micro-batches have the same shape. Recording computes nothing, so the first replay adds the gradients of the
     recorded batch. If weights are cast (fp8), the first micro-batch of a step has a separate recording, which makes the
-    casts for the others."""
+    casts for the other micro-batches."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class GraphedMicrobatches:
         self._steps = 0
         self._inputs: Batch | None = None
         self._recordings: dict[bool, tuple[Tensor, Replay]] = {}
-        """Loss and replay function of the recordings with (True) and without (False) weight casts."""
+        """Loss and replay function of each recording; the key is True for the recording with weight casts."""
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
         """Return the loss sum of each micro-batch of a step."""
@@ -134,7 +134,7 @@ def _copy_into(inputs: Batch, batch: Batch) -> None:
 class GraphedPipeline(Pipeline):
     """Train micro-batches from recordings."""
 
-    may_overwrite = False  # the first micro-batch has its own recording
+    may_overwrite = False  # the first micro-batch has a separate recording
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class GraphedPipeline(Pipeline):
 
 
 class SideStream(Callback):
-    """Switch from the default CUDA stream to another one. The default stream cannot be captured, and autograd computes
+    """Switch from the default CUDA stream to a new stream. The default stream cannot be captured, and autograd computes
     a parameter's gradient on the stream of its first use. Raises ValueError on CPUs."""
 
     def on_setup(self, runtime: Runtime) -> None:

@@ -1,7 +1,7 @@
 """Blockwise fp8: weights scaled by blocks of 128 x 128, activations and gradients by tiles of 1 x 128.
 
 The recipe follows DeepSeek-V3, arXiv 2412.19437, section 3.3.2 and figure 7. Tiles extend along the dimension that a
-GEMM sums over, so that an outlier reduces precision only in its own tile. Multipliers are powers of two, so that a
+GEMM sums over, so that an outlier reduces precision only within one tile. Multipliers are powers of two, so that a
 scaled value keeps its mantissa. A later cast of the result along another dimension then loses only small values
 (section 3.5.2).
 """
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 def in_blocks(x: Tensor, rows: int) -> Tensor:
-    """Divide x [n, k] into blocks: [blocks of rows, rows, blocks of columns, 128], padded with zeros at the ends."""
+    """Divide x [n, k] into blocks [row blocks, rows, column blocks, 128], padded with zeros at the ends."""
     n, k = x.shape
     if n % rows or k % TILE:
         x = F.pad(x, (0, -k % TILE, 0, -n % rows))
@@ -38,7 +38,7 @@ def amax_of_blocks(blocks: Tensor) -> Tensor:
 
 
 def power_of_two(multiplier: Tensor) -> Tensor:
-    """Round fp32 multipliers down to powers of two, by keeping only the sign and exponent bits. The multipliers 0 and
+    """Round fp32 multipliers down to powers of two by keeping only the sign and exponent bits. The multipliers 0 and
     NaN, which mark blocks with nonfinite values, become NaN."""
     rounded_down = (multiplier.view(torch.int32) & 0x7F800000).view(torch.float32)
     return torch.where(multiplier > 0, rounded_down, torch.nan)
@@ -67,8 +67,8 @@ class BlockwiseGemms(Fp8Gemms):
     """Blockwise recipe: blocks of 128 x 128 for the weight, with the same scales by rows and by columns, and tiles of 1
     x 128 for all other operands.
 
-    The GEMM for the weight gradient sums over tokens. Its input is recast by columns from the cast by rows, which is
-    the tensor that sequence parallelism gathers.
+    The GEMM for the weight gradient sums over tokens. The input of this GEMM is recast by columns from the cast by
+    rows, because sequence parallelism gathers the cast by rows.
     """
 
     gathers_weights = True
@@ -92,7 +92,7 @@ class BlockwiseGemms(Fp8Gemms):
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self._by_rows(rows_of(x), 1, E4M3)
-        # The gather sends bytes, because not every backend supports fp8.
+        # The gather sends bytes, because some backends do not support fp8.
         return values.view(torch.uint8).view(x.shape), scale.view(*x.shape[:-1], -1)
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
@@ -108,6 +108,6 @@ class BlockwiseGemms(Fp8Gemms):
         return self._region(recast_along_columns, whole)(*rows)
 
     def _region(self, cast: Callable[K, R], whole: bool) -> Callable[K, R]:
-        """Return the cast as a region, which is compiled only if all tiles of the matrix are `whole`. Some compiler
+        """Return the cast as a region that is compiled only if all tiles of the matrix are `whole`. Some compiler
         versions mix up the scales of partial tiles."""
         return region(cast, self.compiled and whole, static=True)

@@ -1,4 +1,4 @@
-"""Interface to the trunk: the fp8 GEMMs of linear layers and experts for each recipe, and a check that a GPU supports
+"""Interface to the trunk: fp8 GEMMs of linear layers and experts for each recipe, and a check that the GPU supports
 them."""
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ RECIPES: dict[str, type[Fp8Gemms]] = {
 
 
 class Fp8Format(Fp8Context):
-    """The fp8 number format of linear layers (`LINEAR_FORMATS`)."""
+    """Linear-layer format for fp8 (`LINEAR_FORMATS`)."""
 
     @classmethod
     def build(cls, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> Fp8Format:
         return cls(config.options(Fp8Flags), layers, casts)
 
     def linear(self, name: str, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> Fp8Gemms:
-        """Return the GEMMs of a linear layer for the recipe.
+        """Return the GEMMs of a linear layer under the configured recipe.
 
         Args:
             name: Name of the layer.
             tp: Tensor-parallel axis.
-            cuts: Dimensions that are sharded over `tp`.
+            cuts: Dimensions of the layer that are sharded over `tp`.
             device: Device of the layer.
             compiled: Whether casts are compiled regions.
         """
@@ -53,12 +53,13 @@ class Fp8Format(Fp8Context):
 
     @staticmethod
     def gather(ddp: DistributedDataParallel) -> WeightGather | None:
-        """Prepare the fp8 gather of weights for --fp8-param-gather; None if no bucket consists only of such weights."""
+        """Prepare the fp8 gather of weights for --fp8-param-gather; return None if no bucket consists only of fp8
+        weights."""
         return build_gather(ddp)
 
     @staticmethod
     def check(config: ModelParallelConfig, device: torch.device) -> None:
-        """Raise ValueError if the GPU does not support fp8, or the recipe."""
+        """Raise ValueError if the GPU does not support fp8 or the recipe."""
         own = config.options(Fp8Flags)
         if device.type != "cuda":
             return

@@ -1,12 +1,12 @@
 """Scaled casts to fp8, and GEMMs of the cast matrices (Micikevicius et al., "FP8 Formats", arXiv 2209.05433).
 
-A matrix x is represented as x8 = round(x * m). The multiplier m maps its largest value to the largest number of the
-format. A GEMM sums in fp32 and multiplies by the scales 1 / m of both operands. Casts saturate, but NaN and Inf are not
-lost: they propagate to the scale, and therefore to the result.
+A matrix x is represented as x8 = round(x * m). The multiplier m maps the largest absolute value of x to the largest
+number of the format. A GEMM sums in fp32 and multiplies by the scales 1 / m of both operands. Casts saturate, but NaN
+and Inf are not lost, because they propagate to the scale and therefore to the result.
 
-A cast by rows has the matrix's shape [n, k]; a cast by columns is its transpose [k, n], because GEMMs in fp8 sum along
-the last dimension of both operands. Both casts are made in one pass over the matrix. Collectives reduce the amax over
-the ranks before the casts.
+A cast by rows has the shape of the matrix, [n, k]. A cast by columns has the transposed shape [k, n], because fp8 GEMMs
+sum along the last dimension of both operands. One pass over the matrix makes both casts. Before the casts, collectives
+reduce the amax over the ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.core.kernels import operation
 from megatron.extensions.speed.fp8.flags import ALIGNMENT, TILE
 
 SMALLEST_AMAX = 2.0**-100
-"""Lower bound on the amax that sets a multiplier, so that multipliers stay finite."""
+"""Lower bound on the amax from which a multiplier is computed, so that multipliers are finite."""
 
 
 Made = TypeVar("Made")
@@ -65,8 +65,8 @@ def cast_transpose(
     Args:
         x: Matrix [n, k].
         row_amax: Amax that scales the cast by rows, [] or [n, 1]. None: no cast by rows.
-        column_amax: Amax that scales the cast by columns, [] or [1, k]. None: no cast by columns. With the same
-            amax [] for both, both casts have the same values.
+        column_amax: Amax that scales the cast by columns, [] or [1, k]. None: no cast by columns. If both are the same
+            amax [], both casts have the same values.
         dtype: fp8 format.
         compiled: Whether to use a compiled region.
     """
@@ -86,12 +86,13 @@ def noting(
     cast: CastOrder,
     *others: *Others,
 ) -> Made:
-    """Run the torch twin of a kernel as a region, record the amax that the twin returns, and return its other result.
+    """Run a kernel's plain-torch twin as a region, record the amax that the twin returns, and return the twin's other
+    result.
 
     Args:
         twin: Function of `others` and `cast` that returns a result and an amax.
         compiled: Whether the region is compiled.
-        cast: Last operand of the twin. Its field `noted` receives the amax.
+        cast: Last operand of the twin. The field `noted` of this operand receives the amax.
         others: Other operands of the twin.
     """
     found, amax = region(twin, compiled, static=True)(*others, cast._replace(noted=None))
@@ -105,8 +106,8 @@ def noting(
 def amax_of_rows_and_columns(
     x: Tensor, wanted: tuple[bool, bool], compiled: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the largest absolute value of each row and of each column. `wanted` selects which of the two are computed:
-    x [n, k] -> [n, 1] and [1, k], fp32."""
+    """Return the largest absolute value of each row and of each column. `wanted` selects which of these are computed: x
+    [n, k] -> [n, 1] and [1, k], fp32."""
     return region(amax_of_rows_and_columns_twin, compiled, static=True)(x, wanted)
 
 
@@ -180,18 +181,18 @@ def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Ten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 BLOCK_CAPABILITY = 9
-"""Major compute capability of the GPUs whose kernels support tile scales (Hopper). Older and newer GPUs have no such
+"""Major compute capability of the GPUs (Hopper) whose kernels support tile scales. Older and newer GPUs have no such
 kernels."""
 
 BLOCK_CUDA = (12, 9)
-"""First CUDA version whose kernels support tile scales."""
+"""Lowest CUDA version whose kernels support tile scales."""
 
 FIRST_CAPABILITY = (8, 9)
-"""Compute capability of the first GPUs with fp8 GEMMs (Ada)."""
+"""Lowest compute capability with fp8 GEMMs (Ada)."""
 
 
 class Scaled(NamedTuple):
-    """An fp8 matrix: fp8 values [n, k] and an fp32 scale. It represents values * scale.
+    """Matrix in fp8: fp8 values [n, k] and an fp32 scale. The matrix equals values * scale.
 
     There is one scale for the whole matrix [], or one for each row [n, 1], tile [n, k / 128] or block [n / 128, k /
     128].
@@ -231,7 +232,7 @@ def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
 
 
 def multiplies_in_fp8(x: Tensor) -> bool:
-    """Return True if operands like `x` use torch's fp8 GEMM. On CPUs this GEMM takes up to a thousand times as long as
+    """Return True if operands like `x` use torch's fp8 GEMM. On CPUs, this GEMM takes up to a thousand times as long as
     a product of dequantized operands, which gives the same values."""
     return x.is_cuda
 
@@ -246,9 +247,9 @@ def scaled_mm(
 ) -> Tensor:
     """Compute an fp8 GEMM: a [n, k], b [m, k], bias [m] -> a bᵀ + bias [n, m], summed in fp32.
 
-    This is the only function that depends on kernels. Both operands are row-major, so that b's transpose is
-    column-major, the only layout that Hopper supports. CUDA requires that k and m are multiples of 16, and that at most
-    one operand is e5m2. On CPUs, `dequantized_mm` computes the product.
+    This is the only function that depends on kernels. Both operands are row-major, so that the transpose of b is
+    column-major, which is the only layout that Hopper supports. CUDA requires that k and m are multiples of 16, and
+    that at most one operand is e5m2. On CPUs, `dequantized_mm` computes the product.
 
     Args:
         a: First operand [n, k].
@@ -280,12 +281,12 @@ def scaled_mm(
 
 
 def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """Compute `scaled_mm` for `a` in tiles and `b` in tiles or blocks, with cuBLAS' kernel, which applies scales after
-    every 128 terms."""
+    """Compute `scaled_mm` for `a` in tiles and `b` in tiles or blocks with cuBLAS' kernel, which applies the scales
+    after every 128 terms."""
     if not a.values.is_cuda:
         return dequantized_mm(a, b, out_dtype, bias)
     rows = a.values.shape[0]
-    if rows % ALIGNMENT:  # no rows, as for an expert without tokens
+    if rows % ALIGNMENT:  # there are no rows, as for an expert without tokens
         a = Scaled(_in_whole_tiles(a.values, ALIGNMENT), F.pad(a.scale, (0, 0, 0, -rows % ALIGNMENT)))
     values, others = _in_whole_tiles(a.values, 1), _in_whole_tiles(b.values, TILE if b.in_blocks else 1).t()
     scale = _tiles_as_columns(a.scale)
@@ -293,7 +294,7 @@ def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor 
         kind = ScalingType.BlockWise128x128 if b.in_blocks else ScalingType.BlockWise1x128
         of_b = _blocks_as_columns(b.scale) if b.in_blocks else _tiles_as_columns(b.scale)
         y = F.scaled_mm(values, others, scale, ScalingType.BlockWise1x128, of_b, kind, output_dtype=out_dtype)
-    else:  # F.scaled_mm supports only e4m3, and the older function does not support blocks in general
+    else:  # F.scaled_mm supports only e4m3, and the older function supports only some block shapes
         tiles = b.scale.repeat_interleave(TILE, 0) if b.in_blocks else b.scale
         y = torch_private.scaled_mm(values, others, scale, _tiles_as_columns(tiles).t(), out_dtype=out_dtype)
     y = y[:rows, : b.values.shape[0]].contiguous()
@@ -301,7 +302,7 @@ def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor 
 
 
 def _in_whole_tiles(values: Tensor, rows: int) -> Tensor:
-    """Pad fp8 values [n, k] with zeros to multiples of `rows` and 128, because some versions of torch do not support
+    """Pad fp8 values [n, k] with zeros to multiples of `rows` and 128, because some torch versions do not support
     smaller tiles."""
     n, k = values.shape
     if n % rows == 0 and k % TILE == 0:
@@ -323,7 +324,7 @@ def _blocks_as_columns(scale: Tensor) -> Tensor:
 def dequantized_mm(
     a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Compute `scaled_mm` without an fp8 kernel, from dequantized operands. The arguments are the same."""
+    """Compute `scaled_mm` from dequantized operands, without an fp8 kernel. The arguments are those of `scaled_mm`."""
     product = a.dequantized() @ b.dequantized().t()
     rounded = (product if bias is None else product + bias.to(torch.float32)).to(out_dtype)
     return rounded if out is None else out.copy_(rounded)

@@ -1,4 +1,4 @@
-"""fp8 flags, and the import paths of the parts that implement them. This module does not import torch."""
+"""fp8 flags, and the import paths of their implementations. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALIGNMENT = 16
 """Matrix dimensions of fp8 kernels must be multiples of this number."""
 
 TILE = 128
-"""Number of elements per tile, and of tiles per block, under --fp8-recipe blockwise."""
+"""Number of elements per tile, and number of tiles per block, under --fp8-recipe blockwise."""
 
 
 @extension_flags("fp8", may_change=True, rules=f"{HERE}.rules:fp8")
@@ -28,8 +28,8 @@ class Fp8Flags:
     in bf16."""
 
     fp8_recipe: str = flag("delayed", choices=("tensorwise", "delayed", "rowwise", "blockwise"))
-    """Scaling of fp8 tensors by the largest value of the tensor (tensorwise), of the tensor in earlier steps (delayed),
-    of each row (rowwise), or of each tile of 128 values and each block of 128 x 128 weights (blockwise)."""
+    """How fp8 tensors are scaled: by the largest value of the tensor (tensorwise), of the tensor in earlier steps
+    (delayed), of each row (rowwise), or of each tile of 128 values and each block of 128 x 128 weights (blockwise)."""
 
     fp8_margin: int = flag(0, at_least=0, at_most=16, bounds_reason="because e4m3 has 18 powers of two")
     """Delayed scaling: margin below the format's largest number, in powers of two."""
@@ -38,7 +38,7 @@ class Fp8Flags:
     """Delayed scaling: number of steps in the amax history."""
 
     fp8_amax_compute_algo: str = flag("most_recent", choices=("most_recent", "max"))
-    """Delayed scaling: scale by the largest value of the last step (most_recent), or of the whole history (max)."""
+    """Delayed scaling: scale by the largest value of the last step (most_recent) or of the whole history (max)."""
 
     first_last_layers_bf16: bool = False
     """Keep the first and last transformer layers in bf16."""
@@ -63,8 +63,8 @@ class Fp8Flags:
 
 
 def alignment(parallel: ModelParallelConfig, ranks: int) -> tuple[int, str]:
-    """Return the number by which a rank's fp8 features must be divisible if `ranks` ranks share them, and the flag that
-    requires it.
+    """Return the divisor of the number of fp8 features on a rank if `ranks` ranks share the features, and the flag that
+    requires this divisor.
 
     Kernels require multiples of 16. With blockwise scaling, ranks must hold whole tiles, because a tile has one
     scale."""
@@ -79,7 +79,7 @@ def described(parallel: ModelParallelConfig) -> str:
 
 
 def gathers(parallel: ModelParallelConfig) -> bool:
-    """Return True if weights are gathered in fp8. A rule refuses the rowwise recipe."""
+    """Return True if weights are gathered in fp8. A validation rule refuses the rowwise recipe."""
     own = parallel.options(Fp8Flags)
     return own.fp8_param_gather and own.fp8_format is not None and own.fp8_recipe != "rowwise"
 

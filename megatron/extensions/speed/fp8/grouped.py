@@ -1,9 +1,9 @@
-"""fp8 GEMMs of mixture-of-experts layers: products of rows, which are sorted by expert, with the matrices of their
-experts.
+"""fp8 GEMMs of mixture-of-experts layers: rows are sorted by expert, and each row is multiplied by the matrix of its
+expert.
 
-Activations and their gradients have a scale for each row, which is one token's features, so that no scale depends on
-the other tokens of a micro-batch. torch's grouped kernel supports only row scales and e4m3. Weight gradients sum over
-tokens, so their operands are scaled by tiles of 128 rows of an expert (DeepSeek-V3, arXiv 2412.19437, section
+Activations and their gradients have a scale for each row. A row holds the features of one token, so that no scale
+depends on other tokens of the micro-batch. torch's grouped kernel supports only row scales and e4m3. Weight gradients
+sum over tokens, so their operands are scaled by tiles of 128 rows of an expert (DeepSeek-V3, arXiv 2412.19437, section
 3.3.2)."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 
 def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:
-    """Return True if one kernel multiplies all experts in fp8 and reads the numbers of rows on the device. The kernel
+    """Return True if one kernel multiplies all experts in fp8 and reads the numbers of rows on the device. This kernel
     is torch's, or a replacement that this process may use."""
     if device.type != "cuda" or ("grouped_scaled_mm" in KERNELS and "grouped_scaled_mm" not in LEFT_OUT):
         return True
@@ -49,7 +49,7 @@ def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:
 
 
 def torch_groups(a: Scaled, in_one_kernel: bool) -> bool:
-    """Return True if a grouped kernel is requested and torch has one for operands that are cast like `a`."""
+    """Return True if a grouped kernel is requested and torch has such a kernel for operands that are cast like `a`."""
     fits = in_one_kernel and a.values.is_cuda and a.scale.shape[1] == 1
     return fits and torch.cuda.get_device_capability(a.values.device) in GROUPED_CAPABILITIES
 
@@ -175,7 +175,8 @@ def add_products_of_tiles_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_en
 
 
 def rows_of_tiles(tiles: ExpertTiles, dtype: torch.dtype) -> Tensor:
-    """Return the rows [128 tiles, k] that a cast represents. They are exact in 16 bits, since e4m3 has fewer bits."""
+    """Return the dequantized rows [128 * tiles, k] of a cast. The rows are exact in 16 bits, because e4m3 has fewer
+    bits."""
     scale = tiles.scale.to(dtype).repeat_interleave(TILE, dim=0)
     return tiles.values.t().to(dtype) * scale
 
@@ -187,13 +188,13 @@ AddWeightGrad = Callable[[Tensor, Tensor, Tensor, Segments], None]
 class Fp8GroupedGemms:
     """fp8 products of a grouped linear layer: y = x Wᵀ, dX = dY W and dW = dYᵀ X, with W [experts, ..., in].
 
-    `cuts` says which features are sharded over `expt_tp`. The scale of a sharded row is computed from the whole row.
-    With `in_one_kernel`, GPUs multiply all experts at once (`has_grouped_fp8_kernel`), otherwise one by one.
+    `cuts` states which features are sharded over `expt_tp`. The scale of a sharded row is computed from the whole row.
+    If `in_one_kernel` is True, GPUs multiply all experts at once (`has_grouped_fp8_kernel`); otherwise, one by one.
 
-    The weight gradient sums over tokens. Its operands are cast by tiles of 128 rows of an expert. The layout decides
-    which tokens share a tile, but this hardly changes their values: multipliers are powers of two, so that a value has
-    the same mantissa with any multiplier. Only values below 2^-13 of the largest one in a tile lose bits.
-    `add_bias_grad_` computes the gradient of a bias in 16 bits.
+    The weight gradient sums over tokens. The operands of this sum are cast by tiles of 128 rows of an expert. The
+    layout decides which tokens share a tile, but this hardly changes the cast values: multipliers are powers of two, so
+    that the mantissa of a value does not depend on the multiplier. Only values below 2^-13 of the largest value in a
+    tile lose bits. `add_bias_grad_` computes the gradient of a bias in 16 bits.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class Fp8GroupedGemms:
         return region(cast_by_row_amax, self.compiled)(x, amax)
 
     def _weight(self, weight: Tensor, transpose: bool) -> Scaled:
-        """Return W as [experts, out, in], or [experts, in, out] with `transpose`, cast along its last dimension."""
+        """Return W [experts, out, in] or, with `transpose`, [experts, in, out], cast along the last dimension."""
         matrices = weight.detach().view(weight.shape[0], -1, weight.shape[-1])
         if self.in_blocks:
             return blocks_of(matrices, transpose)

@@ -1,8 +1,7 @@
-"""fp8 scaling recipes: tensorwise, delayed and rowwise GEMMs of a linear layer (arXiv 2209.05433), and the multipliers
-of the delayed recipe, which are computed from the amax history of earlier steps (section 3, and NVIDIA's Transformer
-Engine).
+"""fp8 scaling recipes: tensorwise, delayed and rowwise GEMMs of a linear layer (arXiv 2209.05433). The delayed recipe
+computes multipliers from the amax history of earlier steps (section 3, and NVIDIA's Transformer Engine).
 
-Each linear layer has its own recipe object. Weights are cast once for all micro-batches of a step.
+Each linear layer has a separate recipe object. Weights are cast once for all micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -53,22 +52,22 @@ from megatron.training.initialize import Runtime
 
 @dataclass
 class GatheredWeight:
-    """Cast of a weight by rows, produced by all-gathers over the data-parallel ranks (`weight_gather.py`)."""
+    """Row cast of a weight, produced by all-gathers over the data-parallel ranks (`weight_gather.py`)."""
 
     values: Tensor
-    """Values e4m3 [out, in], in the memory of the all-gathers."""
+    """e4m3 values [out, in], stored in the memory of the all-gathers."""
 
     amax: Tensor
-    """Largest absolute value of each block, fp32 [blocks of rows, blocks of columns]."""
+    """Largest absolute value of each block, fp32 [row blocks, column blocks]."""
 
     valid: bool = False
-    """True if the cast is up to date, which holds after the first update. Each rank casts the initial weights
-    itself."""
+    """True if the cast is up to date. It is False until the first update. Until then, each rank casts the initial
+    weights without a gather."""
 
 
 @dataclass(frozen=True)
 class Fp8Context:
-    """Settings that the fp8 layers of a model share."""
+    """Settings shared by the fp8 layers of a model."""
 
     config: Fp8Flags
     layers: range
@@ -93,12 +92,12 @@ BOTH = Wanted(True, True)
 
 
 class Fp8Gemms(nn.Module):
-    """Base class of the recipes, which differ in their scales.
+    """Base class of recipes, which differ in how they compute scales.
 
-    A tensor is cast once for all GEMMs that read it: by rows for GEMMs that sum over its columns, by columns for GEMMs
-    that sum over its rows. Inputs are saved for the backward pass as casts by columns, with one byte per element. An
-    input that is gathered over the ranks is instead saved in the form in which it is sent, and is cast by columns after
-    the second gather.
+    A tensor is cast once for all GEMMs that read it: by rows for GEMMs that sum over the columns of the tensor, and by
+    columns for GEMMs that sum over its rows. Inputs are saved for the backward pass as casts by columns, with one byte
+    per element. An input that is gathered over the ranks is instead saved in the form in which it is sent, and is cast
+    by columns after the second gather.
     """
 
     adds_residual = False
@@ -128,11 +127,11 @@ class Fp8Gemms(nn.Module):
         return self.grad_format if which == GRAD else E4M3
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
-        """Cast x [n, k], which is an INPUT, WEIGHT or GRAD, as `wanted`: by rows first."""
+        """Cast x [n, k], an INPUT, WEIGHT or GRAD, as `wanted` requests; the cast by rows comes first."""
         raise NotImplementedError
 
     def cast_to_gather(self, x: Tensor) -> Operand:
-        """Cast an input [s/t, b, in] that will be gathered, or leave the cast for later."""
+        """Cast an input [s/t, b, in] before its gather, or defer the cast until after the gather."""
         raise NotImplementedError
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
@@ -168,8 +167,8 @@ class Fp8Gemms(nn.Module):
         return _as_operands(self.cast(rows_of(x), which, BOTH if needs_dw else ROWS), x.shape[:-1])
 
     def _weight(self, weight: Tensor, kind: str) -> Scaled:
-        """Return the weight cast by "rows" or "columns". Both casts are made together if they are kept until a backward
-        pass."""
+        """Return the weight, cast by "rows" or "columns". Both casts are made together if they are kept until a
+        backward pass."""
 
         def make() -> Scaled:
             if self.training and self.casts.keeps:
@@ -192,7 +191,7 @@ class Fp8Gemms(nn.Module):
         return [rows, columns] if wanted.rows else [columns]
 
     def weight_multiplier(self, amax: Tensor) -> Tensor:
-        """Return the multiplier of each block of a weight, from its `amax`. Only for recipes with `gathers_weights`."""
+        """Return the multiplier of each block of a weight, from the block's `amax`. Requires `gathers_weights`."""
         return multiplier_of(amax, torch.finfo(E4M3).max)
 
     def scale_of_weight(self, amax: Tensor) -> Tensor:
@@ -207,13 +206,13 @@ class Fp8Gemms(nn.Module):
 
 
 def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
-    """Arrange the casts of an activation [*tokens, n] as operands: by rows, and by columns if there is such a cast."""
+    """Arrange the casts of an activation [*tokens, n] as operands: by rows and, if there is such a cast, by columns."""
     rows, *columns = made
     return Operands((rows.values.view(*tokens, -1), rows.scale), tuple(columns[0]) if columns else ())
 
 
 def given_operands(pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-    """Arrange casts of an activation [*tokens, n] that a kernel made in place of `cast_input` or `cast_grad`."""
+    """Arrange the casts of an activation [*tokens, n] that a kernel made in place of `cast_input` or `cast_grad`."""
     return _as_operands(_scaled(pair, Wanted(pair.rows is not None, pair.columns is not None)), tokens)
 
 
@@ -234,7 +233,8 @@ class PerTensorGemms(Fp8Gemms):
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self.cast(rows_of(x), INPUT, ROWS)[0]
-        return values.view(torch.uint8).view(x.shape), scale  # bytes are sent, because not every backend supports fp8
+        # the gather sends bytes, because some backends do not support fp8
+        return values.view(torch.uint8).view(x.shape), scale
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
         values = rows_of(x[0]).view(E4M3)
@@ -265,10 +265,10 @@ class PerTensorGemms(Fp8Gemms):
 
 
 class TensorwiseGemms(PerTensorGemms):
-    """Tensorwise recipe: scale each tensor by its own amax, which takes a pass over it before the cast."""
+    """Tensorwise recipe: scale each tensor by its amax, which takes a pass over the tensor before the cast."""
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
-        x = x.detach()  # otherwise a second variant of each region would be compiled
+        x = x.detach()  # this avoids compiling a second variant of each region
         amax, cuts = region(amax_of, self.compiled, static=True)(x), self.cuts
         sequence = cuts.sequence or cuts.tokens
         cut = (sequence or cuts.inputs, cuts.inputs or cuts.outputs, cuts.outputs or cuts.tokens)[which]
@@ -335,8 +335,8 @@ class DelayedGemms(PerTensorGemms):
         return given_operands(pair, tokens)
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
-        """Return a NaN that is allocated once. Placeholders for tensors that exist only as casts are expanded from
-        it."""
+        """Return a NaN tensor that is allocated only once. It is expanded to placeholders for tensors that exist only
+        as casts."""
         if self._no_value is None or self._no_value.dtype != dtype:
             self._no_value = torch.full((), torch.nan, dtype=dtype, device=self.multiplier.device)
         return self._no_value
@@ -353,11 +353,11 @@ class DelayedGemms(PerTensorGemms):
         if self.training:
             noted = self.amax[WEIGHT]
             torch.maximum(noted, amax, out=noted)
-        return self.multiplier[WEIGHT].reciprocal() + 0.0 * amax  # NaN if the amax is not finite
+        return self.multiplier[WEIGHT].reciprocal() + 0.0 * amax  # this value is NaN if the amax is not finite
 
 
 AMAX_HISTORY = f".amax{HISTORY}"
-"""Suffix of the names of amax histories."""
+"""Suffix of amax history names."""
 
 
 class RowwiseGemms(Fp8Gemms):
@@ -367,7 +367,7 @@ class RowwiseGemms(Fp8Gemms):
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
         x, cuts = x.detach(), self.cuts
         by_rows, by_columns = amax_of_rows_and_columns(x, wanted, self.compiled)
-        # Weight gradients sum over tokens. Every rank has all tokens, except in layers whose weight is not sharded.
+        # Weight gradients sum over tokens. Every rank holds all tokens, except in layers whose weight is not sharded.
         self._amax_over_ranks(by_rows, (cuts.inputs, cuts.inputs, cuts.outputs)[which])
         self._amax_over_ranks(by_columns, (cuts.tokens, cuts.outputs, cuts.tokens)[which])
         return _scaled(cast_transpose(x, by_rows, by_columns, self.format_of(which), self.compiled), wanted)
@@ -382,9 +382,9 @@ class RowwiseGemms(Fp8Gemms):
 class DelayedScaling(Meter):
     """Amax histories of all fp8 layers of a rank, in one tensor, and the multipliers computed from them.
 
-    All ranks of a pipeline stage hold the same histories. Each rank sees its part of the sequence, the features and the
-    batch. At the end of a step, the ranks' amax values are reduced to their maximum. Histories are part of the model's
-    state and of checkpoints.
+    All ranks of a pipeline stage hold the same histories. Each rank observes only its part of the sequence, the
+    features and the batch. At the end of a step, an all-reduce computes the maximum of the ranks' amax values.
+    Histories are part of the model's state and of checkpoints.
     """
 
     def __init__(self, config: Fp8Flags, modules: Iterable[nn.Module], stage: Axis) -> None:
@@ -416,9 +416,9 @@ class DelayedScaling(Meter):
 
     @torch.no_grad()
     def end_step(self, skip: Tensor) -> None:
-        """Append this step's amax values to the histories, unless the step was skipped (`skip` is 1).
+        """Add this step's amax values to the histories, unless the step was skipped (`skip` is 1).
 
-        A history does not change if the new value is not finite. Collective over the stage: one reduction, with 3
+        A history does not change if the new value is not finite. Collective over the pipeline stage: one reduction of 3
         numbers per layer.
         """
         if not self.layers:
@@ -439,8 +439,8 @@ class DelayedScaling(Meter):
 
 
 class Fp8Scales(Callback):
-    """Callback that owns the `DelayedScaling` of a run. After a checkpoint is loaded, multipliers are computed from its
-    histories."""
+    """Callback that owns the `DelayedScaling` of a run. After a checkpoint is loaded, this callback computes the
+    multipliers from the loaded histories."""
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
         self.scaling = DelayedScaling(config.options(Fp8Flags), stages.values(), runtime.state.axis("stage"))

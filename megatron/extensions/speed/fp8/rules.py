@@ -70,8 +70,8 @@ def _param_gather(c: RunConfig) -> Iterator[Problem]:
 
 
 def _comm_overlap(c: RunConfig) -> Iterator[Problem]:
-    """Check communication overlap. Parts of a sequence are cast and multiplied one by one, which requires a single
-    scale for each operand."""
+    """Check communication overlap. The parts of a sequence are cast and multiplied one by one, so each operand must
+    have a single scale."""
     own = c.options(Fp8Flags)
     if own.fp8_format is None or not named_value(c, "tp_comm_overlap"):
         return
@@ -98,7 +98,7 @@ def _scaling(c: RunConfig) -> Iterator[Problem]:
 
 
 def _shapes(c: RunConfig) -> Iterator[Problem]:
-    """Check that the fp8 matrices of each rank have aligned dimensions, both features and tokens."""
+    """Check that the dimensions of each rank's fp8 matrices (features and tokens) are aligned."""
     m = c.model
     p = c.parallel
     own = c.options(Fp8Flags)
@@ -160,9 +160,9 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
 
 
 def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
-    """Check the attention projections of each kind of layer: the rows of the projection to queries, gates, keys and
-    values, which may have several widths, and the columns of the output projection. Sizes must be divisible by `rank`;
-    `rule` describes this rule."""
+    """Check the attention projections of each kind of layer. The check covers the rows of the projection to queries,
+    gates, keys and values, which may have several widths, and the columns of the output projection. Sizes must be
+    divisible by `rank`; `rule` describes this rule."""
     try:
         kinds = dict.fromkeys(c.model.of_layer(number) for number in range(c.model.num_layers))
     except ValueError:
@@ -186,7 +186,8 @@ def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
 
 
 def _widths(c: RunConfig) -> tuple[int, ...]:
-    """Return the widths of MLPs in fp8; none if the layer pattern cannot be parsed, which another rule reports."""
+    """Return the widths of fp8 MLPs. The result is empty if the layer pattern cannot be parsed, which another rule
+    reports."""
     try:
         widths, dense = c.model.ffn_sizes, set(c.model.dense_layers)
     except ValueError:
@@ -203,8 +204,8 @@ class _Kinds(NamedTuple):
 
 
 def _kinds(c: RunConfig) -> _Kinds:
-    """Return the parts of layers that use fp8. Returns no MLPs if the layer pattern cannot be parsed, which another
-    rule reports."""
+    """Return the parts of layers that use fp8. The result contains no MLPs if the layer pattern cannot be parsed, which
+    another rule reports."""
     try:
         every = c.model.layers
     except ValueError:
@@ -218,8 +219,8 @@ def _kinds(c: RunConfig) -> _Kinds:
 
 
 def _multi_token(c: RunConfig) -> Iterator[Problem]:
-    """Check the projection of multi-token prediction. Its output features are a rank's share of the hidden size. It
-    uses fp8 if the last layer does."""
+    """Check the projection of multi-token prediction modules. Its output features are a rank's share of the hidden
+    size. The projection uses fp8 if the last layer uses fp8."""
     m = c.model
     own = c.options(Fp8Flags)
     tp = c.parallel.tensor_model_parallel_size

@@ -33,7 +33,7 @@ def gemms_of_weights(modules: Sequence[nn.Module]) -> dict[int, Fp8Gemms]:
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [start, start + len(values)) of a flattened weight, which this rank updates."""
+    """Part of a flattened weight that this rank updates: elements [start, start + len(values))."""
 
     weight: GatheredWeight
     gemms: Fp8Gemms
@@ -43,8 +43,8 @@ class Part:
     """Bytes to send: a uint8 tensor with the length of `values`."""
 
     def amax(self) -> tuple[int, Tensor]:
-        """Return (first, amax [rows, columns]): the position of this part's first row within the weight's amax, and the
-        part's amax."""
+        """Return (first, amax [rows, columns]): the row of the weight's amax at which this part begins, and the amax of
+        this part."""
         if not isinstance(self.gemms, BlockwiseGemms):
             return 0, region(amax_of, self.gemms.compiled)(self.values).view(1, 1)
         first, before, matrix_shape = self._blocks()
@@ -64,16 +64,17 @@ class Part:
         self.sent.copy_(values.view(torch.uint8))
 
     def _blocks(self) -> tuple[int, int, tuple[int, int]]:
-        """Return the first block row that this part touches, the number of elements between the start of this block row
-        and the part, and the shape of the rows from this start to the part's end."""
+        """Return three values: the first block row that this part touches, the number of elements between the start of
+        this block row and the start of the part, and the shape of the rows from the start of the block row to the end
+        of the part."""
         columns = self.weight.values.shape[1]
         first, before = divmod(self.start, TILE * columns)
         return first, before, (-(-(before + len(self.values)) // columns), columns)
 
 
 class WeightGather:
-    """Cast of this rank's parts of `weights`, the weights that `axis` gathers in fp8. Their order is the same on all
-    ranks of the axis."""
+    """Casts of this rank's parts of `weights`, the weights that are gathered in fp8 over `axis`. The order of the
+    weights is the same on all ranks of the axis."""
 
     def __init__(self, weights: Sequence[tuple[GatheredWeight, Fp8Gemms]], parts: Sequence[Part], axis: Axis) -> None:
         self.weights = weights

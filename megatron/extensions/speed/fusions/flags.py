@@ -1,4 +1,4 @@
-"""Flag of fusions, and the trunk's parts that fusions replace. This module does not import torch."""
+"""Flag for fusions, and registration of the fused layers and kernels. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ OWN_BACKENDS = "flash3", "cudnn", "triton"
 """Choices of --attention-backend in addition to torch's."""
 
 FP8_BACKENDS = {"fp8": "Fp8Backend", "fp8_flash3": "Fp8Flash3Backend", "fp8_triton": "Fp8TritonBackend"}
-"""Choices of --attention-backend with a forward in fp8, and their classes. These kernels change results, so they are
-used only if requested."""
+"""Choices of --attention-backend whose forward pass is in fp8, and their classes. These kernels change results, so they
+are used only if requested."""
 
 
 FP8_CHANNELS, WIDEST_FP8 = 16, 256
-"""Head widths supported in fp8: multiples of the first number, up to the second number."""
+"""Head widths that fp8 attention supports: multiples of the first number, up to the second number."""
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Report requested attention kernels that have no effect. GPU kernels do not support every kind of attention in
-    every precision; other kernels are used in these cases."""
+    """Report requested attention kernels that have no effect. GPU kernels support only some kinds of attention and
+    precisions. Other kernels are used in the remaining cases."""
     own = c.options(Fusions)
     m, p = c.model, c.parallel
     backend, cap = p.attention_backend, m.attn_logit_softcapping
@@ -107,12 +107,13 @@ def _fp8_rules(c: RunConfig) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class Fusions:
     fusions: bool = True
-    """Use fused layers and kernels if regions are compiled (see --compile). Each kernel is compared with plain torch at
-    the start, and is not used if it is wrong, fails or is slower. --no-fusions turns all kernels off."""
+    """Use fused layers and kernels if regions are compiled (see --compile). At the start of a run, each kernel is
+    compared with plain torch. A kernel that is wrong, fails or is slower is not used. --no-fusions turns all kernels
+    off."""
 
 
 class Built(Protocol):
-    """Fields of `megatron.core.tensor_parallel.layers.TPContext` that decide on fusions."""
+    """Fields of `megatron.core.tensor_parallel.layers.TPContext` that determine whether a part is fused."""
 
     layer: int
 
@@ -126,8 +127,8 @@ def fuses(config: Section, ctx: Built) -> bool:
 
 
 def splits_at_once(config: TransformerConfig, ctx: Built) -> bool:
-    """Return True if self-attention benefits from splitting its projection in one pass. This is the case if attention
-    applies a rotation or sums a bias gradient, without a norm or a clamp in between."""
+    """Return True if self-attention benefits from splitting its projection in one pass. It does if attention applies a
+    rotation or sums a bias gradient, without a norm or a clamp between the projection and the rotation."""
     rotates = config.layer(ctx.layer).rotation is not None
     sums_bias = ctx.compiled and (config.add_bias_linear or config.add_qkv_bias)
     normed = config.qk_layernorm or (config.qk_l2_norm and rotates) or config.clip_qkv is not None

@@ -27,7 +27,7 @@ from megatron.extensions.speed.fusions.kernels.norms import normalized as _norma
 
 
 class InputCast(NamedTuple):
-    """Casts of a layer's input, as the layer requests them."""
+    """Casts that a layer requests for its input."""
 
     gemms: DelayedGemms
     needs_dw: bool
@@ -36,21 +36,21 @@ class InputCast(NamedTuple):
         return self.gemms.input_order(self.needs_dw)
 
     def stand_in(self, pair: CastPair, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a placeholder that carries the casts to the layer and the gradient back: a tensor of NaN [s, b, h]
-        that is expanded from a single element. Only a layer that reads `given_input` accepts it as input."""
+        """Return a placeholder, through which the casts reach the layer and the gradient returns: a NaN tensor [s, b,
+        h] that is expanded from a single element. Only a layer that reads `given_input` accepts it as input."""
         found = self.gemms.no_value(dtype).expand(shape)
         found.given_casts = self.gemms.given_input(pair, shape[:-1])  # type: ignore[attr-defined]
         return found
 
 
 class DropoutMask(NamedTuple):
-    """Dropout mask for hidden states [s, b, h] with probability p, as applied by a compiled kernel."""
+    """Mask of dropout with probability p for hidden states [s, b, h], which compiled kernels apply."""
 
     p: float
     row_bits: Tensor
-    """Hashes of the rows, [s * b] int32."""
+    """Row hashes, [s * b] int32."""
     column_bits: Tensor
-    """Hashes of the columns, [h] int32."""
+    """Column hashes, [h] int32."""
 
     @classmethod
     def of(cls, x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> DropoutMask:
@@ -58,13 +58,13 @@ class DropoutMask(NamedTuple):
         return cls(p, *mask_bits(x, key, sample_index, seq_offset))
 
     def applied(self, x: Tensor) -> Tensor:
-        """Apply dropout to x [s, b, h] within a region: dropped elements are 0, and others are multiplied by 1 / (1 -
-        p)."""
+        """Apply dropout to x [s, b, h] within a region: dropped elements are 0, and the other elements are multiplied
+        by 1 / (1 - p)."""
         return drop_at_once(x, *self)
 
 
 def add_update(x: Tensor, update: Tensor, mask: DropoutMask | None) -> Tensor:
-    """Return x + dropout(update) in one kernel; x + update without a mask."""
+    """Return x + dropout(update), computed in one kernel, or x + update if there is no mask."""
     return x + update if mask is None else _AddDropped.apply(x, update, mask)
 
 
@@ -92,7 +92,7 @@ def _added_dropped(x: Tensor, update: Tensor, p: float, row_bits: Tensor, column
 
 
 class ResidualSum(NamedTuple):
-    """Residual stream with a pending addition, x + dropout(update), which the next norm computes."""
+    """Residual stream with a pending addition, x + dropout(update), that the next norm computes."""
 
     x: Tensor
     update: Tensor | None = None
@@ -103,7 +103,7 @@ class ResidualSum(NamedTuple):
 
 
 class FusedLayerNorm(LayerNorm):
-    """`LayerNorm` that computes the pending addition of a stream in its own kernels, if gradients are enabled."""
+    """`LayerNorm` whose kernels also compute the pending addition of a stream if gradients are enabled."""
 
     centered = True
 
@@ -120,7 +120,8 @@ class FusedLayerNorm(LayerNorm):
     def forward(
         self, x: Tensor | ResidualSum, residual: bool = False, cast: InputCast | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the norm of x [..., h], or with `residual` (the sum, its norm), as `add_and_norm`."""
+        """Return the norm of x [..., h]; if `residual` is True, return the residual sum and its norm, as `add_and_norm`
+        does."""
         stream = x if isinstance(x, ResidualSum) else ResidualSum(x)
         if self.fuses():
             assert self.weight is not None
@@ -132,7 +133,8 @@ class FusedLayerNorm(LayerNorm):
         return found if residual else found[1]
 
     def fuses(self) -> bool:
-        """Return True if the kernels support the norm. They require a weight, and a bias if a mean is subtracted."""
+        """Return True if the kernels support the norm. The kernels require a weight and, if a mean is subtracted, a
+        bias."""
         usual = self.weight is not None and (self.bias is not None) == self.centered
         return usual and torch.is_grad_enabled()
 
@@ -141,14 +143,15 @@ class FusedLayerNorm(LayerNorm):
 
 
 class FusedRMSNorm(FusedLayerNorm, RMSNorm):
-    """`RMSNorm` that computes the pending addition of a stream, like `FusedLayerNorm`."""
+    """`RMSNorm` whose kernels also compute the pending addition of a stream, as in `FusedLayerNorm`."""
 
     centered = False
 
 
 def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = None) -> tuple[Tensor, Tensor]:
-    """Return (the sum, its norm) for any norm. If the norm supports the fusion, the forward and the backward pass are
-    one kernel each. If the only layer that reads the norm requests a `cast`, the returned norm may be a placeholder.
+    """Return the residual sum and the norm of this sum. If the norm supports the fusion, the forward and the backward
+    pass are one kernel each. If the only layer that reads the norm requests a `cast`, the returned norm may be a
+    placeholder.
 
     Use the first result in place of `stream.x`, even without an update, so that the backward pass adds the gradient of
     the stream to the gradient through the norm.
@@ -163,18 +166,19 @@ def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = 
 def fused_norm(
     x: Tensor, update: Tensor | None, norm: Norm, mask: DropoutMask | None = None, cast: InputCast | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (x + update, its norm over the last dim), or (x, its norm) without an update. Use the returned x in place
-    of the argument, so that the backward pass of the norm adds the gradient of x.
+    """Return (x + update, norm of x + update over the last dim), or (x, norm of x) if there is no update. Use the
+    returned tensor in place of the argument x, so that the backward pass of the norm adds the gradient of x.
 
     Args:
         x: Residual stream [..., h].
         update: Addend [..., h]; None: no addition.
         norm: Norm. 16-bit operands are normalized in fp32.
         mask: Dropout mask of the update, for x [s, b, h].
-        cast: Casts that the next layer requests. Without a mask, the norm is then a placeholder with these casts.
+        cast: Casts that the next layer requests. If there is no mask, the returned norm is a placeholder with these
+            casts.
 
-    Without a mask, if the update (or x without an update) is the output of a linear layer, the backward also computes
-    the casts and sums of its gradient that this layer needs.
+    If there is no mask, and a linear layer computed the update (or x if there is no update), the backward pass also
+    computes the casts and sums of the gradient that this linear layer needs.
     """
     output = x if update is None else update
     cast, of_update = (cast, gradient_of_output(output)) if mask is None else (None, None)
@@ -244,7 +248,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _with_casts_and_sum(of_update: OutputGradient, operands: NormBackward) -> tuple[Tensor | None, ...]:
-    """Compute `_backward_of_both` without a mask, and pass on the casts and the sum of the update's gradient."""
+    """Compute `_backward_of_both` without a mask, and pass the casts and the sum of the update's gradient to the layer
+    that computed the update."""
     total, of_total, of_normed, weight, statistics, one_plus = operands
     of_sum = None if of_total is None else _rows(of_total)
     of_rows = tuple(part.view(-1, 1) for part in statistics)
@@ -263,7 +268,7 @@ def _added_and_normalized(x: Tensor, update: Tensor, mask: DropoutMask | None, n
 
 
 def _backward_of_both(mask: DropoutMask | None, *operands: *NormBackward) -> tuple[Tensor | None, ...]:
-    """Return the results of `_backward`, followed by the update's gradient, or None if it equals the gradient of x
-    because there is no dropout."""
+    """Return the results of `_backward` and the update's gradient. This gradient is None if there is no dropout,
+    because it then equals the gradient of x."""
     dx, *of_parameters = _backward(*operands)
     return dx, None if mask is None else mask.applied(dx), *of_parameters

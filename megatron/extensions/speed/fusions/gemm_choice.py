@@ -1,12 +1,13 @@
-"""Choice, by timings at the model's shapes, of GEMMs that add to existing values. torch does not do this in one pass.
+"""Choose GEMMs that add to existing values by timings at the model's shapes. torch needs more than one pass for such an
+addition.
 
 For fp8 weight gradients, the cuBLASLt and Triton kernels read and write the gradient once. torch's kernel writes a
-product in fp32, and a separate addition reads the product, and reads and writes the gradient.
+product in fp32, and then a separate addition reads the product and the gradient, and writes the gradient.
 
 For the residual stream, the GEMM of a row-parallel layer, y = addend + x Wᵀ + bias, reads the stream as its addend.
-The next norm then need not read the product and write the sum. The sum is rounded once, whereas a separate addition
-rounds twice. torch's `addmm` would first copy the addend into the output; cuBLASLt reads the addend as its matrix C and
-writes the result to D.
+The next norm then does not have to read the product and write the sum. The sum is rounded once, whereas a separate
+addition rounds twice. torch's `addmm` would first copy the addend into the output; cuBLASLt reads the addend as its
+matrix C and writes the result to D.
 
 The fastest kernel depends on the GPU, the shape and the versions of libraries."""
 
@@ -42,16 +43,16 @@ from megatron.extensions.speed.fusions.kernel_choice import (
 from megatron.extensions.speed.fusions.kernels import cublaslt
 
 TORCH = "torch"
-"""Name of torch's variant, which writes a product and adds it separately."""
+"""Name of torch's variant, which writes a product and then adds the product in a separate kernel."""
 
 GEMM, NORM = "GEMM", "norm"
-"""Operations that may compute the residual addition."""
+"""Names of the operations that can compute the residual addition."""
 
 SIZES = 16
-"""Number by which the numbers of input and output features must be divisible, for fp8 products and aligned rows."""
+"""Divisor of the input and output feature counts, as fp8 products and aligned rows require."""
 
 CHECKED = 64
-"""Number of rows and columns at each corner whose sums are compared."""
+"""Number of rows and columns at each corner of a result whose sums are compared."""
 
 TOLERANCES = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 """Allowed relative error of sums, in norm: twice the rounding error of one sum, and for weight gradients the error of
@@ -68,9 +69,9 @@ KERNELS = {
 """Kernels by name that compute out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32; with `overwrite`, = instead
 of +=.
 
-out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32 []. "triton" also supports row scales [o, 1] and [i, 1], and
-scales of 128-element tiles, [o, n / 128] and [i, n / 128]. All tensors are contiguous. Kernels raise RuntimeError for
-unsupported operands."""
+out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32 []. "triton" also supports row scales ([o, 1] and [i, 1])
+and scales of 128-element tiles ([o, n / 128] and [i, n / 128]). All tensors are contiguous. Kernels raise RuntimeError
+for unsupported operands."""
 
 
 @dataclass(frozen=True, order=True)
@@ -84,13 +85,14 @@ class ProductShape:
 
 @dataclass
 class WeightGradKernel:
-    """Weight gradient kernels by shape, as chosen by `choose_weight_grads`; Triton's kernel for other shapes."""
+    """Weight gradient kernel chosen by `choose_weight_grads` for each shape; other shapes use Triton's kernel."""
 
     chosen: dict[ProductShape, str] = field(default_factory=dict)
 
     def suits(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> bool:
         fits = runs_triton(out) and out.dtype == torch.float32 and out.is_contiguous()
-        if self._kernel(out, dy) == "cublaslt":  # timings used aligned sums, but sums in a buffer may be unaligned
+        # gradient sums were aligned in the timings, but those in a buffer may be unaligned
+        if self._kernel(out, dy) == "cublaslt":
             fits = fits and out.data_ptr() % cublaslt.ALIGNMENT == 0
         return fits and self._kernel(out, dy) != TORCH
 
@@ -132,7 +134,8 @@ def choose_weight_grads(
     device: torch.device,
     clock: Clock = device_clock,
 ) -> Mapping[ProductShape, Choice]:
-    """Time the weight gradient kernels at each shape of the fp8 linear layers, and select the fastest ones.
+    """Time the weight gradient kernels at each shape of the fp8 linear layers, and select the fastest kernel for each
+    shape.
 
     Collective over the ranks of a pipeline stage, which have the same shapes. The slowest rank decides, and all ranks
     use the same kernels, so that replicas stay equal.
@@ -163,7 +166,7 @@ def choose_weight_grads(
 def weight_grad_runs(
     shape: ProductShape, grad_format: torch.dtype, recipe: str, device: torch.device
 ) -> dict[str, Run]:
-    """Return a function for each kernel that runs it on random operands.
+    """Return, for each kernel, a function that runs the kernel on random operands.
 
     Args:
         shape: Shape of the product.
@@ -221,8 +224,8 @@ def _rows(x: Scaled, part: slice) -> Scaled:
 
 
 def adds_residual(x: Tensor | None, weight: Tensor, *_: object) -> bool:
-    """Return True if products with `weight` [m, k] may use `residual_gemm`: it is on a GPU, in 16 bits or fp8, and both
-    sizes are multiples of `SIZES`."""
+    """Return True if products with `weight` [m, k] may use `residual_gemm`: the weight is on a GPU and in 16 bits or
+    fp8, and both of its sizes are multiples of `SIZES`."""
     return weight.is_cuda and weight.itemsize <= 2 and weight.shape[0] % SIZES == 0 and weight.shape[-1] % SIZES == 0
 
 
@@ -239,7 +242,7 @@ def _computed(
 def residual_sum(
     x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Compute addend + x Wᵀ + bias as torch's rounded product and a separate addition.
+    """Compute addend + x Wᵀ + bias with torch: a product, which is rounded, and a separate addition.
 
     Args:
         x: Input [n, k].
@@ -298,7 +301,7 @@ RESIDUAL_GEMM = FusedKernel(_computed, residual_gemm, adds_residual, lambda shap
 
 @dataclass(frozen=True, order=True)
 class ResidualShape:
-    """Shape of a row-parallel layer's product."""
+    """Shape of the matrix product in a row-parallel layer."""
 
     tokens: int
     outputs: int
@@ -313,7 +316,7 @@ class ResidualShape:
 def choose_additions(
     modules: Iterable[nn.Module], tokens: int, stage: Axis, device: torch.device, clock: Clock = device_clock
 ) -> Mapping[ResidualShape, Choice]:
-    """Time both ways to compute the residual addition at each shape, and set the layers' `adds_residual`.
+    """Time both ways to compute the residual addition at each shape, and set `adds_residual` of each layer accordingly.
 
     Collective over the ranks of a pipeline stage. The slowest rank decides.
 
@@ -340,7 +343,7 @@ def choose_additions(
 
 
 def place_of(choice: Choice) -> str:
-    """Return the operation that computes the residual addition faster."""
+    """Return the name of the operation that computes the residual addition faster."""
     within, after = (choice.seconds[name] for name in (GEMM, NORM))
     return GEMM if math.isfinite(within) and within <= SLOWER * after else NORM
 
@@ -356,8 +359,8 @@ def _row_parallel(modules: Iterable[nn.Module]) -> list[RowParallelLinear]:
 
 
 def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device) -> dict[str, Run]:
-    """Return a function for each variant that runs it on random operands: the GEMM with an addend, and a GEMM without
-    addend followed by the additional pass of the norm."""
+    """Return, for each variant, a function that runs the variant on random operands. The variants are a GEMM with an
+    addend, and a GEMM without an addend followed by the additional pass of the norm."""
     generator = torch.Generator(device).manual_seed(0)
 
     def made(*size: int) -> Tensor:

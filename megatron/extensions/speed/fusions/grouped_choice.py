@@ -1,10 +1,11 @@
-"""Choice of expert kernels at the start of a run, by timings at the model's shapes. Only the device knows the experts'
-numbers of rows. torch's grouped GEMM computes the forward pass and the input gradients. It cannot add weight gradients
-to their fp32 sums, and it leaves rows that belong to no expert uninitialized.
+"""Choose expert kernels at the start of a run by timings at the model's shapes. The number of rows of each expert is
+known only on the device. torch's grouped GEMM computes the forward pass and the input gradients. torch's grouped GEMM
+cannot add weight gradients to fp32 sums, and leaves rows that belong to no expert uninitialized.
 
-There are several kernels for weight gradients. One uses a list of tiles for all experts, in several tilings
-(`grouped_triton.py`). The other kernel has one program for each tile, which suits few rows. It also accepts an output
-that is not fp32. Without timings, as in deterministic runs, the first correct kernel is used.
+There are several kernels for weight gradients. One kernel uses a single list of tiles for all experts, and has several
+tilings (`grouped_triton.py`). The other kernel runs one program for each tile, which suits small numbers of rows. The
+kernel with one program for each tile also accepts an output that is not in fp32. Without timings, as in deterministic
+runs, the first correct kernel is used.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from megatron.extensions.speed.fusions.kernel_choice import (
 )
 
 TILES = "tiles"
-"""Name of the kernel with a program for each tile."""
+"""Name of the kernel that runs one program for each tile."""
 
 LISTS = ("wide", "tall", "small")
 """Tilings of the kernel with one list of tiles (`grouped_triton.TILINGS`)."""
 
 TOLERANCE = 2.0**-12
-"""Allowed relative error of sums, in norm: 16-bit products are exact in fp32, and all kernels sum them in fp32. A lost
-step or tile causes an error of more than 2^-6."""
+"""Allowed relative error of sums, in norm: 16-bit products are exact in fp32, and all kernels sum them in fp32. A
+missing step or tile would cause an error of more than 2^-6."""
 
 CHECKED = 64
 """Number of rows and columns at each corner of an expert's gradient whose sums are compared."""
@@ -48,7 +49,7 @@ _add_in_list = gpu_operator(
     "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends, str tiling) -> ()",
     no_result,
 )
-"""Operator like `_add_products` for fp32 `out`, with one list of tiles."""
+"""Operator that computes the same as `_add_products` for fp32 `out`, with one list of tiles."""
 
 _add_products = gpu_operator(
     "kernels.products_triton:add_grouped_products_",
@@ -60,7 +61,7 @@ _add_products = gpu_operator(
 out [experts, o, i], dy [n, o], x [n, i], contiguous. Expert e has the rows from ends[e - 1] to ends[e] (int32)."""
 
 _clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tensor(a!) x, Tensor ends) -> ()", no_result)
-"""Operator that zeroes only the rows of a contiguous x [n, width] from ends[-1] (int32) on."""
+"""Operator that zeroes the rows of a contiguous x [n, width] from row ends[-1] (int32) on."""
 
 
 def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
@@ -81,7 +82,7 @@ def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segm
 
 @dataclass
 class GroupedWeightGrad:
-    """Chosen kernels for expert weight gradients by (outputs, inputs); `TILES` for other shapes."""
+    """Chosen kernel for expert weight gradients by (outputs, inputs); other shapes use `TILES`."""
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)
@@ -103,7 +104,7 @@ class GroupedWeightGrad:
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
         """Return the reason why a run uses none of the kernels; None if it uses them. Collective over the world. The
-        reason is a shape at which no kernel is correct, or torch is faster than every kernel."""
+        reason names a shape for which no kernel is correct, or for which torch is faster than every kernel."""
         self.chosen.clear()
         self.found.clear()
         for operands in self.samples(shapes):
@@ -122,7 +123,7 @@ class GroupedWeightGrad:
 
 
 def _untimed(run: Callable[[], object]) -> float:
-    """Run a candidate once without timing it, and return 0."""
+    """Run a candidate kernel once without timing it, and return 0."""
     run()
     return 0.0
 
@@ -130,7 +131,7 @@ def _untimed(run: Callable[[], object]) -> float:
 def weight_grad_runs(
     shapes: RunShapes, outputs: int, inputs: int, operands: tuple[Tensor, Tensor, Tensor, Segments]
 ) -> dict[str, Callable[[], object]]:
-    """Return a function that runs each kernel, and torch, on the operands.
+    """Return a function for each kernel, and for torch, that runs it on the operands.
 
     The first run of a kernel raises RuntimeError if its sums are wrong for even or uneven numbers of rows.
 
@@ -162,7 +163,8 @@ def _checked_first(check: Callable[[], None], run: Callable[[], object]) -> Call
 
 
 def _check(kernel: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
-    """Add twice, and raise RuntimeError unless the corners of each expert's sums equal those of fp32 products."""
+    """Add the products twice, and raise RuntimeError unless the corners of each expert's sums equal those of fp32
+    products."""
     for counts in (even(shapes), uneven(shapes)):
         out, dy, x, segments = operands_of(shapes, outputs, inputs, counts)
         for _ in range(2):
@@ -185,8 +187,8 @@ def even(shapes: RunShapes) -> list[int]:
 
 
 def uneven(shapes: RunShapes) -> list[int]:
-    """Return uneven numbers of rows: half of all rows for the last expert, one for the first, none for the second, and
-    the rest for the others."""
+    """Return uneven numbers of rows: half of all rows for the last expert, one row for the first, no rows for the
+    second, and the remaining rows for the other experts."""
     rows, experts = shapes.expert_rows, shapes.experts
     if experts < 4:
         return [1, *[0] * (experts - 2), rows // 2][-experts:]
@@ -196,7 +198,8 @@ def uneven(shapes: RunShapes) -> list[int]:
 def operands_of(
     shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Segments]:
-    """Return zero sums, random output gradients and inputs, and the segments of the experts, followed by spare rows.
+    """Return zero sums, random output gradients and inputs, and the experts' segments. Spare rows follow the rows of
+    the experts.
 
     Args:
         shapes: Shapes of the run.

@@ -1,9 +1,8 @@
-"""fp8 expert kernels, and the choice between them by timings at a run's shapes (see `grouped_choice.py`).
-
-torch, or Triton's kernel with one list of tiles, computes the products of rows, y = x Wᵀ and dX = dY W. torch uses its
-grouped kernel if the GPU supports it for the recipe, otherwise one product for each expert. Operands of weight
-gradients are cast by tiles along tokens. Triton's kernel multiplies them in fp8, and torch multiplies the same values
-in 16 bits.
+"""fp8 expert kernels, and the choice between them by timings at a run's shapes (see `grouped_choice.py`). The products
+of rows, y = x Wᵀ and dX = dY W, are computed by torch or by Triton's kernel with one list of tiles. torch uses its
+grouped kernel if the GPU supports this kernel for the recipe; otherwise, it computes one product for each expert.
+Operands of weight gradients are cast by tiles along tokens. Triton's kernel multiplies these operands in fp8, and torch
+multiplies the same values in 16 bits.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ _multiply = gpu_operator(
 
 @dataclass
 class ExpertKernel(Generic[*Operands]):
-    """Kernels of an expert operation by (outputs, inputs), as chosen by a run; `ANY` for other shapes."""
+    """Kernel that a run chose for an expert operation, by (outputs, inputs); other shapes use `ANY`."""
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)
@@ -90,13 +89,13 @@ class ExpertKernel(Generic[*Operands]):
 
     @abstractmethod
     def runs(self, shapes: RunShapes) -> Iterator[tuple[tuple[int, int], dict[str, Run]]]:
-        """Yield (outputs, inputs) of each product in a training run, with a function that runs each kernel, `TORCH`
-        last. A kernel's first run raises RuntimeError if its results are wrong."""
+        """Yield (outputs, inputs) of each product in a training run, with a function for each kernel that runs the
+        kernel; `TORCH` is last. A kernel's first run raises RuntimeError if its results are wrong."""
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
         """Return the reason why a run uses none of the kernels; None if it uses them. Collective over the world.
 
-        The reason is a shape for which no kernel is correct, or for which torch is faster than every kernel.
+        The reason names a shape for which no kernel is correct, or for which torch is faster than every kernel.
         """
         self.chosen.clear()
         self.found.clear()
@@ -112,7 +111,7 @@ class ExpertKernel(Generic[*Operands]):
     def compare(
         self, shape: tuple[int, int], runs: dict[str, Run], shapes: RunShapes, world: Axis, clock: Clock | None
     ) -> str | None:
-        """Choose the kernel for one shape. Returns the reason why torch is used, or None.
+        """Choose the kernel for one shape. Returns the reason why torch is used; None if a kernel is used.
 
         Args:
             shape: (outputs, inputs) of the product.
@@ -134,7 +133,7 @@ def _on_gpu(shapes: RunShapes) -> bool:
 
 
 def _untimed(run: Run) -> float:
-    """Run a candidate once without timing it, and return 0."""
+    """Run a candidate kernel once without timing it, and return 0."""
     run()
     return 0.0
 
@@ -166,11 +165,12 @@ class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
 
     @staticmethod
     def add(tiling: str, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
-        """Add products with one tiling. The other arguments are those of `add_fp8_products_grouped_`."""
+        """Add expert products with one tiling of the kernel. The other arguments are those of
+        `add_fp8_products_grouped_`."""
         _add(out, *dy[:2], *x[:2], tile_ends, tiling)
 
     def check(self, tiling: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
-        """Add twice, and raise RuntimeError unless the corners of each expert's sums are correct."""
+        """Add the products twice, and raise RuntimeError unless the corners of each expert's sums are correct."""
         for counts in (even(shapes), uneven(shapes)):
             out, dy, x, tile_ends = tiles_of(shapes, outputs, inputs, counts)
             for _ in range(2):
@@ -215,7 +215,8 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
 
     @staticmethod
     def multiply(tiling: str, a: Scaled, b: Scaled, segments: Segments) -> Tensor:
-        """Compute products with one tiling. The other arguments are those of `grouped_scaled_mm`."""
+        """Compute expert products with one tiling of the kernel. The other arguments are those of
+        `grouped_scaled_mm`."""
         return _multiply(*a, *b, segments.ends, torch.bfloat16, tiling)
 
     def check(self, tiling: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
@@ -250,7 +251,7 @@ def _compare(found: Tensor, right: Tensor, kernel: str) -> None:
 
 
 def _checked(check: Run, run: Run) -> Run:
-    """Wrap `run` so that `check` is called once, before its first call."""
+    """Wrap `run` so that the first call of the wrapper calls `check` once before `run`."""
     known = False
 
     def checked() -> object:
@@ -266,8 +267,8 @@ def _checked(check: Run, run: Run) -> Run:
 def tiles_of(
     shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]
 ) -> tuple[Tensor, ExpertTiles, ExpertTiles, Tensor]:
-    """Return zero-initialized weight gradients, random output gradients and inputs, and the end of each expert's tiles.
-    The output gradients and the inputs are cast to fp8 in tiles along the token dimension.
+    """Return zero weight gradients, random output gradients and inputs, and the end of each expert's tiles. The output
+    gradients and the inputs are cast to fp8 in tiles along the token dimension.
 
     Args:
         shapes: Shapes of the run.
@@ -299,7 +300,7 @@ def rows_of(shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int])
 
 
 def said(kernels: Mapping[str, ExpertKernel[*tuple[object, ...]]]) -> Iterator[str]:
-    """Yield log lines with the timings. `kernels` maps the description of an operation to its kernels."""
+    """Yield log lines with the timings. `kernels` maps the description of each operation to its kernels."""
     for subject, kernel in kernels.items():
         for (outputs, inputs), choice in kernel.found.items():
             yield f"kernel of {subject} {outputs} x {inputs}: {choice.winner} ({choice.times})"

@@ -26,8 +26,8 @@ from megatron.training.initialize import Runtime
 
 
 class KernelChoice(Callback):
-    """Callback that turns off kernels that are slower than torch, and chooses the fastest of several. --no-fusions
-    turns all kernels off."""
+    """Callback that turns off kernels that are slower than torch, and chooses the fastest of several equivalent
+    kernels. --no-fusions turns all kernels off."""
 
     def choose(self, config: RunConfig, parallel: ModelParallelConfig, runtime: Runtime) -> ModelParallelConfig:
         LEFT_OUT.clear()
@@ -57,8 +57,9 @@ TORCH = "auto", "flash", "unfused"
 
 
 def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel]) -> None:
-    """Choose the kernels of fp8 weight gradients and of the residual addition, on GPUs. If nothing may depend on
-    timings, the next norm computes the addition. Collective over the ranks of a pipeline stage."""
+    """On GPUs, choose the kernels for fp8 weight gradients and for the residual addition. In a deterministic run, in
+    which no choice may depend on timings, the next norm computes the addition. Collective over the ranks of a pipeline
+    stage."""
     parallel = config.parallel
     if runtime.device.type != "cuda":
         return

@@ -1,4 +1,4 @@
-"""Comparison of kernels with plain torch at the shapes of a run. Slower kernels are turned off.
+"""Compare kernels with plain torch at the shapes of a run. Slower kernels are turned off.
 
 The largest error and the slowest time of all ranks decide, so that all ranks use the same kernels.
 """
@@ -31,31 +31,31 @@ from megatron.training.config.run_config import RunConfig
 WARM_UP, REPEATS = 3, 10
 
 SLOWER = 1.1
-"""Allowed time of a kernel relative to torch. The margin prevents noise from changing the choice, and so the last bits
-of a run."""
+"""Allowed time of a kernel relative to the time of torch. The margin prevents timing noise from changing the choice,
+which would change the last bits of a run's results."""
 
 OF_FP8 = 4
-"""Factor of the allowed error for fp8 results: torch's compiler omits the rounding to 16 bits before the rounding to
-fp8, which makes results differ by 1.3 % in e4m3 and 1.6 % in e5m2."""
+"""Factor by which the allowed error is larger for fp8 results: torch's compiler omits the rounding to 16 bits before
+the rounding to fp8, which makes results differ by 1.3 % in e4m3 and 1.6 % in e5m2."""
 
 NOT_A_NUMBER = 1e9
-"""Error of a kernel whose result is NaN but torch's is not."""
+"""Error that is reported for a kernel whose result is NaN if torch's result is not NaN."""
 
 Clock = Callable[[Callable[[], object]], float]
-"""Function that returns the seconds that a call takes."""
+"""Function that measures how many seconds a call takes."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Seconds of a forward and backward pass by kernel; infinite if a kernel does not support the shape or is not
-    installed. `errors` holds the reasons that this rank knows."""
+    """Seconds of a forward and backward pass with each kernel; infinite if a kernel does not support the shape or is
+    not installed. `errors` holds the reasons that occurred on this rank."""
 
     seconds: Mapping[str, float]
     errors: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def winner(self) -> str | None:
-        """Return the fastest kernel; None if no kernel supports the shape."""
+        """Return the name of the fastest kernel; None if no kernel supports the shape."""
         name = min(self.seconds, key=self.seconds.__getitem__)
         return name if math.isfinite(self.seconds[name]) else None
 
@@ -76,7 +76,7 @@ class RunShapes:
     """Sizes of one rank's tensors in training, and their device."""
 
     tokens: int
-    """Tokens of a micro-batch."""
+    """Number of tokens in a micro-batch."""
     length: int
     hidden: int
     ffn: int
@@ -90,11 +90,11 @@ class RunShapes:
     fp8: str | None = None
     """fp8 recipe; None without fp8."""
     expert_rows: int = 0
-    """Rows of all local experts in a micro-batch, if tokens are evenly distributed over the experts."""
+    """Number of rows of all local experts in a micro-batch, if tokens are evenly distributed over the experts."""
     expert_matrices: tuple[tuple[int, int], ...] = ()
     """(outputs, inputs) of each layer of an expert."""
     config: RunConfig | None = None
-    """Configuration, for kernels that need to know more about the run."""
+    """Configuration of the run, for kernels that depend on other settings."""
 
     @classmethod
     def of(cls, config: RunConfig, device: torch.device) -> RunShapes:
@@ -135,22 +135,22 @@ Operands = TypeVarTuple("Operands")
 
 @runtime_checkable
 class ComparedKernel(Protocol):
-    """Kernel that is compared with torch at the start of a run."""
+    """Kernel that is compared with plain torch at the start of a run."""
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
-        """Return the reason why a run with these shapes does not use the kernel; None if it does. Collective over the
-        world."""
+        """Return the reason why a run with these shapes does not use the kernel; None if the run uses it. Collective
+        over the world."""
 
 
 @dataclass(frozen=True)
 class FusedKernel(Generic[*Operands, R]):
-    """Kernel that replaces an operation of plain torch, with everything needed to compare the two."""
+    """Kernel that replaces a plain-torch operation, with the functions that are needed to compare the two."""
 
     run: Callable[[*Operands], R]
     plain: Callable[[*Operands], R]
-    """The operation in plain torch, with the same operands."""
+    """Function that computes the operation in plain torch, from the same operands."""
     suits: Callable[[*Operands], bool]
-    """True if the kernel supports these operands."""
+    """Predicate that returns True if the kernel supports the given operands."""
     samples: Callable[[RunShapes], Iterable[tuple[*Operands]]]
     """Function that yields the operands of a run, or nothing if the run does not perform the operation."""
     tolerance: float
@@ -167,8 +167,8 @@ class FusedKernel(Generic[*Operands, R]):
         return self.run(*operands)
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
-        """Return the reason why the kernel is not used; None if it is used. With the operands of a run, the kernel may
-        be wrong, raise an error, or take longer than torch. Collective over the world."""
+        """Return the reason why the kernel is not used; None if it is used. A kernel is not used if, for the operands
+        of a run, it is wrong, raises an error, or takes longer than torch. Collective over the world."""
         for operands in self.samples(shapes):
             if (why := _lost(self, operands, shapes.device, world, clock)) is not None:
                 return why
@@ -189,7 +189,7 @@ def operations() -> dict[Callable[..., object], str]:
 
 @cache
 def planned_kernels() -> dict[str, Callable[..., object]]:
-    """Map kernel names to `FusedKernel.planned`, without kernels for which a plan counts torch's operations."""
+    """Map kernel names to `FusedKernel.planned`. Kernels for which a plan counts torch's operations are omitted."""
     return {name: kernel.planned for name, kernel in fused_kernels().items() if kernel.planned is not None}
 
 
@@ -248,8 +248,8 @@ def _lost(
 
 
 def _error(kernel: FusedKernel[*Operands, R], operands: tuple[*Operands]) -> float:
-    """Return the largest difference between a result or written operand and torch's, relative to the norm of
-    torch's."""
+    """Return the largest relative error of the kernel's results and written operands: the norm of the difference from
+    torch's value, divided by the norm of torch's value."""
     mine, theirs = (copied(operands) for _ in range(2))
     results, expected = (kernel(*mine), mine), (kernel.plain(*theirs), theirs)
     pairs = zip(tensors_in(results), tensors_in(expected), strict=True)
@@ -267,7 +267,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def copied(value: R) -> R:
-    """Copy a structure of tuples and lists, with the tensors in it."""
+    """Copy nested tuples and lists with the tensors in them."""
     leaves, structure = tree_flatten(value)
     copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     found: R = tree_unflatten(copies, structure)
@@ -275,10 +275,10 @@ def copied(value: R) -> R:
 
 
 def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
-    """Time each run on every rank. The slowest rank's times are returned. Collective over the world.
+    """Time each run on every rank. Returns the times of the slowest rank. Collective over the world.
 
     Args:
-        runs: Functions to time, by name. Each is removed after it is timed, so that its operands are freed.
+        runs: Functions to time, by name. Each function is removed after it is timed, so that its operands are freed.
         clock: Function that times a run.
         device: Device of the reduction.
         world: Axis of all ranks.
@@ -291,12 +291,13 @@ def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.d
 
 
 LONGEST_ERROR = 120
-"""Largest number of characters of an error message in a log line."""
+"""Maximum number of characters of an error message in a log line."""
 
 
 def _time(name: str, run: Callable[[], object], clock: Clock, errors: dict[str, str]) -> float:
-    """Time a run in seconds. Returns infinity if it raises an error, and stores the reason in `errors`. torch and
-    Triton raise errors for unsupported shapes, and a package may be missing or have another signature."""
+    """Time a run in seconds. If the run raises an error, returns infinity and stores the reason in `errors`. torch and
+    Triton raise errors for unsupported shapes. A package may be missing, or its functions may have a different
+    signature."""
     try:
         return clock(run)
     except Exception as raised:
@@ -326,7 +327,7 @@ def has_triton() -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU, or a small number for other devices."""
+    """Return the number of multiprocessors of a GPU; for other devices, return a small number."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -336,19 +337,21 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def no_result(*operands: object) -> None:
-    """Fake implementation of an operator that writes its results into operands."""
+    """Fake implementation of an operator that writes its results to operands."""
 
 
 def gpu_operator(
     place: str, schema: str, fake: Callable[P, R], package: str = __name__.rpartition(".")[0]
 ) -> Callable[P, R]:
-    """Register the operator `megatron::NAME` for GPUs. Fake tensors, plans and profilers see one operator.
+    """Register the operator `megatron::NAME` for GPUs. The kernel is then a single operator for fake tensors, plans and
+    profilers.
 
     Args:
         place: Function that computes the operator, as "module:NAME". The module may import Triton, and is imported when
             the operator first runs.
         schema: Schema of the operator.
-        fake: Function with the same signature that returns tensors like the results without computing them.
+        fake: Function with the same signature that returns uninitialized tensors with the shapes and dtypes of the
+            results.
         package: Package of the module.
     """
     module, name = place.split(":")

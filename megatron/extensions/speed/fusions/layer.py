@@ -1,5 +1,5 @@
-"""Transformer layer whose residual additions are fused into adjacent norms or GEMMs, and SwiGLU MLP whose kernels cast
-the activation and the input gradient to fp8 as they compute them.
+"""Transformer layer whose residual additions are fused into adjacent norms or GEMMs, and SwiGLU MLP whose kernels
+compute the activation and its input gradient directly in fp8.
 
 The MLP needs `--compile` and scales that are known in advance (--fp8-recipe delayed). Neither the activation nor the
 gradient of its input is stored in 16 bits. Placeholders carry the casts to the linear layers before and after the
@@ -72,7 +72,7 @@ def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor
 
 
 class MLPKernel:
-    """Kernel entry of `cast_mlp`, whose parts are compared separately (`kernels/casts.py`)."""
+    """Kernel entry for `cast_mlp`. The parts of `cast_mlp` are compared with torch separately (`kernels/casts.py`)."""
 
     suits = staticmethod(casts_swiglu)
     __call__ = staticmethod(cast_mlp)
@@ -90,7 +90,7 @@ class _CastSwiGLUContext(AutogradContext):
 
 
 class _CastSwiGLU(torch.autograd.Function):
-    """SwiGLU of a layer's output [s, b, 2f], cast to [s, b, f] as the next layer requests its input."""
+    """SwiGLU of a layer's output [s, b, 2f]. The result [s, b, f] is cast as the next layer requests for its input."""
 
     @staticmethod
     def forward(ctx: _CastSwiGLUContext, hidden: Tensor, cast: InputCast, of_hidden: OutputGradient) -> Tensor:
@@ -112,21 +112,21 @@ class FusedTransformerLayer(TransformerLayer):
     """`TransformerLayer` that passes its stream to the next layer as a `ResidualSum`, so that the next norm computes
     the addition.
 
-    A norm casts its output to fp8 if the sublayer can read the cast. If a sublayer supports an addend, its last GEMM
-    computes the addition.
+    A norm casts its output to fp8 if the sublayer can read the cast. If a sublayer supports an addend, the last GEMM of
+    the sublayer computes the addition.
     """
 
     def forward(self, x: Stream, context: BatchContext, pending: bool = False) -> Stream:  # type: ignore[override]
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. With `pending`, the reader of the stream
-        computes the last addition."""
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. If `pending` is True, the next reader of
+        the stream computes the last addition."""
         if self.norms_sums:
             return super().forward(added(x), context)
         stream = self._next(x if isinstance(x, ResidualSum) else ResidualSum(added(x)), context)
         return stream if pending else stream.added()
 
     def takes_pending(self) -> bool:
-        """Return True if a norm adds the update in its kernels. Hooks receive the sum, unless they declare that they
-        accept a stream."""
+        """Return True if a norm adds the update in its kernels. Forward hooks receive the sum, unless they declare that
+        they accept a stream with a pending addition."""
         norm = self.input_layernorm if self.mixes else self.pre_mlp_layernorm
         observed = is_hooked(self, forward=False) or not all(
             getattr(hook, "takes_pending", False) for hook in forward_hooks(self)
@@ -187,8 +187,8 @@ class FusedTransformerLayer(TransformerLayer):
 
 
 def input_cast_of(sublayer: nn.Module) -> InputCast | None:
-    """Return the casts that can replace the input of a sublayer's first layer. The layer must be the only reader of the
-    input, and hooks count as readers."""
+    """Return the casts that can replace the input of a sublayer's first layer. The first layer must be the only reader
+    of the input. Hooks count as readers."""
     linear = getattr(sublayer, FIRST.get(type(sublayer), ""), None)
     if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
         return None

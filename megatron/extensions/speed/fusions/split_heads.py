@@ -1,5 +1,5 @@
-"""Split of the attention projection into queries, gates, keys and values, with rotary embedding. In the backward pass,
-one kernel writes the gradient of the projection, reverses the rotation, and sums the bias gradient.
+"""Split the attention projection into queries, gates, keys and values, and apply the rotary embedding. In the backward
+pass, one kernel writes the gradient of the projection, reverses the rotation, and sums the bias gradient.
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ def split_heads(
     Args:
         qkv: Projection [s, b, groups, sum(counts), d].
         counts: `head_counts` of a group.
-        tables: Cosines and sines of a rotation of queries and keys. All parts then have their own memory, because views
-            would keep the rest of qkv alive. Without tables, the parts are views if possible.
-        bias: Bias, added before the rotation. Without tables, qkv must already include the bias, and only its gradient
-            is summed here.
+        tables: Cosines and sines of a rotation of queries and keys. With tables, each part has separate memory, because
+            a view would keep the rest of qkv alive. Without tables, the parts are views if possible.
+        bias: Bias, which is added before the rotation. Without tables, qkv must already include the bias, and this
+            function only sums the bias gradient.
         interleaved: Whether pairs of adjacent channels are rotated.
         compiled: Whether to use compiled regions.
-        of_qkv: Casts of the gradient of qkv that the preceding linear layer reads. The backward makes these instead of
-            the gradient.
+        of_qkv: Casts of the gradient of qkv that the preceding linear layer reads. The backward pass computes these
+            casts instead of the gradient.
     """
-    static = torch.is_grad_enabled()  # generation prompts vary in length, and must not each compile a kernel
+    # prompts vary in length during generation, and must not cause one compilation per length
+    static = torch.is_grad_enabled()
     split = HeadSplit(tuple(counts), interleaved, compiled, static)
     q, *gate, k, v = _SplitHeads.apply(qkv, bias, tuple(tables), split, of_qkv)
     return q, gate[0].flatten(2) if gate else None, k, v
@@ -72,7 +73,7 @@ class HeadSplit(NamedTuple):
     """Settings for splitting a projection into heads."""
 
     counts: tuple[int, ...]
-    """Heads per group: queries, gates, keys and values."""
+    """Number of heads per group: queries, gates, keys and values."""
 
     interleaved: bool
     """True if pairs of adjacent channels are rotated."""
@@ -129,7 +130,7 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def _split(qkv: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Split a projection. Parts without heads, such as absent gates, are omitted."""
+    """Split a projection. The result omits parts without heads, such as absent gates."""
     return tuple(part.flatten(2, 3) for part, count in zip(qkv.split(counts, dim=3), counts, strict=True) if count)
 
 
@@ -160,7 +161,7 @@ def joined_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int,
 
 
 def _summed(joined: Tensor) -> Tensor:
-    """Sum the result of `joined_heads` over tokens, in a separate kernel. A single kernel for both takes 2.4 times as
-    long on a GPU."""
+    """Sum the result of `joined_heads` over tokens, in a separate kernel. A single kernel for both operations takes 2.4
+    times as long on a GPU."""
     wide = torch.promote_types(joined.dtype, torch.float32)
     return joined.flatten(0, 1).flatten(1).sum(0, dtype=wide).to(joined.dtype)

@@ -1,4 +1,4 @@
-"""Setting of torch by which cuBLAS adds partial sums of bf16 GEMMs in fp32."""
+"""torch setting that makes cuBLAS add partial sums of bf16 GEMMs in fp32."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron.training.initialize import Runtime
 
 
 class SumsInFp32(Callback):
-    """Callback that forbids cuBLAS to add partial sums of bf16 GEMMs in bf16, before the model is built. The setting
-    belongs to the process."""
+    """Callback that, before the model is built, prevents cuBLAS from adding partial sums of bf16 GEMMs in bf16. The
+    setting applies to the whole process."""
 
     def on_setup(self, runtime: Runtime) -> None:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -1,13 +1,13 @@
 """Interleaved passes of two micro-batches: while a collective of one pass is in flight, the other pass computes.
 
-Each pass runs in its own thread, and only one of the threads runs at a time. A pass yields after it has started a
-collective, and completes the collective when its turn comes again. A backward pass is run by autograd and cannot return
-in the middle, so it needs its own stack. With threads, layers stay unchanged, and the autograd graph of a micro-batch
-is not split, including recomputation. (DualPipe, arXiv 2412.19437, section 3.2.1, overlaps a forward with a backward;
-Megatron-LM cuts the graph at the same places instead.)
+Each pass runs in its own thread, and only one of the threads runs at a time. A pass yields after it starts a
+collective, and waits for the collective when the pass resumes. A backward pass runs inside autograd and cannot return
+in the middle, so it needs a separate stack. With threads, layers stay unchanged, and the autograd graph of a
+micro-batch is not split, including recomputation. (DualPipe, arXiv 2412.19437, section 3.2.1, overlaps a forward with a
+backward; Megatron-LM cuts the graph at the same places instead.)
 
-Turns depend only on which collectives were started, never on time. Ranks that run the same passes therefore start their
-collectives in the same order.
+Turns depend only on which collectives were started, never on time. Ranks that run the same passes therefore launch
+their collectives in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.training.step_parts import StepParts
 
 
 class _Abandoned(BaseException):
-    """Raised in a pass to end it after a failure of the other pass."""
+    """Exception that ends a pass after the other pass failed."""
 
 
 class BatchOverlap(PassPair):
@@ -37,8 +37,8 @@ class BatchOverlap(PassPair):
         self._active = False
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Run both passes, beginning with `first` in the calling thread. An exception in one pass ends the other pass
-        too, and is then raised here."""
+        """Run both passes, beginning with `first` in the calling thread. An exception in one pass also ends the other
+        pass. This method then raises the exception."""
         assert not self._active, "two passes are already interleaved"
         self._active, self._turn = True, 0
         self._finished = [False, False]
@@ -55,8 +55,8 @@ class BatchOverlap(PassPair):
             raise self._error
 
     def hand_over(self) -> None:
-        """Yield to the other pass after a collective has been started. Returns when the other pass has yielded or
-        ended; immediately if there is no other pass."""
+        """Yield to the other pass after a collective was launched. Returns when the other pass yields or ends; if there
+        is no other pass, returns immediately."""
         if not self._active or self._finished[1 - self._turn]:
             return
         own = self._turn
@@ -82,8 +82,8 @@ class BatchOverlap(PassPair):
         self._switch(1 - number)
 
     def _start(self, body: Callable[[], None]) -> None:
-        """Start the second thread, which runs a pass when its turn comes, on the caller's stream and with its dispatch
-        modes."""
+        """Start the second thread, which waits for its turn and then runs a pass on the caller's stream with the
+        caller's dispatch modes."""
         if self._jobs is None:
             self._jobs = SimpleQueue()
             Thread(target=_work, args=(self._jobs,), name="batch-overlap", daemon=True).start()

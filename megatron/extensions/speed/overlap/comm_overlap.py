@@ -1,16 +1,17 @@
 """Overlap of tensor-parallel collectives with GEMMs, under sequence parallelism (--tp-comm-overlap).
 
-A GEMM with an all-gathered input runs in parts, each of which starts when its rows arrive. The operand of a
-reduce-scatter is computed in the order in which the ranks need it, each part while the previous sum is in flight. The
-forward pass of a layer therefore never waits for a whole collective, and sends the same number of bytes as without
-overlap. (Wang et al., "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023.)
+A GEMM with an all-gathered input runs in parts. Each part starts when its rows arrive. The operand of a reduce-scatter
+is also computed in parts, in the order in which the ranks need them. Each part is computed while the partial sum of the
+previous part is in flight. The forward pass of a layer therefore never waits for a whole collective, and sends the same
+number of bytes as without overlap. (Wang et al., "Overlap Communication with Dependent Computation via Decomposition",
+ASPLOS 2023.)
 
-In the backward, the gather before a row-parallel layer's GEMMs runs in parts. A column-parallel layer needs no parts in
-its backward: its gather overlaps with the GEMM for dX, and its reduction with the GEMM for dW, as in `LinearFunction`.
-If the schedule defers dW, dX is computed and reduced in parts.
+In the backward pass, the gather before a row-parallel layer's GEMMs runs in parts. The backward pass of a
+column-parallel layer runs without parts: as in `LinearFunction`, the gather overlaps with the GEMM for dX, and the
+reduction overlaps with the GEMM for dW. If the schedule defers dW, however, dX is computed and reduced in parts.
 
-Parts are sent in the form that the GEMMs read. With one fp8 scale per tensor, these are bytes that equal the values
-cast in one process.
+Parts are sent in the form that the GEMMs read. For fp8 with one scale per tensor, these are bytes, and equal the cast
+of the whole tensor in one process.
 
 Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 """
@@ -51,13 +52,13 @@ from megatron.training.initialize import Runtime
 
 @dataclass(frozen=True)
 class Products:
-    """Products of a cast activation's rows with a weight: x Wᵀ + bias, or dY W."""
+    """Products of the rows of a cast activation with a weight: x Wᵀ + bias, or dY W."""
 
     gemms: LinearGemms
     weight: Tensor
     bias: Tensor | None = None
     of_grad: bool = False
-    """True for dY W."""
+    """True for the product dY W; False for x Wᵀ + bias."""
 
     @property
     def matrix(self) -> Tensor:
@@ -87,7 +88,7 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
     """Yield the context of each step of a loop. On GPUs, every other step runs on a second stream, so that the first
     tiles of a product use the multiprocessors that the last tiles of the previous product leave idle. Tensors that a
-    step creates must be kept until the end."""
+    step creates must be kept alive until the end of the loop."""
     with hardware.at_one_time(count):
         if not x.is_cuda:
             yield lambda _: nullcontext()
@@ -99,11 +100,12 @@ def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callabl
 
 
 class RingOverlap:
-    """GEMMs that overlap with collectives by a ring of sends and receives between neighbours, for any backend and
-    device. All ranks of the axis call these methods with the same shapes.
+    """GEMMs that overlap with collectives, implemented as a ring of sends and receives between neighbours, for any
+    backend and device. All ranks of the axis call these methods with the same shapes.
 
-    A part consists of one rank's rows. While a part is multiplied, it is sent to the next rank, or a partial sum
-    arrives from the previous rank. A step takes as long as the slower of the two.
+    A part consists of one rank's rows. While a part is multiplied, the part is sent to the next rank (all-gather) or a
+    partial sum arrives from the previous rank (reduce-scatter). A step takes as long as the slower of computation and
+    communication.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -147,10 +149,10 @@ class RingOverlap:
 
 
 class SymmetricOverlap:
-    """GEMMs that overlap with collectives by torch's symmetric-memory operations, in the precision of the parameters.
-    This needs NCCL, and GPUs that access each other's memory (NVLink).
+    """GEMMs that overlap with collectives, implemented with torch's symmetric-memory operations, in the precision of
+    the parameters. This needs NCCL, and GPUs that access each other's memory (NVLink).
 
-    Unlike NCCL's sends and receives, copies between GPUs use no multiprocessors.
+    Unlike NCCL's sends and receives, these copies between GPUs use no multiprocessors.
     """
 
     @staticmethod
@@ -258,7 +260,7 @@ class _RowFunction(torch.autograd.Function):
 
 
 def _weight_grad(layer: Overlapped, weight: Tensor, dy: Operand, x: Callable[[], Operand]) -> Tensor | None:
-    """Compute dW = dYᵀ X for the input that x() returns, immediately or from the queue."""
+    """Compute dW = dYᵀ X immediately, or queue it for later. `x` is a function that returns the input X."""
 
     def add_(out: Tensor, overwrite: bool) -> None:
         layer.gemms.add_weight_grad_(matrix_of(out), dy, x(), overwrite)
@@ -273,7 +275,7 @@ class Overlapped(ParallelLinear):
 
     def __init__(self, linear: ColumnLinear | RowLinear, ctx: TPContext) -> None:
         super().__init__(linear, ctx)  # type: ignore[call-arg, arg-type]
-        assert self.gemms.splits_tokens, "a part of the tokens must be cast with the scale of all tokens"
+        assert self.gemms.splits_tokens, "each part of the tokens must be cast with the scale of all tokens"
         self.overlap = OVERLAPS[ctx.options(OverlapFlags).tp_comm_overlap_method or "ring"](ctx.hardware)
 
     def forward(

@@ -1,5 +1,4 @@
-"""Flags of communication overlap, and registration of the parts that implement it. This module does not import
-torch."""
+"""Flags for communication overlap, and registration of its implementation. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ class OverlapFlags:
         needs="--num-experts: the all-to-alls belong to experts; add --num-experts, or remove "
         "--overlap-moe-expert-parallel-comm",
     )
-    """Interleave the forward pass of one micro-batch with the backward pass of another, so that one computes while
-    the other waits for an expert all-to-all. Needs --pipeline-schedule interleaved or zb-h2."""
+    """Interleave the forward pass of one micro-batch with the backward pass of another micro-batch, so that one pass
+    computes while the other waits for an expert all-to-all. Needs --pipeline-schedule interleaved or zb-h2."""
 
 
 def overlaps(linear: Any, ctx: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Rules of communication overlap. This module does not import torch."""
+"""Validation rules for communication overlap. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _in_turns(c: RunConfig) -> Iterator[Problem]:
         yield Problem(OVERLAP, None, rule, "use --moe-token-dispatcher-type alltoall")
     try:
         layout = pipeline_layout(m, p)
-    except ValueError:  # another rule reports this
+    except ValueError:  # another rule reports this error
         return
     if runs_in_turns(p.schedule, layout.pp, layout.chunks):
         if c.training.num_microbatches == 1 and named_value(c, "step_batch_size_schedule") is None:

@@ -1,7 +1,8 @@
 """Fit of a device file's constants to measured times. This module does not import torch.
 
-Each model is linear and solved by least squares. Points are weighted by relative error, and no constant is negative.
-Constants that only whole steps reveal, such as the host time per operation, are fitted to measured steps (`fit_steps`).
+Each model is linear and is fitted by least squares. The fit minimizes relative errors, and no constant is negative.
+Constants that only whole steps reveal, such as the host time per operation, are fitted to measured step times
+(`fit_steps`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron.extensions.plan.planner.time.replay import ROUNDS
 @dataclass(frozen=True)
 class CollectiveTime:
     """Measured times of a collective, keyed by the bytes of its whole operand. The group has `size` ranks on link
-    `link`: all on one node (`node`), or each on its own node (`network`)."""
+    `link`: all on one node (`node`), or each on a different node (`network`)."""
 
     link: str
     kind: str
@@ -55,7 +56,7 @@ def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]
         if len(kept) == 1 or (found[0] > 0 and (found >= 0).all()):
             break
         shares = found * columns[:, kept].mean(0)
-        # Drop the most negative coefficient, in favour of the first one, which has absorbed its share.
+        # Drop the most negative coefficient; the first coefficient absorbs its share.
         kept.pop(1 + int(np.argmin(shares[1:]) if found[0] > 0 else np.argmax(shares[1:])))
     coefficients = [0.0] * columns.shape[1]
     for place, value in zip(kept, found, strict=True):
@@ -92,7 +93,7 @@ def attention_speed(points: Sequence[tuple[Attention, float]]) -> tuple[float, f
 
 
 def sent(point: CollectiveTime) -> float:
-    """Return the bytes that a rank sends, counted as in `megatron.extensions.plan.planner.time.replay`."""
+    """Return the number of bytes that a rank sends, counted as in `megatron.extensions.plan.planner.time.replay`."""
     rounds = ROUNDS.get(point.kind, 1.0)
     return point.moved if point.kind == "send" else rounds * point.moved * (point.size - 1) / point.size
 
@@ -110,7 +111,7 @@ def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
     # An all-reduce takes twice as many steps as a gather, but both are launched once.
     steps = max(1, size - 1) if ranks_per_adapter == 1 else max(1, int(np.ceil(np.log2(size))))
     latency = (starts["all_reduce"] - starts["all_gather"]) / steps
-    if latency <= 0:  # too noisy to separate: all of the time is attributed to steps
+    if latency <= 0:  # the times are too noisy to separate, so all of the time is attributed to steps
         latency = starts["all_reduce"] / 2 / steps
     launch = max(0.0, starts["all_gather"] - latency * steps)
     share = {kind: _in_four_digits(rate / best) for kind, rate in rates.items() if kind != "all_reduce"}
@@ -118,7 +119,7 @@ def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
 
 
 def links_of(points: Sequence[CollectiveTime], ranks_per_node: int) -> dict[str, Link]:
-    """Fit the links of nodes with one adapter that all ranks share."""
+    """Fit the links of nodes whose ranks share one adapter."""
     found = {}
     for name in ("node", "network"):
         if own := [point for point in points if point.link == name]:
@@ -175,7 +176,8 @@ def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
         way = "backward" if a.backward else "forward"
         us = device.attention_us(a.backend, a.width, a.flops, a.length, a.backward)
         note(f"attention {a.backend} {way}", us, seconds)
-    if device.capability is not None:  # CPU entries are fitted to whole steps, whose caches an isolated operation lacks
+    # CPU entries are fitted to whole steps, in which caches hold other data than in an isolated operation.
+    if device.capability is not None:
         for moved, seconds in measured.moves:
             note("element-wise", device.memory_us(moved), seconds)
     return {what: median(values) for what, values in found.items()}

@@ -1,7 +1,7 @@
 """Times of products, attention, element-wise operations and collectives, measured on this machine.
 
 All ranks measure the same operation at the same time, as in training. Ranks that share processors, memory or a network
-cable slow each other down, and the measurement must include this.
+cable slow each other down, and the measurement must include this slowdown.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENT
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes to measure: small on a CPU, whose ranks train small models, and large on a GPU."""
+    """Sizes to measure: small on a CPU, which trains only small models, and large on a GPU."""
 
     products: tuple[tuple[int, int, int], ...]
     """Sizes (m, n, k) of products; m counts tokens."""
@@ -67,7 +67,7 @@ GPU = Sizes(
 
 
 class Clock:
-    """Clock that times a call in rounds of many repetitions, on all ranks at once."""
+    """Clock that times a call on all ranks at once, in rounds of many repetitions."""
 
     def __init__(self, device: torch.device, round_seconds: float, rounds: int = 3) -> None:
         self.device = device
@@ -129,7 +129,7 @@ def products(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Iterator[
 
 
 def attention(clock: Clock, sizes: Sizes, precision: str) -> Iterator[tuple[Attention, float]]:
-    """Time causal attention with torch's kernels: FlashAttention-2 and, on GPUs, cuDNN where it runs."""
+    """Time causal attention with torch's kernels: FlashAttention-2 and, on GPUs that support it, cuDNN."""
     for kernel, backend in KERNELS.items():
         if kernel == "cudnn" and clock.device.type != "cuda":
             continue
@@ -183,9 +183,9 @@ def link_groups(world: int, ranks_per_node: int) -> Iterator[tuple[str, dist.Pro
 
 
 def collectives(clock: Clock, sizes: Sizes, link: str, group: dist.ProcessGroup) -> Iterator[CollectiveTime]:
-    """Time collectives of growing sizes until a call takes a third of a second. On CPUs each call follows a product,
-    whose time is subtracted. Ranks that share processors do not reach the collective at the same moment, and in
-    training they wait for each other too."""
+    """Time collectives of growing sizes until a call takes a third of a second. On CPUs, a matrix product precedes each
+    call, and its time is subtracted. Ranks that share processors do not reach the collective at the same moment and
+    have to wait for each other, as in training."""
     m, n, k = sizes.products[-1]
     a, b = torch.randn(m, k, device=clock.device), torch.randn(k, n, device=clock.device)
     before = [partial(torch.mm, a, b)] if clock.device.type == "cpu" else []
@@ -205,8 +205,8 @@ def _call_each(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """Return a function that calls a collective as training does. Its whole operand has `moved` bytes of fp32. On CPUs,
-    a reduction is an exchange followed by a sum."""
+    """Return a function that calls a collective as training does. The whole operand of the collective has `moved` bytes
+    of fp32. On CPUs, a reduce-scatter is an exchange followed by a sum."""
     n = group.size()
     whole = torch.zeros(max(1, moved // 4 // n) * n, device=device)
     part, other = torch.zeros(whole.numel() // n, device=device), torch.zeros_like(whole)
@@ -234,7 +234,8 @@ def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.de
 
 
 def overlap_slowdown(clock: Clock, sizes: Sizes, group: dist.ProcessGroup) -> float:
-    """Return the delay of concurrent products by a hidden all-reduce, as a fraction of the all-reduce's time."""
+    """Return by how much an overlapped all-reduce delays concurrent products, as a fraction of the all-reduce's
+    time."""
     whole = torch.zeros(sizes.messages[-1] // 4, device=clock.device)
     alone = clock.seconds(lambda: dist.all_reduce(whole, group=group))
     m, n, k = sizes.products[-1]

@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from statistics import median
 
 RESTART_SECONDS = 120.0
-"""Assumed seconds from a failure to the next step if --restart-seconds is not given."""
+"""Default of --restart-seconds: seconds from a failure to the next step."""
 
 SAVE_GB_PER_SECOND_PER_NODE = 2.0
-"""Assumed GB/s at which a node writes to storage, if neither --save-seconds nor earlier saves state the time."""
+"""Assumed GB/s at which a node writes to storage; used if neither --save-seconds nor earlier saves give the time of a
+save."""
 
 REPAIR_HOURS = 4.0
-"""Assumed time from the failure of a node until it can be used again, if --repair-hours is not given."""
+"""Default of --repair-hours: hours from the failure of a node until it can be used again."""
 
 MOST_SPARES = 4096
 SECONDS_PER_DAY = 86400.0
@@ -85,7 +86,7 @@ class Expected:
         trained, mean = steps * self.step_seconds, self.between_failures
         blocking = max(self.save.blocking, self.save.seconds - trained)
         restart = self.restart_seconds + self.save.seconds - blocking
-        # exp((R + tau + delta) / M) would overflow only where it does not matter: such a run never completes a segment.
+        # exp((R + tau + delta) / M) overflows only for a run that never completes a segment.
         if (restart + trained + blocking) / mean > 500:
             return Shares(steps, 0.0, 0.0, 1.0, 0.0)
         wall = mean * math.exp(restart / mean) * math.expm1((trained + blocking) / mean)
@@ -108,7 +109,7 @@ class Expected:
 
 
 def measured_save(events: Sequence[Mapping[str, object]]) -> float | None:
-    """Return the median seconds of the successful saves in `run_events.jsonl`; None if there are none."""
+    """Return the median duration in seconds of the successful saves in `run_events.jsonl`; None if there are none."""
     found = [event.get("seconds") for event in events if event.get("event") == "save" and "error" not in event]
     seconds = [float(each) for each in found if isinstance(each, int | float) and each > 0]
     return median(seconds) if seconds else None
@@ -118,11 +119,11 @@ def save_cost(shard_bytes: int, bytes_per_node: int, host_gb: float, background:
     """Return the cost of a save.
 
     Args:
-        shard_bytes: Bytes that the fullest rank copies to its host's memory before training continues.
+        shard_bytes: Bytes that the fullest rank copies to host memory before training continues.
         bytes_per_node: Bytes that a node writes.
         host_gb: Rate of these copies in GB/s.
-        background: Whether files are written while the run trains.
-        known: Stated or measured seconds of a save; None to assume a storage rate.
+        background: Whether files are written while training continues.
+        known: Stated or measured duration of a save in seconds; None to assume a storage rate.
     """
     written = bytes_per_node / SAVE_GB_PER_SECOND_PER_NODE / 1e9
     copied = shard_bytes / host_gb / 1e9
@@ -138,7 +139,7 @@ def spares_worth(nodes: int, node_failures_per_second: float, repair_seconds: fl
     waits while there are more failed nodes than spares.
 
     Returns:
-        (spares, share of the time in which the run has all its nodes with them, and without spares)
+        (number of spares, share of the time with all nodes available given these spares, the same share without spares)
     """
     mean = nodes * node_failures_per_second * repair_seconds
     present, term = 0.0, math.exp(-mean)
@@ -155,8 +156,8 @@ def spares_worth(nodes: int, node_failures_per_second: float, repair_seconds: fl
 
 
 def failure_lines(expected: Expected, given: int | None, nodes: int, repair_hours: float) -> Iterator[str]:
-    """Yield lines about a run's failures, its goodput at the best save interval and at its own (`given`), and spare
-    nodes."""
+    """Yield lines about a run's failures, its goodput at the best save interval and at the run's save interval
+    (`given`), and its spare nodes."""
     save, best = expected.save, expected.best()
     yield f"a failure every {_time(expected.between_failures)}, {_time(expected.restart_seconds)} until the next step"
     source = f" ({save.source})" if save.source else ""

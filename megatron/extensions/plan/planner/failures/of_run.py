@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunOnFailing:
-    """Planned run on nodes that fail at a stated rate."""
+    """Planned run on nodes that fail at a given rate."""
 
     expected: Expected
     save_interval: int | None

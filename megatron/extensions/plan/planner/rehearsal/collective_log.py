@@ -1,6 +1,6 @@
 """Log of a rank's collectives, recorded as torch dispatches them, in a real or fake world.
 
-All callers are covered: this library, torch's own functions, and custom layers. A collective of Python objects is
+The log covers all callers: this library, torch's own functions, and custom layers. A collective of Python objects is
 recorded as one call, because its sizes depend on values.
 """
 
@@ -34,7 +34,7 @@ OPS = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"),
     *("send", "recv", "barrier", "monitored_barrier"),
 )
-"""Names of collectives in records. With underscores ignored, each operator name, such as allreduce_coalesced_ or
+"""Collective names used in records. With underscores ignored, each operator name, such as allreduce_coalesced_ or
 _allgather_base_, starts with one of these names."""
 
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
@@ -46,7 +46,7 @@ RECEIVED = ("output_tensors", "output_tensor", "output", "outputs", "tensors", "
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 WRAPPERS = ("core/collectives.py", "core/pipeline_parallel/p2p.py")
-"""Library files that call sites omit, in addition to the planner's files."""
+"""Library files that are omitted from call sites, in addition to the planner's files."""
 
 
 class CollectiveLog:
@@ -61,7 +61,7 @@ class CollectiveLog:
     def name_groups(self, axes: Mapping[str, Axis]) -> None:
         """Name the groups of a layout by axis.
 
-        If several axes have the same ranks, the first one is used; axes of all parameters come before axes of experts.
+        If several axes have the same ranks, the first axis is used. Axes of all parameters come before axes of experts.
         """
         for name, axis in sorted(axes.items(), key=lambda item: item[0].startswith("expt_")):
             if axis.group is not None:
@@ -99,7 +99,7 @@ class CollectiveLog:
         sizes = [sum(x.numel() for x in tensors) for tensors in (sent, received)]
         if func.namespace == "c10d":
             group = self.group(dist.ProcessGroup.unbox(given["process_group"]))
-        else:  # a functional collective, which allocates its result
+        else:  # this is a functional collective, which allocates its result
             group, received = self.group(given["group_name"]), []
             up, down = {"all_gather": (len(group.ranks), 1), "reduce_scatter": (1, len(group.ranks))}.get(op, (1, 1))
             sizes[1] = sizes[0] * up // down
@@ -121,7 +121,7 @@ class CollectiveLog:
         self.add(made)
 
     def objects(self) -> AbstractContextManager[None]:
-        """Record collectives of Python objects too, and return their results."""
+        """Also record collectives of Python objects, and return their results."""
 
         def recorded(name: str, real: Callable[..., object]) -> Callable[..., object]:
             def call(*args: object, **kwargs: object) -> None:
@@ -135,8 +135,7 @@ class CollectiveLog:
         return replaced(*((dist, name, recorded(name, getattr(dist, name))) for name in OBJECTS))
 
     def answer(self, real: Callable[..., Any], given: Mapping[str, Any]) -> None:
-        """Return the result of `real`, a collective of Python objects, assuming that every rank passes this rank's
-        value."""
+        """Fill in the result of `real`, a collective of Python objects, as if every rank passed this rank's value."""
         if "obj" in given and (values := given.get("object_list", given.get("object_gather_list"))) is not None:
             values[:] = [given["obj"]] * len(values)
         if given.get("scatter_object_input_list"):
@@ -191,4 +190,4 @@ def _place(filename: str) -> str | None:
 PLANNER = Path(__file__).parents[1]
 
 PASSED = (Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
-"""Folders that call sites omit: torch, and Python's own library."""
+"""Folders that are omitted from call sites: torch and Python's standard library."""

@@ -1,6 +1,6 @@
-"""Rehearsal of the ranks of a world that does not exist (`pretrain_gpt.py --rehearse`).
+"""Rehearsal of the ranks of a larger world on one machine (`pretrain_gpt.py --rehearse`).
 
-It reports failed ranks, mismatched collectives, memory, and bytes sent.
+A rehearsal reports failed ranks, mismatched collectives, memory, and bytes sent.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def rehearse(asked: Prepared, ranks: str, device_memory: float | None) -> int:
     limit = None if device_memory is None else round(device_memory * 2**30)
     rehearsal = rehearsal_of(config, world_size, limit)
     chosen = chosen_ranks(ranks, rehearsal.dims)
-    planned, notes = _planned_or_told(rehearsal)  # this also warms the fake-tensor caches, which the ranks inherit
+    planned, notes = _planned_or_told(rehearsal)  # planning also warms the fake-tensor caches, which the ranks inherit
     starts, problems = start_of_run(config)
     records, lost = _records(rehearsal, chosen)
     problems += problem_lines(records, world_size)
@@ -85,7 +85,7 @@ def _spent() -> str:
 
 
 def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecord], list[Lost]]:
-    """Return the records by rank; shows progress on standard error."""
+    """Return the records by rank, and show progress on standard error."""
     records = list[RankRecord]()
     lost = list[Lost]()
     began = time.monotonic()
@@ -98,7 +98,7 @@ def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecor
                     records.append(found)
                 done = len(records) + len(lost)
                 say(f"{done} of {len(ranks)} ranks rehearsed, {time.monotonic() - began:.0f} s")
-        except OSError as error:  # no memory for another process
+        except OSError as error:  # there is no memory for another process
             ended = {each.rank for each in records} | {each.job for each in lost}
             lost += [Lost(rank, str(error)) for rank in ranks if rank not in ended]
     return sorted(records, key=lambda record: record.rank), sorted(lost)
@@ -107,7 +107,7 @@ def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecor
 def _planned_or_told(rehearsal: Rehearsal) -> tuple[dict[int, int], list[str]]:
     """Return the memory of each pipeline rank as planned by `--dry-run`. If there is no plan, print the reason.
 
-    The plan covers as many micro-batches as are rehearsed. It may fail because it runs layers separately, which a
+    The plan covers as many micro-batches as are rehearsed. Planning may fail because it runs layers separately, which a
     custom layer may not support.
     """
     try:
@@ -169,7 +169,7 @@ class Report:
 
     notes: Sequence[str]
     problems: Sequence[str]
-    """Every problem that would make a run fail."""
+    """All problems that would make a run fail."""
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the report: the rehearsed ranks, memory by rank, and traffic by axis."""
@@ -215,7 +215,7 @@ class Report:
     def _sent_by_axis(self, record: RankRecord) -> dict[str, tuple[int, int]]:
         """Return (calls, bytes sent) of a whole step by axis.
 
-        Micro-batches that were not rehearsed are counted like the middle one of the rehearsal.
+        Each micro-batch that was not rehearsed counts as much as the middle micro-batch of the rehearsal.
         """
         calls = Counter[str]()
         sizes = Counter[str]()
@@ -250,7 +250,7 @@ class Report:
 
     @property
     def _covered(self) -> bool | None:
-        """Return True if the ranks write each element of a checkpoint once; None if this is unknown."""
+        """Return True if the ranks write each element of a checkpoint exactly once; None if this is unknown."""
         whole = sum(record.failure is None for record in self.records) == self.rehearsal.world_size
         return not coverage_problems(self.records, True) if whole else None
 

@@ -1,9 +1,9 @@
-"""Rehearsal of one rank of a world that does not exist: the training program with fake process groups and fake tensors.
+"""Rehearsal of one rank of a larger world: the training program with fake process groups and fake tensors.
 
 Groups, model, gradient buffers, optimizer, schedule and one training step are created by the same functions as in a
 run. Tensors have shapes but no values, so a rank needs no device memory and no GPU. Numbers read from tensors are 0,
-and tokens are routed evenly over experts. Ranks run in forked processes, several at a time. Each starts with the state
-of this process and cannot change it.
+and tokens are routed evenly over experts. Ranks run in forked processes, several at a time. Each process starts with a
+copy of this process's state and cannot change the original.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ from megatron.training.setup import build_run
 from megatron.training.train_step import train_step
 
 NAMED_BYTES = 2**20
-"""Size in bytes below which a tensor is not listed among the holders of memory."""
+"""Size in bytes below which a tensor is omitted from the list of memory holders."""
 
 HOLDERS = 8
 
 
 class RankMode(LiveMemory):
-    """Mode that records collectives and counts memory. Raises OutOfMemoryError above `limit` bytes."""
+    """Mode that records collectives and counts memory. Raises OutOfMemoryError if more than `limit` bytes are
+    allocated."""
 
     def __init__(self, log: CollectiveLog, limit: int | None) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class RankMode(LiveMemory):
         super()._made(key, size)
 
     def _note_peak(self) -> None:
-        """Update the peak. Raises OutOfMemoryError above the limit."""
+        """Update the peak. Raises OutOfMemoryError if the limit is exceeded."""
         if self._inside or self.now <= self.peak:
             return
         self.peak, self.peak_phase = self.now, self.log.phase()[0]
@@ -105,7 +106,8 @@ class RankMode(LiveMemory):
 
 
 class EveryRank(Axis):
-    """World axis without peers. This rank also does the work that the first rank does for all ranks."""
+    """Axis of all ranks, without communication with other ranks. Every rank also does the work that, in a real run,
+    only the first rank does."""
 
     @property
     def first(self) -> bool:
@@ -120,14 +122,14 @@ class Lost(NamedTuple):
 
     job: int
     how: str
-    """End of the process as text, such as `SIGKILL` or `exit code 1`."""
+    """Text that describes how the process ended, such as `SIGKILL` or `exit code 1`."""
 
 
 def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lost]:
     """Yield the results of jobs as they end, or `Lost` for a job whose process dies without a result.
 
-    If the system cannot start another process, fewer processes run at a time. Raises OSError if it cannot start any.
-    Results must be picklable.
+    If the system cannot start another process, fewer processes run at a time. Raises OSError if no process can be
+    started. Results must be picklable.
     """
     context, waiting = mp.get_context("fork"), list(jobs)[::-1]
     running: dict[Connection, tuple[int, ForkProcess]] = {}
@@ -169,18 +171,19 @@ def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lo
 def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> None:
     """Run a job and send its result.
 
-    Ctrl-C reaches all processes of a terminal, so only the parent handles it. SIGTERM ends this process as usual.
+    Ctrl-C sends a signal to all processes of a terminal, so only the parent handles it. SIGTERM ends this process as
+    usual.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(parent)
-    gc.freeze()  # a garbage collection would copy the memory pages of inherited objects
+    gc.freeze()  # garbage collection would copy the memory pages of inherited objects
     sender.send(job())
     sender.close()
 
 
 def without_inputs(parts: Parts) -> Parts:
-    """Parts of a run for a rehearsal, without the callbacks that read inputs at the start."""
+    """Components of a run for a rehearsal, without the callbacks that read inputs at the start."""
     kept = [callback for callback in parts.callbacks if type(callback).on_setup is Callback.on_setup]
     return Parts(kept, parts.metrics)
 
@@ -212,8 +215,8 @@ def rehearsal_of(
 ) -> Rehearsal:
     """Return the rehearsal of a resolved and validated configuration.
 
-    Unless `whole`, only as many micro-batches are rehearsed as are needed for each stage to hold its largest number of
-    micro-batches at once.
+    Unless `whole` is set, only enough micro-batches are rehearsed for each stage to reach its largest number of
+    simultaneously held micro-batches.
     """
     config = plan_of(config).longest.config
     dims, training = ParallelDims.from_config(config.parallel, world_size), config.training
@@ -246,15 +249,15 @@ def device_of(config: RunConfig) -> str:
 
 
 def enough_microbatches(config: RunConfig, microbatches: int) -> int:
-    """Return the smallest number of micro-batches, at least 3, with which each pipeline rank reaches its peak of held
-    micro-batches."""
+    """Return the smallest number of micro-batches (at least 3) for which each pipeline rank holds as many micro-batches
+    at once as in a full step."""
     layout = pipeline_layout(config.model, config.parallel)
     schedule, step = Schedule.of(config.parallel, layout), layout.pp if layout.chunks > 1 else 1
 
     def held(number: int) -> list[dict[int, int]]:
         try:
             return [held_at_peak(actions, StageCosts())[1] for actions in schedule.lists(number, messages=True)]
-        except ValueError:  # the schedule does not support so few micro-batches
+        except ValueError:  # the schedule needs more micro-batches
             return []
 
     most = held(microbatches)
@@ -293,7 +296,7 @@ def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord | Lost:
     """Return the record of one rank.
 
     An exception of the program is recorded as a `Failure`; if this machine has too little memory, the rank is `Lost`.
-    Call it in a separate process, because parts of the library and of extensions may keep state.
+    Call this function in a separate process, because parts of the library and of extensions may keep state.
     """
     began = time.process_time()
     phases = _Phases()

@@ -1,9 +1,9 @@
 """Comparison of rehearsed ranks: their collectives, and the parts of a checkpoint that they write. This module does not
 import torch.
 
-All ranks of a group must call the same collectives in the same order. A message needs a receive of the same size at the
-other end. The messages between two ranks of a group must be sent and received in the same order, because NCCL ignores
-tags. The boxes that all ranks write must cover each tensor exactly once.
+All ranks of a group must call the same collectives in the same order. Each message needs a matching receive of the same
+size on the other rank. The messages between two ranks of a group must be sent and received in the same order, because
+NCCL ignores tags. The boxes that all ranks write must cover each tensor exactly once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ POINT_TO_POINT = ("send", "recv")
 class Group(NamedTuple):
     """A process group.
 
-    A group is identified by its members and the number of earlier groups with the same members. Ranks agree on both
-    without communication.
+    A group is identified by its members and the number of earlier groups with the same members. Ranks agree on this
+    identity without communication.
     """
 
     ranks: tuple[int, ...]
@@ -33,14 +33,14 @@ class Group(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Numbers of elements of an all-to-all, by rank of the group; empty if all are equal."""
+    """Number of elements that an all-to-all exchanges with each rank of the group; empty if all numbers are equal."""
 
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
 
 
 class Collective(NamedTuple):
-    """One collective or message, as seen by the calling rank."""
+    """Collective or message, as seen by the calling rank."""
 
     op: str
     """ "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", ..."""
@@ -181,8 +181,8 @@ def distinct_ranks(dims: ParallelDims) -> list[int]:
     """Return one rank of each kind.
 
     Every pipeline rank is included, because action lists and layers differ. Along each other axis, the first and the
-    last rank are included, in the first and the last stage. Code may treat the ends of an axis differently: the first
-    rank reports, the last shard of a buffer is shorter, and context-parallel rings end.
+    last rank are included, in the first and the last stage. Code may treat the ends of an axis differently. For
+    example, the first rank reports, the last shard of a buffer may be shorter, and context-parallel rings end.
     """
     found = {dims.rank(pp=pp) for pp in range(dims.pp)}
     for pp in {0, dims.pp - 1}:
@@ -223,12 +223,12 @@ def coords_of(rank: int, dims: ParallelDims) -> dict[str, int]:
 
 
 Side = tuple[RankRecord, list[Collective]]
-"""A rank and its collectives in a group, or its messages in one direction."""
+"""Rank with its collectives in a group, or with its messages in one direction."""
 
 
 def _parted(group: Group, axis: str, number: int, sides: tuple[Side, Side], what: str) -> list[str]:
-    """Report the first differing collective of a group, after `number` equal ones. `what` states the consequence for a
-    run."""
+    """Report the first differing collective of a group, which follows `number` equal collectives. `what` states the
+    consequence for a run."""
     ranks = group.ranks
     shown = ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]},{ranks[1]},...,{ranks[-1]}"
     told = [f"  {record.name()}: {_told(calls[number : number + 1])}" for record, calls in sides]
@@ -287,7 +287,8 @@ def _first_difference(group: Group, axis: str, left: Side, right: Side) -> list[
     bad = next((k for k, (x, y) in pairs if x is None or y is None or not _fits(x, y, *places)), None)
     if bad is None:
         return None
-    # Equal calls may hide that an earlier one was skipped; the first difference in call sites shows where.
+    # Equal calls may hide that an earlier call was skipped. The first difference in call sites shows which call was
+    # skipped.
     bad = next((k for k in range(bad) if a[k].site != b[k].site), bad)
     return _parted(group, axis, bad, (left, right), _what(a, b, bad))
 
@@ -356,10 +357,10 @@ def written_bytes(boxes: Sequence[Box]) -> int:
 
 
 def coverage_problems(records: Sequence[RankRecord], every_rank: bool) -> list[str]:
-    """Return problems of elements that two ranks write.
+    """Return a problem for elements that two ranks write.
 
-    With `every_rank`, the records cover all ranks, so elements that no rank writes are problems too. If a rank failed,
-    nothing is judged.
+    If `every_rank` is True, the records cover all ranks, and elements that no rank writes are problems too. If a rank
+    failed, the result is empty.
     """
     if any(record.failure is not None for record in records):
         return []

@@ -1,1 +1,1 @@
-"""Evaluation of a run's layout, and search for the best layouts for its model and cluster (--dry-run --suggest)."""
+"""Evaluate a run's layout, and search for the best layouts of its model on its cluster (--dry-run --suggest)."""

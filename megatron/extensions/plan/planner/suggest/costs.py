@@ -48,17 +48,18 @@ from megatron.training.config.validation import validate
 from megatron.training.step_parts import late_update, runs_passes_in_turns
 
 ELEMENTS = 2**20
-"""Elements per shard of the matrix used to measure state bytes per element, chosen so that there is no padding."""
+"""Elements per shard of the matrix that is used to measure state bytes per element; at this size, the shards need no
+padding."""
 
 FULLEST = 5
-"""Number of pipeline ranks at the start that may be the fullest, in addition to the last one.
+"""Number of leading pipeline ranks that may be the fullest, in addition to the last rank.
 
 The first rank holds fewer layers than the second if the embedding counts as layers, and dense layers often precede MoE
 layers.
 """
 
 SAME_LAYERS = 0.98
-"""Smallest time of layers with recomputation or separate weight gradients, relative to plain layers.
+"""Assumed minimum time of layers with recomputation or separate weight gradients, relative to plain layers.
 
 It is below 1 because the same kernels may run in another order.
 """
@@ -67,7 +68,7 @@ lists_of = lru_cache(maxsize=4096)(build_schedule)
 
 
 class LayoutCosts:
-    """Costs of layouts. Shared results are measured once."""
+    """Costs of layouts. Results that several layouts share are measured once."""
 
     def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
         self.run = run
@@ -97,14 +98,14 @@ class LayoutCosts:
     def family_bound(self, family: Family) -> float:
         """Return a lower bound, in seconds, on the step time of all layouts in a family.
 
-        It includes matrix products, attention and element-wise bytes at the device's best rates and evenly distributed,
-        exposed collectives of layers, and the fixed time of a step.
+        The bound is the sum of three times: matrix products, attention and element-wise operations at the device's best
+        rates, evenly distributed over the ranks; exposed collectives of layers; and the fixed time of a step.
         """
         seconds = self._ideal(1, family.recompute, family.split)
         tp, ep = family.tp, family.ep
-        if family.cp > 1:  # rings of more ranks take at least as long as a ring of two
+        if family.cp > 1:  # a larger ring takes at least as long as a ring of two ranks
             seconds += max(0.0, 2 * self._ideal(2, "none", False) - self._ideal(1, "none", False))
-        if tp > 1:  # a rank sends (t - 1) / t of twice what it sends for t = 2
+        if tp > 1:  # a rank sends 2 (t - 1) / t times as much as for t = 2
             seconds += tp * 2 * (tp - 1) / tp * self._exposed("tp_communication", 2, 1)
         if ep > 1 and not runs_passes_in_turns(self.run.given):
             seconds += (ep - 1) / ep * self._exposed("ep_communication", 1, 2)
@@ -122,14 +123,14 @@ class LayoutCosts:
         return self.device.fixed_ms(self.run.world_size) / 1e3
 
     def _mean_work(self, family: Family) -> float:
-        """Return the mean seconds per rank that the layers of a family take in a step."""
+        """Return the mean time per rank, in seconds, that the layers of a family take in a step."""
         samples = self.run.space.global_batch_size / family.micro_batch * family.tp * family.cp
         return samples / self.run.world_size * sum(part.every.total for part in self.times(family))
 
     def untimed_bound(self, layout: Layout, seconds: float) -> float:
         """Return a lower bound on a layout's step time in seconds, before its layers are timed.
 
-        It adds communication among replicas to passes whose lower bound is `seconds`.
+        The bound is the communication among replicas plus the passes, whose lower bound is `seconds`.
         """
         if named_value(self.run.given, "freeze"):  # no bound is known for frozen parameters
             return seconds
@@ -141,7 +142,7 @@ class LayoutCosts:
 
     @property
     def _passes_alone(self) -> bool:
-        """Return True if a rank's passes follow each other.
+        """Return True if a rank's passes run one after another.
 
         Interleaved passes and passes across steps take longer, and hide more communication.
         """
@@ -149,7 +150,7 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _ideal(self, cp: int, recompute: str, split: bool) -> float:
-        """Return the ideal seconds of one sample on one of `cp` ranks, or 0 if that layout is illegal."""
+        """Return the ideal seconds of one sample on one of `cp` ranks; 0 if the layout is illegal."""
         families = [Family(1, cp, 1, 1, samples, recompute, split) for samples in (1, 2)]
         if cp > 1 and not self._possible(families[0], cp):
             return 0.0
@@ -159,7 +160,8 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _exposed(self, subject: str, tp: int, ep: int) -> float:
-        """Return the seconds of a subject in all layers, for one sample on links without latency; 0 if illegal."""
+        """Return the seconds of one category in all layers, for one sample on links without latency; 0 if the layout is
+        illegal."""
         family, ranks = Family(tp, 1, ep, tp), tp * ep
         if not self._possible(family, ranks):
             return 0.0
@@ -195,7 +197,8 @@ class LayoutCosts:
         return self._times[family]
 
     def time_bound(self, layout: Layout) -> float:
-        """Return a lower bound on a layout's step time in seconds from the times of its layers and the fixed time."""
+        """Return a lower bound on a layout's step time in seconds, computed from the times of its layers and the fixed
+        time."""
         hidden = "ep_communication" if runs_passes_in_turns(self.run.given) else ""
         parts = np.array(
             [
@@ -262,8 +265,10 @@ class LayoutCosts:
         return int(max(states))
 
     def close_memory_bound(self, layout: Layout) -> int:
-        """Return the same bound with planned states, and with whole units if states are sharded."""
-        family = Family(*layout.family[:4], split=layout.family.split)  # its other settings do not change the states
+        """Return a tighter bound than `memory_bound`: with planned states and, if states are sharded, with whole
+        units."""
+        # the other settings of the family do not change the states
+        family = Family(*layout.family[:4], split=layout.family.split)
         alike = layout._replace(family=family)
         return max(self._states(alike, rank) + peak for rank, peak in self._peaks_of(layout).items())
 
@@ -321,14 +326,14 @@ class LayoutCosts:
     def _elements(self, stage: Stage) -> dict[bool, int]:
         metas = stage_metas(self.run.own.model, stage)
         sums = {expert: sum(meta.numel for meta in metas if meta.expert is expert) for expert in (False, True)}
-        # the first stage may hold the only copy
+        # the first stage may hold the only copy of a tied embedding
         if stage.last and not stage.first and self.run.own.model.tied_embeddings:
             sums[False] -= sum(meta.numel for meta in metas if meta.role in ("embedding", "output"))
         return sums
 
     @cache  # noqa: B019
     def _bytes_each(self, saving: Saving, shards: int, expert: bool) -> float:
-        """Return the state bytes per element of a large matrix on a rank."""
+        """Return the number of state bytes per element of a large matrix on a rank."""
         config = self.run.with_layout(Layout(saving=saving))
         found = [meta for meta in stage_metas(self.run.own.model) if meta.expert is expert and meta.matrix]
         if not found or any(config.optimizer.freezes(meta) for meta in found):
@@ -340,7 +345,7 @@ MEASURED = ("kept", "for_weights", "forward", "backward", "weight", "weight_copi
 
 
 def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
-    """Return the state bytes of a matrix with `ELEMENTS` elements for each of `shards` ranks."""
+    """Return the state bytes of a matrix that has `ELEMENTS` elements on each of `shards` ranks."""
     optimizer = config.optimizer
     ddp = config.ddp
     parallel = config.parallel
@@ -367,8 +372,8 @@ def step_bound(
     """Return a lower bound, in seconds, on the step time under any schedule of these stages.
 
     A rank cannot start its first forward pass before the earlier stages have run theirs. After the last backward pass
-    of the rank's first stage, the earlier stages still have to run their own backward passes. In between, the rank does
-    all its work, except for weight gradients, which it may defer to the end.
+    of the rank's first stage, the earlier stages still have to run their backward passes. In between, the rank does all
+    its work, except for weight gradients, which it may defer to the end.
 
     Args:
         stages: For each stage, the seconds that a micro-batch takes in the forward pass, in the backward pass (or only
@@ -389,10 +394,11 @@ def step_bound(
 
 
 def ideal_seconds_of_a_sample(one: Sequence[PassEvents], two: Sequence[PassEvents], device: DeviceFile) -> float:
-    """Return the seconds that a second sample adds, computed from the events of passes with one and with two samples.
+    """Return the seconds that a second sample adds, computed from the events of passes with one sample and with two
+    samples.
 
-    Work done once for all samples, such as reading weights, is excluded, because in other layouts more samples share
-    it. Products are assumed to fill every multiprocessor, launches and minimum kernel times are ignored, and
+    Work that is done once for all samples, such as reading weights, is excluded, because in other layouts more samples
+    share it. Products are assumed to fill every multiprocessor. Launches and minimum kernel times are ignored, and
     collectives take no time.
     """
     device = replace(device, kernel_floor_us=0.0, launch_gap_us=0.0, sustained=1.0, capability=None)  # without waves

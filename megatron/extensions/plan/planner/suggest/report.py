@@ -30,7 +30,7 @@ ZERO = {
 
 
 def crossing(each: Found) -> list[str]:
-    """Return the parallel sizes whose groups cross nodes although every layer waits for their messages."""
+    """Return the parallel sizes whose groups span several nodes although every layer waits for their messages."""
     dims = ParallelDims.from_config(each.config.parallel, each.step.world_size)
     return [
         f"{name} {dims.size(axis)}"
@@ -40,11 +40,11 @@ def crossing(each: Found) -> list[str]:
 
 
 UNITS = (("seconds", 1, 60), ("minutes", 60, 60), ("hours", 3600, 48), ("days", 86400, 730))
-"""Time units: (name, seconds, number from which the next unit is used)."""
+"""Time units: (name, seconds, smallest number for which the next larger unit is used)."""
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in the most readable unit with three digits: `5.82 seconds`, `36.5 hours`, `1,230 years`."""
+    """Format a duration with three digits in the most readable unit: `5.82 seconds`, `36.5 hours`, `1,230 years`."""
     for name, unit, most in UNITS:
         if seconds / unit < most:
             number = f"{seconds / unit:.3g}"
@@ -53,7 +53,7 @@ def duration(seconds: float) -> str:
 
 
 def iterations_of(config: RunConfig) -> int | None:
-    """Return the number of steps of a run; None if the data determine it."""
+    """Return the number of steps of a run; None if it depends on the data."""
     plan = plan_of(config)
     return None if plan.phases[-1].end is None else plan.iterations
 
@@ -65,7 +65,8 @@ def tokens_of(config: RunConfig) -> int:
 
 
 def verdict_lines(each: Found, limit: int) -> Iterator[str]:
-    """Yield lines that say whether a legal layout fits, how long it takes, and which of its groups cross nodes."""
+    """Yield lines that state whether a legal layout fits, how long a step takes, and which groups span several
+    nodes."""
     step = each.step
     yield from _fit(each, limit).lines
     line = f"{step.seconds:.4g} s a step, {step.tflops:.4g} TFLOP/s a device, MFU {share_text(step.mfu)} (causal)"
@@ -82,7 +83,7 @@ def _fit(each: Found, limit: int) -> Fit:
 
 
 def verdict_record(each: Found, limit: int) -> dict[str, object]:
-    """Return the verdict as JSON."""
+    """Return the evaluation of a layout as JSON."""
     steps = iterations_of(each.config)
     return {
         "legal": True,
@@ -105,7 +106,7 @@ def standing_line(ranked: Sequence[Found]) -> str:
 
 
 def table_lines(found: Sequence[Found], run: SearchedRun) -> Iterator[str]:
-    """Yield a line for each layout, followed by the flags of each."""
+    """Yield a line for each layout, followed by the flags of each layout."""
     steps = iterations_of(run.own)
     yield f"{'':<4}{'s a step':>9} {'run':>15}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}  {'bound by':<18}layout"
     for number, each in enumerate(found, 1):
@@ -202,7 +203,7 @@ def effort_line(effort: Effort, run: SearchedRun) -> str:
 SUGGESTED = 10
 
 MOST_TIMED = 90
-"""Number of families whose layers are timed by default."""
+"""Default number of families whose layers are timed."""
 
 
 def progress_text(effort: Effort) -> str:
@@ -213,11 +214,12 @@ def progress_text(effort: Effort) -> str:
 def print_suggestions(
     asked: Prepared, device: str, gpus_per_node: int | None, device_memory: float | None, most_timed: int | None
 ) -> bool:
-    """Print whether the given layout fits and how long it takes, and the ten fastest layouts that fit.
+    """Print whether the given layout fits and how long a step takes, and the ten fastest layouts that fit.
 
-    Returns True if any layout is legal. `device_memory` is in GiB, by default the device file's; `most_timed` is as in
-    `LayoutSearch`. The file of --json gets the same content; if it is "", only the JSON is printed. Raises OutputError
-    if that file cannot be written, DeviceError if no step of this kind can be predicted.
+    Returns True if any layout is legal. `device_memory` is in GiB; the default is the memory in the device file.
+    `most_timed` is described in `LayoutSearch`. The same content is written to the file of --json. If this path is "",
+    only the JSON is printed. Raises OutputError if that file cannot be written, DeviceError if no step of this kind can
+    be predicted.
     """
     config = asked.config
     world_size = asked.world_size

@@ -18,23 +18,23 @@ from megatron.extensions.plan.planner.time.step_time import StepTime
 from megatron.training.config.run_config import RunConfig
 
 NEAREST_MEASURED = 3
-"""If no layout fits, the number of layouts that are measured to find the nearest one. The layouts with the lowest
-memory bounds are taken."""
+"""Number of layouts that are measured to find the nearest one if no layout fits. These are the layouts with the lowest
+memory bounds."""
 
 MOST_PREDICTED = 150
-"""Number of predictions after which an incomplete search predicts only memory-saving variants of layouts that it has
-already found."""
+"""Number of predictions after which an incomplete search predicts only memory-saving variants of the layouts found so
+far."""
 
 MOST_OF_A_SHAPE = 6
-"""Number of layouts per `Layout.shape` that an incomplete search predicts. The layouts with the lowest bounds are
-taken."""
+"""Number of layouts per `Layout.shape` that an incomplete search predicts. These are the layouts with the lowest
+bounds."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Candidate(Generic[T]):
-    """A candidate and a lower bound on its cost. `order` breaks ties between equal bounds."""
+    """Candidate of a search, with a lower bound on its cost. `order` breaks ties between equal bounds."""
 
     bound: float
     order: tuple[object, ...]
@@ -47,14 +47,15 @@ def best_first(
     candidates: Iterable[Candidate[T]],
     refine: Callable[[Candidate[T]], Iterable[Candidate[T]]],
 ) -> Iterator[Candidate[T]]:
-    """Yield final candidates by their cost, then their order.
+    """Yield final candidates in order of cost, with ties broken by `order`.
 
     Candidates wait in a heap, ordered by a lower bound on their cost. A final candidate that leaves the heap is the
-    next best. No candidate whose bound exceeds the last result's cost is ever refined (A*; Hart, Nilsson and Raphael,
-    1968).
+    next best candidate. No candidate whose bound exceeds the last result's cost is ever refined (A*; Hart, Nilsson and
+    Raphael, 1968).
 
-    `refine` receives the first candidate that is not final, and returns its replacements; their bounds are raised to
-    its bound if necessary. Equal bounds are refined before a result leaves the heap, so that ties are broken by order.
+    `refine` receives the first candidate that is not final, and returns its replacements; the bounds of replacements
+    are raised to the bound of the replaced candidate if necessary. Candidates with equal bounds are refined before a
+    result leaves the heap, so that `order` breaks ties.
     """
     heap = [(each.bound, each.final, each.order, number, each) for number, each in enumerate(candidates)]
     heapq.heapify(heap)
@@ -71,7 +72,8 @@ def best_first(
 
 @dataclass(frozen=True)
 class Found:
-    """A legal layout with its predicted step and its memory by pipeline rank, which is empty until measured."""
+    """Legal layout with its predicted step and its memory by pipeline rank; the memory is empty until it is
+    measured."""
 
     layout: Layout
     config: RunConfig
@@ -82,12 +84,12 @@ class Found:
 
     @property
     def host(self) -> int:
-        """Host memory in bytes of the rank that uses the most."""
+        """Host memory of the rank that uses the most, in bytes."""
         return max(rank.host for rank in self.memory)
 
     @property
     def fullest(self) -> RankMemory:
-        """The rank with the most memory."""
+        """Pipeline rank with the most memory."""
         return fullest(self.memory)
 
 
@@ -142,24 +144,25 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
     """
 
     progress: Callable[[Effort], None] = lambda effort: None
-    """Called at every step of the search."""
+    """Function that is called at every step of the search."""
 
     effort: Effort = field(default_factory=Effort)
     _of_shape: Counter[tuple[object, ...]] = field(default_factory=Counter)
     _found: dict[tuple[object, ...], Found] = field(default_factory=dict)
     _fitting: dict[Family, list[Layout]] = field(default_factory=dict)
-    """Layouts of a family that may fit and have not been tried."""
+    """Layouts of each family that may fit and have not been tried."""
 
     _sizes: dict[Layout, float] = field(default_factory=dict)
-    """Tried layouts with lower bounds on their bytes; infinite if host memory does not suffice."""
+    """Layouts that have been tried, with lower bounds on their bytes; a bound is infinite if host memory does not
+    suffice."""
 
     def best(self, count: int) -> list[Found]:
-        """Return the fastest layouts that fit, one of each `Layout.shape`, fastest first.
+        """Return the fastest layouts that fit, one per `Layout.shape`, fastest first.
 
         Raises ValueError if the device file lacks a rate.
         """
         families = list(self._families())
-        gc.freeze()  # garbage collection then skips the existing objects, which are the majority
+        gc.freeze()  # garbage collection then skips existing objects, which are the majority of all objects
         try:
             for candidate in best_first(families, self._refine):
                 assert isinstance(candidate.item, Found)
@@ -171,15 +174,15 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
         return list(self._found.values())
 
     def end_early(self) -> None:
-        """End a running search as soon as possible with the fastest fitting layouts among the predicted ones and their
-        memory-saving variants."""
+        """End a running search as soon as possible. Its result is then the fastest fitting layouts among the predicted
+        layouts and their memory-saving variants."""
         self.effort.interrupted = True
 
     def _leave_out(self, bound: float) -> None:
         self.effort.bound = bound if self.effort.bound is None else min(bound, self.effort.bound)
 
     def nearest(self) -> Found | None:
-        """Return the legal layout whose fullest rank exceeds the limit least, for the case that no layout fits; None if
+        """Return the legal layout whose fullest rank exceeds the limit by the least, for use if no layout fits; None if
         no layout is legal."""
         too_large = [layout for layout, size in self._sizes.items() if self.limit < size < inf]
         too_large.sort(key=lambda layout: (self._sizes[layout], layout.order))
@@ -203,7 +206,7 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
         item, bound = candidate.item, candidate.bound
         self.progress(self.effort)
         if isinstance(item, Found):
-            if item.layout.shape not in self._found:  # a faster one of its shape replaces it
+            if item.layout.shape not in self._found:  # a faster layout of the same shape replaces this one
                 yield from self._measured(item)
         elif self.effort.interrupted or (self.most_timed is not None and self.effort.predicted >= MOST_PREDICTED):
             self._leave_out(bound)
@@ -239,8 +242,8 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
         return Candidate(self.costs.time_bound(layout), (1, layout.order), layout)
 
     def _predicted(self, layout: Layout) -> Iterator[Candidate[Item]]:
-        """Return the layout with its predicted step if it is legal and its states may fit, otherwise variants that save
-        more."""
+        """Return the layout with its predicted step if it is legal and its states may fit; otherwise return variants
+        that save more memory."""
         config = self.costs.run.with_layout(layout)
         if not self.costs.legal(config):
             return
@@ -254,8 +257,8 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
         yield Candidate(timed.step.seconds, (2, layout.order), timed)
 
     def _may_fit(self, layout: Layout) -> Iterator[Layout]:
-        """Return the layout if its memory bound is within the limit, otherwise variants that save more in the same
-        way."""
+        """Return the layout if its memory bound is within the limit; otherwise return variants that save more memory in
+        the same way."""
         if layout in self._sizes:
             return
         self.effort.layouts += 1
@@ -280,7 +283,7 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
             yield from self._may_fit(layout._replace(saving=saving))
 
     def _measured(self, timed: Found) -> Iterator[Candidate[Item]]:
-        """Return the layout if it fits, otherwise variants that save more memory."""
+        """Return the layout if it fits; otherwise return variants that save more memory."""
         self.effort.measured += 1
         found = replace(timed, memory=tuple(self.costs.memory(timed.config)))
         host = self.costs.device.host_memory_gib

@@ -24,20 +24,22 @@ RECOMPUTATION = ("none", "selective", "full")
 """Kinds of recomputation, ordered by the amount that is recomputed."""
 
 SHARDING = ("optim", "optim_grads", "optim_grads_params")
-"""Sharding strategies, ZeRO-1 to ZeRO-3. Each takes less memory than the previous one, and at least as much time."""
+"""Sharding strategies, ZeRO-1 to ZeRO-3. Each strategy takes less memory than the previous one, and at least as much
+time."""
 
 OFFLOADING = ("none", "states", "activations")
 """Kinds of offloading: none, optimizer states, or the activations of all layers of a stage except one."""
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 12, 16)
-"""Numbers of stages per rank, for schedules that accept any number."""
+"""Numbers of stages per rank to search, for schedules that accept any number."""
 
 SCHEDULES = tuple(name for name in ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v") if name in PIPELINE_SCHEDULES)
-"""Schedules to search, in addition to the run's own. gpipe takes as long as 1f1b, but more memory."""
+"""Schedules to search, in addition to the run's schedule. gpipe is omitted, because it takes as long as 1f1b and more
+memory."""
 
 
 class Family(NamedTuple):
-    """Layouts whose layers do the same work for a micro-batch. Sequence parallelism is enabled with tensor
+    """Family of layouts whose layers do the same work for a micro-batch. Tensor parallelism always includes sequence
     parallelism."""
 
     tp: int = 1
@@ -66,10 +68,10 @@ class Saving(NamedTuple):
     offload: str = OFFLOADING[0]
 
     def next(self, replicas: int) -> Iterator[Saving]:
-        """Yield the settings that save one step more memory.
+        """Yield the settings that save memory one step further.
 
-        Each setting takes at least as long as the current one, so it is worth evaluating only if the current one does
-        not fit.
+        Each setting takes at least as long as the current one, so it is worth evaluating only if the current setting
+        does not fit.
         """
         place = SHARDING.index(self.sharding) + 1
         if replicas > 1 and place < len(SHARDING):
@@ -115,7 +117,7 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Space:
-    """Search space of one model on one cluster."""
+    """Search space for one model on one cluster."""
 
     world_size: int
     num_layers: int
@@ -136,12 +138,12 @@ class Space:
 
     @property
     def tp_sizes(self) -> list[int]:
-        """Tensor-parallel sizes that divide the world and the heads."""
+        """Tensor-parallel sizes that divide the world size and the number of heads."""
         return [tp for tp in divisors(self.world_size, self.most_tp) if self.num_attention_heads % tp == 0]
 
     @property
     def micro_batches(self) -> list[int]:
-        """Sizes of micro-batches that divide the global batch."""
+        """Micro-batch sizes that divide the global batch size."""
         return list(divisors(self.global_batch_size, self.most_samples))
 
     def families(self) -> Iterator[Family]:
@@ -197,16 +199,16 @@ class Space:
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
-    """Return the divisors of a number in ascending order, up to `most`; always includes 1."""
+    """Return the divisors of a number up to `most`, in ascending order; the result always includes 1."""
     most = number if most is None else max(1, min(most, number))
     return [size for size in range(1, most + 1) if number % size == 0]
 
 
 class SearchedRun:
-    """A run whose layout is searched. The rest of its configuration stays unchanged."""
+    """Run whose layout is searched. The rest of its configuration stays unchanged."""
 
     def __init__(self, config: RunConfig, world_size: int) -> None:
-        """`config` is resolved; its own layout need not be legal."""
+        """`config` is resolved. The layout in it need not be legal."""
         self.own, self.world_size = config, world_size
         self._flags = [field_table()[field] for field in values_of(config, Layout()) if field in field_table()]
         self.given = self._as_given(config)
@@ -215,7 +217,7 @@ class SearchedRun:
     def space(self) -> Space:
         """Return the space of layouts."""
         model, own = self.own.model, self.own.parallel.schedule
-        assert self.own.training.global_batch_size is not None, "resolve() fills the global batch size"
+        assert self.own.training.global_batch_size is not None, "resolve() fills in the global batch size"
         return Space(
             self.world_size,
             model.num_layers,
@@ -227,8 +229,8 @@ class SearchedRun:
         )
 
     def unavoidable(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Return the `problems` that no layout avoids: those that occur with the same text in the shortest and longest
-        pipeline of every family."""
+        """Return the `problems` that no layout avoids: the problems that occur with the same text in both the shortest
+        and the longest pipeline of every family."""
         left = list(problems)
         for family in self.space.families():
             if not left:
@@ -243,7 +245,7 @@ class SearchedRun:
     def own_layout(self) -> Layout:
         """Convert the run's own legal layout to a layout of the search space.
 
-        The positions at which it splits layers, its recomputed modules and its offloaded amount are ignored.
+        The result ignores where the run splits layers, which modules it recomputes, and how much it offloads.
         """
         model = self.own.model
         parallel = self.own.parallel
@@ -264,9 +266,9 @@ class SearchedRun:
         return resolve(with_named(self.given, values_of(self.given, layout)), self.world_size)
 
     def flags(self, config: RunConfig) -> list[str]:
-        """Return flags that change the run's own command line to `config`.
+        """Return the flags that change the run's command line so that it describes `config`.
 
-        They are appended or replace its flags; flags in `dropped` must be removed.
+        These flags are appended to the command line or replace its flags. The flags in `dropped` must be removed.
         """
         found: list[str] = []
         for flag, value, own in self._differing(config):
@@ -275,11 +277,11 @@ class SearchedRun:
         return found
 
     def dropped(self, config: RunConfig) -> list[str]:
-        """Return the flags of the run's own command line that must not be combined with `flags`."""
+        """Return the flags on the run's command line that must not be combined with `flags`."""
         return [flag.name for flag, value, own in self._differing(config) if value is None and own is not None]
 
     def _differing(self, config: RunConfig) -> list[tuple[Flag, object, object]]:
-        """Return (flag, value in `config`, value on the run's command line) for each flag of a layout."""
+        """Return (flag, value in `config`, value on the run's command line) for each layout flag."""
         asked = self._as_given(config)
         return [(flag, value_of(asked, flag), value_of(self.given, flag)) for flag in self._flags]
 
@@ -362,7 +364,7 @@ def _recomputation(run: RunConfig, rung: str) -> dict[str, object]:
 IN_TURNS = "overlap_moe_expert_parallel_comm"
 
 ALWAYS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "micro_batch_size")
-"""Fields that are printed even at their defaults."""
+"""Fields whose flags are printed even if they have their default values."""
 
 
 def _words(flag: Flag, value: object) -> list[str]:

@@ -1,1 +1,1 @@
-"""Time of a training step, predicted from the fake step that gives memory and FLOPs."""
+"""Time of a training step, predicted from the same fake step as memory and FLOPs."""

@@ -1,4 +1,4 @@
-"""Events of one micro-batch in a part of a stage, and the memory that it takes. This module does not import torch.
+"""Events and memory of one micro-batch in a part of a stage. This module does not import torch.
 
 Events depend only on the shapes of a rank's part of the model, not on a device or on the placement of ranks. One
 recording therefore gives the memory, the FLOPs and the times for all devices and placements.
@@ -25,7 +25,7 @@ class Product:
     """Bytes of the operands and the result."""
 
     sums: int = 0
-    """Bytes of fp32 sums to which the product is added, read and written."""
+    """Bytes read and written to add the product to existing fp32 sums."""
 
     expert: bool = False
     """True if the rows are tokens that a router sent to this rank."""
@@ -42,8 +42,8 @@ class Attention:
     """One launch of a fused attention kernel."""
 
     backend: str
-    """Name of the kernel: cudnn, flash, flash3, triton (the kernel with dropout), or auto, the device's fastest kernel
-without dropout. With an fp8 forward pass: fp8_flash3, fp8_triton, or fp8, the faster of these two.
+    """Name of the kernel: cudnn, flash, flash3, triton (the kernel with dropout), or auto (the device's fastest kernel
+without dropout). With an fp8 forward pass: fp8_flash3, fp8_triton, or fp8, the faster of these two.
     """
 
     width: int
@@ -63,7 +63,7 @@ without dropout. With an fp8 forward pass: fp8_flash3, fp8_triton, or fp8, the f
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """One launch of a kernel that gathers rows and multiplies them, each for a few queries."""
+    """One launch of a kernel that gathers rows and multiplies each row with a few queries."""
 
     flops: float
     """FLOPs of the kernel, including recomputation."""
@@ -98,7 +98,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Point at which the computation needs the result of a collective."""
+    """Point at which computation needs the result of a collective."""
 
     number: int
 
@@ -109,7 +109,7 @@ Event = Kernel | Collective | Wait
 
 @dataclass(frozen=True)
 class BufferCounts:
-    """Numbers of buffers by size in bytes."""
+    """Number of buffers of each size in bytes."""
 
     of_size: Mapping[int, int] = field(default_factory=dict)
 
@@ -138,10 +138,10 @@ class StageMemory:
     """Peak bytes during B or I, including the saved activations."""
 
     weight: int = 0
-    """Peak bytes during W, including the tensors left for it."""
+    """Peak bytes during W, including the tensors that B or I kept for it."""
 
     weight_copies: int = 0
-    """Bytes of fp8 copies of weights, made once per step for all micro-batches."""
+    """Bytes of fp8 weight copies, which are made once per step for all micro-batches."""
 
     offloaded: int = 0
     """Bytes on the host from forward to backward, not included in `kept`."""
@@ -171,7 +171,7 @@ class PassEvents:
     """Events of deferred weight gradients (W of zero-bubble schedules)."""
 
     once: tuple[Event, ...] = ()
-    """Events that only the first micro-batch of a step has: weight casts to fp8."""
+    """Additional events of the first micro-batch of a step: weight casts to fp8."""
 
     memory: StageMemory = StageMemory()
 

@@ -1,7 +1,7 @@
-"""Planned expert products: one kernel for all experts of a rank where torch would run one product per expert.
+"""Planned expert products: one kernel for all experts of a rank, where torch would compute one product per expert.
 
-A planned grouped product assumes an even distribution of tokens over the experts. Separate products each have a launch
-and a partial last wave.
+A planned grouped product assumes an even distribution of tokens over the experts. If the products are separate, each of
+them has a launch and a partial last wave.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.extensions.speed.fp8.grouped import ExpertTiles
 
 
 class Products(Protocol):
-    """Recorder of products, as in `Launches`."""
+    """Recorder of matrix products, with the signature that `Launches` has."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
 
@@ -54,13 +54,13 @@ PLANNED: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "add_fp8_products_grouped_": (grouped.add_fp8_products_grouped_, _add_fp8_products),
     "grouped_scaled_mm": (grouped.grouped_scaled_mm, _multiply_rows),
 }
-"""Maps the name of a kernel to the operation and its planned replacement."""
+"""Operation and its planned replacement for each kernel, keyed by kernel name."""
 
 
 TORCH: dict[str, Callable[..., object]] = {
     "add_fp8_products_grouped_": partial(grouped.add_products_of_tiles_, dtype=torch.bfloat16)
 }
-"""Replacements for operations whose plain CPU version differs from the one on GPUs without a fused kernel."""
+"""Replacements for operations without a fused kernel whose CPU implementation differs from the GPU implementation."""
 
 
 def planned_expert_products(
@@ -68,8 +68,8 @@ def planned_expert_products(
 ) -> dict[Callable[..., object], Callable[..., object]]:
     """Map torch functions to their planned replacements.
 
-    With `fused`, kernels that this process does not disable are used; otherwise a plan sees one torch product per
-    expert. Without an fp8 kernel, GPUs add products in 16 bits.
+    If `fused` is True, the plan uses the kernels that this process does not disable; otherwise, it has one torch
+    product per expert. Without an fp8 kernel, GPUs add products in 16 bits.
     """
     found: dict[Callable[..., object], Callable[..., object]] = {}
     for name, (plain, planned) in PLANNED.items():

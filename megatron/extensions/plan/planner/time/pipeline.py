@@ -1,8 +1,8 @@
 """Pipeline time, found by simulating the schedule's own action lists with the times of each stage. This module does not
 import torch.
 
-After its warm-up a schedule repeats itself every p micro-batches. Long steps are therefore extrapolated: the time of a
-further round of micro-batches is measured between two short steps.
+After its warm-up, a schedule repeats itself every p micro-batches. Long steps are therefore extrapolated: the time of
+one more round of micro-batches is the difference between two short steps.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Schedule:
         return replace(alone, validates=validates, flows=flows, tied=tied)
 
     def lists(self, microbatches: int, messages: bool = False) -> Lists:
-        """Return the actions of a step by pipeline rank, with VALIDATE if it `validates`.
+        """Return the actions of a step by pipeline rank, including VALIDATE if `validates` is True.
 
-        With VALIDATE or `messages`, the lists are checked and contain messages.
+        If `validates` or `messages` is True, the lists are checked and contain messages.
         """
         shape = self.name, self.layout.pp, microbatches, self.layout.chunks
         if messages or self.validates:
@@ -83,7 +83,8 @@ class Schedule:
         if rounds <= ROUNDS:
             return self._simulated(costs, microbatches)
         few, more = (self._simulated(costs, n * turn + rest) for n in (ROUNDS - 1, ROUNDS))
-        # If stages are uneven, rounds last as long as the busiest rank's round once the others wait for it.
+        # If stages are uneven, each round takes as long as the busiest rank's round once the other ranks wait for that
+        # rank.
         longest = turn * max(self._work(costs, rank) for rank in range(self.layout.pp))
         return tuple(b + (rounds - ROUNDS) * max(b - a, longest) for a, b in zip(few, more, strict=True))
 
@@ -99,7 +100,7 @@ class Schedule:
         return tuple(max(timed.stop for timed in timeline) for timeline in found.timeline)
 
     def _steady(self, costs: StageCosts, microbatches: int) -> tuple[float, float] | None:
-        """Return (time of a step, its idle share) for a run whose steps overlap, otherwise None."""
+        """Return (time of a step, its idle share) for a run whose steps overlap; otherwise return None."""
         if self.flows:
             return unflushed(self.name, self.layout.pp, microbatches, costs, self.tied)
         return post_validated(self.lists(microbatches), costs) if self.validates else None
@@ -111,7 +112,8 @@ class Schedule:
 
 
 STEPS = 4
-"""Number of steps simulated in sequence. The step time is the difference between the ends of the last two."""
+"""Number of steps simulated in sequence. The step time is the difference between the end times of the last two
+steps."""
 
 
 def consecutive(lists: Lists, steps: int) -> Lists:
@@ -127,9 +129,9 @@ def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float
     """Return (time of a step, its idle share) in a steady run that updates before the gradient norm is known.
 
     `lists` are the action lists of one step. At its VALIDATE action, each rank waits until all ranks have ended the
-    previous step. Without VALIDATE no rank waits (arXiv 2401.10241, section 4, and section 5.2 for the bubble). This
-    does not hold if the first and last rank share weights: the sum of the weights' gradients makes these two ranks end
-    a step together, and all others wait for the first rank's forward passes.
+    previous step. Without VALIDATE no rank waits (arXiv 2401.10241, section 4, and section 5.2 for the bubble).
+    However, ranks do wait if the first and last rank share weights: the sum of the weights' gradients makes these two
+    ranks end a step together, and all others wait for the first rank's forward passes.
     """
     m = 1 + max(action.microbatch for actions in lists for action in actions)
     return _of_step(simulate(consecutive(lists, STEPS), costs), m, STEPS)

@@ -1,8 +1,8 @@
 """Recorder of the kernels, collectives and memory of one micro-batch in a part of a stage.
 
 An operation outside compiled regions is one kernel: each tensor is read or written once, and views are free. A compiled
-region, or a cast that one GPU kernel performs, counts only its inputs and outputs; its backward reads the inputs again.
-Fake kernels represent FlashAttention and cuDNN for any tile.
+region, or a cast that one GPU kernel performs, counts only its inputs and outputs. Its backward pass reads the inputs
+again. Fake kernels represent FlashAttention and cuDNN for any tile.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided detach alias lift_fresh _local_scalar_dense set_ "
     "resize_ resize_storage_bytes_ record_stream is_same_size device".split()
 )
-"""Operations that launch no kernel."""
+"""Names of operations that launch no kernel."""
 
 INDEXED = frozenset("embedding gather index index_select index_put_ index_add_ scatter_ take_along_dim".split())
-"""Operations that access only some elements of their first tensor."""
+"""Names of operations that access only some elements of their first tensor."""
 
 PRODUCTS: dict[str, int] = {
     **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"), 0),
     **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_"), 1),
 }
-"""Maps an operator name to the position of the first factor among its arguments."""
+"""Position of the first factor among an operator's arguments, by operator name."""
 
 T = TypeVar("T")
 
@@ -69,14 +69,14 @@ COLLECTIVES = {
     "alltoall_base_": ("all_to_all", 1, 2),
     "send": ("send", 0, 1),
 }
-"""Maps an operator to its kind and the positions of the whole operand and of the group among its arguments.
+"""Kind of each collective operator, with the positions of its whole operand and of its group among the arguments.
 
-A `recv` moves as much as a send.
+A `recv` moves as many bytes as a send.
 """
 
 
 class _Recorded(dist.Work):
-    """A collective in flight."""
+    """Collective in flight."""
 
     def __init__(self, recorder: Recorder, number: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Recorder(LiveMemory):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and checking for compilation at every operation is slow
+        return False  # no code is compiled here, and checking for compilation at every operation is slow
 
     def __init__(self, fp32_sums: bool, backend: str, any_order: bool = True) -> None:
         """Create a recorder.
@@ -110,7 +110,7 @@ class Recorder(LiveMemory):
         self._numbers, self._unseen = 0, False
         self._at_one_time = 1
         self.works: dict[int, _Recorded] = {}
-        """Collectives in flight by number; torch alone does not keep their Python objects alive."""
+        """Collectives in flight, by number. This dictionary keeps their Python objects alive, which torch does not."""
 
         self._changed: set[int] | None = None
         """Storages that the current region has written, including new ones."""
@@ -130,7 +130,7 @@ class Recorder(LiveMemory):
         self.take()
 
     def take(self) -> tuple[Event, ...]:
-        """Return the events so far and clear them."""
+        """Return the events recorded so far, and clear them."""
         events, self.events = tuple(self.events), []
         return events
 
@@ -140,7 +140,7 @@ class Recorder(LiveMemory):
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Record nothing inside this context; memory is still counted."""
+        """Context in which no events are recorded; memory is still counted."""
         self._unseen = True
         try:
             yield
@@ -151,8 +151,8 @@ class Recorder(LiveMemory):
         """Run only some parts of a loop if they represent the others.
 
         If the first, the middle and the last of an odd number of parts do the same work with evenly growing sizes, the
-        middle part represents all. Otherwise both halves are tried. The last two parts run first, in sequence, because
-        memory, including the tensors left by the previous part, may be largest there.
+        middle part represents all. Otherwise, each half is examined in the same way. The last two parts run first, in
+        sequence. Their memory, which includes the tensors that the previous part left, may be the peak.
         """
         outer = self.events
         passes = dict[int, list[Event]]()
@@ -178,7 +178,8 @@ class Recorder(LiveMemory):
             self.events += passes[place] * count
 
     def _within_kernel(self) -> bool:
-        """Return True if the current operation is part of a launch, of a compiled region, or of its backward."""
+        """Return True if the current operation is part of a launch, of a compiled region, or of a region's backward
+        pass."""
         node = running_node()
         within = node is not None and sequence_number(node) in self._nodes and not computing_again()
         return self._inside or self._unseen or within
@@ -228,7 +229,7 @@ class Recorder(LiveMemory):
 
     @contextmanager
     def at_one_time(self, count: int) -> Iterator[None]:
-        """Mark the products inside this context as `count` products, of which several may run concurrently."""
+        """Mark the products inside this context as `count` products, several of which may run concurrently."""
         outer, self._at_one_time = self._at_one_time, count
         try:
             yield
@@ -271,7 +272,7 @@ class Recorder(LiveMemory):
         given, made = tensors_of((args, kwargs)), tensors_of(out)
         written = tensors_of([args[i] for i in _written(func) if i < len(args)])
         if not written and {storage_id(x) for x in made} <= {storage_id(x) for x in given}:
-            return  # views, and operations without tensors
+            return  # these are views, and operations without tensors
         if name in INDEXED:
             rows = sum(map(size_of, made)) if not written else max((size_of(x) for x in given[1:]), default=0)
             self.add(Move(2 * rows + sum(size_of(x) for x in given[1:]) * (not written)))
@@ -303,7 +304,7 @@ class Recorder(LiveMemory):
         first = next_sequence_number()
         try:
             out = super().run_region(function, tree_unflatten(leaves, tree))
-        except Exception:  # a recomputation stops as soon as it has the needed tensors, but the kernel runs completely
+        except Exception:  # recomputation stops as soon as the needed tensors exist, but the kernel runs to its end
             if (again := self._moves.get((function, read))) is not None:
                 self.add(again)
             raise
@@ -353,7 +354,7 @@ def _grow_evenly(first: list[Event], middle: list[Event], last: list[Event]) -> 
 
 
 def _sizes(event: Event) -> tuple[object, ...]:
-    """Return the fields of an event, without a collective's number."""
+    """Return the fields of an event, excluding the number of a collective."""
     values = astuple(event)
     return values[:-1] if isinstance(event, Collective | Wait) else values
 

@@ -1,12 +1,12 @@
 """Time of a list of events on one kind of device and one placement of ranks. This module does not import torch.
 
 Large collectives use rings: a rank of n sends (n - 1) / n of the operand, and twice that in an all-reduce. Within a
-node each rank has its own link. Between nodes, the ranks of a node share its adapters, and all groups of the node are
-active at once.
+node, each rank has a separate link. Between nodes, the ranks of a node share the node's adapters, and all groups of the
+node communicate at once.
 
 Kernels follow each other on one stream, and the collectives of each axis on another. A collective starts when the
-preceding kernels are done. If it is not finished when its result is needed, the remaining time is exposed. Hidden
-communication slows concurrent kernels.
+preceding kernels are done. If the collective is not finished when its result is needed, the remaining time is exposed.
+Hidden communication slows concurrent kernels.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Placement:
 
 @lru_cache(maxsize=4096)
 def placement(dims: ParallelDims, axes: tuple[str, ...], ranks_per_node: int) -> Placement:
-    """Return the placement of rank 0's groups along axes; other groups are placed alike."""
+    """Return the placement of rank 0's groups along axes; other groups have the same placement."""
     near, nearest = [0], list[int]()
-    for axis in axes:  # ranks grow with each coordinate, so the node's ranks have the first positions
+    for axis in axes:  # the rank number grows with each coordinate, so the node's ranks have the first positions
         ranks = (dims.rank(**{axis: place}) for place in range(dims.size(axis)))
         steps = list(takewhile(lambda rank: rank < ranks_per_node, ranks))
         near = [rank + step for rank in near for step in steps if rank + step < ranks_per_node]
@@ -62,8 +62,8 @@ def placement(dims: ParallelDims, axes: tuple[str, ...], ranks_per_node: int) ->
 
 
 def nested_placements(group: Placement, inner: int) -> tuple[Placement, Placement]:
-    """Return the placements of the subgroups of `inner` consecutive ranks, and of the ranks at the same position of
-    each subgroup."""
+    """Return two placements: that of subgroups of `inner` consecutive ranks, and that of the ranks at the same position
+    in each subgroup."""
     rings = Placement(group.size // inner, max(1, -(-group.in_node // inner)), group.stride * inner)
     return Placement(inner, min(inner, group.in_node), group.stride), rings
 
@@ -83,7 +83,7 @@ class Network:
             return self._message(moved, group)
         node, network = self._links(group)
         if kind == "all_to_all" or (kind == "reduce_scatter" and self.device.device_type == "cpu"):
-            # On CPUs the ranks exchange their parts and add them up (`core.collectives`).
+            # On CPUs, the ranks exchange their parts and add them up (`core.collectives`).
             near = moved * (group.in_node - 1) / group.size / _rate(node, kind)
             far = moved * (group.size - group.in_node) / group.size / self._rank_rate(network, kind)
             return max(near, far) + self._latency(group, 1)
@@ -107,8 +107,8 @@ class Network:
         return _rate(network, kind) * self.device.adapters_per_node / self.ranks_per_node
 
     def _latency(self, group: Placement, rounds: float, ring: bool = False) -> float:
-        """Return the latency steps of a ring within the node and a tree between nodes, or of a `ring` through all of
-        them (gloo)."""
+        """Return the number of latency steps of a ring within each node and a tree between nodes or, for gloo, of a
+        `ring` through all ranks."""
         node, network = self._links(group)
         near = node.launch_us + rounds * (group.in_node - 1) * node.latency_us
         if not group.crosses:
@@ -140,10 +140,10 @@ SUBJECT_OF_AXIS = {
 }
 
 EXPERT_IMBALANCE = 1.1
-"""Tokens of the busiest rank's experts divided by the mean, under expert parallelism.
+"""Number of tokens of the busiest rank's experts divided by the mean over ranks, under expert parallelism.
 
-The value assumes that a router balanced by a loss or a bias keeps the load of every rank's experts within 10 % of the
-mean.
+The value assumes that a loss or a bias balances the router, so that the load of every rank's experts is within 10 % of
+the mean.
 """
 
 
@@ -165,7 +165,7 @@ class Times(dict[str, float]):
 
 @dataclass(frozen=True)
 class Replay:
-    """Evaluation of events on one device and placement of groups."""
+    """Evaluation of events for one device and one placement of groups."""
 
     device: DeviceFile
     network: Network
@@ -176,7 +176,7 @@ class Replay:
     """Host time per launch; 0 if a CUDA graph is replayed."""
 
     def run(self, events: Iterable[Event]) -> Times:
-        """Return the times of a list of events; `launch` is the host time beyond the device time."""
+        """Return the times of a list of events. The `launch` entry is the host time that exceeds the device time."""
         times = Times()
         clock = 0.0
         host = 0.0

@@ -1,7 +1,7 @@
 """Predicted time of a training step from kernels, collectives, the pipeline schedule and work between steps.
 
-All times are derived from the fake step that is also used for memory and FLOPs, and from the device file.
-docs/planner.md describes the model and its error on published runs.
+All times are derived from the device file and from the fake step that also measures memory and FLOPs. docs/planner.md
+describes the model and its error on published runs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StepTime:
 
     parts: dict[str, float]
     bubble: float
-    """Mean share of the step, until the last pass ends, in which pipeline ranks idle or send messages."""
+    """Mean share of the time until the last pass ends in which pipeline ranks are idle or send messages."""
 
     parts_of_pp_rank: int | None
     """Pipeline rank to which `parts` belong; None without pipeline parallelism."""
@@ -116,14 +116,14 @@ def predict_step(
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Times of one micro-batch on one stage."""
+    """Times of one micro-batch in one stage."""
 
     forward: Times
     backward: Times
     weight: Times
     once: Times
     exchanges: int = 0
-    """Number of expert all-to-alls in the forward pass; the backward pass has the same number."""
+    """Number of expert all-to-alls in the forward pass, and also in the backward pass."""
 
     exchange: float = 0.0
     """Time of one all-to-all."""
@@ -142,7 +142,7 @@ class Exposed(NamedTuple):
 
 
 class Step:
-    """One step of a configuration on one kind of device."""
+    """Step of a configuration on one kind of device."""
 
     def __init__(
         self, config: RunConfig, world_size: int, device: DeviceFile, gpus_per_node: int, cache: PlannerCache
@@ -168,8 +168,8 @@ class Step:
     def part_times(self) -> list[StageTimes]:
         """Return the times of a micro-batch in the embedding, each layer and the output layer.
 
-        `predict` adds them up to stages. Layouts whose layers compute the same have equal times, regardless of stage
-        borders.
+        `predict` adds them up to stages. Layouts whose layers do the same work have equal times, regardless of stage
+        boundaries.
         """
         (parts,) = self.cache.parts_of(self.batch, [whole_model(self.config.model)])
         return [self._stage([part]) for part in parts]
@@ -194,7 +194,7 @@ class Step:
             ends, messages = Schedule.of_run(config).times(costs, self.microbatches)
         between = [self._between(rank, times) for rank in range(self.layout.pp)]
         reduced = [end + each.grad_reduce for end, each in zip(ends, between, strict=True)]
-        # The rank that ends last may idle for most of the step, and would then not show the bottleneck.
+        # The rank that ends last may be idle for most of the step, so its time would not show the bottleneck.
         busiest = max(range(len(ranks)), key=busy.__getitem__)
         parts = Times(dict.fromkeys(SUBJECTS, 0.0))
         parts.add(ranks[busiest], self.microbatches)
@@ -238,7 +238,7 @@ class Step:
         return peaks.get(wide.get(parallel.params_dtype, "bf16"))
 
     def _times(self, events: Sequence[Event]) -> Times:
-        """Return the times of a list of events. Equal layers share one list."""
+        """Return the times of a list of events. Identical layers share one list."""
         if id(events) not in self._known_times:
             self._known_times[id(events)] = self.replay.run(events)
         return self._known_times[id(events)]
@@ -301,7 +301,7 @@ class Step:
         size *= DTYPE_BYTES[parallel.params_dtype]
         nodes = [self.dims.rank(pp=place) // self.network.ranks_per_node for place in range(self.layout.pp)]
         places = [nodes[self.layout.rank_of(stage)] for stage in range(self.layout.num_stages)]
-        # Ranks whose pipeline continues on another node send to that node.
+        # Ranks whose next pipeline stage is on another node send to that node.
         within, between = Placement(2, 2), placement(self.dims, ("pp",), self.network.ranks_per_node)
         return [
             self.network.seconds("send", size, within if here == there else between)
@@ -324,7 +324,7 @@ class Step:
         overlaps = config.ddp.overlap_grad_reduce or every_batch
         reduced = self._behind(reduce, backward) if overlaps else sum(reduce)
         reduced *= self.microbatches if every_batch else 1
-        if config.ddp.shards_parameters:  # gathered for both passes of every micro-batch
+        if config.ddp.shards_parameters:  # parameters are gathered for both passes of every micro-batch
             gathered = self.microbatches * (self._behind(gather, forward) + self._behind(gather, backward))
         elif config.optimizer.use_distributed_optimizer:
             gathered = self._behind(gather, forward) if config.ddp.overlap_param_gather else sum(gather)
@@ -335,13 +335,14 @@ class Step:
     def least_exchanged(
         self, elements: Mapping[bool, float], forward: float, backward: float, microbatches: int
     ) -> float:
-        """Return the minimum seconds per step that reducing gradients and gathering parameters add to a rank's passes.
+        """Return the minimum number of seconds per step that reducing gradients and gathering parameters adds to a
+        rank's passes.
 
         If collectives of T seconds follow C seconds of computation, at least T - C is exposed, and the hidden part
         slows the computation.
 
         Args:
-            elements: Numbers of trained parameters, keyed by True for experts and False for dense parameters.
+            elements: Numbers of trained parameters; the key is True for experts and False for dense parameters.
             forward: Lower bound on the seconds of a micro-batch's forward pass.
             backward: Lower bound on the seconds of a micro-batch's backward pass.
             microbatches: Micro-batches per step.
@@ -353,7 +354,7 @@ class Step:
         def added(time: float, compute: float) -> float:
             return (1 - slowdown) * max(0.0, time - compute) + slowdown * time
 
-        if self.config.ddp.shards_parameters:  # a longer backward pass hides more of a reduction and of a gather
+        if self.config.ddp.shards_parameters:  # a longer backward pass hides more of both reductions and gathers
             longer = max(0.0, min(reduce, gather) - backward)
             both = added(reduce, backward + longer) + added(gather, backward + longer)
             return microbatches * (longer + both + added(gather, forward))
@@ -361,16 +362,17 @@ class Step:
         return reductions * added(reduce, backward) + added(gather, forward)
 
     def _overhead(self) -> float:
-        """Return the fixed time plus the time to sum loss, tokens and gradient norm over all ranks."""
+        """Return the fixed time plus the time to sum the loss, the number of tokens and the gradient norm over all
+        ranks."""
         world = Placement(self.dims.world_size, self.network.ranks_per_node)
         fixed = self.device.fixed_ms(self.dims.world_size)
         return 1e-3 * fixed + 3 * self.network.seconds("all_reduce", 8, world)
 
     def _behind(self, times: Sequence[float], compute: float) -> float:
-        """Return the exposed time of consecutive collectives, whose operands become ready after equal shares of the
+        """Return the exposed time of consecutive collectives whose operands become ready at equal intervals during the
         computation.
 
-        The hidden time slows the computation.
+        The hidden part of the collectives slows the computation.
         """
         clock = 0.0
         for number, time in enumerate(times, 1):
@@ -406,7 +408,8 @@ class Step:
         return [time] * count
 
     def _groups(self, expert: bool) -> tuple[Placement, Placement]:
-        """Return the ranks that shard states, and the ranks at the same position of each instance."""
+        """Return the placement of the ranks that shard states, and of the ranks at the same position in each
+        instance."""
         axes = ("expt_dp",) if expert else ("dp", "cp")
         whole = placement(self.dims, axes, self.network.ranks_per_node)
         if self.dims.instances == 1:

@@ -2,7 +2,7 @@
 
 Copies in both directions run at the same time, concurrently with the passes. During a pass, the parameters of the next
 pass are copied to the device, and the gradients of the previous pass are copied to the host. From the second
-micro-batch on, the gradient sums to which the next backward pass adds are copied to the device too. A pass of C seconds
+micro-batch on, the gradient sums that the next backward pass extends are also copied to the device. A pass of C seconds
 with `coming` and `leaving` bytes takes
 
 max(C, coming / rate, leaving / rate)
@@ -25,7 +25,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 class UnitPass(NamedTuple):
-    """A pass of one unit."""
+    """Pass through one unit."""
 
     seconds: float
     needed: float
@@ -36,7 +36,8 @@ class UnitPass(NamedTuple):
 
 
 def exposed(passes: Sequence[UnitPass], gb_per_second: float) -> list[float]:
-    """Return the seconds by which concurrent copies extend each pass. The first pass follows the last one."""
+    """Return the number of seconds by which concurrent copies extend each pass. The passes form a cycle, in which the
+    first pass follows the last pass."""
     found = []
     for number, own in enumerate(passes):
         coming, leaving = passes[(number + 1) % len(passes)].needed, passes[number - 1].left
@@ -54,7 +55,7 @@ def streamed_elements(config: RunConfig, dims: ParallelDims, stage: Stage) -> li
             found[unit_of(meta.name)] = found.get(unit_of(meta.name), 0.0) + kept
     layers = [found.pop(f"decoder.layers.{number}", 0.0) for number in stage.layers]
     embedding = found.pop(EMBEDDING, 0.0)
-    head = sum(found.values()) or embedding  # with a tied embedding
+    head = sum(found.values()) or embedding  # the head of a tied embedding
     return [*([embedding] if stage.first else []), *layers, *([head] if stage.last else [])]
 
 
@@ -75,7 +76,7 @@ def copies_beside(
     ahead = [UnitPass(forward, params * numel) for (forward, _), numel in zip(seconds, elements, strict=True)]
     back = []
     for number in reversed(range(len(elements))):
-        numel, kept = elements[number], number == len(elements) - 1  # the weights are still there from the forward pass
+        numel, kept = elements[number], number == len(elements) - 1  # weights are still present
         needed = (0 if kept else params * numel) + (gradient * numel if again else 0)
         back.append(UnitPass(seconds[number][1], needed, gradient * numel))
     found = exposed([*ahead, *back], rate)

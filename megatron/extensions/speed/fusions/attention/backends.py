@@ -1,13 +1,11 @@
-"""Choices of --attention-backend in addition to torch's own kernels, which replace them on devices other than GPUs.
-
-flash3 is FlashAttention-3 for Hopper GPUs (arXiv 2407.08608), if its module `flash_attn_interface` is installed. Its
-public functions are autograd functions. This module calls the two functions that they wrap, because tiles need a
-backward pass that starts from a merged output and log-sum-exp. The arguments for windows and causality have different
-names in different versions.
-
-cuDNN computes tiles (`megatron.core.attention.tile_kernels`) in 16 bits. It builds a plan for each shape, which takes
-longer than a step. Therefore cuDNN computes only the tiles of context parallelism, which have few shapes.
-FlashAttention computes documents and windows, whose lengths differ from batch to batch.
+"""Additional choices of --attention-backend. On devices other than GPUs, torch's own kernels replace them. flash3 is
+FlashAttention-3 for Hopper GPUs (arXiv 2407.08608), and requires the module `flash_attn_interface`. The public
+functions of this module are autograd functions. The adapter calls the two functions that they wrap, because tiles need
+a backward pass that starts from a merged output and log-sum-exp. The names of the window and causality arguments differ
+between versions. cuDNN computes tiles (`megatron.core.attention.tile_kernels`) in 16 bits. cuDNN builds an execution
+plan for each shape, which takes longer than a training step. Therefore, cuDNN computes only the tiles of context
+parallelism, which have few shapes. FlashAttention computes attention for documents and windows, whose lengths differ
+from batch to batch.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ MODULE = "flash_attn_interface"
 CAUSAL: Window = (-1, 0)
 
 SCALES = "q_descale", "k_descale", "v_descale"
-"""Names of FlashAttention-3's parameters for the scales [b, groups]."""
+"""Names of the FlashAttention-3 parameters that receive the scales [b, groups]."""
 
 
 class Flash3:
-    """Forward and backward of FlashAttention-3. Raises ImportError if the package is not installed, or lacks the
-    functions.
+    """Forward and backward pass of FlashAttention-3. Raises ImportError if the package is not installed or lacks the
+    required functions.
 
     Operands are either packed, q [rows, heads, d] with `lengths`, or dense, q [b, n, heads, d]. The log-sum-exp is
     fp32, [heads, rows] or [b, heads, n].
@@ -68,9 +66,9 @@ class Flash3:
             k: Keys.
             v: Values.
             lengths: Lengths of packed sequences; None for dense operands.
-            window: Window of the keys.
-            scales: Scales [3, b, groups] of q, k and v in e4m3. The output is then bf16. Raises ImportError if the
-                package does not support scales.
+            window: Sliding window of keys.
+            scales: Scales [3, b, groups] of q, k and v in e4m3. With scales, the output is bf16. Raises ImportError if
+                the package does not support scales.
         """
         settings = _mask(window, self._forward_names) | _lengths(lengths)
         if scales is not None:
@@ -103,7 +101,8 @@ class Flash3:
 
 
 def _parameters(function: Callable[..., object]) -> frozenset[str]:
-    """Return the names of a function's parameters. A custom operator of torch stores its function."""
+    """Return the names of a function's parameters. For a custom operator of torch, this is the function that the
+    operator stores."""
     return frozenset(inspect.signature(getattr(function, "_init_fn", function)).parameters)
 
 
@@ -181,12 +180,12 @@ def cudnn_backward(
     Args:
         grad: Output gradient [b, heads, n, dv].
         qkv: Queries, keys and values.
-        kept: Results of the forward.
+        kept: Results of the forward pass.
         causal: Whether attention is causal.
         scale: Factor by which the scores are multiplied.
     """
     n, m = qkv[0].shape[2], qkv[1].shape[2]
-    unused = torch.zeros((), dtype=torch.int64, device=grad.device)  # random state of dropout, which is disabled
+    unused = torch.zeros((), dtype=torch.int64, device=grad.device)  # random state for dropout, which is disabled here
     return cudnn_attention_backward(grad, *qkv, *kept, unused, unused, None, None, None, n, m, 0.0, causal, scale=scale)
 
 
@@ -204,7 +203,7 @@ class Flash3Attention(FusedAttention):
 
 
 class FlashBackend(TorchBackend):
-    """Backend with torch's kernels, and torch's FlashAttention for tiles."""
+    """Backend that uses torch's kernels, with torch's FlashAttention for tiles."""
 
     def tiles(self) -> tuple[Kernel, Kernel]:
         kernel = flash_kernel(self.operands)
@@ -227,7 +226,7 @@ class CudnnBackend(TorchBackend):
 
 
 class TritonBackend(FlashBackend):
-    """Backend with the fused attention kernel with dropout, if this kernel runs."""
+    """Backend that uses the fused attention kernel with dropout if the kernel supports the operands."""
 
     def dropout(self, dropout: Dropout) -> Kernel:
         return FlashDropoutKernel(self.scale, dropout)

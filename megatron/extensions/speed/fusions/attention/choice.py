@@ -1,10 +1,10 @@
-"""Choice of the attention kernel on GPUs, FlashAttention-2 or 3 or cuDNN, by timings at the model's own shape.
+"""Choose the attention kernel on GPUs (FlashAttention-2, FlashAttention-3 or cuDNN) by timings at the model's shape.
 
-With dropout, the fused kernel with dropout (triton) is used wherever it runs. Tiles in plain torch, which keep scores
-in memory, take many times as long.
+If attention has dropout, the fused kernel with dropout (triton) is used wherever it runs. The alternative, tiles in
+plain torch, keeps scores in memory and takes many times as long.
 
-The fastest kernel depends on the GPU, the head size and the version, so a fixed rule would be wrong in some cases. The
-slowest time of all ranks decides, and all ranks use the same kernel.
+The fastest kernel depends on the GPU, the head size and the library version, so a fixed rule would be wrong in some
+cases. The slowest time of all ranks decides, and all ranks use the same kernel.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ WITH_DROPOUT = "triton"
 """Name of the only fused kernel that supports dropout."""
 
 IN_FP8 = {"fp8": ("fp8_flash3", "fp8_triton"), "fp8_flash3": ("fp8_flash3",), "fp8_triton": ("fp8_triton",)}
-"""Kernels of each choice of --attention-backend with a forward pass in fp8."""
+"""Candidate kernels for each --attention-backend choice whose forward pass is in fp8."""
 
 COMPARED_LENGTH = 512
-"""Number of tokens used to compare fp8 kernels with their definition, which keeps scores in memory."""
+"""Number of tokens with which fp8 kernels are compared with their plain-torch definition, which keeps scores in
+memory."""
 
 OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-"""Kernels of `scaled_dot_product_attention`."""
+"""torch's backend for each kernel of `scaled_dot_product_attention`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class AttentionShape:
     """Number of keys that a query attends to in every layer; None if it attends to all keys up to its own position."""
 
     tiles: bool = False
-    """True if tile kernels compute the attention: with context parallelism, documents or windows."""
+    """True if tile kernels compute the attention, as with context parallelism, documents or windows."""
 
     documents: bool = False
     """True if samples contain documents."""
@@ -81,7 +82,7 @@ class AttentionShape:
 
 
 def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixed: str | None = None) -> Choice:
-    """Time the kernels, and make torch use the fastest. Collective over the world.
+    """Time the attention kernels, and make torch use the fastest kernel. Collective over the world.
 
     Raises ValueError if the `fixed` kernel does not run on some rank.
 
@@ -89,7 +90,7 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
         shape: Shape of a rank's attention.
         device: Device of the kernels.
         world: Axis of all ranks.
-        fixed: The only kernel to time. With "fp8", all fp8 and 16-bit kernels are timed; with None, all 16-bit kernels.
+        fixed: The only kernel to time. "fp8" times all fp8 and 16-bit kernels. None times all 16-bit kernels.
     """
     names = shape.backends if fixed is None else (fixed,)
     if fixed in IN_FP8:
@@ -156,8 +157,8 @@ def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> 
 
 
 def use(winner: str) -> None:
-    """Disable the other kernels in torch. With cuDNN, the memory-efficient kernel is
-    disabled too, because torch prefers it to cuDNN."""
+    """Disable the other kernels in torch. For cuDNN, the memory-efficient kernel is disabled too, because torch prefers
+    it to cuDNN."""
     if winner in OF_TORCH:
         torch.backends.cuda.enable_cudnn_sdp(winner == "cudnn")
         torch.backends.cuda.enable_flash_sdp(winner == "flash")
@@ -165,9 +166,9 @@ def use(winner: str) -> None:
 
 
 def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | None:
-    """Return the shape of this rank's attention; None if no kernels are to be compared. This is the case if no layer
-    has attention, if attention runs in plain torch or in 32 bits, or if the run is deterministic without dropout, so
-    that nothing may depend on timings."""
+    """Return the shape of this rank's attention; None if no kernels need to be compared. No comparison is needed if no
+    layer has attention, or if attention runs in plain torch or in 32 bits. In a deterministic run without dropout, no
+    choice may depend on timings."""
     model = config.model
     parallel = config.parallel
     dtype = getattr(torch, config.parallel.params_dtype)
@@ -203,8 +204,8 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
 def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     """Choose the attention kernel of all ranks, for `ModelParallelConfig.attention_backend`. Collective.
 
-    A requested kernel that does not support this attention is not used. An earlier notice has reported this. Raises
-    ValueError if the kernel supports the attention but does not run here.
+    A requested kernel that does not support this attention is not used. A notice at the start of the run reports such a
+    kernel. Raises ValueError if the requested kernel supports the attention but does not run on this machine.
     """
     asked = config.parallel.attention_backend
     if asked not in ("auto", "unfused", WITH_DROPOUT, *BACKENDS, *IN_FP8):

@@ -1,18 +1,18 @@
-"""Attention with dropout in one fused GPU kernel, with the masks of `megatron.core.dropout`: the tile kernel, its
-operators, and attention for all local queries.
+"""Attention with dropout in one fused GPU kernel, which applies the masks of `megatron.core.dropout`: the tile kernel,
+its operators, and attention for all local queries.
 
 The equivalent in plain torch is `TorchKernel` (`megatron.core.attention.tile_kernels`), which uses the same masks but
 sums in another order.
 
-The forward pass works as in FlashAttention-2 (arXiv 2307.08691). The backward consists of two kernels without atomic
-additions, one for queries and one for keys and values, so its results are bit-equal in every run. Dropout masks are
-hashed where the scores are computed, and never stored.
+The forward pass works as in FlashAttention-2 (arXiv 2307.08691). The backward pass consists of two kernels without
+atomic additions, one for queries and one for keys and values, so its results are bit-equal in every run. Dropout masks
+are hashed in the kernels that compute the scores, and are never stored.
 
-Tiles are converted to bands: for each query the range of keys that it attends to, and for each key the range of
-queries. Rows are in ascending order of positions, and a query attends to an interval of positions, from the beginning
-of its document or window to its own position. The keys of a query are therefore adjacent rows for all kinds of tiles:
-documents, windows, and the two chunks of a rank under context parallelism. Neither end of the key range decreases from
-one query to the next.
+Tiles are converted to bands. A band holds, for each query, the range of keys that the query attends to and, for each
+key, the range of queries that attend to the key. Rows are sorted by position. A query attends to an interval of
+positions, from the beginning of its document or window to the query's position. The keys of a query are therefore
+adjacent rows for all kinds of tiles: documents, windows, and the two chunks of a rank under context parallelism.
+From one query to the next, neither end of the key range decreases.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """The range of keys for each query, and the range of queries for each key. Key positions are relative to
-    `keys.start`, query positions to `queries.start`. If all samples are alike, a single entry represents them."""
+    """Range of keys for each query, and range of queries for each key. Key positions are relative to `keys.start`,
+    query positions to `queries.start`. If the ranges are equal for all samples, a single entry represents all
+    samples."""
 
     queries: range
     """Smallest range of rows that contains all queries with at least one key."""
     keys: range
     of_queries: tuple[Integers, Integers]
-    """First key of each query, and the end of its keys, each [samples, n]. The two are equal if the query has no
-    keys."""
+    """First key of each query and end of the query's key range, each [samples, n]. The two are equal if the query has
+    no keys."""
     of_keys: tuple[Integers, Integers]
-    """First query of each key, and the end of its queries, each [samples, m]."""
+    """First query of each key and end of the key's query range, each [samples, m]."""
     query_places: Integers
     """Positions [n] of the queries in the whole sequence."""
     key_places: Integers
@@ -66,7 +67,7 @@ class Band:
 
 @lru_cache(maxsize=64)
 def band_of(tiles: tuple[Tile, ...]) -> Band:
-    """Return the query-key pairs of tiles from `causal_tiles` as one band."""
+    """Return one band that contains the query-key pairs of all tiles from `causal_tiles`."""
     queries, keys = _covered([tile.queries for tile in tiles]), _covered([tile.keys for tile in tiles])
     samples = 1 + max(tile.sample or 0 for tile in tiles)
     first = np.full((samples, len(queries)), len(keys))
@@ -171,7 +172,7 @@ class FlashDropoutKernel:
 
 
 class _AtOnce:
-    """Kernel for all queries of a rank, with the interface that `PackedAttention` uses."""
+    """Dropout kernel for all queries of a rank, with the interface that `PackedAttention` uses."""
 
     def __init__(self, kernel: FlashDropoutKernel) -> None:
         self.kernel = kernel
@@ -203,12 +204,12 @@ def _keys(x: Tensor, tile: Tile) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return the tensor with channels adjacent in memory."""
+    """Return the tensor in a memory layout with adjacent channels."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _BandOnDevice(NamedTuple):
-    """A `Band` on the device, int32."""
+    """`Band` as int32 tensors on the device."""
 
     of_queries: Tensor
     """[2, samples, n]"""
@@ -217,7 +218,7 @@ class _BandOnDevice(NamedTuple):
     places: Tensor
     """[n]"""
     column_bits: Tensor
-    """Hashes [m] of the keys' positions."""
+    """Hashes [m] of the key positions."""
 
 
 @lru_cache(maxsize=64)
@@ -235,7 +236,7 @@ _BAND = (
     "Tensor of_queries, Tensor of_keys, Tensor places, Tensor column_bits, "
     "float scale, float p, int key, int head_offset, Tensor sample_index"
 )
-"""Schema of the operators' common arguments: the fields of `_BandOnDevice`, and the settings of a kernel."""
+"""Operator schema of the common arguments: the fields of `_BandOnDevice`, and the kernel settings."""
 
 BandParts = tuple[Tensor, Tensor, Tensor, Tensor, float, float, int, int, Tensor]
 """Types of the arguments in `_BAND`."""

@@ -1,6 +1,6 @@
 """Triton kernels of `flash_dropout.py`.
 
-In the forward pass, a program computes a block of queries for one sample and head. In the backward pass, one kernel
+In the forward pass, each program computes a block of queries for one sample and head. In the backward pass, one kernel
 computes the query gradients by blocks of queries, and another the key and value gradients by blocks of keys. Each
 program recomputes the scores and masks, and sums in a fixed order.
 
@@ -53,8 +53,8 @@ ROWS = 64
 
 @triton.jit
 def _add_keys(sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Add one block of keys to the sums of query rows: weights after dropout times values, total of weights, largest
-    score."""
+    """Accumulate one block of keys into the running results of query rows: values weighted after dropout, sum of
+    weights, and largest score."""
     acc, total, top = sums
     q, row_bits = own
     k, k_row, v, v_row, column_bits, m = other
@@ -136,7 +136,8 @@ def attention_forward(
     samples, heads, dv], lse [samples, heads, n]. `WIDTHS` is the result of `widths_of`."""
     samples, n, m, heads, of_group = sizes
     sample_index, places, column_bits = mask
-    start_n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCKS[0]  # rows with the most keys come first
+    # programs start with the rows that have the most keys
+    start_n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCKS[0]
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     i = tl.arange(0, BLOCKS[0])
     in_i = start_n + i < n
@@ -163,8 +164,8 @@ def attention_forward(
 def attention_prepare(
     grad, out, lse, prepared, mask, n, heads, key, head_offset, WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Compute the values of each row that both kernels of the backward pass read, [samples, heads, n]: the base-2
-    log-sum-exp, which is infinite for rows without keys, the sum of grad * out, and the hash."""
+    """Compute the row values [samples, heads, n] that both kernels of the backward pass read: the base-2 log-sum-exp
+    (infinite for rows without keys), the sum of grad * out, and the hash."""
     sample_index, places, _ = mask
     scale_log2, delta, bits = prepared
     start_n = tl.program_id(0) * BLOCK_N
@@ -259,7 +260,7 @@ def attention_dkdv(
 
 
 class Settings(NamedTuple):
-    """Arguments of the operators other than their operands."""
+    """Operator arguments other than the operands."""
 
     of_queries: Tensor
     """Key ranges of the queries, [2, 1 or b, n] int32. `of_keys` holds the query ranges of the keys, [2, 1 or b, m]."""
@@ -267,7 +268,7 @@ class Settings(NamedTuple):
     places: Tensor
     """Positions of the queries, [n] int32."""
     column_bits: Tensor
-    """Hashes of the keys' positions, [m] int32."""
+    """Hashes of the key positions, [m] int32."""
     scale: float
     p: float
     """Dropout probability of attention weights."""
@@ -282,7 +283,7 @@ class Settings(NamedTuple):
 
     @property
     def factors(self) -> tuple[float, float, float]:
-        """Return the factors of base-2 scores, of kept weights, and of scores."""
+        """Return three factors: for base-2 scores, for the weights kept by dropout, and for scores."""
         return self.scale * LOG2_E, 1 / (1 - self.p), self.scale
 
     @property
@@ -359,7 +360,7 @@ def _launch(
 
 
 def widths_of(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    """Return the widths of queries and of values, and the next powers of two."""
+    """Return the widths of queries and values, and each width rounded up to a power of two."""
     width, value_width = q.shape[-1], v.shape[-1]
     return width, value_width, max(16, triton.next_power_of_2(width)), max(16, triton.next_power_of_2(value_width))
 

@@ -6,17 +6,17 @@ Queries, keys and values are cast to e4m3. All heads of a group in a sample shar
 
 The softmax is in fp32, and its sums use the unrounded P. The factor of 256 brings P, which is at most 1, into the range
 of e4m3, as in FlashAttention-3 (arXiv 2407.08608). Rounded operands are exact in 16 bits, because their scales are
-powers of two. The backward pass restores these operands, so that its scores and its log-sum-exp equal those of the
+powers of two. The backward pass restores the rounded operands, so that its scores and log-sum-exp equal those of the
 forward pass. Only the rounding of P uses a straight-through gradient. Saving the casts instead of 16-bit operands
-halves the bytes.
+halves the saved bytes.
 
 For normally distributed operands, outputs and gradients differ from attention in fp64 by 3 to 6 % of their norm; each
 rounding to e4m3 contributes 2.6 %. Compared with fp64 attention on the rounded operands, outputs differ by 2 %, and
 gradients by 1 % (`tests/extensions/fusions/test_fp8_attention.py`).
 
-There are several kernels. `Twin` is the definition in plain torch and runs on every device. FlashAttention-3 and
-`fp8_attention_triton` run only on GPUs. torch's cuDNN attention cannot run the fp8 forward pass, because it accepts no
-scales.
+There are several kernels. `Twin` is the reference implementation in plain torch, and runs on every device.
+FlashAttention-3 and `fp8_attention_triton` run only on GPUs. torch's cuDNN attention cannot run the fp8 forward pass,
+because it accepts no scales.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LARGEST = torch.finfo(E4M3).max
 
 
 class CastHeads(NamedTuple):
-    """Operands in e4m3, with the fp32 scales that undo their multipliers."""
+    """Queries, keys and values in e4m3, with the fp32 scales that undo the multipliers."""
 
     q: Tensor
     """[n, b, heads, d]"""
@@ -87,7 +87,7 @@ def restored_heads(cast: CastHeads, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 
 
 class Kernels(Protocol):
-    """Kernels for a forward pass in fp8 and a backward pass in 16 bits."""
+    """Base class of attention kernels with a forward pass in fp8 and a backward pass in 16 bits."""
 
     def forward(self, cast: CastHeads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Compute the output [n, b, heads, dv] in `dtype`, and the log-sum-exp [b, heads, n] in fp32."""
@@ -100,8 +100,8 @@ class Kernels(Protocol):
 
 
 class Twin:
-    """Definition in plain torch, for any device. It computes one group of heads at a time, with the scores in
-    memory."""
+    """Reference implementation in plain torch, for any device. It computes one group of heads at a time, and keeps the
+    scores in memory."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -136,7 +136,7 @@ class Twin:
 
 
 class Flash3Kernels:
-    """Forward and backward pass with FlashAttention-3. Raises ImportError if the package is not installed, or does not
+    """Forward and backward pass with FlashAttention-3. Raises ImportError if the package is not installed or does not
     support scales."""
 
     def __init__(self, scale: float) -> None:
@@ -197,7 +197,7 @@ class Launches(Protocol):
 
 
 class PlannedKernels:
-    """Kernels that record the launches of the kernels `name` in a plan, and return tensors of the right shapes."""
+    """Planned kernels, which record launches under the kernel name `name` and return tensors of the right shapes."""
 
     def __init__(self, name: str, launches: Launches) -> None:
         self.name, self.launches = name, launches
@@ -246,7 +246,7 @@ class Fp8Attention(nn.Module):
     """Causal attention within a rank, with the interface of `FusedAttention`."""
 
     def __init__(self, name: str, kernels: Kernels, compiled: bool) -> None:
-        """Create the attention of the backend `name`. With `compiled`, casts are compiled regions."""
+        """Create the attention of the backend `name`. If `compiled` is True, casts are compiled regions."""
         super().__init__()
         self.name, self.compiled = name, compiled
         self.kernels = kernels
@@ -257,7 +257,7 @@ class Fp8Attention(nn.Module):
         return out
 
     def planned(self, launches: Launches) -> Fp8Attention:
-        """Return this attention with kernels that record their launches in a plan for GPUs."""
+        """Return a copy of this attention whose kernels record their launches in a plan for GPUs."""
         return Fp8Attention(self.name, PlannedKernels(self.name, launches), compiled=True)
 
 
@@ -271,7 +271,7 @@ class Fp8Backend(FlashBackend):
         return Fp8Attention(self.name, self.on_gpus() if on_gpu else Twin(self.scale), compiled=on_gpu)
 
     def on_gpus(self) -> Kernels:
-        """Return the kernels to use on GPUs if `choice.py` has chosen none."""
+        """Return the kernels that GPUs use if `choice.py` did not choose any."""
         return Flash3Kernels(self.scale) if find_spec(MODULE) is not None else TritonKernels(self.scale)
 
 
@@ -290,8 +290,9 @@ class Fp8TritonBackend(Fp8Backend):
 
 
 KERNEL_ERROR = 0.06
-"""Allowed relative difference, in norm, between the outputs and gradients of a kernel and of `Twin`. Both round weights
-with an error of 2.6 %, but relative to different row maxima: over the keys so far, and over all keys."""
+"""Allowed relative difference, in norm, between the outputs and gradients of a kernel and those of `Twin`. Both round
+weights with an error of 2.6 %, but relative to different row maxima: the kernel uses the maximum over the keys so far,
+and `Twin` the maximum over all keys."""
 
 
 def error_beside_twin(kernels: Kernels, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> float:

@@ -1,8 +1,8 @@
 """Triton kernel of `fp8_attention.py`: the forward pass of causal attention, as in FlashAttention-2 (arXiv 2307.08691).
 
-A program computes a block of queries of one head in one sample. Only blocks of keys on the diagonal need a mask.
-Hopper's tensor cores sum fp8 products with fewer bits, so they compute only the sums within a block of keys; sums over
-blocks are fp32.
+Each program computes a block of queries of one head in one sample. Only key blocks on the diagonal need a mask.
+Hopper's tensor cores sum fp8 products with fewer bits, so they compute only the sums within a block of keys. Sums over
+blocks are in fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -28,7 +28,8 @@ BLOCKS = {64: (128, 128, 8, 3), 128: (128, 128, 8, 3)}
 def _add_keys(
     sums, q, k, k_row, v, start, i, n, to_log2, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add a block of keys to the sums of query rows: rounded weights times values, total of weights, largest score."""
+    """Accumulate a block of keys into the running results of query rows: values with rounded weights, sum of weights,
+    and largest score."""
     acc, total, top = sums
     j = start + tl.arange(0, BLOCK)
     d = tl.arange(0, q.shape[1])

@@ -1,7 +1,7 @@
-"""Blocks of rows in Triton attention kernels: loads and stores, the ranges that rows attend to, and dropout.
+"""Row blocks in Triton attention kernels: loads and stores, the ranges that rows attend to, and dropout.
 
-A band limits the loop over the blocks of the other side. Only the blocks at both ends of the range need a mask, because
-every row of the program attends to all blocks in between.
+A band limits the loop over the blocks of the other side (keys for a program of queries, and vice versa). Only the
+blocks at both ends of the range need a mask, because every row of the program attends to all blocks in between.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Tensor [n, samples, heads, channels] with adjacent channels, and its strides."""
+    """Tensor [n, samples, heads, channels] with adjacent channels, given as a pointer with strides."""
 
     data: Tensor
     row: int
@@ -33,9 +33,9 @@ class Bounds(NamedTuple):
 
     data: Tensor
     sample: int
-    """Stride between the bounds of two samples; 0 if all samples are alike."""
+    """Stride between the bounds of two samples; 0 if all samples have the same bounds."""
     stop: int
-    """Stride between the tensor of first rows and the tensor of range ends."""
+    """Stride between the first rows and the end rows of the ranges."""
 
     @classmethod
     def of(cls, x: Tensor) -> Bounds:
@@ -61,7 +61,7 @@ def hash_rows(key, sample_index, sample, head, places, i, in_i):
 
 @triton.jit
 def is_dropped(bits, limit):
-    """Return a mask of dropped pairs from the sums of their rows' and columns' uint32 hashes."""
+    """Return the mask of dropped pairs, computed from the sums of their uint32 row and column hashes."""
     bits = (bits ^ (bits >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
     bits = (bits ^ (bits >> 15)) * tl.full([], 0x846CA68B, tl.uint32)
     return bits.to(tl.int32, bitcast=True) < limit
@@ -80,7 +80,7 @@ def of_head(x, sample, head):
 
 @triton.jit
 def load_rows(x, start, stride, i, in_i, d, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows start + i of x [., WIDTH], with zeros where in_i is false and in channels beyond WIDTH."""
+    """Load rows start + i of x [., WIDTH]. Rows for which in_i is false, and channels beyond WIDTH, are 0."""
     at = x + tl.full([], 1, tl.int64) * start * stride + i[:, None] * stride + d[None, :]
     if MASKED or d.shape[0] != WIDTH:
         return tl.load(at, mask=in_i[:, None] & (d < WIDTH)[None, :], other=0.0)
@@ -104,8 +104,8 @@ def load_bounds(bounds, sample, i, in_i):
 
 @triton.jit
 def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
-    """Divide the ranges [first, stop) of rows into blocks. Returns the beginning of the first block, the range of
-    blocks to which every row attends, and the numbers of other blocks before and after this range."""
+    """Divide the ranges [first, stop) of rows into blocks. Returns the start of the first block, the range of blocks to
+    which every row attends, and the number of other blocks before and after this range."""
     begin = tl.min(tl.where(inside, first, size)) // BLOCK * BLOCK
     end = tl.maximum(tl.max(tl.where(inside, stop, 0)), begin)
     end = begin + (end - begin + BLOCK - 1) // BLOCK * BLOCK

@@ -29,13 +29,13 @@ from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShap
 from megatron.extensions.speed.fusions.split_heads import joined_heads
 
 TOLERANCE = 2.0**-7
-"""Allowed relative error, in norm. Values halfway between two fp8 numbers may be rounded to either."""
+"""Allowed relative error, in norm. Values halfway between two fp8 numbers may be rounded in either direction."""
 
 MODULE = "kernels.casts_triton"
 
 CAST = "Tensor multiplier, Tensor(a!)? noted, bool[] wanted, ScalarType dtype"
-"""Schema of the last arguments of casting operators: the fields of a `CastOrder`. These operators return the requested
-casts, by rows first, and the scale. As torch requires, they never return the same tensor twice."""
+"""Operator schema of the last arguments of casting operators: the fields of a `CastOrder`. These operators return the
+requested casts, by rows first, and the scale. As torch requires, they never return the same tensor twice."""
 
 
 def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:
@@ -45,8 +45,8 @@ def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:
 
 
 def paired(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]) -> CastPair:
-    """Arrange `values` and `scales`, by rows first, as a `CastPair` with the `wanted` casts. Both casts may share a
-    single scale."""
+    """Arrange `values` and `scales`, in which the cast by rows comes first, as a `CastPair` with the `wanted` casts.
+    Both casts may share a single scale."""
     rows, columns = wanted
     by_rows = (values[0], scales[0]) if rows else (None, None)
     return CastPair(*by_rows, *((values[-1], scales[-1]) if columns else (None, None)))
@@ -108,12 +108,12 @@ def _amax_of_rows_and_columns(x: Tensor, wanted: tuple[bool, bool], _: bool) -> 
 
 
 def on_triton(x: Tensor, *_: object) -> bool:
-    """Return True if Triton kernels cast the matrix. They do not support empty matrices."""
+    """Return True if Triton kernels can cast the matrix. Triton kernels do not support empty matrices."""
     return runs_triton(x) and x.numel() > 0
 
 
 def casts_of(shapes: RunShapes) -> Iterator[Tensor]:
-    """Yield matrices of the shapes that a run casts."""
+    """Yield matrices with the shapes that a run casts."""
     if shapes.fp8 is not None:
         yield shapes.random(shapes.tokens, shapes.hidden)
 

@@ -1,8 +1,8 @@
 """Triton kernels of `casts.py`. Each kernel reads its operands once.
 
-A program casts one tile, and stores both the cast and its transpose. Magnitudes are compared as integers with the same
-bits. These integers have the same order, with NaN above infinity, so a maximum keeps NaN and does not depend on the
-order of operands.
+A program casts one tile, and stores both the cast and its transpose. Magnitudes are compared by their bits, interpreted
+as integers. The integers have the same order as the magnitudes, with NaN above infinity. A maximum therefore propagates
+NaN and does not depend on the order of operands.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,7 +23,8 @@ TILE = 128
 WARPS = 8
 
 SWIGLU_TILE = 128, 64
-"""Tokens and features per tile. The backward pass holds three operands and two results of a tile in registers."""
+"""Number of tokens and features per tile. The backward pass holds three operands and two results of a tile in
+registers."""
 
 
 class Casts(NamedTuple):
@@ -36,10 +37,10 @@ class Casts(NamedTuple):
     multiplier: Tensor
     scale: Tensor
     state: Tensor
-    """Bits of the largest magnitude so far, and the number of finished programs, [2]. Both are zero before and after a
-    call."""
+    """Two numbers [2]: the bits of the largest magnitude so far, and the number of finished programs. Both are zero
+    before and after a call."""
     noted: Tensor | None
-    """Recorded amax, which becomes the maximum of itself and the matrix's amax."""
+    """Recorded amax. The kernel raises it to the matrix's amax if the latter is larger."""
 
     @classmethod
     def of(cls, n: int, k: int, *cast: *CastParts) -> Casts:
@@ -91,7 +92,8 @@ def reciprocal(x):
 def multiplier_for(amax, into, SMALLEST: tl.constexpr):
     largest: tl.constexpr = 448.0 if into.dtype.element_ty == tl.float8e4nv else 57344.0
     bounded = tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    return tl.where(amax == 0, 1.0, reciprocal(bounded) * largest)  # as torch divides a number by a tensor
+    # the order of operations in which torch divides a number by a tensor
+    return tl.where(amax == 0, 1.0, reciprocal(bounded) * largest)
 
 
 @triton.jit
@@ -103,8 +105,8 @@ def rounded(x, multiplier, into):
 
 @triton.jit
 def store_casts(values, by_rows, by_columns, rows, columns, i, j, in_i, in_j, n, k):
-    """Cast `values` at the rows i and columns j of a matrix [n, k], where the masks `in_i` and `in_j` hold, and store
-    them in `rows` [n, k] times `by_rows` and in `columns` [k, n] times `by_columns`, as requested."""
+    """Cast `values`, which are at the rows i and columns j of a matrix [n, k], wherever the masks `in_i` and `in_j` are
+    true. As requested, store `values * by_rows` in `rows` [n, k] and `values * by_columns` in `columns` [k, n]."""
     if rows is not None:
         cast = rounded(values, by_rows, rows)
         tl.store(rows + i[:, None] * k + j[None, :], cast, mask=in_i[:, None] & in_j[None, :])
@@ -123,8 +125,9 @@ def cast_and_store(values, casts, i, j, in_i, in_j, n, k):
 
 @triton.jit
 def note_amax(bits, casts):
-    """Combine the largest magnitude of a program, given as `bits`, with those of the other programs. The last program
-    to finish stores the scale of the tensor, which is NaN if its amax is not finite, and updates `noted`."""
+    """Combine the largest magnitude of a program, given as `bits`, with the largest magnitudes of the other programs.
+    The last program to finish stores the scale of the tensor, which is NaN if its amax is not finite, and updates
+    `noted`."""
     tl.atomic_max(casts.state, bits)
     if tl.atomic_add(casts.state + 1, 1) == tl.num_programs(0) - 1:
         largest = tl.atomic_xchg(casts.state, 0)
@@ -137,7 +140,8 @@ def note_amax(bits, casts):
 
 @triton.jit
 def tile_places(n, k, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
-    """Return the rows and columns of the program's tile of a matrix [n, k], and masks of those within the matrix."""
+    """Return the row and column indices of the program's tile of a matrix [n, k], and masks of the indices within the
+    matrix."""
     across = tl.cdiv(k, TILE_K)
     i = ((tl.program_id(0) // across) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     j = ((tl.program_id(0) % across) * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)
@@ -163,8 +167,9 @@ def noting_tiles(x, strides, casts, n, k, TILE: tl.constexpr):
 def cast_tiles(
     x, strides, amax, rows, columns, scales, n, k, BY_VECTOR: tl.constexpr, SMALLEST: tl.constexpr, TILE: tl.constexpr
 ):
-    """Cast x [n, k] to `rows` [n, k] and `columns` [k, n], as requested, with an `amax` for each: one for the whole
-    matrix, or with BY_VECTOR [n] and [k]. `scales` has both scales, or only the first one without BY_VECTOR."""
+    """Cast x [n, k] to `rows` [n, k] and `columns` [k, n], as requested. Each cast has an `amax`: a single number for
+    the whole matrix or, with BY_VECTOR, vectors [n] and [k]. `scales` receives both scales; without BY_VECTOR, it
+    receives only the first scale."""
     i, j, in_i, in_j = tile_places(n, k, TILE, TILE)
     values = load_tile(x, strides, i, j, in_i, in_j).to(tl.float32)
     by_row, by_column = 1.0, 1.0
@@ -209,8 +214,8 @@ def transpose_tiles(x, strides, out, n, k, TILE: tl.constexpr):
 
 @triton.jit
 def swiglu_tiles(x, grad, casts, n, f, TILE_N: tl.constexpr, TILE_F: tl.constexpr):
-    """Compute and cast SiLU(gate) * up [n, f] from x [n, 2f], or with `grad`, the gradient of x. The amax of the result
-    is recorded."""
+    """Compute and cast SiLU(gate) * up [n, f] from x [n, 2f] or, if `grad` is given, the gradient of x. The amax of the
+    result is recorded."""
     i, j, in_i, in_j = tile_places(n, f, TILE_N, TILE_F)
     gate = load_tile(x, (2 * f, 1), i, j, in_i, in_j).to(tl.float32)
     up = load_tile(x + f, (2 * f, 1), i, j, in_i, in_j).to(tl.float32)
@@ -232,8 +237,8 @@ def swiglu_tiles(x, grad, casts, n, f, TILE_N: tl.constexpr, TILE_F: tl.constexp
 
 @triton.jit
 def head_tiles(dq, dk, dv, cos, sin, casts, n, groups, q_per_group, HALF: tl.constexpr, TILE_N: tl.constexpr):
-    """Cast dq [n, groups * q_per_group, 2 * HALF], dk and dv [n, groups, 2 * HALF], joined by groups. A program rotates
-    one head of a tile of tokens. The amax is recorded."""
+    """Cast the concatenation by groups of dq [n, groups * q_per_group, 2 * HALF], dk and dv [n, groups, 2 * HALF]. A
+    program rotates one head of a tile of tokens. The amax is recorded."""
     slots = groups * (q_per_group + 2)
     slot, tile = tl.program_id(0) % slots, tl.program_id(0) // slots
     group, place = slot // (q_per_group + 2), slot % (q_per_group + 2)
@@ -273,8 +278,8 @@ def _tiles(n: int, k: int, tile: tuple[int, int] = (TILE, TILE)) -> tuple[int]:
 
 
 def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    """Return the values by rows and by columns, omitting a cast whose amax is None, and then the scales, or a single
-    scale for both if the amax is []. x must not be empty."""
+    """Return the values by rows and by columns, followed by the scales, or by a single scale for both casts if the amax
+    is []. A cast whose amax is None is omitted. x must not be empty."""
     (n, k), amax = x.shape, (row_amax, column_amax)
     wanted = [one is not None for one in amax]
     vector = any(one is not None and one.ndim > 0 for one in amax)
@@ -314,7 +319,8 @@ def transposed_bytes(x: Tensor) -> Tensor:
 
 
 def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: *CastParts) -> list[Tensor]:
-    """Return the requested casts of SwiGLU or, with `grad`, of the gradient of x, and the scale. Updates `noted`."""
+    """Return the requested casts of SwiGLU (or of the gradient of x if `grad` is given), and the scale. Updates
+    `noted`."""
     assert x.is_contiguous() and (grad is None or grad.is_contiguous())
     n, f = x.shape[0], x.shape[1] // 2
     casts = Casts.of(n, f if grad is None else 2 * f, *cast)

@@ -1,8 +1,9 @@
 """Cross entropy that overwrites the logits with their gradient, so that memory is read once and written once.
 
-The gradient of a token's loss depends on a sum over the vocabulary. A program that computes both reads its row twice,
-the second time from the L2 cache, whereas separate forward and backward kernels would each read all logits from memory.
-The backward pass then only multiplies rows by the gradients of their losses, and skips rows whose gradient is 1."""
+The gradient of a token's loss depends on a sum over the vocabulary. A program that computes both the sum and the
+gradient reads each row twice, the second time from the L2 cache. Separate forward and backward kernels would each read
+all logits from memory. The backward pass then only multiplies rows by the gradients of their losses, and skips rows
+whose gradient is 1."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from megatron.core.tensor_parallel.cross_entropy import scale_rows_
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, no_result, runs_triton
 
 ROWS = 4096
-"""Largest number of tokens in a comparison. The logits of this many tokens suffice to occupy a GPU."""
+"""Maximum number of tokens in a comparison with plain torch. The logits of this many tokens suffice to occupy a GPU."""
 
 
 def makes_gradients(logits: Tensor, *_: object) -> bool:
-    """Return True if the kernel is used for `logits`. The kernel does not pay off in fp16, where the gradients of
-    losses equal the loss scale instead of 1."""
+    """Return True if the kernel is used for `logits`. The kernel is not faster in fp16, because the gradients of losses
+    then equal the loss scale instead of 1."""
     return runs_triton(logits) and logits.dtype in (torch.bfloat16, torch.float32)
 
 

@@ -1,9 +1,9 @@
-"""Triton kernels of `cross_entropy.py`. A program processes one row after another, and reads one block of the row at a
+"""Triton kernels of `cross_entropy.py`. Each program processes one row after another, and reads one block of a row at a
 time.
 
-There is one program for each multiprocessor, so that the rows in progress fit into the L2 cache, from which each row is
-read the second time. Each thread keeps its own largest logit and sum, over the same columns of every block. A block
-then needs no exchange between threads, at the cost of one more exponential per thread.
+There is one program for each multiprocessor, so that the rows in progress fit into the L2 cache. The second read of
+each row is from this cache. Each thread keeps a separate largest logit and sum, for the same columns of every block.
+The threads then exchange no data within a block, at the cost of one more exponential per thread.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,10 +20,10 @@ from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 THREADS = 1024
 EACH = 16
 WARPS = 32
-"""Warps, threads, and adjacent columns of a block per thread, which are 32 bytes of bf16."""
+"""Number of warps, number of threads, and number of adjacent columns of a block per thread (32 bytes of bf16)."""
 
 LOWEST = tl.constexpr(float(torch.finfo(torch.float32).min))
-"""Number below all logits. Unlike minus infinity, it has finite differences from all numbers."""
+"""Number that is smaller than all logits. Unlike minus infinity, its difference from any number is finite."""
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """cuBLASLt GEMMs with an addend (beta = 1), called through ctypes. torch does not expose beta for fp8 operands, and
 first copies a 16-bit addend into the output.
 
-Constants and signatures come from cublasLt.h, and are the same in CUDA 12 and 13. Every call's status is checked;
-operations that cuBLASLt does not support raise RuntimeError.
+Constants and signatures are those of cublasLt.h, which are the same in CUDA 12 and 13. The status of every call is
+checked. Operations that cuBLASLt does not support raise RuntimeError.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ A_SCALE_POINTER = 17
 B_SCALE_POINTER = 18
 FAST_ACCUM = 25
 BIAS_TYPE = 26
-"""Numbers of the attributes of a matrix product. Operand B is not transposed by default."""
+"""Attribute numbers of a matrix product. Operand B is not transposed by default."""
 
 MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
 """Numbers of preference attributes: workspace bytes, and alignments of A, B, C and D."""
@@ -85,7 +85,7 @@ Value = (
     | ctypes.c_size_t
     | ctypes.c_void_p
 )
-"""Value of an attribute."""
+"""Value of a cuBLASLt attribute."""
 
 
 def _call(name: str, *args: object) -> None:
@@ -114,7 +114,7 @@ def _layout(kind: int, rows: int, columns: int) -> ctypes.c_void_p:
 
 
 class Kind(NamedTuple):
-    """Properties of a product other than its sizes."""
+    """Properties of a matrix product other than its sizes."""
 
     a: torch.dtype
     b: torch.dtype
@@ -123,11 +123,11 @@ class Kind(NamedTuple):
 
     bias: bool = False
     fast: bool = False
-    """True if partial sums of fp8 products may have fewer bits."""
+    """True if partial sums of fp8 products may have fewer bits than fp32."""
 
     @property
     def scaled(self) -> bool:
-        """True if operands have scales."""
+        """True if the operands have scales."""
         return self.a.itemsize == 1
 
 
@@ -155,11 +155,12 @@ def _set_pointers(description: ctypes.c_void_p, pointers: Mapping[int, int]) -> 
 
 @cache
 def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
-    """Select the algorithm for a product. The row-major out [o, i] is a column-major [i, o] for cuBLAS, so that its A
-    is `b` and its B is `a`."""
+    """Select the algorithm for a product. For cuBLAS, the row-major out [o, i] is a column-major matrix [i, o], so that
+    cuBLAS' A is `b` and its B is `a`."""
     description = _description(kind)
     pointers = (*((A_SCALE_POINTER, B_SCALE_POINTER) if kind.scaled else ()), *((BIAS_POINTER,) if kind.bias else ()))
-    _set_pointers(description, dict.fromkeys(pointers, ALIGNMENT))  # placeholders; each call sets its own pointers
+    # placeholders, because each call sets other pointers
+    _set_pointers(description, dict.fromkeys(pointers, ALIGNMENT))
     a = _layout(TYPES[kind.b], n, i)
     b = _layout(TYPES[kind.a], n, o)
     out = _layout(TYPES[kind.out], i, o)
@@ -188,8 +189,8 @@ def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
 
 
 def add_product_cublaslt_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool) -> None:
-    """Compute out += a bᵀ, as described at `gemm_choice.KERNELS`. Scales apply to whole matrices. Partial sums have all
-    fp32 bits."""
+    """Compute out += a bᵀ, as described for `gemm_choice.KERNELS`. Scales apply to whole matrices. Partial sums have
+    full fp32 precision."""
     _multiply(out, out, a, b, Kind(a.dtype, b.dtype, out.dtype), (a_scale, b_scale), None, 0.0 if overwrite else 1.0)
 
 
@@ -212,7 +213,7 @@ def _multiply(
     bias: Tensor | None,
     beta: float,
 ) -> None:
-    """Compute out [o, i] = a bᵀ + beta * addend + bias for a [o, n] and b [i, n], all contiguous."""
+    """Compute out [o, i] = a bᵀ + beta * addend + bias for a [o, n] and b [i, n]. All tensors must be contiguous."""
     (o, i) = out.shape
     n = a.shape[1]
     device = out.device.index

@@ -2,9 +2,9 @@
 (`grouped_triton.py`), and products of rows.
 
 Tensor cores read fp8 operands along the dimension that a product sums over. Therefore a cast for weight gradients
-writes columns, [k, tokens], and pads the rows of each expert to whole tiles of 128, so that every load is aligned. A
-step of the loop is one tile, whose scales are applied in fp32. Thus only the terms of one tile are summed with the
-fewer bits of Hopper's tensor cores.
+writes columns, [k, tokens], and pads the rows of each expert to whole tiles of 128, so that every load is aligned. Each
+step of the loop processes one tile and applies its scales in fp32. Thus, Hopper's tensor cores, which sum with fewer
+bits, sum only the terms of one tile.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -46,7 +46,8 @@ TILINGS = {
 }
 """Tilings for weight gradients by name. Rows are counted in tiles of 128.
 
-Larger tiles leave no registers for the second sum of each output. The second tiling fits the shared memory of Ada.
+Larger tiles would leave no registers for the second accumulator of each output. The second tiling fits the shared
+memory of Ada.
 """
 
 
@@ -132,8 +133,8 @@ def add_grouped_fp8_kernel(
     TILE: tl.constexpr,
 ):
     """Add out[e] [outputs, inputs] += dy_e x_eᵀ, for dy [outputs, tokens] and x [inputs, tokens] with scales [tokens /
-    TILE, outputs] and [tokens / TILE, inputs]. The kernel works like `add_grouped_kernel`, in steps of one tile of
-    tokens: BLOCK_N is 1, and the schedule counts tiles."""
+    TILE, outputs] and [tokens / TILE, inputs]. The kernel works like `add_grouped_kernel`, with one token tile per
+    step: BLOCK_N is 1, and the schedule counts tiles."""
     item = tl.program_id(0) - programs
     step, end = 0, 0
     corner_o, corner_i = 0, 0
@@ -154,7 +155,7 @@ def add_grouped_fp8_kernel(
         by_x = tl.load(x_scale + step.to(tl.int64) * inputs + i, mask=in_i, other=0.0)
         total += tl.dot(of_dy, of_x) * by_dy[:, None] * by_x[None, :]
         if step + BLOCK_N >= end:
-            # As in `add_grouped_kernel`, no value computed here may be carried from step to step.
+            # As in `add_grouped_kernel`, values computed here are not carried from step to step.
             rank, _tile, part, _step, _end = list_item(schedule, item, experts, tiles, BLOCK_N)
             expert = tl.load(schedule + HEAD + rank).to(tl.int64)
             slot = (item - tl.load(schedule + WHOLE) - tl.load(schedule + TAIL)).to(tl.int64)
@@ -182,7 +183,7 @@ def row_products_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """Compute y_e [n_e, outputs] = x_e w_eᵀ, for x [n, terms] and w [experts, outputs, terms]. Scales are row scales
-    [n] and [experts, outputs], or with TILED, tile scales [n, terms / BLOCK_K] and block scales [experts, outputs /
+    [n] and [experts, outputs] or, with TILED, tile scales [n, terms / BLOCK_K] and block scales [experts, outputs /
     BLOCK_K, terms / BLOCK_K]. Programs that run at the same time compute all outputs of the same rows."""
     e = tl.arange(0, EXPERTS)
     stops = tl.load(ends + e, mask=e < experts, other=0)
@@ -198,7 +199,7 @@ def row_products_kernel(
         n = start + (tile - first) * BLOCK_N + tl.arange(0, BLOCK_N)
         o = (item % across) * BLOCK_O + tl.arange(0, BLOCK_O)
         k = tl.arange(0, BLOCK_K)
-        # Indices outside the matrix are mapped into it; their results are not stored.
+        # Indices outside the matrix are mapped to indices inside it, and their results are not stored.
         row, column = tl.minimum(n, stop - 1).to(tl.int64), (o % outputs).to(tl.int64)
         of_w = w + expert.to(tl.int64) * outputs * terms
         x_at, w_at = x + row[:, None] * terms + k[None, :], of_w + column[None, :] * terms + k[:, None]

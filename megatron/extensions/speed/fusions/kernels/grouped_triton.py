@@ -1,15 +1,15 @@
 """Triton kernels for expert weight gradients: a persistent kernel whose programs share one list of tiles.
 
-A weight gradient with few tokens per expert is bound by the memory traffic of its sums: for a matrix of 3,584 x 4,096
-and 1,024 tokens, reading and writing the fp32 sums takes as long as the multiplication. A program therefore does not
-wait for sums. It sends its tile to the L2 cache, which performs the addition while the loads of the next tile are in
-flight. One program runs on each multiprocessor, with tiles of 128 x 256, because tiles of 128 x 128 read their operands
-more often than the cache can deliver them.
+A weight gradient with few tokens per expert is bound by the memory traffic of its fp32 sums. For a matrix of 3,584 x
+4,096 and 1,024 tokens, reading and writing the sums takes as long as the multiplication. A program therefore does not
+wait for these reads and writes. Each program sends its tile to the L2 cache, which performs the addition while the
+loads of the next tile are in flight. One program runs on each multiprocessor, with tiles of 128 x 256. Smaller tiles of
+128 x 128 would read their operands more often than the cache can deliver them.
 
-The list is ordered by the experts' numbers of rows, beginning with the fewest, so that adjacent tiles take equally
-long. The last tiles are split along tokens into equal parts if they would leave many multiprocessors idle. The first
-part is added like a whole tile. The other parts are written to separate memory, and a second kernel adds them in order.
-Every sum therefore has a fixed order that does not depend on the timing of programs.
+The list is sorted by the experts' numbers of rows in ascending order, so that adjacent tiles take about equally long.
+The last tiles are split along tokens into equal parts if they would leave many multiprocessors idle. The first part of
+a split tile is added like a whole tile. The other parts are written to separate memory, and a second kernel adds them
+in order. Every sum therefore has a fixed order that does not depend on the timing of programs.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,22 +26,22 @@ from torch import Tensor
 from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 
 FIRST, WHOLE, TAIL, PARTS, HEAD = (tl.constexpr(place) for place in range(5))
-"""Positions in a schedule of the numbers of experts without rows, of whole tiles, of split tiles, and of parts per
-split tile. The experts start at HEAD, in ascending order of rows, each with its first row and its end."""
+"""Positions of four numbers in a schedule: experts without rows, whole tiles, split tiles, and parts per split tile.
+The experts start at HEAD, in ascending order of their numbers of rows. Each expert has a first row and an end."""
 
 MOST_PARTS = tl.constexpr(4)
 """Number of parts into which a tile is split along tokens."""
 
 ENOUGH_ROUNDS = tl.constexpr(16)
-"""Limit on the steps per program, relative to the steps of the longest tile, above which no tile is split."""
+"""Number of steps per program, relative to the steps of the longest tile, above which no tile is split."""
 
 LEAST_STEPS = tl.constexpr(8)
-"""Minimum number of steps of a part of a tile."""
+"""Minimum number of steps in a part of a split tile."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Compilation settings of a kernel."""
+    """Compilation settings of the grouped kernel."""
 
     outputs: int
     inputs: int
@@ -74,7 +74,7 @@ def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl
     start = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0)
     steps = tl.where(e < experts, tl.cdiv(stop - start, BLOCK_N), 0)
     last = tl.max(steps)
-    # Sort experts by a single number, which combines their steps and, for equal steps, their index. Padding experts
+    # Sort experts by their number of steps, and then by index. A single number combines both. Padding experts
     # come last.
     key = tl.where(e < experts, steps, last + 1).to(tl.int64) * EXPERTS + e
     order = (tl.sort(key) % EXPERTS).to(tl.int32)
@@ -107,8 +107,8 @@ def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl
 
 @triton.jit
 def list_item(schedule, item, experts, tiles, BLOCK_N: tl.constexpr):
-    """Return (position of the expert, tile, part, first row, end) of a list item, which is a whole tile or a part of
-    one."""
+    """Return (position of the expert, tile, part, first row, end) of a list item, which is a whole tile or a part of a
+    tile."""
     whole = tl.load(schedule + WHOLE)
     tail = tl.load(schedule + TAIL)
     split = item >= whole
@@ -126,7 +126,8 @@ def list_item(schedule, item, experts, tiles, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def list_steps(schedule, experts, tiles, program, programs, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the number of steps of all items of a program, which processes every `programs`-th item of the list."""
+    """Return the total number of steps in the items of a program, which processes every `programs`-th item of the
+    list."""
     first, whole = tl.load(schedule + FIRST), tl.load(schedule + WHOLE)
     items = whole + tl.load(schedule + TAIL) * tl.load(schedule + PARTS)
     r = tl.arange(0, EXPERTS)
@@ -145,7 +146,8 @@ def list_steps(schedule, experts, tiles, program, programs, EXPERTS: tl.constexp
 
 @triton.jit
 def tile_corner(tile, outputs, inputs, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Return the first output and input of a tile. Eight rows of tiles share their operands in the cache."""
+    """Return the indices of a tile's first output and first input. Tiles are ordered so that eight tile rows share
+    their operands in the cache."""
     down, across = tl.cdiv(outputs, BLOCK_O), tl.cdiv(inputs, BLOCK_I)
     group, place = tile // (8 * across), tile % (8 * across)
     height = tl.minimum(down - group * 8, 8)
@@ -190,8 +192,8 @@ def add_grouped_kernel(
         of_x = tl.load(x + at * inputs + i[None, :], mask=used & (i[None, :] < inputs), other=0.0)
         total = tl.dot(tl.trans(of_dy), of_x, total, input_precision="ieee")
         if row + BLOCK_N >= end:
-            # Read the position of the tile again, because Triton does not prefetch if such a value is carried from step
-            # to step.
+            # Read the position of the tile again, because Triton does not prefetch loads if this value is carried from
+            # step to step.
             rank, _tile, part, _row, _end = list_item(schedule, item, experts, tiles, BLOCK_N)
             expert = tl.load(schedule + HEAD + rank).to(tl.int64)
             slot = (item - tl.load(schedule + WHOLE) - tl.load(schedule + TAIL)).to(tl.int64)
@@ -204,10 +206,10 @@ def add_grouped_kernel(
 def send_tile(
     matrix, apart, part, total, corner_o, corner_i, outputs, inputs, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
 ):
-    """Add a whole tile or its first part to the matrix, or write another part to separate memory.
+    """Add a whole tile, or the first part of a split tile, to the matrix, or write another part to separate memory.
 
-    No other program of this kernel adds to the same tile. It works in four pieces, to save shared memory when values
-    are rearranged so that each thread holds adjacent ones.
+    No other program of this kernel adds to the same tile. The tile is sent in four pieces, which saves shared memory
+    while values are rearranged so that each thread holds adjacent values.
     """
     left, right = _halves(total, BLOCK_O, BLOCK_I)
     for half in tl.static_range(2):
@@ -224,7 +226,7 @@ def send_tile(
 
 @triton.jit
 def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return the left and the right half of the columns."""
+    """Return the left and right halves of a matrix's columns."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 

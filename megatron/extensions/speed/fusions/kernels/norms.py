@@ -1,5 +1,5 @@
-"""RMSNorm and LayerNorm fused with the preceding residual addition, and with other results of the same pass over the
-operands.
+"""RMSNorm and LayerNorm, fused with the preceding residual addition and with other results that the same pass over the
+operands computes.
 
 Instead of the norm, the forward pass returns its casts to fp8 by rows and by columns. The gradient of the residual sum
 is the output gradient of the previous linear layer. The backward pass also returns the fp8 casts of this gradient and
@@ -26,8 +26,8 @@ registers."""
 
 
 class Norm(NamedTuple):
-    """Norm over the last dim, `centered` (LayerNorm, arXiv:1607.06450) or not (RMSNorm, arXiv:1910.07467). With
-    `one_plus`, 1 is added to the weight."""
+    """Norm over the last dim, `centered` (LayerNorm, arXiv:1607.06450) or not (RMSNorm, arXiv:1910.07467). If
+    `one_plus` is True, 1 is added to the weight."""
 
     weight: Tensor
     bias: Tensor | None
@@ -37,8 +37,8 @@ class Norm(NamedTuple):
 
 
 class NormedCast(NamedTuple):
-    """Result of `norm_cast`: the sum [n, h], its statistics [n, 1] in fp32 (1 / deviation, and for LayerNorm the mean),
-    and the casts of its norm."""
+    """Result of `norm_cast`: the sum [n, h], the row statistics [n, 1] of the sum in fp32 (1 / deviation and, for
+    LayerNorm, the mean), and the casts of the norm."""
 
     total: Tensor
     statistics: tuple[Tensor, ...]
@@ -50,8 +50,8 @@ NormBackward = tuple[Tensor, Tensor | None, Tensor, Tensor, tuple[Tensor, ...], 
 
 
 class NormGradients(NamedTuple):
-    """Result of `norm_gradients`: gradients of the sum [n, h] and of the parameters [h]. If requested, it includes the
-    casts of the sum's gradient, and the gradient's sum over rows [h]."""
+    """Result of `norm_gradients`: the gradients of the sum [n, h] and of the parameters [h]. If requested, the result
+    includes the casts of the sum's gradient, and the sum [h] of this gradient over rows."""
 
     of_total: Tensor
     of_parameters: list[Tensor]
@@ -61,7 +61,7 @@ class NormGradients(NamedTuple):
 
 @operation
 def norm_cast(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> NormedCast:
-    """Compute x + update and the casts of its norm.
+    """Compute x + update and the casts of the norm of this sum.
 
     Args:
         x: Residual stream [n, h].
@@ -95,7 +95,7 @@ def norm_gradients(
 
     Args:
         total: Sum [n, h].
-        of_total: Gradient of the sum [n, h] from other uses, if any.
+        of_total: Gradient of the sum [n, h] from uses other than the norm, if any.
         of_normed: Gradient of the norm [n, h].
         weight: Weight of the norm.
         statistics: Statistics from `norm_cast`.
@@ -138,8 +138,8 @@ def _fits_with_cast(total: Tensor, *operands_and_cast: object) -> bool:
 
 
 def normalized(x: Tensor, norm: Norm) -> tuple[Tensor, ...]:
-    """Return the norm of each row of x [..., h], 1 / its standard deviation or root mean square, and for LayerNorm its
-    mean."""
+    """Return the norm of each row of x [..., h], 1 / the row's standard deviation or root mean square and, for
+    LayerNorm, the row's mean."""
     rows = wide(x)
     mean = rows.mean(-1, keepdim=True) if norm.centered else None
     rows = rows if mean is None else rows - mean
@@ -157,13 +157,13 @@ def gradients_of_norm(
     statistics: Sequence[Tensor],
     one_plus: bool,
 ) -> tuple[Tensor, ...]:
-    """Compute the gradients of x, of the weight, and for LayerNorm of the bias.
+    """Compute the gradients of x, of the weight and, for LayerNorm, of the bias.
 
     With the normalized row z and its gradient g: dx = (g - z mean(g z) - mean(g)) / deviation; RMSNorm has no mean(g).
 
     Args:
         x: Rows [..., h].
-        of_total: Gradient of x from other uses, such as the residual stream.
+        of_total: Gradient of x from uses other than the norm, such as the residual stream.
         of_normed: Gradient of the norm.
         weight: Weight of the norm.
         statistics: Statistics from `normalized`.
@@ -189,8 +189,8 @@ Normed = tuple[Tensor | None, tuple[Tensor, ...], CastPair]
 
 
 def norm_cast_twin(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> tuple[Normed, Tensor]:
-    """Compute `norm_cast` in plain torch. Returns (the total if there is an update, statistics, casts) and the amax,
-    which is not recorded."""
+    """Compute `norm_cast` in plain torch. Returns (the total if there is an update, statistics, casts) and the amax.
+    The amax is not recorded."""
     total = x if update is None else x + update
     normed, *statistics = normalized(total, norm)
     pair, amax = cast_transpose_with_amax_twin(normed, cast)
@@ -249,8 +249,8 @@ _norm_cast = gpu_operator(
     "-> Tensor[]",
     _fake_norm_cast,
 )
-"""Operator that returns the total, if there is an update, the statistics, the requested casts by rows and by columns,
-and their scale."""
+"""Operator that returns the total (if there is an update), the statistics, the requested casts by rows and by columns,
+and the scale of the casts."""
 
 _norm_gradients = gpu_operator(
     "kernels.norms_triton:norm_gradients",
@@ -258,12 +258,13 @@ _norm_gradients = gpu_operator(
     f"{CAST}) -> Tensor[]",
     _fake_gradients,
 )
-"""Operator that returns the gradient of the total; a tensor [., h] with the gradients of the parameters and, with
-`sums`, the total's gradient summed over rows; the requested casts by rows and by columns; and their scale."""
+"""Operator that returns four results: the gradient of the total; a tensor [., h] with the gradients of the parameters
+and, with `sums`, the total's gradient summed over rows; the requested casts by rows and by columns; and the scale of
+the casts."""
 
 
 def _rows(shapes: RunShapes) -> tuple[Tensor, Tensor, Norm]:
-    """Return a residual stream, an update and a norm."""
+    """Return random operands: a residual stream, an update and a norm."""
     x, update = (shapes.random(shapes.tokens, shapes.hidden).mul_(scale) for scale in (1.0, 0.5))
     return x, update, Norm(shapes.random(shapes.hidden), None, 1e-5, False, False)
 

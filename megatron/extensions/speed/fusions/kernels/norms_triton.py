@@ -1,10 +1,11 @@
 """Triton kernels of `norms.py`.
 
-In the forward, a program holds whole rows in registers, and reads each operand once. The backward processes blocks of
-rows by chunks of columns, in two passes. The second pass reads x and the gradient of the norm again, from the L2 cache.
+In the forward pass, a program holds whole rows in registers and reads each operand once. The backward kernel processes
+blocks of rows in chunks of columns, in two passes. The second pass reads x and the gradient of the norm again, from the
+L2 cache.
 
-A program of the backward processes several blocks of rows and sums over them. A second kernel adds the sums of all
-programs in a fixed order.
+A program of the backward kernel processes several blocks of rows and sums over them. A second kernel adds the sums of
+all programs in a fixed order.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -28,19 +29,21 @@ ELEMENTS, WARPS = 2**15, 16
 program's number of warps."""
 
 GRADIENT_ELEMENTS = 2**13
-"""Number of elements of each operand that a program of the backward kernel holds, 16 per thread. With sums over rows
-and casts, more would not fit into the 128 registers of a thread."""
+"""Number of elements of each operand that a program of the backward kernel holds, 16 per thread. If the kernel also
+computes sums over rows and casts, more elements would not fit into the 128 registers of a thread."""
 
 CACHED_ELEMENTS, CHUNK_ROWS = 2**16, 16
-"""Largest numbers of elements and of rows in a block. A program reads its block twice: for two 16-bit operands and 132
-programs, the blocks take 35 MB of an L2 cache of 50 MB. The casts of a block's rows fill 16 bytes of a column."""
+"""Maximum number of elements and maximum number of rows in a block. A program reads its block twice, the second time
+from the L2 cache: for two 16-bit operands and 132 programs, the blocks take 35 MB of a cache of 50 MB. The casts of a
+block's rows fill 16 bytes of a column."""
 
 SUMMED, SUMMED_PARTS = 64, 32
-"""Number of columns whose sums a program adds, and number of programs whose sums it reads at a time."""
+"""Number of columns whose sums a program of the second kernel adds, and number of partial sums that it reads at a
+time."""
 
 
 class Backward(NamedTuple):
-    """Inputs of a backward for rows [n, h]."""
+    """Inputs of the backward kernel for rows [n, h]."""
 
     x: Tensor
     of_total: Tensor | None
@@ -92,7 +95,8 @@ def norm_cast_rows(
 
 @triton.jit
 def _rows_of_step(given, step, n, TILE_N: tl.constexpr):
-    """Return the rows of a program's block, a mask of those within the matrix, and their statistics."""
+    """Return the row indices of a program's block, a mask of the rows within the matrix, and the statistics of the
+    rows."""
     i = ((step * tl.num_programs(0) + tl.program_id(0)) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     in_i = i < n
     factor = tl.load(given.inverse + i, mask=in_i, other=0.0)
@@ -147,8 +151,8 @@ def norm_gradient_chunks(
     TILE: tl.constexpr,
 ):
     """Compute the gradients `dx` [n, h] of x and their casts, for `steps` blocks of rows. The amax of dx is recorded.
-    `part_sums` [programs, sums, h] receives the program's sums of the weight gradient, for LayerNorm of the bias
-    gradient, and with SUMS of dx.
+    `part_sums` [programs, sums, h] receives the program's partial sums of the weight gradient, of the bias gradient
+    (LayerNorm), and of dx (with SUMS).
 
     The first pass over the chunks of a block sums within rows. The second pass computes gradients, starting from the
     last chunk, because the caches hold the last chunks. Sums over rows are kept in `part_sums` between steps."""
@@ -190,7 +194,7 @@ def norm_gradient_chunks(
                 _add_rows(sums + (1 + CENTERED) * h + j, grad, in_j, step > 0)
             cast_and_store(grad, casts, i, j, in_i, in_j, n, h)
             bits = tl.maximum(bits, tl.max(_vectors(bits_of_size(grad)), axis=2))
-        tl.debug_barrier()  # in the next step, threads read sums that other threads wrote
+        tl.debug_barrier()  # in the next step, threads read the sums that other threads wrote
     note_amax(tl.max(bits), casts)
 
 
@@ -207,13 +211,13 @@ def add_parts(parts, out, count, width, SUMMED: tl.constexpr, PARTS: tl.constexp
 
 
 def tile_of(h: int, elements: int = ELEMENTS) -> tuple[int, int]:
-    """Return the number of rows of a block, and their padded length."""
+    """Return the number of rows of a block, and the padded row length."""
     width = triton.next_power_of_2(h)
     return max(1, elements // width), width
 
 
 def gradient_tile(h: int) -> tuple[int, int]:
-    """Return the rows per block of the backward, and the columns per chunk."""
+    """Return the number of rows per block and of columns per chunk in the backward kernel."""
     count = max(1, min(CHUNK_ROWS, CACHED_ELEMENTS // triton.next_power_of_2(h)))
     return count, GRADIENT_ELEMENTS // count
 

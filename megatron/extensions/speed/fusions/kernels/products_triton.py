@@ -1,4 +1,4 @@
-"""Triton kernels for products that add to their fp32 output: expert weight gradients, and fp8 weight gradients
+"""Triton kernels for products that are added to an fp32 output: expert weight gradients, and fp8 weight gradients
 (`gemm_choice.py`)."""
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,20 +11,20 @@ import triton.language as tl
 from torch import Tensor
 
 GROUPED_TILE = {"BLOCK_O": 128, "BLOCK_I": 128, "BLOCK_N": 64}
-"""Numbers of rows and columns of a weight gradient that one program computes, and number of token rows that it reads at
+"""Number of rows and columns of a weight gradient that one program computes, and number of token rows that it reads at
 a time."""
 
 CLEARED = 1024
 """Number of columns that a program clears."""
 
 TILE = {"TILE_O": 128, "TILE_I": 128, "TILE_N": 128, "GROUP": 8}
-"""Tile sizes for fp8. TILE_N is also the number of values per tile scale. Larger tiles leave no registers for the
-second sum of each output."""
+"""Tile sizes for fp8. TILE_N is also the number of values per tile scale. Larger tiles would leave no registers for the
+second accumulator of each output."""
 
 WARPS, STAGES = 8, 4
 
 OF_MATRIX, OF_ROWS, OF_TILES = range(3)
-"""Kinds of scales: one for a matrix, one for each row, or one for each tile of a row."""
+"""Kinds of scales: one scale for the matrix, for each row, or for each tile of a row."""
 
 
 @triton.jit
@@ -78,12 +78,12 @@ def add_product_kernel(
     TILE_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute out [outputs, inputs] += (a * a_scale) (b * b_scale)ᵀ, or = with OVERWRITE; a [outputs, n], b [inputs,
-    n].
+    """Compute out [outputs, inputs] += (a * a_scale) (b * b_scale)ᵀ for a [outputs, n] and b [inputs, n]. With
+    OVERWRITE, the product replaces `out`.
 
-    Scales belong to the matrix [], to rows [outputs], or to tiles of a row [outputs, n / TILE_N]. Programs that run at
-    the same time share operands: they compute GROUP tiles of outputs and all tiles of inputs. Hopper's tensor cores sum
-    TILE_N terms with fewer bits; these sums are added in fp32.
+    There is one scale for the matrix [], for each row [outputs], or for each tile of a row [outputs, n / TILE_N].
+    Programs that run at the same time share operands: they compute GROUP tiles of outputs and all tiles of inputs.
+    Hopper's tensor cores sum TILE_N terms with fewer bits; these sums are added in fp32.
     """
     down, across = tl.cdiv(outputs, TILE_O), tl.cdiv(inputs, TILE_I)
     group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
@@ -91,7 +91,7 @@ def add_product_kernel(
     o = (group * GROUP + place % height) * TILE_O + tl.arange(0, TILE_O)
     i = (place // height) * TILE_I + tl.arange(0, TILE_I)
     k = tl.arange(0, TILE_N)
-    # Indices of rows outside the matrix wrap around; their results are not stored.
+    # Row indices outside the matrix wrap around, and their results are not stored.
     a_row, b_row = o % outputs, i % inputs
     a_at = a + a_row.to(tl.int64)[:, None] * n + k[None, :]
     b_at = b + b_row.to(tl.int64)[None, :] * n + k[:, None]
@@ -128,7 +128,7 @@ def add_grouped_products_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> N
 
 
 def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
-    """Call the kernel that zeroes rows after the last expert's (`grouped_choice`)."""
+    """Call the kernel that zeroes the rows after the rows of the last expert (`grouped_choice`)."""
     rows, width = x.shape
     assert x.is_contiguous() and ends.dtype == torch.int32
     if rows:
