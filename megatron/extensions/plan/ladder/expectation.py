@@ -19,7 +19,7 @@ PREDICTION = "ladder.json"
 
 @dataclass(frozen=True)
 class Expected:
-    """Predicted loss with the bounds of its band."""
+    """Predicted loss, with the bounds of the uncertainty band."""
 
     tokens: float
     loss: float
@@ -27,7 +27,7 @@ class Expected:
     high: float
 
     def between(self, later: Expected, tokens: float) -> Expected:
-        """Interpolate between this prediction and a later one, linearly in log(tokens)."""
+        """Interpolate between this prediction and a later one, linearly in the logarithm of the tokens."""
         share = math.log(tokens / self.tokens) / math.log(later.tokens / self.tokens)
         values = ((getattr(self, name), getattr(later, name)) for name in ("loss", "low", "high"))
         return Expected(tokens, *(one + share * (two - one) for one, two in values))
@@ -49,7 +49,7 @@ class Expectation:
     curve: Sequence[Expected]
 
     def at(self, tokens: float) -> Expected | None:
-        """Return the prediction at a token count; None before the first predicted point and after the last."""
+        """Return the prediction at a token count; None before the first predicted point or after the last."""
         place = bisect_left([point.tokens for point in self.curve], tokens * (1 - 1e-9))
         if place == len(self.curve) or (place == 0 and tokens < self.curve[0].tokens * (1 - 1e-9)):
             return None
@@ -59,7 +59,7 @@ class Expectation:
 
 def read_expectation(path: str | Path) -> Expectation:
     """Read a ladder.json file, given its path or the path of its folder. Raises ValueError if the file contains no
-    ladder prediction, OSError if it does not exist."""
+    ladder prediction, and OSError if it does not exist."""
     file = Path(path) / PREDICTION if Path(path).is_dir() else Path(path)
     try:
         found: Any = json.loads(file.read_text(encoding="utf-8"))

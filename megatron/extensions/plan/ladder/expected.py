@@ -1,4 +1,4 @@
-"""Comparison of a run's validation losses with the predicted curve (--expect)."""
+"""Compare a run's validation losses with the predicted curve (--expect)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flag for the comparison of a run with a prediction. This module does not import torch."""
+"""Flag that compares a run with a ladder's prediction. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 @extension_flags("expected loss", may_change=True, rules=f"{__package__}.rules:problems")
 @dataclass(frozen=True)
 class ExpectFlags:
-    """Comparison of a run with the prediction of a ladder."""
+    """Settings that compare a run with the prediction of a ladder."""
 
     expect: str | None = flag(None, path="local")
-    """Folder of tools/ladder.py, or its ladder.json, which predicts this run. Each validation loss is logged with its
-    distance from the predicted curve, and a loss outside the predicted band causes a warning."""
+    """Folder of a ladder (tools/ladder.py) that predicts this run, or the ladder.json file in this folder. Each
+    validation loss is logged with its distance from the predicted curve, and a loss outside the predicted band causes a
+    warning."""
 
 
 CALLBACKS.register(

@@ -12,8 +12,8 @@ RUNG = "<rung>"
 
 
 def job_script(folder: Path, rungs: int, options: Sequence[str], command: Sequence[str]) -> str:
-    """Return an sbatch script. `command` runs the rung whose number replaces `RUNG`. The script can be submitted again:
-    a requeued task or a resubmitted array resumes its rungs."""
+    """Return the text of an sbatch script. `command` runs the rung whose number replaces `RUNG`. The script can be
+    submitted again: a requeued task or a resubmitted array resumes its rungs."""
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name=ladder-{folder.name}",

@@ -1,4 +1,4 @@
-"""Scaling laws of losses: L(N, D) = E + A N^-a + B D^-b (arXiv 2203.15556), fitted to finished runs. Needs scipy.
+"""Scaling laws for losses: L(N, D) = E + A N^-a + B D^-b (arXiv 2203.15556), fitted to finished runs. Needs scipy.
 
 As in that paper, the fit minimizes the Huber loss of the residuals in log(L), starting from many points. Runs with a
 single ratio of tokens to parameters cannot separate A from B. Such runs follow the law L(C) = E + A C^-a, with the
@@ -18,11 +18,11 @@ HUBER = 1e-3
 """Difference in log(L) up to which the Huber loss is quadratic, as in section D.2 of arXiv 2203.15556."""
 
 NOISE = 0.002
-"""Smallest relative standard deviation of a loss that intervals assume. A different seed changes the loss of a small
-model by about this much."""
+"""Lower bound on the relative standard deviation of a loss, which is used for intervals. A different seed changes the
+loss of a small model by about this much."""
 
 DRAWS = 200
-"""Number of bootstrap fits used to compute intervals. Each fits losses with resampled noise."""
+"""Number of bootstrap fits used to compute intervals. Each bootstrap fit uses losses with resampled noise."""
 
 SHARES = (0.05, 0.95)
 """Lower and upper quantiles of the bootstrap fits, which bound an interval."""
@@ -60,15 +60,15 @@ class Law:
     scales: tuple[float, ...]
     exponents: tuple[float, ...]
     units: tuple[float, ...]
-    """Geometric means of the variables over the points: A N^-a is scale * (N / unit)^-exponent."""
+    """Geometric mean of each variable over the points: A N^-a is scale * (N / unit)^-exponent."""
 
     def __call__(self, point: Point) -> float:
-        """Predict the loss of a point; the point's own loss is ignored."""
+        """Predict the loss of a point from its N and D; the measured loss of the point is ignored."""
         values = zip(self.scales, variables(point, len(self.scales)), self.units, self.exponents, strict=True)
         return self.floor + sum(scale * (x / unit) ** -exponent for scale, x, unit, exponent in values)
 
     def described(self) -> dict[str, float]:
-        """Return the constants of the law by name: E, A, a, and also B and b if the law has a second term."""
+        """Return the constants of the law by name: The names are E, A, a and, if the law has a second term, B and b."""
         names = (("A", "a"), ("B", "b"))
         found = {"E": self.floor}
         for (scale, exponent), *values in zip(names, self.scales, self.exponents, self.units, strict=False):
@@ -77,7 +77,7 @@ class Law:
 
 
 def variables(point: Point, terms: int) -> tuple[float, ...]:
-    """Return the variables of a law's terms: (C,) or (N, D)."""
+    """Return the variables of a law's terms: (C,) for one term, or (N, D) for two terms."""
     return (point.compute,) if terms == 1 else (point.parameters, point.tokens)
 
 
@@ -89,27 +89,29 @@ class Form:
     """Number of terms: 1 for a compute term; 2 for a parameter term and a token term."""
 
     exponents: tuple[float, ...] | None = None
-    """Known exponents of the law; None if they are fitted."""
+    """Known exponents of the law; None if the exponents are fitted."""
 
     @property
     def coefficients(self) -> int:
-        """Number of coefficients to fit."""
+        """Number of coefficients that a fit determines."""
         return 1 + self.terms * (1 if self.exponents else 2)
 
 
 def form_of(points: Sequence[Point]) -> Form:
-    """Choose two terms if the points separate the effect of N from the effect of D and there are more points than the
-    five coefficients; otherwise one term."""
+    """Choose a law with two terms if the points separate the effect of N from the effect of D and there are more points
+    than the five coefficients; otherwise, choose one term."""
     logs = np.log([[point.parameters, point.tokens] for point in points])
     spread = np.linalg.svd(logs - logs.mean(0), compute_uv=False)
     return Form(2 if len(points) > 5 and spread[1] > 0.1 * spread[0] else 1)
 
 
 def fit(points: Sequence[Point], form: Form | None = None, start: Law | None = None) -> Law:
-    """Fit the law with the smallest Huber loss. Raises ValueError for fewer than three points, and without scipy.
+    """Fit the law by minimizing the Huber loss. Raises ValueError if there are fewer than three points, or if scipy is
+    not installed.
 
     Args:
-        start: Single starting point of the fit, for losses that differ only by noise. Default: many starting points.
+        start: If given, the single starting point of the fit, for losses that differ only by noise. By default, the fit
+            has many starting points.
     """
     try:
         from scipy.optimize import least_squares
@@ -158,8 +160,8 @@ def deviation(points: Sequence[Point], law: Law, form: Form) -> float:
 
 
 def drawn(points: Sequence[Point], law: Law, form: Form, draws: int = DRAWS) -> list[Law]:
-    """Fit laws to the law's own losses with resampled noise. This is a parametric bootstrap, since a few points cannot
-    be resampled."""
+    """Fit laws to the losses that a fitted law predicts, after adding resampled noise. This procedure is a parametric
+    bootstrap, because a few points cannot be resampled."""
     random, spread = np.random.default_rng(1), deviation(points, law, form)
     found = []
     for noise in random.normal(0.0, spread, (draws, len(points))):
@@ -172,6 +174,6 @@ def drawn(points: Sequence[Point], law: Law, form: Form, draws: int = DRAWS) -> 
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the bounds between which `SHARES` of the values lie."""
+    """Return the lower and upper bounds that enclose `SHARES` of the values."""
     low, high = np.quantile(values, SHARES)
     return float(low), float(high)

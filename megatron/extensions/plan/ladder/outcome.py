@@ -1,4 +1,5 @@
-"""Results of a ladder's runs: validation losses read from their metrics.jsonl. This module does not import torch."""
+"""Results of a ladder's runs: validation losses read from the runs' metrics.jsonl files. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class Outcome:
 
     @property
     def done(self) -> float:
-        """Return the fraction of the run that has been evaluated."""
+        """Return the share of the run's evaluations that are finished."""
         return 1.0 if self.diverged else max(self.losses, default=0) / self.evaluations
 
     def point(self, evaluation: int | None = None) -> Point:
@@ -49,7 +50,7 @@ class Outcome:
 
 
 def outcome(ladder: Ladder, rung: Rung, folder: Path) -> Outcome:
-    """Read the progress of a rung. If a resumed run repeated an evaluation, the later loss counts."""
+    """Read the progress of a rung from its files. If a resumed run repeated an evaluation, the later loss counts."""
     interval, last = ladder.interval(rung), ladder.evaluations
     losses: dict[int, float] = {}
     for record in _records(folder / rung.name / METRICS_FILE):
@@ -80,7 +81,7 @@ def _records(path: Path) -> Iterable[dict[str, Any]]:
 
 def of_law(found: Sequence[Outcome], rate: float) -> list[Outcome]:
     """Select one finished run per size for the law, smallest compute first. If all sizes sweep the same rates, the run
-    with the lowest loss is taken. Otherwise the run at the target's `rate` is taken, so that all sizes are tuned
+    with the lowest loss is taken. Otherwise, the run at the target's `rate` is selected, so that all sizes are tuned
     alike."""
     sizes: dict[Size, list[Outcome]] = {}
     for each in found:

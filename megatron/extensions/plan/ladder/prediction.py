@@ -16,16 +16,16 @@ from megatron.extensions.plan.ladder.outcome import Outcome, of_law
 from megatron.extensions.plan.ladder.rungs import Ladder
 
 CURVE_DRAWS = 50
-"""Number of bootstrap fits per evaluation, each to losses with resampled noise."""
+"""Number of bootstrap fits per evaluation; each is fitted to losses with resampled noise."""
 
 NORMAL = 1.645
 """Half-width, in standard deviations, of the central interval that contains 90 % of a normal distribution."""
 
 TOO_WIDE = 0.05
-"""Interval width, as a share of the loss, above which an interval is too wide to decide anything."""
+"""Interval width, as a share of the loss, above which an interval is too wide for any decision."""
 
 NEAR = 1.05
-"""Largest factor between the tokens per parameter of the target and of the rungs for which the law applies."""
+"""Factor up to which the tokens per parameter of the target and of the rungs may differ for the law to apply."""
 
 FAR = 10
 """Ratio of the target's compute to the largest rung's compute above which intervals are reported as optimistic."""
@@ -46,7 +46,7 @@ class Fitted:
         return cls(points, form, law, drawn(points, law, form, draws))
 
     def at(self, point: Point) -> dict[str, float]:
-        """Predict the loss with its interval."""
+        """Predict the loss of a point, with its interval."""
         low, high = interval([law(point) for law in self.others])
         loss = self.law(point)
         return {"loss": loss, "low": min(low, loss), "high": max(high, loss)}
@@ -101,12 +101,12 @@ def predict(ladder: Ladder, found: Sequence[Outcome], rates: Sequence[BestRate] 
 
 
 def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted) -> list[dict[str, float]]:
-    """Predict the loss at each evaluation from the rungs' losses at the same evaluation. The exponents are those of the
-    final law.
+    """Predict the target's loss at each evaluation from the rungs' losses at the same evaluation. The exponents are
+    those of the final law.
 
     Losses vary more while the learning rate is high. A band is therefore at least as wide as the errors of predicting
-    the largest rung from the other rungs, at this evaluation and at later evaluations. The band is wider if, in
-    log(compute), the target is farther from the largest rung than the largest rung is from the second largest.
+    the largest rung from the other rungs, at this evaluation and at later evaluations. The band is wider if the target
+    is farther from the largest rung, in log(compute), than the largest rung is from the second largest rung.
     """
     form = Form(final.form.terms, final.law.exponents)
     curve: list[dict[str, float]] = []
@@ -153,7 +153,7 @@ def _left_out(found: Sequence[Outcome], best: Sequence[Outcome]) -> Iterator[str
 
 
 def _other_rate(ladder: Ladder, best: Sequence[Outcome]) -> Iterator[str]:
-    """Describe how far the target's rate is from the rates at which the rungs were tuned."""
+    """Describe how far the target's rate is outside the rates at which the rungs were tuned."""
     rates, own = [each.rung.rate for each in best], ladder.target.rate
     if not min(rates) <= own <= max(rates):
         told = f"{min(rates):g} to {max(rates):g}" if min(rates) < max(rates) else f"{rates[0]:g}"
@@ -161,7 +161,7 @@ def _other_rate(ladder: Ladder, best: Sequence[Outcome]) -> Iterator[str]:
 
 
 def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRate]) -> Iterator[str]:
-    """Yield one sentence for each uncertainty of the prediction."""
+    """Yield one sentence for each source of uncertainty in the prediction."""
     points, law = final.points, final.law
     coefficients = final.form.coefficients
     if len(points) <= coefficients:
@@ -194,7 +194,7 @@ def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRa
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """Return the prediction as readable lines."""
+    """Return the prediction as lines of text."""
     target, loss = found["target"], found["predicted"]
     law = found["law"]
     names = [name for name in law if name not in ("form", "noise")]

@@ -29,12 +29,12 @@ LENGTHS = tuple(
     )
     for unit in units
 )
-"""Schedule fields that shrink with the run."""
+"""Schedule fields that are scaled down with the length of the run."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Model size, with the length of its run."""
+    """Size of a model, and length of its run."""
 
     hidden_size: int
     num_layers: int
@@ -52,7 +52,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Rung:
-    """Run of the ladder, or the target run."""
+    """Run of the ladder: a rung or the target run."""
 
     size: Size
     rate: float
@@ -76,11 +76,11 @@ class Wanted:
     """Tokens per parameter; if empty, the target's ratio."""
 
     rates: Sequence[float] = ()
-    """Learning rates; if empty, the target's rate."""
+    """Learning rates; if empty, only the target's rate is used."""
 
     swept: Sequence[int] = ()
-    """Widths that sweep all rates in addition to the target's rate; other widths use only the target's rate. If empty,
-    all widths sweep all rates."""
+    """Widths that sweep all rates in addition to the target's rate. All other widths use only the target's rate. If
+    `swept` is empty, all widths sweep all rates."""
 
     evaluations: int = 20
     """Number of evaluations per run."""
@@ -112,13 +112,13 @@ class Ladder:
 
 
 def counted_parameters(model: TransformerConfig) -> int:
-    """Return N of a model (`Size.parameters`)."""
+    """Return N, the number of parameters that a ladder counts for a model (`Size.parameters`)."""
     count = count_parameters(model)
     return active_parameters(model) - (count.embedding if count.output_layer else 0)
 
 
 def build_ladder(flags: Sequence[str], wanted: Wanted) -> Ladder:
-    """Build the ladder of the run that `flags` describe. Raises ValueError with every problem."""
+    """Build the ladder of the run that `flags` describe. Raises a ValueError that lists all problems."""
     config, problems = load_config(flags)
     told = [str(problem) for problem in problems if not problem.harmless]
     told = told or list(_refused(config, wanted))
@@ -195,8 +195,8 @@ def _uneven(config: RunConfig, width: int) -> Iterator[str]:
 
 
 def _widths(config: RunConfig, width: int) -> dict[str, Fraction]:
-    """Return the width fields that the model uses, scaled to another width. Fields of layers that the model lacks keep
-    their defaults."""
+    """Return the width fields that the model uses, scaled to another width. Fields of layer kinds that the model does
+    not have keep their defaults."""
     here = count_parameters(config.model)
 
     def counts(field: str) -> bool:
@@ -224,7 +224,7 @@ def _rungs(config: RunConfig, target: Rung, wanted: Wanted, step: int) -> Iterat
 
 
 def _rates(target: Rung, wanted: Wanted, width: int) -> list[float]:
-    """Return the learning rates of a width. If only some widths are swept, the rates include the target's rate, at
+    """Return the learning rates of a width. If only some widths are swept, all widths also use the target's rate, at
     which the law compares all sizes."""
     if not wanted.rates or (wanted.swept and width not in wanted.swept):
         return [target.rate]

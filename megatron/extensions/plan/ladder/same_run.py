@@ -26,10 +26,10 @@ FREE = frozenset(
 
 
 def runs_of_other_flags(ladder: Ladder, rungs: Sequence[Rung], flags: Sequence[str], folder: Path) -> list[str]:
-    """Return a problem if the folder contains runs of these rungs that were started with other flags. The problem lists
-    the differing flags of the first such run.
+    """Return a problem if the ladder's folder contains runs of these rungs that were started with other flags. The
+    problem lists the differing flags of the first such run.
 
-    The check compares each run's run_config.yaml. Flags of the layout, logs and checkpoints may differ."""
+    The check compares each run's run_config.yaml. The flags of the layout, logs and checkpoints may differ."""
     found = {rung.name: text for rung in rungs if (text := _differences(ladder, rung, flags, folder))}
     if not found:
         return []
@@ -49,8 +49,8 @@ def _differences(ladder: Ladder, rung: Rung, flags: Sequence[str], folder: Path)
 
 
 def _values(config: RunConfig) -> dict[str, Any]:
-    """Return the values by flag as `save_config` writes them. Derived values are replaced with the values that the user
-    passed."""
+    """Return the value of each flag, as `save_config` writes it. Derived values are replaced with the values that the
+    user passed."""
     given = dict(config.given)
     given.pop("global_batch_size", None)
     return {flag.name: given.get(flag.field, value_of(config, flag)) for flag in all_flags() if _counts(flag)}

@@ -9,7 +9,6 @@ NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 
 
 def valid_loss(record: Mapping[str, Any]) -> float | None:
-    """Return the validation loss of a record; None if the record has none. Losses that are not finite are stored as
-    text."""
+    """Return the validation loss of a record; None if the record has none. Nonfinite losses are stored as text."""
     value = record.get("valid_loss")
     return float(value) if value in NOT_FINITE or isinstance(value, float) else None

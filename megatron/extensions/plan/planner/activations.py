@@ -3,10 +3,10 @@
 A stage is measured in parts: one layer of each distinct kind, each pair of adjacent kinds, and the two ends of the
 model. The activations saved by the layers are added up. A tensor that two adjacent layers share is counted once. The
 cost of a plan therefore depends on the number of distinct kinds, not on the depth. Tokens are assumed to be routed
-evenly over experts, because there are no values by which to route.
+evenly over experts, because there are no values that could determine the routing.
 
 A rank's action list determines how much memory it holds at each point of a step. The rank holds a micro-batch's
-activations from F to B (or I). From I to W, it holds the part that weight gradients need.
+activations from F to B (or I). From I to W, the rank holds the part that weight gradients need.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class ActivationPlan(StageParts):
     """Planned activations of a micro-batch in the stages of one configuration."""
 
     def stage(self, stage: Stage) -> StageMemory:
-        """Return the memory of one stage. Peaks are exact to the byte if all layers of the stage are of one kind."""
+        """Return the activation memory of one stage. Peaks are exact to the byte if all layers of the stage are of one
+        kind."""
         units = self.units(stage)
         if len(units) < 2:
             return self._part(units, stage.first, stage.last)
@@ -70,8 +71,8 @@ class ActivationPlan(StageParts):
         return replace(total, forward=max(forward), backward=max(backward), weight=max(weight))
 
     def _part(self, units: Sequence[Unit], first: bool, last: bool) -> StageMemory:
-        """Return a stage of these units. The memory of a unit of many identical layers is extrapolated from a few of
-        these layers."""
+        """Return the memory of a stage that consists of these units. The memory of a unit of many identical layers is
+        extrapolated from a few of these layers."""
         for number, unit in enumerate(units):
             more = len(unit.layers) - MEASURED_LAYERS
             if more > 0 and len(set(self.kinds(unit))) == 1:
@@ -86,7 +87,7 @@ class ActivationPlan(StageParts):
 
 @dataclass(frozen=True)
 class RankActivations:
-    """Peak activation memory, during a step, of each rank at one pipeline position."""
+    """Peak activation memory of each rank at one pipeline position during a step."""
 
     stages: tuple[StageMemory, ...]
     """Memory of one micro-batch in each chunk."""
@@ -95,14 +96,14 @@ class RankActivations:
     """Number of micro-batches whose activations are held at the peak, by chunk."""
 
     peak: int
-    """Peak bytes held between two actions."""
+    """Peak number of bytes held between two actions."""
 
     working: int
-    """Additional memory of the largest action for gradients and temporary tensors. It includes communication buffers,
-    but not memory that a kernel allocates and frees internally."""
+    """Peak memory of a single action, beyond the held activations, for gradients and temporary tensors. This memory
+    includes communication buffers, but not memory that a kernel allocates and frees internally."""
 
     weight_copies: int = 0
-    """Bytes of weights in fp8."""
+    """Bytes of fp8 weight copies."""
 
     host: int = 0
     """Bytes of the host buffers for offloaded activations of all micro-batches in flight."""
@@ -162,7 +163,7 @@ def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) ->
 
 def host_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
     """Return the size in bytes of the host buffers after a rank has run its action list. For each buffer size, this
-    counts the largest number of buffers in use at once.
+    function counts the largest number of buffers in use at once.
 
     For two interleaved passes, the backward pass is assumed to release no buffer before the forward pass has allocated
     all of its buffers.

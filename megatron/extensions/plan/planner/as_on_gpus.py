@@ -52,10 +52,10 @@ T = TypeVar("T")
 
 
 class Launches(Protocol):
-    """Recorder of planned kernel launches that torch's own operators do not show."""
+    """Recorder for planned kernel launches that torch's own operators do not show."""
 
     any_order: bool
-    """True if kernels may add in any order, using nondeterministic atomics."""
+    """True if kernels may add values in any order, using nondeterministic atomics."""
 
     def attention(
         self,
@@ -76,12 +76,12 @@ class Launches(Protocol):
             value_width: Value channels per head.
             length: Number of keys.
             backward: True for a backward pass.
-            dropout: Whether dropout is applied. The two kernels of the backward pass then count as one launch.
-            backend: Kernel; the default is the plan's backend.
+            dropout: True if dropout is applied. Both kernels of a backward pass with dropout count as one launch.
+            backend: Name of the kernel; the default is the backend of the plan.
         """
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
-        """Record a product by a kernel that torch does not provide for tensors without values.
+        """Record a matrix product of a kernel that torch does not provide for tensors without values.
 
         If the name ends with _, the product is added to `out`, unless `options` contain a `beta` of 0.
         """
@@ -91,13 +91,13 @@ class Launches(Protocol):
         bytes of fp32 to rows in any order."""
 
     def unseen(self) -> AbstractContextManager[None]:
-        """Context for operators that are part of a recorded launch and must not be recorded again."""
+        """Context manager for operators that are part of a recorded launch and must not be recorded again."""
 
     def some_of(self, parts: Sequence[T]) -> Iterable[T]:
-        """Select the parts of a loop to run, as representatives of all parts."""
+        """Select the parts of a loop to run; these parts represent the rest."""
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
-        """Context for `count` products, several of which may run concurrently."""
+        """Context manager for `count` products, several of which may run concurrently."""
 
 
 class Unrecorded:
@@ -128,7 +128,7 @@ UNRECORDED = Unrecorded()
 
 
 class PlannedFlash:
-    """FlashAttention on packed sequences: allocates the outputs, but no temporary memory inside the kernel."""
+    """Planned FlashAttention on packed sequences, which allocates outputs but no temporary memory inside the kernel."""
 
     def __init__(self, launches: Launches = UNRECORDED) -> None:
         self.launches = launches
@@ -146,7 +146,7 @@ class PlannedFlash:
         return _gradients_of(*qkv)
 
     def _launch(self, q: Tensor, v: Tensor, lengths: Lengths | None, window: Window, backward: bool) -> None:
-        """Record a launch on whole samples. `FakeKernel` records launches on tiles."""
+        """Record an attention launch on whole samples. `FakeKernel` records launches on tiles."""
         if lengths is not None:
             (rows, heads, width), longest = q.shape, lengths[2]
             seen = Span(window[0] + 1 or None).mean(longest)
@@ -154,7 +154,7 @@ class PlannedFlash:
 
 
 class PlannedFlashKernel(FlashCUDAKernel):
-    """Kernel that packs tiles as on GPUs."""
+    """Planned kernel that packs tiles in the same way as kernels on GPUs."""
 
     def __init__(self, launches: Launches = UNRECORDED) -> None:
         super().__init__(PlannedFlash(launches))
@@ -178,7 +178,7 @@ def _launch(
 @lru_cache(maxsize=1024)
 def seen_pairs(tile: Tile) -> float:
     """Return the number of unmasked query-key pairs of a tile. Under a sliding window, only the pairs within the tile
-    count."""
+    are counted."""
     n, m = len(tile.queries), len(tile.keys)
     if tile.window is not None:
         return float(
@@ -189,8 +189,8 @@ def seen_pairs(tile: Tile) -> float:
 
 class FakeKernel:
     """Kernel that allocates outputs and records one launch per tile. If `parts` is True, the kernel plans attention on
-    parts of samples, as under context parallelism. Whole samples need no packing. They take one launch for any head
-    width."""
+    parts of samples, as used under context parallelism. Whole samples need no packing. They take one launch for any
+    head width."""
 
     needs_places, most_queries = False, None
 
@@ -219,7 +219,7 @@ class FakeKernel:
     def _launched(
         self, found: Iterator[tuple[Tile, T]], q: Tensor, v: Tensor, backward: bool
     ) -> Iterator[tuple[Tile, T]]:
-        """Record one launch per tile. The copies before and after a launch are not recorded separately."""
+        """Record one attention launch per tile. The copies before and after a launch are not recorded separately."""
         while True:
             with self.launches.unseen():
                 each = next(found, None)
@@ -230,7 +230,7 @@ class FakeKernel:
 
 
 def _outputs_of(q: Tensor, v: Tensor) -> Outputs:
-    """Return the output, and the log-sum-exp of each row [..., heads]."""
+    """Return the attention output, and the log-sum-exp of each row [..., heads]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty(q.shape[:-1], dtype=wide)
 
@@ -259,7 +259,7 @@ class PlannedDropoutKernel(FlashDropoutKernel):
 
 
 class PlannedBackend:
-    """Attention backend that plans the kernels of GPUs. The cuDNN kernels, which need no packing, are planned as
+    """Attention backend that plans the kernels of GPUs. The cuDNN kernels need no packing. They are planned as
     FlashAttention."""
 
     def __init__(self, name: str, hardware: PlannedGPU, operands: AttentionOperands) -> None:
@@ -302,7 +302,7 @@ class PlannedHardware(Hardware):
 
 @dataclass(frozen=True)
 class PlannedGPU(PlannedHardware):
-    """Planned hardware of a GPU that need not be present. FlashAttention receives tiles as GPUs pack them."""
+    """Planned hardware of a GPU, which may be absent. FlashAttention receives tiles as GPUs pack them."""
 
     fused_dropout: bool = False
     """True if attention with dropout is one fused kernel."""
@@ -325,8 +325,8 @@ def plans_fused_dropout(model: TransformerConfig, parallel: ModelParallelConfig)
 
 
 class _NormOfGPUs(torch.autograd.Function):
-    """Norm that saves the same tensors for backward as GPU kernels: the input, and fp32 statistics of each row
-    (`native_layer_norm` and `_fused_rms_norm` in torch's derivatives.yaml). On CPUs, torch saves other tensors."""
+    """Norm that saves the same tensors for backward as GPU kernels, namely the input and fp32 statistics of each row
+    (`native_layer_norm` and `_fused_rms_norm` in torch's derivatives.yaml). torch saves other tensors on CPUs."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, statistics: int, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -363,7 +363,7 @@ def _fused_attention(
 
 
 class PlannedRegions(TorchFunctionMode):
-    """Mode that runs compiled regions through `live`, each as one kernel."""
+    """Mode that runs each compiled region through `live`, as one kernel."""
 
     def __init__(self, live: LiveMemory) -> None:
         super().__init__()
@@ -378,12 +378,12 @@ class PlannedRegions(TorchFunctionMode):
 
 class PlannedFunctions(PlannedRegions):
     """Mode that replaces functions with their GPU versions: norms, fused attention, products and compiled regions.
-    Tensors are created on `device`, if it is given. `with torch.device(device)` would do the same, but a second mode
-    doubles the overhead of every function.
+    If `device` is given, tensors are created on this device. `with torch.device(device)` would have the same effect,
+    but a second mode doubles the overhead of every function.
 
     Products in 16 bits and in fp8 are accumulated into fp32 weight gradients inside the kernel. For fp8 the Triton
     kernel is planned, regardless of the kernel that `gemm_choice` selects. All experts share one kernel, unless this
-    process disables it (`time/expert_products.py`). In that case, each expert has a separate kernel.
+    process disables it (`time/expert_products.py`). With a disabled kernel, each expert has a separate kernel.
     """
 
     def __init__(
@@ -419,7 +419,7 @@ class PlannedFunctions(PlannedRegions):
             with self:
                 return planned(*args)
         out = super().__torch_function__(func, types, args, kwargs)
-        if func is torch.tensor and out.is_meta:  # no dispatch mode has recorded these operations
+        if func is torch.tensor and out.is_meta:  # these operations were not recorded by a dispatch mode
             return torch.ops.aten.lift_fresh(out)
         return out
 
@@ -433,7 +433,7 @@ class PlannedFunctions(PlannedRegions):
         return out
 
     def _add_fp8_product_(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
-        """out [o, i] += dy [o, n] x [i, n]^T"""
+        """Compute out [o, i] += dy [o, n] x [i, n]^T."""
         self.launches.product("fp8_", dy.values, x.values.t(), out, {"beta": not overwrite})
 
     def _bmm_in_fp32(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -443,7 +443,7 @@ class PlannedFunctions(PlannedRegions):
         return out
 
     def _add_product_(self, out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) -> None:
-        """out [o, i] += dy [n, o]^T x [n, i]"""
+        """Compute out [o, i] += dy [n, o]^T x [n, i]."""
         if out.dtype == torch.float32 and dy.dtype != out.dtype:
             torch.addmm(out, dy.t(), x, out_dtype=torch.float32, beta=0 if overwrite else 1, out=out)
         else:

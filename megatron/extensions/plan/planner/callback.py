@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PlanOfRun(Callback):
-    """Callback that provides plans during a run. The planner's modules are imported on first use."""
+    """Callback through which a run obtains its plans. The planner's modules are imported on first use."""
 
     def flops_per_token(self, model: TransformerConfig) -> float:
         from megatron.extensions.plan.planner.flops import flops_per_token

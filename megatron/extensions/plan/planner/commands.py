@@ -59,7 +59,7 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
 
 
 def _can_write(path: Path) -> bool:
-    """Return True if the file can be written. The program checks this before a long search starts."""
+    """Return True if it is possible to write to the file. The command checks this before a long search starts."""
     if path_rule("local", str(path)) is not None:
         return False
     return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
@@ -219,10 +219,10 @@ class Rehearsal(Command):
 
     ranks: str = DISTINCT
     device_memory: float | None = None
-    """Device memory in GiB."""
+    """Memory limit of a rank in GiB."""
 
     def run(self, run: Prepared) -> int:
-        """Rehearse all ranks in one process."""
+        """Rehearse the requested ranks on this machine, and print the report."""
         if run.launch.rank == 0:
             print(*run.inputs, sep="\n", end="\n" if run.inputs else "", file=sys.stderr)
         problems = [*run.problems, *self._wrong_ranks(run)]

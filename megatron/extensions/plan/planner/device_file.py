@@ -1,8 +1,9 @@
-"""Device files (`devices/*.yaml`) with the speeds of one kind of device each, and the kernel times predicted from them.
+"""Device files (`devices/*.yaml`), each of which holds the speeds of one kind of device, and the kernel times predicted
+from them.
 
-All times are predictions. A GEMM reaches the rate of its precision, reduced for a short inner dimension and for a last
-wave that does not fill the device. Attention reaches the rate of its kernel. Every other kernel moves bytes at copy
-bandwidth.
+All times that this module returns are predictions. A GEMM reaches the rate of its precision, reduced for a short inner
+dimension and for a last wave that does not fill the device. Attention reaches the rate of its kernel. Every other
+kernel moves bytes at copy bandwidth.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from megatron.training.config.yaml_text import compose_yaml, load_yaml, read_yam
 FOLDER = Path(__file__).parent / "devices"
 
 TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (64, 128), (128, 64), (64, 64))
-"""Output tile shapes from which a GEMM kernel chooses."""
+"""Output tile shapes among which a GEMM kernel chooses."""
 
 ABOVE_0 = lambda value: value > 0, "{:g} must be above 0"
 """Check for entries that predictions divide by."""
 
 SHARE = lambda value: value <= 1, "{:g} must be a share, at most 1"
-"""Check for entries that are shares of a whole; a number above 1 is probably a percentage."""
+"""Check for entries that are shares of a whole. A larger number is probably a percentage."""
 
 Rate = Annotated[float, (ABOVE_0[0], "its TFLOP/s must be above 0")]
 Positive = Annotated[float, ABOVE_0]
@@ -41,7 +42,7 @@ HASH_OPERATIONS = 9
 
 
 class DeviceError(ValueError):
-    """Raised if a device file lacks an entry that a step needs."""
+    """Raised if a device file lacks an entry that the prediction of a step needs."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +53,13 @@ class GemmSpeed:
     """TFLOP/s for an infinite inner dimension, with all multiprocessors busy."""
 
     half_depth: float
-    """Inner dimension at which half of the rate is reached. It reflects the time to fill and drain the pipeline of a
-    tile."""
+    """Inner dimension at which half of the rate is reached. This value reflects the time to fill and drain the pipeline
+    of a tile."""
 
 
 @dataclass(frozen=True)
 class AttentionSpeed:
-    """Rates of one attention kernel for one head size. They count the FLOPs that the kernel executes: half of the
+    """Rates of one attention kernel for one head size. The rates count the FLOPs that the kernel executes: half of the
     square for causal attention, and five products in the backward pass, which recomputes the scores. Each rate is
     (TFLOP/s for an infinitely long sequence, sequence length at which half of this rate is reached)."""
 
@@ -68,8 +69,8 @@ class AttentionSpeed:
 
 @dataclass(frozen=True)
 class GatherSpeed:
-    """Rates of kernels that multiply gathered rows. A kernel takes as long as the slowest of its three parts: products,
-    reads and additions."""
+    """Rates of kernels that gather rows and multiply them. A kernel takes as long as the slowest of its three parts:
+    products, reads and additions."""
 
     tflops: Positive
     read_tb_per_second: Positive
@@ -80,7 +81,7 @@ class GatherSpeed:
 
 @dataclass(frozen=True)
 class Link:
-    """Link between the ranks of one node (`node`), or between nodes through all adapters of a node (`network`)."""
+    """Link between ranks: within one node (`node`), or between nodes through all adapters of a node (`network`)."""
 
     gb_per_second: Positive
     """Rate in one direction in GB/s: per rank within a node, per adapter between nodes. This is the rate that
@@ -93,18 +94,18 @@ class Link:
     """Time to start a collective."""
 
     share: Mapping[Kind, Positive] = field(default_factory=dict)
-    """Share of the link's rate that each kind of collective reaches; 1 for kinds that are not listed."""
+    """Share of the link's rate that each kind of collective reaches. Kinds that are not listed reach the whole rate."""
 
 
 @dataclass(frozen=True)
 class DeviceFile:
-    """One kind of device and its node. For CPUs, all CUDA fields are left out."""
+    """One kind of device, and a node of such devices. CPU files omit all CUDA fields."""
 
     name: str
     """Name as returned by `torch.cuda.get_device_name`."""
 
     multiprocessors: PositiveInt
-    """Number of multiprocessors of a GPU. It is 1 for a CPU, whose rate does not depend on waves of tiles."""
+    """Number of multiprocessors of a GPU. The number is 1 for a CPU, whose rate does not depend on waves of tiles."""
 
     memory_gib: Positive
 
@@ -122,31 +123,32 @@ class DeviceFile:
     """Bytes read and written per second by a large copy, in TB/s."""
 
     kernel_floor_us: float
-    """Shortest time of a kernel."""
+    """Minimum time of a kernel."""
 
     launch_gap_us: float
     """Gap between two kernels of a stream whose launches are already queued."""
 
     host_launch_us: float
-    """Host time for one operation. A step is host-bound if the host time of all operations exceeds the device time."""
+    """Host time to launch one operation. A step is host-bound if the host time of all operations exceeds the device
+    time."""
 
     epilogue_exposed: Annotated[float, SHARE]
     """Exposed share of the time in which a GEMM with beta = 1 reads and writes its accumulator. The rest overlaps with
     the products."""
 
     gather: GatherSpeed | None = None
-    """Rates of gathering kernels. If not given, they are assumed to be half of the bf16 product rate, the copy rate,
-    and half of the copy rate.
+    """Rates of kernels that gather rows. If no rates are given, they are assumed to be half of the bf16 product rate,
+    the copy rate, and half of the copy rate.
     """
 
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None for a CPU."""
 
     cache_mib: float = 0.0
-    """Size of the L2 cache."""
+    """Size of the L2 cache of a GPU."""
 
     shared_memory_kib: int = 0
-    """Largest shared memory of a thread block."""
+    """Maximum size of the shared memory of a thread block."""
 
     links: Mapping[str, Link] = field(default_factory=dict)
     """Links `node` and `network`. A plan for one rank needs no links."""
@@ -158,29 +160,29 @@ class DeviceFile:
     """Number of network adapters that the ranks of a node share."""
 
     sustained: Annotated[float, ABOVE_0, SHARE] = 1.0
-    """Share of the product and attention rates that a whole step reaches. An isolated kernel runs at higher clocks than
-    a step that keeps the device at its power limit."""
+    """Share of an isolated kernel's product and attention rates that a whole step reaches. An isolated kernel runs at
+    higher clocks than a step that keeps the device at its power limit."""
 
     sustained_fp8: Annotated[float, ABOVE_0, SHARE] | None = None
-    """Share of the fp8 product rate that a whole step reaches; If None, `sustained` applies. fp8 products need less
-    energy per byte of operands than others, so the clocks drop less."""
+    """Share of the fp8 product rate that a whole step reaches; if None, `sustained` applies. fp8 products need less
+    energy per byte of operands than other products, so the clocks drop less."""
 
     overlap_slowdown: float = 0.0
-    """Share of a hidden collective's time by which it delays concurrent computation."""
+    """Delay of concurrent computation caused by a hidden collective, as a share of the collective's time."""
 
     step_overhead_ms: float = 0.0
     """Part of the step time that does not depend on shapes: data loading, metrics, and host work between steps."""
 
     ranks_overhead_ms: float = 0.0
-    """Additional fixed time of a step with several ranks. At the end of the step, all ranks wait for the slowest rank
-    and its host."""
+    """Additional fixed time of a step with several ranks. At the end of a step, all ranks wait for the slowest rank and
+    its host."""
 
     host_gb_per_second: Positive = 25.0
     """Copy rate between the device and its host's memory, for offloading."""
 
     host_update_gb_per_second: Positive | None = None
-    """Rate at which all host cores of a rank together read and write memory while they update states on the host. The
-    default is the copy rate."""
+    """Rate at which all host cores of a rank together read and write memory while they update states on the host. By
+    default, this rate equals the copy rate."""
 
     disk_gb_per_second: Positive = 3.0
     """Read and write rates per device for memory-mapped files on a local disk."""
@@ -195,12 +197,12 @@ class DeviceFile:
 
     def ranks_of_node(self, world_size: int) -> int:
         """Ranks per node if --gpus-per-node is not given: `ranks_per_node` or, if the world needs several nodes, the
-        largest number up to it that divides the world size."""
+        largest divisor of the world size that is at most `ranks_per_node`."""
         most = self.ranks_per_node
         return most if world_size <= most else next(size for size in range(most, 0, -1) if world_size % size == 0)
 
     def fixed_ms(self, world_size: int) -> float:
-        """Time of a step that does not depend on shapes."""
+        """Part of the step time that does not depend on shapes."""
         return self.step_overhead_ms + (self.ranks_overhead_ms if world_size > 1 else 0.0)
 
     def memory_us(self, size: float) -> float:
@@ -229,12 +231,12 @@ class DeviceFile:
 
     def attention_us(self, kernel: str, width: int, flops: float, length: int, backward: bool) -> float:
         """Time of attention over `length` tokens with heads of size `width`, at the rates of the nearest head size.
-        `flops` counts the kernel's own FLOPs."""
+        `flops` is the number of FLOPs that the kernel itself executes."""
         if kernel == "auto":  # use the fastest of torch's kernels, or any available kernel on other devices
             suited = [name for name in ("cudnn", "flash") if name in self.attention] or list(self.attention)
             return min(self.attention_us(name, width, flops, length, backward) for name in suited)
         if kernel == "triton" and kernel not in self.attention:
-            # The matrix products of the Triton kernel are assumed to be as fast.
+            # The matrix products of the triton kernel are assumed to be as fast as those of this kernel.
             kernel = "flash" if "flash" in self.attention else "auto"
             return self.attention_us(kernel, width, flops, length, backward)
         if kernel == "fp8" and (in_fp8 := [name for name in self.attention if name.startswith("fp8_")]):
@@ -254,15 +256,15 @@ class DeviceFile:
         return max(self.kernel_floor_us, max(times) / 1e6)
 
     def hash_us(self, pairs: float) -> float:
-        """Return the time to hash the dropout masks of this number of query-key pairs in an attention kernel. It does
-        not overlap with matrix products. The rate of integer operations is assumed to be a quarter of the fp32 FLOP
-        rate."""
+        """Return the time in which an attention kernel hashes the dropout masks of this number of query-key pairs. This
+        time does not overlap with matrix products. The rate of integer operations is assumed to be a quarter of the
+        fp32 FLOP rate."""
         return pairs * HASH_OPERATIONS / (self._gemm_speed("fp32").tflops / 4) / 1e6 if pairs else 0.0
 
 
 def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
-    """Return the share of a GPU's time that is spent on the results [m, n] of a product, with the best output tile. The
-    last wave and the edge tiles waste some time, and small tiles load the operands more often."""
+    """Return the share of a GPU's time that a product spends on its results [m, n], with the best output tile. The last
+    wave and the edge tiles waste some time, and small tiles load the operands more often."""
 
     def filled(rows: int, columns: int) -> float:
         tiles = batches * math.ceil(m / rows) * math.ceil(n / columns)
@@ -274,12 +276,12 @@ def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
 
 
 MOST_OF_PEAK = 2.0
-"""Largest allowed ratio of a fitted rate to the peak rate in a device file. The peak may be the best measured rate, and
-the rate fitted for infinitely large products may exceed it."""
+"""Largest allowed ratio of a fitted rate to the peak rate in a device file. The peak in a device file may be the best
+measured rate, and the rate fitted for infinitely large products may exceed it."""
 
 
 def device_names() -> list[str]:
-    """Return the names of the built-in device files."""
+    """Return the names of the device files that the planner provides."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
@@ -321,7 +323,7 @@ def _why_no_file(name: str) -> str:
 
 
 def _check_keys(place: str, node: Any) -> None:
-    """Raise ValueError for a duplicate key in a mapping of YAML nodes, because YAML would silently keep the last
+    """Raise ValueError if a mapping of YAML nodes has a duplicate key, because YAML would silently keep the last
     value."""
     pairs = node.value if node is not None and node.id == "mapping" else ()
     lines: dict[str, int] = {}

@@ -57,7 +57,7 @@ def step_lines(time: StepTime) -> Iterator[str]:
 
 
 def share_text(share: float | None) -> str:
-    """Format a share as a percentage, or note that it is not known."""
+    """Format a share as a percentage; if the share is not known, state this."""
     return "unknown" if share is None else f"{share:.1%}"
 
 
@@ -73,16 +73,17 @@ def print_plan(
     problems: Sequence[Problem],
     failures: AskedFailures | None = None,
 ) -> None:
-    """Print the plan of a validated configuration and, with a `device`, the predicted step time. The plan states
-    whether the run fits devices of `device_memory` GiB (by default the memory of `device`), and which differences from
-    other programs apply. With `failures`, it also states the expected cost of failures of a `device`.
+    """Print the plan of a validated configuration. If a `device` is given, also print the predicted step time. The plan
+    states whether the run fits devices of `device_memory` GiB (by default the memory of `device`), and which
+    differences from other programs apply. If `failures` is given, the plan also states the expected cost of failures of
+    a `device`.
 
-    The same content is written as JSON to the file of --json. Its keys are "world_size", "config" (every field by its
-    flat name), "plan" (lines by title), "memory" (bytes of each pipeline rank), "time" (`StepTime`), "device_memory"
-    (bytes), "fits", "fullest_pp_rank", "bytes_over" and "failures". If the host's memory is too small, "host_memory"
-    and "host_bytes_over" are added. `problems` are missing input files, which the JSON contains and the caller reports.
-    If the path is "", only the JSON is printed, to standard output. Raises OutputError if it cannot be written,
-    DeviceError if no step of this kind can be predicted.
+    The same content is written as JSON to the file of --json. The keys of the JSON object are "world_size", "config"
+    (every field by its flat name), "plan" (lines by title), "memory" (bytes of each pipeline rank), "time"
+    (`StepTime`), "device_memory" (bytes), "fits", "fullest_pp_rank", "bytes_over" and "failures". If the host's memory
+    is too small, "host_memory" and "host_bytes_over" are added. `problems` are missing input files, which the JSON
+    contains and the caller reports. If the path is "", only the JSON is printed, to standard output. Raises OutputError
+    if the file cannot be written, and DeviceError if no step of this kind can be predicted.
     """
     from megatron.extensions.plan.planner.fake_stage import PlannerCache
     from megatron.extensions.plan.planner.time.step_time import predict_step
@@ -177,11 +178,11 @@ def _print_sections(sections: Iterable[tuple[str, Iterable[str]]], silent: bool)
 GROUPS_SHOWN = 4
 
 MOST_LISTED = 2**17
-"""Largest number of ranks for which groups are listed; building longer lists takes seconds."""
+"""Maximum number of ranks for which groups are listed; building longer lists takes seconds."""
 
 
 def group_lines(dims: ParallelDims) -> Iterator[str]:
-    """Yield lines about the groups along each axis whose size is above 1."""
+    """Yield lines about the groups of each axis whose size is above 1."""
     axes = [("TP", "tp"), ("CP", "cp"), ("DP", "dp"), ("PP", "pp"), ("EP", "ep")]
     if dims.ep > 1 or dims.expt_tp != dims.tp:
         axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # these axes are the tensor and data parallelism of experts
@@ -292,7 +293,8 @@ def _experts_line(m: TransformerConfig) -> str:
 def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     """Describe the schedule and its bubble, assuming that times are proportional to FLOPs and messages take no time.
 
-    The step ends at the gradient norm, for which all ranks wait without --optimizer-post-validation.
+    The step ends when the gradient norm is known. All ranks wait for the norm unless --optimizer-post-validation is
+    given.
     """
     schedule, costs = Schedule.of_run(config), stage_costs(config.model, config.parallel)
     bubble = schedule.bubble(StageCosts(forward=costs, input_grad=costs, weight_grad=costs), microbatches)
@@ -305,7 +307,7 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
 def batch_lines(plan: RunPlan, dims: ParallelDims, cache: PlannerCache) -> Iterator[str]:
     """Describe micro-batches, tokens per step, iterations, tokens and FLOPs of the run.
 
-    `cache` may already contain the kinds of layers.
+    `cache` may already contain the kinds of the model's layers.
     """
     config, sizes = plan.base, plan.sizes
     for phase in plan.phases:

@@ -74,7 +74,7 @@ class FakeGroup(dist.ProcessGroup):
 @contextmanager
 def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> Iterator[ParallelState]:
     """Return the parallel state of a layout's first model-parallel rank, as needed to build and run a stage.
-    `exchanges_sums` has the meaning that it has in `Axis`."""
+    `exchanges_sums` is the argument of `Axis` with this name."""
     groups: list[FakeGroup] = []
     known = known_groups()
 
@@ -84,7 +84,7 @@ def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> It
         group = FakeGroup(0, size)  # type: ignore[call-arg]
         group.axis = name
         groups.append(group)
-        # Point-to-point messages name global ranks, which torch looks up here.
+        # Point-to-point messages name global ranks, which torch looks up in this mapping.
         known.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         known.pg_map[group] = ("fake", None)  # type: ignore[assignment]
         return Axis(group, 0, size, tuple(range(size)), exchanges_sums)
@@ -114,15 +114,15 @@ ANSWERS: dict[object, Callable[..., object]] = {
     torch.ops.prim.device.default: lambda x: x.fake_device,
 }
 """Results of operators that torch does not support on fake tensors: numbers read from tensors are 0, grouped products
-have the right shape, and 16-bit products are added to fp32 sums. The frequent device query is included for speed."""
+have the right shape, and 16-bit products are added to fp32 sums. The device query is included for speed."""
 
 
 class NoValues(TorchDispatchMode):
-    """Mode that applies `ANSWERS`, and completes collectives immediately."""
+    """Mode that answers operators from `ANSWERS` and completes collectives immediately."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and checking for compilation at every operation is slow
+        return False  # no code is compiled here, and checking for compilation at every operation is slow
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -152,7 +152,7 @@ class Part(NamedTuple):
 
 
 class FakeStages:
-    """Stages of one configuration, built on fake tensors. Use this object only within `fake_stages`."""
+    """Stages of one configuration, built on fake tensors. Use `FakeStages` only within `fake_stages`."""
 
     def __init__(
         self, batch: MicroBatch, state: ParallelState, device: str, recorder: Recorder, hardware: Hardware
@@ -184,7 +184,7 @@ class FakeStages:
         self.micro_batch = whole.with_future(model.mtp_depths).local_to(state.cp)
 
     def build(self, part: Part) -> GPTModel:
-        """Build a stage in training mode. Each parameter has a `main_grad`, as under data parallelism."""
+        """Build a part of a stage in training mode. Each parameter has a `main_grad`, as under data parallelism."""
         stage = GPTModel(
             self.batch.model,
             self.parallel,
@@ -271,8 +271,8 @@ class LayersKey(NamedTuple):
 
 
 def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return, for each layer, the number of the first layer that has the same modules, shapes and settings. `known`
-    keeps results that layouts with the same layers share."""
+    """For each layer, return the number of the first layer with the same modules, shapes and settings. `known` keeps
+    results that layouts with the same layers share."""
     plain = replace(
         batch.parallel,
         tensor_model_parallel_size=1,
@@ -292,8 +292,8 @@ def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -
 
 
 def _layers_of(model: TransformerConfig, parallel: ModelParallelConfig) -> Iterable[nn.Module]:
-    """Return all layers on the meta device, where building a layer is ten times as fast as with fake tensors."""
-    if not parallel.extension_options:  # these settings may make layers differ
+    """Return a model's layers on the meta device, where building a layer is ten times as fast as with fake tensors."""
+    if not parallel.extension_options:  # these settings may make layers differ from each other
         return built_layers(model, False)
     layers = Stage(range(model.num_layers), first=False, last=False)
     with fake_state(parallel) as state:
@@ -303,32 +303,32 @@ def _layers_of(model: TransformerConfig, parallel: ModelParallelConfig) -> Itera
 
 @dataclass
 class PlannerCache:
-    """Cache of recordings of stage parts, shared by configurations whose layers compute the same."""
+    """Cache for recordings of stage parts, shared by configurations whose layers compute the same."""
 
     kinds: dict[LayersKey, tuple[int, ...]] = field(default_factory=dict)
-    """Number of the first identical layer for each layer, by model."""
+    """First identical layer of each layer, keyed by model."""
 
     known: dict[MicroBatch, dict[Part, PassEvents]] = field(default_factory=dict)
     """Recordings of stage parts, keyed by micro-batch."""
 
     def kinds_of(self, model: TransformerConfig) -> tuple[int, ...] | None:
-        """Return, for each layer of a model, the first identical layer; None if this model has not been planned yet."""
+        """Return the first identical layer of each layer; None if this model has not been planned yet."""
         return next((kinds for key, kinds in self.kinds.items() if key.model == model), None)
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
-        """Return the parts that each stage runs in order: the embedding, single layers, the head."""
+        """Return the recordings of the parts that each stage runs, in order: the embedding, single layers, the head."""
         parts = StageParts(batch, self)
         return [parts.of(list(parts.single(stage))) for stage in stages]
 
 
 class StageParts:
-    """The parts of one configuration's stages; each distinct part is run once."""
+    """Parts of one configuration's stages. Each distinct part is run only once."""
 
     def __init__(
         self, batch: MicroBatch, cache: PlannerCache | None = None, kinds: tuple[int, ...] | None = None
     ) -> None:
-        """Create the parts. `cache` keeps recordings of other configurations with the same layers. `kinds` are the
-        kinds of the layers; by default they are found by building the layers."""
+        """Create the parts. `cache` keeps recordings of other configurations with the same layers. `kinds` holds the
+        kind of each layer; by default, the layers are built to determine their kinds."""
         self.batch, cache = batch, cache or PlannerCache()
         self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
@@ -339,12 +339,12 @@ class StageParts:
         self._of_kind = {kind: (each, cache.known.setdefault(in_a_layer(each), {})) for kind, each in same.items()}
 
     def units(self, stage: Stage) -> list[Unit]:
-        """Return the units of a stage."""
+        """Return the units of a stage: groups of layers that are recomputed together, and single layers."""
         segments = recompute_segments(self.batch.model, len(stage.layers), self.batch.parallel.offloaded_layers)
         return [Unit(tuple(stage.layers[i] for i in each.layers), each.recompute, each.offload) for each in segments]
 
     def single(self, stage: Stage) -> Iterator[Part]:
-        """Return the ends of a stage and its layers, each as a separate part."""
+        """Return the model ends in a stage and the layers of the stage, each as a separate part."""
         if stage.first:
             yield Part(first=True)
         yield from (Part((unit._replace(layers=(number,)),)) for unit in self.units(stage) for number in unit.layers)
@@ -352,11 +352,12 @@ class StageParts:
             yield Part(last=True)
 
     def kinds(self, unit: Unit) -> tuple[int, ...]:
-        """Return, for each layer of a unit, the first identical layer."""
+        """Return the first identical layer of each layer of a unit."""
         return tuple(self._alike[number] for number in unit.layers)
 
     def of(self, parts: Sequence[Part]) -> list[PassEvents]:
-        """Return the recordings of parts. Unknown parts are run; all parts of one kind run in one fake step."""
+        """Return the recordings of parts. Parts without a recording are run; all parts of one kind run in one fake
+        step."""
         keys = [
             part._replace(units=tuple(unit._replace(layers=self.kinds(unit)) for unit in part.units)) for part in parts
         ]
@@ -408,7 +409,7 @@ def _drop_grad(parameter: Tensor) -> None:
 
 @contextmanager
 def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
-    """Build the stages of a layout's first rank on fake or meta tensors. The process's own groups are unchanged."""
+    """Build the stages of a layout's first rank on fake or meta tensors. Real process groups are unchanged."""
     on_gpus, backend = batch.device == "cuda", batch.parallel.attention_backend
     of_others = "auto" if backend == "triton" or backend.startswith("fp8") else backend
     live = Recorder(on_gpus and not batch.bf16_sums, of_others, not batch.deterministic)
@@ -422,8 +423,7 @@ def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
     elif batch.parallel.compiles(batch.device):
         functions.append(PlannedRegions(live))
     tensors = nullcontext() if meta else FakeTensorMode()
-    # A run on a GPU may have disabled the kernel by which a plan recognizes attention: the flag is shared by all
-    # devices.
+    # A run on a GPU may have disabled the kernel by which a plan recognizes attention: all devices share this flag.
     seen = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
     with fake_state(batch.parallel, not on_gpus) as state, tensors, NoValues(), ExitStack() as stack, seen:
         for mode in functions:
@@ -440,10 +440,10 @@ def _recorded(batch: MicroBatch, parts: Sequence[Part]) -> list[PassEvents]:
 
 
 def planned(batch: MicroBatch, work: Callable[[bool], T]) -> T:
-    """Return the result of `work(meta)` on the stages of `fake_stages`.
+    """Return the result of `work(meta)`, called within `fake_stages`.
 
-    Plans for GPUs use meta tensors, which are several times as fast as fake tensors. They fall back to fake tensors if
-    a part does not run on meta tensors because it creates tensors on the host or reads several numbers at once."""
+    Plans for GPUs use meta tensors, which are several times as fast as fake tensors. A plan falls back to fake tensors
+    if a part does not run on meta tensors because it creates tensors on the host or reads several numbers at once."""
     if batch.device == "cuda":
         with suppress(Exception):  # the run on fake tensors reports the error
             return work(True)

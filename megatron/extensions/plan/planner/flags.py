@@ -1,4 +1,4 @@
-"""Options and entry points of plans, searches and rehearsals, and the registry of plan sections.
+"""Command-line options and entry points for plans, searches and rehearsals, and the registry of plan sections.
 
 This module does not import torch.
 """

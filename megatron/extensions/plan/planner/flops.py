@@ -22,11 +22,11 @@ from megatron.extensions.plan.planner.time.events import Attention, Product
 
 
 class FlopsPerToken(NamedTuple):
-    """Model FLOPs per token in forward and backward. Recomputation is not counted."""
+    """Model FLOPs per token in the forward and backward pass together. Recomputation is not counted."""
 
     matmul: float
-    """6 x the number of matrix parameters that a token uses, including the output layer, plus the products of linear
-    attention."""
+    """FLOPs of matrix parameters per token: 6 x the number of matrix parameters that a token uses, including the output
+    layer, plus the products of linear attention."""
 
     attention: float
     """FLOPs of a token's attention scores and weighted value sums."""
@@ -40,15 +40,16 @@ class FlopsPerToken(NamedTuple):
 def model_flops(
     config: TransformerConfig, seq_length: int | None = None, kinds: tuple[int, ...] | None = None
 ) -> FlopsPerToken:
-    """Count the model FLOPs on one rank without parallelism, since they do not depend on the layout.
+    """Count the model FLOPs on one rank without parallelism, because the FLOPs do not depend on the layout.
 
-    `kinds` is the result of `PlannerCache.kinds_of(config)`: identical layers of a plan have equal FLOPs. Without
-    `kinds`, all layers are built to find identical ones.
+    `kinds` is the result of `PlannerCache.kinds_of(config)`: identical layers of a plan have equal FLOPs. If `kinds` is
+    not given, all layers are built to find out which are identical.
     """
     length = seq_length or config.seq_length
     seen = [kind.span.mean(length) for kind in config.layers]
     modules = [kind.span.mean(length) for kind in config.mtp_layers]
-    # Plain causal attention is one kernel. Dropout, windows, chunks, caps and ALiBi use other kernels, tile by tile.
+    # Plain causal attention is one kernel. Attention with dropout, windows, chunks, caps or ALiBi uses other kernels,
+    # with one launch per tile.
     config = replace(
         config,
         seq_length=length,
@@ -81,5 +82,6 @@ def flops_per_token(config: TransformerConfig, seq_length: int | None = None) ->
 
 def update_flops(config: TransformerConfig, optimizer: OptimizerConfig) -> int:
     """Return the FLOPs of the matrix products in one optimizer update of the whole model, as stated by the optimizer's
-    transforms. These FLOPs do not depend on the layout or the batch. The ranks of a stage share the work."""
+    transforms. These FLOPs do not depend on the layout or the batch. The ranks of a pipeline stage share the work of an
+    update."""
     return sum(link.flops(meta) for meta in stage_metas(config) for link in chain_of(optimizer, meta))

@@ -1,4 +1,4 @@
-"""Live memory of the tensors that operations allocate, counted on any device as a memory allocator would report it.
+"""Count the live memory of tensors that operations allocate, on any device, as a memory allocator would report it.
 
 Temporary memory inside a single kernel is not counted.
 """
@@ -17,7 +17,7 @@ from megatron.core.transformer.activation_store import Pool
 
 
 class LiveMemory(TorchDispatchMode):
-    """Sizes of the live storages that operations have allocated, and their peak."""
+    """Mode that records the sizes of the live storages that operations allocated, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 def tensors_of(values: object) -> list[Tensor]:
-    """Return the tensors among an operation's arguments or results."""
+    """Return all tensors among an operation's arguments or results."""
     if isinstance(values, Tensor):
         return [values]
     if isinstance(values, dict):

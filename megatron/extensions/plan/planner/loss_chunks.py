@@ -1,4 +1,4 @@
-"""Choose --loss-chunk-tokens, the chunk size of the output head and the loss, to save memory at almost no cost in
+"""Choose --loss-chunk-tokens (the chunk size of the output head and the loss) to save memory at almost no cost in
 time."""
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.time.step_time import StepTime
 
 SIZES = 8192, 4096, 2048, 1024
-"""Chunk sizes to try, in tokens. Smaller chunks take longer and seldom save more."""
+"""Candidate chunk sizes, in tokens. Smaller chunks take longer and seldom save more."""
 
 MOST_COST = 0.01
 """Largest slowdown that a selected chunk size may cause, as a share of the step time."""
 
 LEAST_SAVED = 0.01
-"""Smallest saving worth reporting, as a share of the fullest rank's memory."""
+"""Smallest memory saving that is worth reporting, as a share of the fullest rank's memory."""
 
 
 @dataclass(frozen=True)
 class ChunkChoice:
-    """Chunk size with its effect on the plan."""
+    """Loss chunk size, with its effect on the plan."""
 
     config: RunConfig
     step: StepTime
     memory: tuple[RankMemory, ...]
     saved: int
-    """Bytes saved on the fullest rank."""
+    """Number of bytes that chunks save on the fullest rank."""
 
     cost: float
-    """Slowdown of the step, as a share of its time."""
+    """Increase of the step time, as a share of the step time."""
 
     @property
     def line(self) -> str:
@@ -54,17 +54,17 @@ def chosen_chunk(
     step_of: Callable[[RunConfig], StepTime],
     memory_of: Callable[[RunConfig], Sequence[RankMemory]],
 ) -> ChunkChoice | None:
-    """Return the best chunk size: the largest among those that save most of the memory that chunks can save.
+    """Return the best chunk size, the largest of the sizes that save most of the memory that chunks can save.
 
-    Only sizes that cost at most `MOST_COST` of a step are considered. Returns None if chunks save nothing.
+    Only chunk sizes that slow down a step by at most `MOST_COST` are considered. Returns None if chunks save nothing.
 
     Args:
         config: Configuration without chunks.
         world_size: Number of ranks.
         step: Predicted step of `config`.
         memory: Planned memory of `config`.
-        step_of: Predicts the step of another configuration.
-        memory_of: Plans the memory of another configuration.
+        step_of: Function that predicts the step of another configuration.
+        memory_of: Function that plans the memory of another configuration.
     """
     own = config.parallel
     tokens = config.training.micro_batch_size * config.model.seq_length // own.context_parallel_size

@@ -43,15 +43,15 @@ EMBEDDING = "embedding.word_embeddings"
 DEVICE = "device"
 HOST = "host"
 DISK = "disk"
-"""Places that store units between passes."""
+"""Places that can store units between passes."""
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
 class BufferBytes:
-    """Bytes of one rank's parameters, gradients and optimizer state, including padding. All bytes are on the device,
-    except `host`."""
+    """Bytes of one rank's parameters, gradients and optimizer state, including padding. All attributes except `host`
+    are bytes on the device."""
 
     parameters: int
     gradients: int
@@ -89,7 +89,7 @@ class BufferBytes:
 
     @property
     def host(self) -> int:
-        """Bytes in host memory, excluding files."""
+        """Bytes in host memory, excluding data in files."""
         return self.host_states + self.host_slots + self.host_parameters + self.host_gradients - self.disk
 
 
@@ -106,7 +106,7 @@ def buffer_bytes(
 
     The result is exact except for a scalar step count per range of states. Whole units of `by_unit` buffers are counted
     separately. `of_chain` holds the bytes of transform-chain states outside shards and of callback states, on the
-    device and on the host. `units` is the place of the buffers between passes.
+    device and on the host. `units` is the place in which the buffers are stored between passes.
     """
     from megatron.core.optimizer.fused import states_of_shards  # imports torch
 
@@ -157,7 +157,7 @@ def buffer_bytes(
 class UnitsInFlight:
     """Peak bytes of whole unit parameters (ZeRO-3) and whole unit gradients (ZeRO-2 and ZeRO-3).
 
-    Units in host memory need whole parameters and whole gradients.
+    Units in host memory need both whole parameters and whole gradients.
     """
 
     parameters: int = 0
@@ -176,8 +176,8 @@ class UnitsInFlight:
 class RankStates:
     """Parameters and optimizer states of each rank at one pipeline position.
 
-    Ranks that differ in tp, cp and dp hold the same amount, except for the states of a transform chain. For these
-    states, the rank with the most bytes is used.
+    Ranks that differ in tp, cp and dp hold the same amount, except for the states of a transform chain. For the states
+    of a transform chain, the rank with the most bytes is used.
     """
 
     pp_rank: int
@@ -191,7 +191,7 @@ class RankStates:
     in_flight: UnitsInFlight
 
     of_callbacks: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of callback states, by callback name. They count as moments in `memory`."""
+    """Bytes of callback states, by callback name. In `memory`, these bytes count as moments."""
 
 
 def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankStates:
@@ -236,19 +236,19 @@ def place_of_units(parallel: ModelParallelConfig) -> str:
 
 
 def callback_bytes(config: RunConfig, buffers: Sequence[BufferLayout]) -> dict[str, int]:
-    """Return the bytes of callback states on each rank, on the device or the host, by callback."""
+    """Return the bytes of each callback's states on a rank, on the device or the host."""
     counts = {name: len(states) for name, states in states_of_callbacks(config).items()}
     owned = sum(place.numel for place in place_states(buffers, config.optimizer)) if counts else 0
     return {name: count * owned * DTYPE_BYTES[dtype_of_states(config, name)] for name, count in counts.items()}
 
 
 def dtype_of_states(config: RunConfig, callback: str) -> str:
-    """Return the dtype name of a callback's states."""
+    """Return the dtype name of the states that a callback keeps."""
     return CALLBACKS.facts(callback).stored(config).dtype or config.parallel.main_dtype
 
 
 def states_of_callbacks(config: RunConfig) -> dict[str, tuple[str, ...]]:
-    """Return the state names of each callback; callbacks without states are omitted."""
+    """Return the names of the states that each callback keeps; callbacks without states are omitted."""
     every = {name: CALLBACKS.facts(name).states_in(config) for name in CALLBACKS.wanted(config)}
     return {name: states for name, states in every.items() if states}
 
@@ -256,8 +256,8 @@ def states_of_callbacks(config: RunConfig) -> dict[str, tuple[str, ...]]:
 def chain_bytes(
     buffers: Sequence[BufferLayout], optimizer: OptimizerConfig, dims: ParallelDims, pp_rank: int, main: int
 ) -> tuple[list[int], list[int]]:
-    """Return the bytes of transform-chain states outside shards, for the ranks at `pp_rank` in rank order: one list for
-    the device and one for the host.
+    """Return the bytes of transform-chain states that are stored outside shards: one list for the device and one for
+    the host. Each list has an entry for each rank at `pp_rank`, in rank order.
 
     `main` is the size in bytes of an element of the main dtype.
     """
@@ -316,7 +316,7 @@ def _units_in_flight(
 
 
 def _buckets_of_units(buffers: Sequence[BufferLayout]) -> dict[str, list[BucketLayout]]:
-    """Map each unit to its buckets, in forward order."""
+    """Map each unit to its gradient buckets, in forward order."""
     found: dict[str, list[BucketLayout]] = {}
     buckets = [bucket for buffer in buffers if buffer.by_unit for bucket in buffer.buckets]
     for bucket in sorted(buckets, key=lambda bucket: min(place.index for place in bucket.params)):
@@ -325,8 +325,8 @@ def _buckets_of_units(buffers: Sequence[BufferLayout]) -> dict[str, list[BucketL
 
 
 def _passes_of_units(units: list[str], config: RunConfig, stages: Sequence[Stage]) -> tuple[list[str], list[str], bool]:
-    """Return (units of a forward pass, units whose gradients a backward pass completes, whether the embedding's
-    gradient is whole throughout the backward pass)."""
+    """Return three values: the units of a forward pass; the units whose gradients a backward pass completes; and
+    whether the embedding's gradient is whole throughout the backward pass."""
     if not (config.model.tied_embeddings and stages[-1].last and EMBEDDING in units):
         return units, units, False
     inner = [unit for unit in units if unit != EMBEDDING]
@@ -337,8 +337,8 @@ def _passes_of_units(units: list[str], config: RunConfig, stages: Sequence[Stage
 
 
 def _reduction_bytes(size: int, num_shards: int, parallel: ModelParallelConfig, ddp: DDPConfig) -> int:
-    """Return the additional bytes for reducing `size` elements. Blocks that gloo exchanges are not counted, because
-    GPUs have none."""
+    """Return the additional bytes that the reduction of `size` elements needs. Blocks that gloo exchanges are not
+    counted, because runs on GPUs do not use gloo for this reduction."""
     dtype = parallel.params_dtype if ddp.grad_reduce_in_bf16 else parallel.main_dtype
     if num_shards == 1:
         return 0  # gradients of a single rank are copied unchanged
@@ -359,7 +359,7 @@ def _metas_of(
 
 
 def local_shape(meta: ParamMeta, dims: ParallelDims) -> tuple[int, ...]:
-    """Return the shape of a parameter's local shard; all shards are equal."""
+    """Return the shape of a parameter's local shard; all shards have the same shape."""
     return meta.box({axis: (0, dims.size(axis)) for axis in meta.sharded})[1]
 
 
@@ -368,7 +368,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of a rank at one pipeline position."""
+    """Planned memory of a rank at one pipeline position."""
 
     plan: RankStates
     activations: RankActivations
@@ -377,7 +377,7 @@ class RankMemory:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the bytes on the device by title."""
+        """Return the number of bytes on the device for each item, by title."""
         memory = self.plan.memory
         return {
             "weights": memory.parameters,
@@ -398,7 +398,7 @@ class RankMemory:
 
     @property
     def record(self) -> dict[str, int]:
-        """Return the memory as JSON."""
+        """Return the memory as a JSON object."""
         return {"pp_rank": self.plan.pp_rank, **self.sizes, "total": self.total, "host": self.host}
 
 
@@ -413,7 +413,7 @@ def gib(size: float) -> str:
 
 
 def memory_of_ranks(config: RunConfig, world_size: int, cache: PlannerCache | None = None) -> list[RankMemory]:
-    """Return memory by pipeline rank. `cache` keeps layer measurements between calls."""
+    """Return the planned memory of each pipeline rank. `cache` keeps layer measurements between calls."""
     from megatron.extensions.plan.planner.activations import activations_of_ranks
     from megatron.extensions.plan.planner.micro_batch import MicroBatch
 

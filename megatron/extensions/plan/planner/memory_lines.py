@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.micro_batch import MicroBatch
 
 RANKS_SHOWN = 8
-"""Maximum number of ranks that a line lists."""
+"""Maximum number of ranks that are listed in a line."""
 
 
 def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemory]) -> Iterator[str]:
-    """Return one line per pipeline rank with its layers and the bytes of parameters, gradients, optimizer state and
-    activations, followed by the counted items."""
+    """Return one line per pipeline rank, followed by the items that are counted. The line of a rank states its layers
+    and the bytes of parameters, gradients, optimizer state and activations."""
     from megatron.extensions.plan.planner.micro_batch import MicroBatch
 
     plans, activations = [rank.plan for rank in ranks], [rank.activations for rank in ranks]
@@ -92,7 +92,7 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
 
 
 def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
-    """Yield a line about the place of matrices and their gradients between passes, unless each device holds whole
+    """Yield a line about where matrices and their gradients are stored between passes, unless each device holds whole
     matrices."""
     if config.ddp.unit_ranks(config.parallel) is None:
         return
@@ -214,7 +214,7 @@ class Fit:
 
     @property
     def record(self) -> dict[str, object]:
-        """Return the comparison as JSON; empty if no memory size is known."""
+        """Return the comparison as a JSON object, which is empty if no memory size is known."""
         if self.limit is None and not self.over_host:
             return {}
         record: dict[str, object] = {"fits": not (self.over or self.over_host)}

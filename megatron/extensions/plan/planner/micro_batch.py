@@ -12,7 +12,7 @@ from megatron.training.config.run_config import RunConfig
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Shape of the part of one micro-batch that a rank holds."""
+    """Part of a micro-batch that one rank computes, with the settings that affect its memory and time."""
 
     model: TransformerConfig
     parallel: ModelParallelConfig
@@ -21,7 +21,7 @@ class MicroBatch:
     """Device type, "cuda" or "cpu". Norms save different tensors for backward on GPUs and on CPUs."""
 
     own_positions: bool = False
-    """True if samples have their own position ids (--reset-position-ids)."""
+    """True if position ids are reset within samples (--reset-position-ids)."""
 
     bf16_sums: bool = False
     """True if gradients are summed in bf16 (--main-grads-dtype)."""
@@ -30,11 +30,11 @@ class MicroBatch:
     """True if attention on parts of samples packs them, as in `PlannedGPU`."""
 
     deterministic: bool = False
-    """True if every sum is computed in a deterministic order (--deterministic-mode)."""
+    """True if every sum is computed in a fixed order (--deterministic-mode)."""
 
     @classmethod
     def of(cls, config: RunConfig) -> MicroBatch:
-        """Return the micro-batch of a run."""
+        """Return the micro-batch of a run's configuration."""
         device, samples = "cpu" if config.parallel.cpu else "cuda", config.training.micro_batch_size
         bf16_sums = config.optimizer.gradients_dtype == "bfloat16"
         own = config.restarts_positions, bf16_sums

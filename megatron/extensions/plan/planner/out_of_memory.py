@@ -22,10 +22,10 @@ from megatron.training.reliability.launch import Launch
 from megatron.training.run import TrainingRun
 
 SECONDS = 5.0
-"""Time limit in seconds after which no further change is planned, because the other ranks wait for the report."""
+"""Seconds after which no further change is planned, because the other ranks wait for the report."""
 
 Change = Mapping[str, object]
-"""Change to the configuration, as a map from fields to values."""
+"""Configuration change, as a map from fields to values."""
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -33,8 +33,8 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 def changes(config: RunConfig) -> Iterator[Change]:
     """Yield changes that take less memory, cheapest first.
 
-    Sharding of states precedes changes that add communication. Updates on the host, offloading, recomputation of whole
-    layers, and other layouts follow in this order.
+    Changes that shard states come before changes that add communication. After these changes come updates on the host,
+    offloading, recomputation of whole layers, and other layouts, in this order.
     """
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     yield {"use_distributed_optimizer": True}
@@ -55,17 +55,17 @@ def changes(config: RunConfig) -> Iterator[Change]:
 
 
 def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: TrainingRun | None) -> str:
-    """Return a report of several lines: planned and allocated bytes by category of the ranks at `pp_rank`, and a change
-    that fits.
+    """Return a multi-line report with the planned and allocated bytes of the ranks at `pp_rank` by category, and a
+    change that fits.
 
-    The change is the first of `changes` whose plan fits into the device. If the device's memory size is unknown, as on
-    CPUs, it is the first change that takes less memory than the plan.
+    This is the first of `changes` whose plan fits into the device. If the device's memory size is unknown, as on CPUs,
+    the report names the first change that takes less memory than the plan.
 
     Args:
         config: Configuration of the run.
         world_size: Number of ranks.
         pp_rank: Pipeline rank that ran out of memory.
-        run: The run, or None before it has been built.
+        run: Training run; None if an error occurred before it was built.
     """
     cache, until = PlannerCache(), time.monotonic() + SECONDS
     plan, held = planned_memory(config, world_size, pp_rank, cache), held_bytes(run)
@@ -109,7 +109,7 @@ def _cheapest(config: RunConfig, world_size: int, pp_rank: int, limit: int, unti
 
 
 def with_change(config: RunConfig, change: Change, world_size: int) -> RunConfig | None:
-    """Return the configuration with a change; None if nothing changes or if the result cannot run."""
+    """Return the configuration with a change; None if the change has no effect or the result cannot run."""
     changed = with_named(config, change)
     if changed == config:
         return None
@@ -160,6 +160,6 @@ def held_bytes(run: TrainingRun | None) -> dict[str, int]:
 
 
 def explain(error: BaseException, config: RunConfig, launch: Launch, run: TrainingRun | None) -> None:
-    """Add `memory_report` to a device's out-of-memory error; tracebacks show it."""
+    """Add `memory_report` to a device's out-of-memory error, so that tracebacks show the report."""
     pp_rank = ParallelDims.from_config(config.parallel, launch.world_size).coords(launch.rank)["pp"]
     error.add_note(memory_report(config, launch.world_size, pp_rank, run))

@@ -1,4 +1,4 @@
-"""Progress output of long commands, and their handling of Ctrl-C. This module does not import torch."""
+"""Progress output and Ctrl-C handling of long commands. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import FrameType
 
 @contextmanager
 def at_interrupt(call: Callable[[], None], signals: Sequence[int] = (signal.SIGINT,)) -> Iterator[None]:
-    """Run `call` on the first interrupt signal. Afterwards, the previous handlers are restored.
+    """Call `call` when the first interrupt signal arrives. Afterwards, the previous handlers are restored.
 
     A signal that the process ignored before is still ignored.
     """
@@ -43,8 +43,9 @@ def at_interrupt(call: Callable[[], None], signals: Sequence[int] = (signal.SIGI
 def end_process() -> None:
     """End the process immediately, with exit code 130 and one line on standard error.
 
-    This is for commands that have nothing to save. The process does not raise KeyboardInterrupt, which would be lost
-    inside a torch or fork callback. Child processes, such as those of `fake_rank.forked`, end with this process.
+    Use this function for commands that have no results to save. The process does not raise KeyboardInterrupt, which
+    would be lost inside a torch or fork callback. Child processes, such as those of `fake_rank.forked`, end with this
+    process.
     """
     with suppress(OSError):
         os.write(2, b"Interrupted.\n")

@@ -15,14 +15,15 @@ PerStage = float | Sequence[float]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Times and memory of one micro-batch on one stage: one number for all stages, or one for each.
+    """Times and memory of one micro-batch on one stage. Each value is either one number for all stages or one number
+    per stage.
 
-    A whole backward pass takes `input_grad + weight_grad`. `comm` is the time of a message between two ranks or, by
-    stage, of a message between the stage and the next one. `activation` is held from F to the end of the backward pass;
-    between I and W, only the fraction `kept_for_weight_grad` is held.
+    A whole backward pass takes `input_grad + weight_grad`. `comm` is the time of a message: either one number for all
+    ranks or, for each stage, the time of a message to the next stage. The activations of a stage, `activation`, are
+    held from F to the end of the backward pass. Between I and W, only the fraction `kept_for_weight_grad` is held.
 
-    Each F, and each B or I, waits for `exchanges` expert all-to-alls at equal intervals. Each of them takes `exchange`.
-    If two passes are interleaved, the other pass computes in the meantime.
+    Each F, and each B or I, waits for `exchanges` expert all-to-alls at equal intervals. Each all-to-all takes
+    `exchange`. While one of two interleaved passes waits, the other pass computes.
     """
 
     forward: PerStage = 1.0
@@ -46,7 +47,7 @@ class StageCosts:
         return time
 
     def exchanges_of(self, action: Action) -> int:
-        """Return the number of all-to-alls in an action."""
+        """Return the number of expert all-to-alls in an action."""
         return int(at_stage(self.exchanges, action.stage)) if action.kind in (Kind.F, *BACKWARDS) else 0
 
     def duration(self, actions: Sequence[Action]) -> tuple[float, float]:
@@ -90,7 +91,7 @@ class Simulation(Walk):
         self.costs = costs
         self.peak_activations = [held_at_peak(actions, costs)[0] for actions in lists]
         self.exchanging = 0.0
-        """Time of all expert all-to-alls."""
+        """Total time of all expert all-to-alls in a step."""
         self.exposed = 0.0
         """Part of the all-to-all time during which the rank does not compute."""
         self.run()
@@ -109,25 +110,25 @@ class Simulation(Walk):
 
     @property
     def spans(self) -> list[float]:
-        """Return the time from the first start to the last end, by rank."""
+        """Return the time from the first start to the last end on each rank."""
         return [timed[-1].stop - timed[0].start if timed else 0.0 for timed in self._compute]
 
     @property
     def busy(self) -> list[float]:
-        """Return the time during which each rank computes or waits for an expert all-to-all."""
+        """Return how long each rank computes or waits for an expert all-to-all."""
         return [sum(stop - start for _, start, stop in timed) for timed in self._compute]
 
     @property
     def makespan(self) -> float:
-        """Return the time from the first start to the last end over all ranks."""
+        """Return the time from the earliest start to the latest end over all ranks."""
         return max((timed.stop for timeline in self.timeline for timed in timeline), default=0.0)
 
     @property
     def bubble(self) -> float:
         """Return the idle share of a step.
 
-        No rank updates its parameters before the gradient norm is known, which needs the gradients of all ranks. A step
-        therefore takes the time from the first start to the last end over all ranks.
+        No rank updates its parameters before the gradient norm is known, and the norm depends on the gradients of all
+        ranks. A step therefore takes the time from the earliest start to the latest end over all ranks.
         """
         time = self.makespan
         return 1 - sum(self.busy) / len(self.timeline) / time if time else 0.0
@@ -138,9 +139,9 @@ class Simulation(Walk):
 
 
 def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool = False) -> Simulation:
-    """Simulate action lists, with or without sends and receives, like a `Walk`.
+    """Simulate action lists, which may contain sends and receives.
 
-    Raises DeadlockError if they deadlock, ValueError if an action is listed twice.
+    Raises DeadlockError if the lists deadlock, and ValueError if an action is listed twice.
     """
     return Simulation(lists, costs or StageCosts(), rendezvous)
 
@@ -169,7 +170,8 @@ def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, d
 
 
 def lists_of_steps(schedule: str, p: int, steps: Sequence[int]) -> Schedule:
-    """Return the lists of an unflushed run with the micro-batch counts in `steps`, numbered consecutively."""
+    """Return the action lists of an unflushed run whose steps have the micro-batch counts in `steps`. Micro-batches are
+    numbered consecutively."""
     of_step = PIPELINE_SCHEDULES.facts(schedule).of_step
     assert of_step is not None, f"{schedule} flushes"
     lists: Schedule = [[] for _ in range(p)]

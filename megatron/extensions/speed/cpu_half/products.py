@@ -26,21 +26,22 @@ from megatron.training.initialize import Runtime
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 _OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, _ATTENTION: 3, f"{_ATTENTION}_backward": 5}
-"""Number of leading arguments that must have the same dtype, by operator."""
+"""Number of leading arguments of each operator that must have the same dtype."""
 
 _VARIANTS = {"mm": "mm.out", "bmm": "bmm.out"} | {name: f"{name}.out {name}_" for name in ("addmm", "baddbmm")}
 """Operator variants that write their result into existing memory."""
 
 _FEW_ROWS = 4
 """Largest number of rows for which torch's own kernel is at least as fast in a product with a transposed matrix, as in
-generation. Torch's kernel reads the matrix once, in 16 bits."""
+generation. torch's kernel reads the matrix once, in 16 bits."""
 
 _replaced: set[torch.dtype] = set()
-"""Dtypes that this process multiplies in fp32. The set is process-wide because torch's operators are process-wide."""
+"""Dtypes that this process multiplies in fp32. The set applies to the whole process because torch's operators are
+process-wide."""
 
 
 def has_products_of(dtype: torch.dtype) -> bool:
-    """Return True if this CPU has instructions for products of a 16-bit `dtype`, and torch uses them."""
+    """Return True if this CPU has instructions for products of a 16-bit `dtype` and torch uses these instructions."""
     return torch.backends.mkldnn.is_available() and matmul_instructions(dtype)
 
 
@@ -53,12 +54,13 @@ def multiply_in_fp32(dtype: torch.dtype) -> None:
 Results = Tensor | tuple[Tensor, ...]
 
 Kernel = Callable[..., Results]
-"""Implementation of an operator; its arguments are a dispatch key set and the operands."""
+"""Implementation of an operator, which is called with a dispatch key set and the operands."""
 
 
 @cache
 def _replace_operators() -> Library:
-    """Replace the operators for the lifetime of the returned object. Each call takes about 1.5 microseconds longer."""
+    """Replace torch's operators as long as the returned object exists. With this replacement, each call takes about 1.5
+    microseconds longer."""
     library = Library("aten", "IMPL", "CPU")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
@@ -78,7 +80,7 @@ def _in_fp32(own: Kernel, product: Kernel, operands: int, in_place: bool) -> Ker
         if dtype not in _replaced or _few_rows(*args[operands - 2 : operands]):
             return own(keys, *args, **kwargs)
         if any(x.dtype != dtype for x in (*args[:operands], *(() if out is None else (out,)))):
-            return own(keys, *args, **kwargs)  # torch's own kernel raises the error
+            return own(keys, *args, **kwargs)  # torch's own kernel reports the error
         if (mask := kwargs.get("attn_mask")) is not None:
             kwargs["attn_mask"] = mask.float()
         kwargs.pop("out", None)
@@ -87,7 +89,7 @@ def _in_fp32(own: Kernel, product: Kernel, operands: int, in_place: bool) -> Ker
             return out.resize_(found.shape).copy_(found)
         if isinstance(found, Tensor):
             return found.to(dtype)
-        # Attention of [b, heads, n, d]; its log-sum-exps [b, heads, n] stay in fp32.
+        # This is attention over [b, heads, n, d]; the log-sum-exps [b, heads, n] stay in fp32.
         return tuple(x.to(dtype) if x.ndim == 4 else x for x in found)
 
     return run
@@ -99,7 +101,7 @@ def _few_rows(x: Tensor, matrix: Tensor) -> bool:
 
 def choose_products(dtypes: Iterable[torch.dtype], device: torch.device, world: Axis) -> list[str]:
     """Compute products of 16-bit `dtypes` in fp32 if the CPU of any rank lacks instructions for them. All ranks make
-    the same choice, because replicas must stay equal. Returns lines for the log. Collective over `world`."""
+    the same choice, because replicas must stay equal. Returns the lines to log. Collective over `world`."""
     lines = []
     for dtype in dtypes:
         if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):

@@ -1,9 +1,9 @@
-"""Forward and backward pass of a micro-batch as one CUDA graph, recorded once and replayed.
+"""Run the forward and backward pass of a micro-batch as one CUDA graph, which is recorded once and replayed.
 
 Launching the kernels of a small model one by one takes longer than running them. A graph needs a single launch, and
 replays the same kernels on the same memory. Inputs are therefore copied to the memory of the recorded batch, and the
-loss is copied out. Parameters and gradient sums are in flat buffers that never move. Dropout depends only on the sample
-indices, which are inputs. `flags.py` lists features that cannot be recorded.
+loss is copied out of it. Parameters and gradient sums are in flat buffers that never move. Dropout depends only on the
+sample indices, which are inputs. `flags.py` lists features that cannot be recorded.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Call `run`, recording its device work instead of executing it. Returns the result of `run` and a replay
-        function. The values of the result are valid after each call of the replay function."""
+        """Call `run` and record its device work without executing the work. Returns the result of `run`, and a function
+        that replays the recording. The values of the result are valid after each call of the replay function."""
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.collect()
         gc.disable()
@@ -132,7 +132,7 @@ def _copy_into(inputs: Batch, batch: Batch) -> None:
 
 
 class GraphedPipeline(Pipeline):
-    """Train micro-batches from recordings."""
+    """Trains micro-batches by replaying recordings."""
 
     may_overwrite = False  # the first micro-batch has a separate recording
 

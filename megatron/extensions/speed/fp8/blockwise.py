@@ -2,8 +2,8 @@
 
 The recipe follows DeepSeek-V3, arXiv 2412.19437, section 3.3.2 and figure 7. Tiles extend along the dimension that a
 GEMM sums over, so that an outlier reduces precision only within one tile. Multipliers are powers of two, so that a
-scaled value keeps its mantissa. A later cast of the result along another dimension then loses only small values
-(section 3.5.2).
+scaled value keeps its mantissa. Casting the result again along another dimension then loses only small values (section
+3.5.2).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def power_of_two(multiplier: Tensor) -> Tensor:
 
 
 def cast_by_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> Scaled:
-    """Cast x [n, k] by blocks of `rows` x 128. `rows` is 1 (a tile) or 128. The last blocks may be smaller."""
+    """Cast x [n, k] by blocks of `rows` x 128. `rows` is 1 for tiles or 128 for blocks. The last blocks may be
+    smaller."""
     n, k = x.shape
     blocks = in_blocks(x, rows)
     multiplier = power_of_two(multiplier_of(amax_of_blocks(blocks), torch.finfo(dtype).max))
@@ -108,6 +109,6 @@ class BlockwiseGemms(Fp8Gemms):
         return self._region(recast_along_columns, whole)(*rows)
 
     def _region(self, cast: Callable[K, R], whole: bool) -> Callable[K, R]:
-        """Return the cast as a region that is compiled only if all tiles of the matrix are `whole`. Some compiler
-        versions mix up the scales of partial tiles."""
+        """Return the cast as a region, compiled only if all tiles of the matrix are `whole`. Some compiler versions mix
+        up the scales of partial tiles."""
         return region(cast, self.compiled and whole, static=True)

@@ -34,7 +34,7 @@ Others = TypeVarTuple("Others")
 
 class CastPair(NamedTuple):
     """Casts of a matrix: fp8 values by rows [n, k] and by columns [k, n], and the fp32 scales that undo the
-    multipliers, either [] or [n, 1] and [k, 1]. A cast that was not requested is None."""
+    multipliers, either [] or [n, 1] and [k, 1]. A cast is None if it was not requested."""
 
     rows: Tensor | None
     row_scale: Tensor | None
@@ -43,8 +43,8 @@ class CastPair(NamedTuple):
 
 
 class CastOrder(NamedTuple):
-    """Request to cast a matrix with a given multiplier [], by rows, by columns or both, as `wanted` states. `noted` []
-    is updated to the maximum of itself and the matrix's amax."""
+    """Request to cast a matrix with a given multiplier []. `wanted` states whether to cast by rows, by columns or both.
+    The amax in `noted` [] is updated to the maximum of its value and the matrix's amax."""
 
     multiplier: Tensor
     noted: Tensor | None
@@ -76,7 +76,7 @@ def cast_transpose(
 @operation
 def cast_transpose_noting_amax(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
     """Cast x [n, k] and record its amax, which does not affect the multiplier. The scales are NaN if the amax is not
-    finite, because saturation would hide this."""
+    finite, because saturation would otherwise hide the overflow."""
     return noting(cast_transpose_with_amax_twin, compiled, cast, x)
 
 
@@ -92,8 +92,8 @@ def noting(
     Args:
         twin: Function of `others` and `cast` that returns a result and an amax.
         compiled: Whether the region is compiled.
-        cast: Last operand of the twin. The field `noted` of this operand receives the amax.
-        others: Other operands of the twin.
+        cast: Cast request, which is the last operand of the twin. The field `noted` of this operand receives the amax.
+        others: Other operands with which the twin is called.
     """
     found, amax = region(twin, compiled, static=True)(*others, cast._replace(noted=None))
     if cast.noted is not None:
@@ -106,8 +106,8 @@ def noting(
 def amax_of_rows_and_columns(
     x: Tensor, wanted: tuple[bool, bool], compiled: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the largest absolute value of each row and of each column. `wanted` selects which of these are computed: x
-    [n, k] -> [n, 1] and [1, k], fp32."""
+    """Return the largest absolute value of each row and of each column. `wanted` selects whether the row values, the
+    column values or both are computed: x [n, k] -> [n, 1] and [1, k], fp32."""
     return region(amax_of_rows_and_columns_twin, compiled, static=True)(x, wanted)
 
 
@@ -157,7 +157,7 @@ def _amax_along(x: Tensor, dim: int) -> Tensor:
 def round_scaled(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
     """Round x * multiplier, computed in fp32, to the nearest number of the format, with ties to even.
 
-    A clamp makes values saturate, because conversions handle overflow differently on different devices. NaN stays NaN.
+    An explicit clamp makes values saturate, because devices differ in how conversions handle overflow. NaN stays NaN.
     """
     largest = torch.finfo(dtype).max
     return (x.to(torch.float32) * multiplier).clamp(-largest, largest).to(dtype).contiguous()
@@ -169,7 +169,7 @@ def transposed(values: Tensor) -> Tensor:
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """Return the largest absolute value, an fp32 scalar; NaN if any element is NaN."""
+    """Return the largest absolute value as an fp32 scalar, which is NaN if any element is NaN."""
     return (x.abs() if x.numel() else x.new_zeros(1)).amax().to(torch.float32)
 
 
@@ -181,8 +181,8 @@ def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Ten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 BLOCK_CAPABILITY = 9
-"""Major compute capability of the GPUs (Hopper) whose kernels support tile scales. Older and newer GPUs have no such
-kernels."""
+"""Major compute capability of the GPUs (Hopper) whose kernels support tile scales. Other GPUs, both older and newer,
+have no such kernels."""
 
 BLOCK_CUDA = (12, 9)
 """Lowest CUDA version whose kernels support tile scales."""
@@ -192,7 +192,7 @@ FIRST_CAPABILITY = (8, 9)
 
 
 class Scaled(NamedTuple):
-    """Matrix in fp8: fp8 values [n, k] and an fp32 scale. The matrix equals values * scale.
+    """Matrix in fp8: fp8 values [n, k] and an fp32 scale. The represented matrix is values * scale.
 
     There is one scale for the whole matrix [], or one for each row [n, 1], tile [n, k / 128] or block [n / 128, k /
     128].
@@ -232,8 +232,8 @@ def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
 
 
 def multiplies_in_fp8(x: Tensor) -> bool:
-    """Return True if operands like `x` use torch's fp8 GEMM. On CPUs, this GEMM takes up to a thousand times as long as
-    a product of dequantized operands, which gives the same values."""
+    """Return True if products of operands like `x` use torch's fp8 GEMM. On CPUs, this GEMM takes up to a thousand
+    times as long as a product of dequantized operands, which gives the same values."""
     return x.is_cuda
 
 
@@ -247,7 +247,7 @@ def scaled_mm(
 ) -> Tensor:
     """Compute an fp8 GEMM: a [n, k], b [m, k], bias [m] -> a bᵀ + bias [n, m], summed in fp32.
 
-    This is the only function that depends on kernels. Both operands are row-major, so that the transpose of b is
+    No other function of this module depends on the kernels. Both operands are row-major, so that the transpose of b is
     column-major, which is the only layout that Hopper supports. CUDA requires that k and m are multiples of 16, and
     that at most one operand is e5m2. On CPUs, `dequantized_mm` computes the product.
 
@@ -258,7 +258,7 @@ def scaled_mm(
             kernels support.
         bias: Bias [m].
         fast_accumulation: Whether Hopper's tensor cores may keep partial sums with fewer bits.
-        out: Memory for the result, if each operand has a single scale.
+        out: Memory for the result; supported only if each operand has a single scale.
     """
     if b.in_blocks or b.in_tiles:
         return _block_scaled_mm(a, b, out_dtype, bias)
@@ -311,12 +311,13 @@ def _in_whole_tiles(values: Tensor, rows: int) -> Tensor:
 
 
 def _tiles_as_columns(scale: Tensor) -> Tensor:
-    """Return tile scales [n, tiles] in column-major order, as the kernel reads them."""
+    """Return tile scales [n, tiles] in column-major order, which the kernel requires."""
     return scale.t().contiguous().t()
 
 
 def _blocks_as_columns(scale: Tensor) -> Tensor:
-    """Convert block scales [m / 128, k / 128] to [k / 128 rounded up to a multiple of four, m / 128], column-major."""
+    """Convert block scales [m / 128, k / 128] to a column-major tensor [k / 128 rounded up to a multiple of four, m /
+    128]."""
     return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
 
 
@@ -324,7 +325,8 @@ def _blocks_as_columns(scale: Tensor) -> Tensor:
 def dequantized_mm(
     a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Compute `scaled_mm` from dequantized operands, without an fp8 kernel. The arguments are those of `scaled_mm`."""
+    """Compute `scaled_mm` from dequantized operands, without an fp8 kernel. The arguments have the same meaning as in
+    `scaled_mm`."""
     product = a.dequantized() @ b.dequantized().t()
     rounded = (product if bias is None else product + bias.to(torch.float32)).to(out_dtype)
     return rounded if out is None else out.copy_(rounded)
@@ -339,7 +341,7 @@ def add_fp8_product_(out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> Non
         out: Sum [o, i].
         dy: Output gradient [o, n], cast by columns.
         x: Input [i, n], cast by columns.
-        overwrite: Compute out = dy xᵀ instead.
+        overwrite: If True, compute out = dy xᵀ instead.
     """
     product = scaled_mm(dy, x, out.dtype)
     out.copy_(product) if overwrite else out.add_(product)

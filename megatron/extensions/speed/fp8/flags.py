@@ -32,7 +32,7 @@ class Fp8Flags:
     (delayed), of each row (rowwise), or of each tile of 128 values and each block of 128 x 128 weights (blockwise)."""
 
     fp8_margin: int = flag(0, at_least=0, at_most=16, bounds_reason="because e4m3 has 18 powers of two")
-    """Delayed scaling: margin below the format's largest number, in powers of two."""
+    """Delayed scaling: margin below the largest number of the format, as an exponent of two."""
 
     fp8_amax_history_len: int = 1
     """Delayed scaling: number of steps in the amax history."""
@@ -63,8 +63,8 @@ class Fp8Flags:
 
 
 def alignment(parallel: ModelParallelConfig, ranks: int) -> tuple[int, str]:
-    """Return the divisor of the number of fp8 features on a rank if `ranks` ranks share the features, and the flag that
-    requires this divisor.
+    """Return the number that must divide the fp8 features of a rank if `ranks` ranks share the features, and the flag
+    that requires this divisor.
 
     Kernels require multiples of 16. With blockwise scaling, ranks must hold whole tiles, because a tile has one
     scale."""
@@ -73,13 +73,14 @@ def alignment(parallel: ModelParallelConfig, ranks: int) -> tuple[int, str]:
 
 
 def described(parallel: ModelParallelConfig) -> str:
-    """Return the format and the recipe as text for a plan."""
+    """Return the format and the recipe as text that a plan prints."""
     own = parallel.options(Fp8Flags)
     return f"fp8 {own.fp8_format} {own.fp8_recipe}"
 
 
 def gathers(parallel: ModelParallelConfig) -> bool:
-    """Return True if weights are gathered in fp8. A validation rule refuses the rowwise recipe."""
+    """Return True if weights are gathered in fp8. A validation rule refuses to gather weights in fp8 under the rowwise
+    recipe."""
     own = parallel.options(Fp8Flags)
     return own.fp8_param_gather and own.fp8_format is not None and own.fp8_recipe != "rowwise"
 

@@ -41,8 +41,8 @@ GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 
 def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:
-    """Return True if one kernel multiplies all experts in fp8 and reads the numbers of rows on the device. This kernel
-    is torch's, or a replacement that this process may use."""
+    """Return True if a single kernel multiplies all experts in fp8 and reads the numbers of rows on the device. The
+    kernel is torch's, or a replacement that this process may use."""
     if device.type != "cuda" or ("grouped_scaled_mm" in KERNELS and "grouped_scaled_mm" not in LEFT_OUT):
         return True
     return recipe != "blockwise" and torch.cuda.get_device_capability(device) in GROUPED_CAPABILITIES
@@ -110,15 +110,15 @@ def blocks_of(matrices: Tensor, transpose: bool = False) -> Scaled:
 
 class ExpertTiles(NamedTuple):
     """Transposed e4m3 cast of rows x [n, k], sorted by expert. Each tile of 128 rows of one expert and one column has
-    its own scale. The rows of each expert are padded with zeros to whole tiles. The number of tiles suffices for any
+    its own scale. Each expert's rows are padded with zeros to whole tiles. The number of tiles suffices for any
     distribution of n rows over the experts. The contents of unused tiles are undefined."""
 
     values: Tensor
     """[k, 128 tiles]"""
     scale: Tensor
-    """[tiles, k], fp32: powers of two"""
+    """Tile scales [tiles, k], fp32: powers of two."""
     rows: int
-    """Number of rows n, without padding."""
+    """Number of rows n, excluding padding."""
 
 
 def tiles_for(rows: int, experts: int) -> int:
@@ -169,7 +169,7 @@ def add_fp8_products_grouped_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile
 
 
 def add_products_of_tiles_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor, dtype: torch.dtype) -> None:
-    """Compute `add_fp8_products_grouped_` with products of the operands in `dtype`."""
+    """Compute `add_fp8_products_grouped_` in `dtype`, with the dequantized operands."""
     padded = Segments.of_counts(TILE * torch.diff(tile_ends, prepend=tile_ends.new_zeros(1)), spare=True)
     add_products_grouped_(out, rows_of_tiles(dy, dtype), rows_of_tiles(x, dtype), padded)
 
@@ -189,12 +189,13 @@ class Fp8GroupedGemms:
     """fp8 products of a grouped linear layer: y = x Wᵀ, dX = dY W and dW = dYᵀ X, with W [experts, ..., in].
 
     `cuts` states which features are sharded over `expt_tp`. The scale of a sharded row is computed from the whole row.
-    If `in_one_kernel` is True, GPUs multiply all experts at once (`has_grouped_fp8_kernel`); otherwise, one by one.
+    If `in_one_kernel` is True, GPUs multiply all experts in one kernel (`has_grouped_fp8_kernel`); otherwise, they
+    multiply one expert after another.
 
-    The weight gradient sums over tokens. The operands of this sum are cast by tiles of 128 rows of an expert. The
-    layout decides which tokens share a tile, but this hardly changes the cast values: multipliers are powers of two, so
-    that the mantissa of a value does not depend on the multiplier. Only values below 2^-13 of the largest value in a
-    tile lose bits. `add_bias_grad_` computes the gradient of a bias in 16 bits.
+    The weight gradient sums over tokens. The operands of the weight gradient are cast by tiles of 128 rows of an
+    expert. The layout determines which tokens share a tile, but this hardly changes the cast values. Multipliers are
+    powers of two, so that the mantissa of a value does not depend on the multiplier. Only values below 2^-13 of the
+    largest value in a tile lose bits. `add_bias_grad_` computes the gradient of a bias in 16 bits.
     """
 
     def __init__(
@@ -215,12 +216,12 @@ class Fp8GroupedGemms:
         self.in_one_kernel = in_one_kernel
 
     def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
-        """Compute y: x [n, in] -> [n, out]."""
+        """Compute the output y: x [n, in] -> y [n, out]."""
         matrices = self.casts.get(weight, "rows", lambda: self._weight(weight, False))
         return grouped_scaled_mm(self._rows(x, self.cuts.inputs), matrices, segments, x.dtype, self.in_one_kernel)
 
     def input_grad(self, dy: Tensor, weight: Tensor, segments: Segments) -> Tensor:
-        """Compute dX: dY [n, out] -> [n, in]."""
+        """Compute the input gradient dX: dY [n, out] -> dX [n, in]."""
         matrices = self.casts.get(weight, "columns", lambda: self._weight(weight, True))
         return grouped_scaled_mm(self._rows(dy, self.cuts.outputs), matrices, segments, dy.dtype, self.in_one_kernel)
 
@@ -235,8 +236,8 @@ class Fp8GroupedGemms:
         add_fp8_products_grouped_(out, of_dy, of_x, tile_ends)
 
     def _rows(self, x: Tensor, cut: bool) -> Scaled:
-        """Cast x [n, k] by rows, or by tiles of 128 values. Regions have dynamic shapes, because the number of rows
-        changes."""
+        """Cast x [n, k] by rows, or by tiles of 128 values. Compiled regions have dynamic shapes, because the number of
+        rows changes."""
         x = x.detach()
         if self.in_blocks:
             return region(cast_by_blocks, self.compiled and x.shape[1] % TILE == 0)(x, 1, E4M3)
@@ -249,7 +250,8 @@ class Fp8GroupedGemms:
         return region(cast_by_row_amax, self.compiled)(x, amax)
 
     def _weight(self, weight: Tensor, transpose: bool) -> Scaled:
-        """Return W [experts, out, in] or, with `transpose`, [experts, in, out], cast along the last dimension."""
+        """Return the weight W [experts, out, in] or, with `transpose`, its transpose [experts, in, out], cast along the
+        last dimension."""
         matrices = weight.detach().view(weight.shape[0], -1, weight.shape[-1])
         if self.in_blocks:
             return blocks_of(matrices, transpose)

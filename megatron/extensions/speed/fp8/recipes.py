@@ -61,8 +61,8 @@ class GatheredWeight:
     """Largest absolute value of each block, fp32 [row blocks, column blocks]."""
 
     valid: bool = False
-    """True if the cast is up to date. It is False until the first update. Until then, each rank casts the initial
-    weights without a gather."""
+    """True if the cast is up to date. The cast is not up to date until the first update. Until the first update, each
+    rank casts the initial weights without a gather."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ INPUT, WEIGHT, GRAD = range(3)
 
 
 class Wanted(NamedTuple):
-    """Requested casts of a tensor [n, k]: by rows [n, k], by columns [k, n]."""
+    """Casts of a tensor [n, k] that are requested: by rows [n, k], by columns [k, n]."""
 
     rows: bool = True
     columns: bool = False
@@ -135,7 +135,7 @@ class Fp8Gemms(nn.Module):
         raise NotImplementedError
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
-        """Cast the gathered result of `cast_to_gather`: by rows or by columns."""
+        """Cast the gathered result of `cast_to_gather` by rows or by columns."""
         raise NotImplementedError
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
@@ -243,7 +243,7 @@ class PerTensorGemms(Fp8Gemms):
         return Scaled(values, x[1])
 
     def forward_rows_(self, out: Tensor, x: Operand, weight: Tensor, bias: Tensor | None) -> None:
-        """See `LinearGemms`. x [n, in] may be the bytes that a gather sends."""
+        """See `LinearGemms`. x [n, in] may be given as the bytes that a gather sends."""
         rows, by = Scaled(x[0].view(E4M3), x[1]), self._weight(weight, "rows")
         scaled_mm(rows, by, weight.dtype, bias, fast_accumulation=True, out=out)
 
@@ -256,7 +256,7 @@ class PerTensorGemms(Fp8Gemms):
         return self.cast(dy, GRAD, ROWS)[0]
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
-        """See `LinearGemms`. dY [n, out] may be the bytes that a gather sends."""
+        """See `LinearGemms`. dY [n, out] may be given as the bytes that a gather sends."""
         rows = Scaled(dy[0].view(self.grad_format), dy[1])
         scaled_mm(rows, self._weight(weight, "columns"), weight.dtype, out=out)
 
@@ -300,7 +300,8 @@ class DelayedGemms(PerTensorGemms):
         history = nn.Parameter(torch.zeros(shape, device=device), requires_grad=False)
         history.meta = ParamMeta(f"{name}{AMAX_HISTORY}", shape, init=Init("zeros"), role="state")  # type: ignore[attr-defined]
         self.amax_history = history
-        """[3, steps]: amax of input, weight and output gradient, the latest step first; 0 before the first step."""
+        """Amax history [3, steps] of the input, the weight and the output gradient, with the latest step first; 0
+        before the first step."""
         self.amax = torch.zeros(3, device=device)
         self.multiplier = torch.ones(3, device=device)
         self._no_value: Tensor | None = None
@@ -335,8 +336,8 @@ class DelayedGemms(PerTensorGemms):
         return given_operands(pair, tokens)
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
-        """Return a NaN tensor that is allocated only once. It is expanded to placeholders for tensors that exist only
-        as casts."""
+        """Return a NaN tensor, allocated once, that is expanded to placeholders for tensors that exist only as
+        casts."""
         if self._no_value is None or self._no_value.dtype != dtype:
             self._no_value = torch.full((), torch.nan, dtype=dtype, device=self.multiplier.device)
         return self._no_value

@@ -84,7 +84,7 @@ def _comm_overlap(c: RunConfig) -> Iterator[Problem]:
 
 
 def _scaling(c: RunConfig) -> Iterator[Problem]:
-    """Report flags that have no effect under the chosen recipe."""
+    """Report flags that have no effect under the chosen fp8 recipe."""
     own, table = c.options(Fp8Flags), field_table()
     if own.fp8_format is None and own.fp8_recipe != table["fp8_recipe"].default:
         yield Problem.no_effect("--fp8-recipe", own.fp8_recipe, "--fp8-format")
@@ -160,9 +160,9 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
 
 
 def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
-    """Check the attention projections of each kind of layer. The check covers the rows of the projection to queries,
-    gates, keys and values, which may have several widths, and the columns of the output projection. Sizes must be
-    divisible by `rank`; `rule` describes this rule."""
+    """Check the fp8 attention projections of each kind of layer. The check covers the rows of the projection to
+    queries, gates, keys and values, which may have several widths, and the columns of the output projection. The sizes
+    on each rank must be divisible by `rank`; `rule` is the text that describes this rule."""
     try:
         kinds = dict.fromkeys(c.model.of_layer(number) for number in range(c.model.num_layers))
     except ValueError:

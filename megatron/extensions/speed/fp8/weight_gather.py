@@ -25,7 +25,7 @@ from megatron.extensions.speed.fp8.recipes import Fp8Gemms, GatheredWeight, Tens
 
 
 def gemms_of_weights(modules: Sequence[nn.Module]) -> dict[int, Fp8Gemms]:
-    """Return the fp8 GEMMs of the linear layers whose weights can be gathered in fp8, by id of the weight."""
+    """Return the fp8 GEMMs of the linear layers whose weights can be gathered in fp8, keyed by the id of the weight."""
     layers = (layer for module in modules for layer in module.modules())
     found = ((getattr(layer, "weight", None), getattr(layer, "gemms", None)) for layer in layers)
     return {id(weight): gemms for weight, gemms in found if isinstance(gemms, Fp8Gemms) and gemms.gathers_weights}
@@ -40,7 +40,7 @@ class Part:
     start: int
     values: Tensor
     sent: Tensor
-    """Bytes to send: a uint8 tensor with the length of `values`."""
+    """Bytes to send, as a uint8 tensor with the length of `values`."""
 
     def amax(self) -> tuple[int, Tensor]:
         """Return (first, amax [rows, columns]): the row of the weight's amax at which this part begins, and the amax of
@@ -52,7 +52,7 @@ class Part:
         return first, amax_of_blocks(in_blocks(F.pad(self.values, (before, behind)).view(matrix_shape), TILE))
 
     def cast_(self) -> None:
-        """Cast the part into `sent`, with the amax of the whole weight."""
+        """Cast this rank's part of the weight into `sent`, scaled by the amax of the whole weight."""
         multiplier = self.gemms.weight_multiplier(self.weight.amax)
         if isinstance(self.gemms, BlockwiseGemms):
             first, before, shape = self._blocks()
@@ -64,9 +64,9 @@ class Part:
         self.sent.copy_(values.view(torch.uint8))
 
     def _blocks(self) -> tuple[int, int, tuple[int, int]]:
-        """Return three values: the first block row that this part touches, the number of elements between the start of
-        this block row and the start of the part, and the shape of the rows from the start of the block row to the end
-        of the part."""
+        """Return (row, offset, shape). `row` is the first block row that this part touches. `offset` is the number of
+        elements between the start of this block row and the start of the part. `shape` is the shape of all rows between
+        the start of the block row and the end of the part."""
         columns = self.weight.values.shape[1]
         first, before = divmod(self.start, TILE * columns)
         return first, before, (-(-(before + len(self.values)) // columns), columns)
@@ -91,7 +91,8 @@ class WeightGather:
 
     @torch.no_grad()
     def cast_(self) -> None:
-        """Cast the current values of the parts. Collective over the data-parallel and the tensor-parallel ranks."""
+        """Cast the current values of this rank's parts. Collective over the data-parallel and the tensor-parallel
+        ranks."""
         self.amax.zero_()
         for part in self.parts:
             first, amax = part.amax()
@@ -106,7 +107,8 @@ class WeightGather:
 
 
 def build_gather(ddp: DistributedDataParallel) -> WeightGather | None:
-    """Prepare fp8 gathers for the buckets that consist only of weights of fp8 layers; None if there are none."""
+    """Prepare fp8 gathers for the buckets that consist only of weights of fp8 layers. Return None if there are no such
+    buckets."""
     gemms, axis = gemms_of_weights(ddp.modules), ddp.state.shard_axis("dp_cp")
     weights: dict[int, tuple[GatheredWeight, Fp8Gemms]] = {}
     parts: list[Part] = []

@@ -33,7 +33,7 @@ FP8_CHANNELS, WIDEST_FP8 = 16, 256
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Report requested attention kernels that have no effect. GPU kernels support only some kinds of attention and
-    precisions. Other kernels are used in the remaining cases."""
+    precisions. Other kernels are used for the remaining kinds and precisions."""
     own = c.options(Fusions)
     m, p = c.model, c.parallel
     backend, cap = p.attention_backend, m.attn_logit_softcapping
@@ -107,7 +107,7 @@ def _fp8_rules(c: RunConfig) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class Fusions:
     fusions: bool = True
-    """Use fused layers and kernels if regions are compiled (see --compile). At the start of a run, each kernel is
+    """Use fused layers and kernels whenever regions are compiled (see --compile). At the start of a run, each kernel is
     compared with plain torch. A kernel that is wrong, fails or is slower is not used. --no-fusions turns all kernels
     off."""
 
@@ -122,13 +122,14 @@ class Built(Protocol):
 
 
 def fuses(config: Section, ctx: Built) -> bool:
-    """Return True if a part with this configuration and context is fused."""
+    """Return True if a part of the model with this configuration and context is fused."""
     return ctx.compiled and config.options(Fusions).fusions
 
 
 def splits_at_once(config: TransformerConfig, ctx: Built) -> bool:
-    """Return True if self-attention benefits from splitting its projection in one pass. It does if attention applies a
-    rotation or sums a bias gradient, without a norm or a clamp between the projection and the rotation."""
+    """Return True if self-attention runs faster when it splits its projection in a single pass. Splitting in one pass
+    is faster if attention applies a rotation or sums a bias gradient, without a norm or a clamp between the projection
+    and the rotation."""
     rotates = config.layer(ctx.layer).rotation is not None
     sums_bias = ctx.compiled and (config.add_bias_linear or config.add_qkv_bias)
     normed = config.qk_layernorm or (config.qk_l2_norm and rotates) or config.clip_qkv is not None

@@ -1,8 +1,8 @@
 """RMSNorm and LayerNorm fused with the residual addition. One kernel computes the sum x + update and the norm of this
 sum. The backward pass computes the gradients of x, update, weight and bias in one pass over the operands.
 
-The fusion needs `--compile`. torch's own norms are separate kernels: a residual addition would read and write the
-residual stream once more in both passes, and the weight gradient would read both operands again.
+The fusion needs `--compile`. torch's own norms are separate kernels. With them, a residual addition would read and
+write the residual stream once more in both passes, and the weight gradient would read both operands again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class InputCast(NamedTuple):
         return self.gemms.input_order(self.needs_dw)
 
     def stand_in(self, pair: CastPair, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a placeholder, through which the casts reach the layer and the gradient returns: a NaN tensor [s, b,
-        h] that is expanded from a single element. Only a layer that reads `given_input` accepts it as input."""
+        """Return a placeholder through which the layer receives the casts and the gradient is returned. It is a NaN
+        tensor [s, b, h] that is expanded from a single element. Only a layer that reads `given_input` accepts this
+        placeholder as input."""
         found = self.gemms.no_value(dtype).expand(shape)
         found.given_casts = self.gemms.given_input(pair, shape[:-1])  # type: ignore[attr-defined]
         return found
@@ -54,7 +55,7 @@ class DropoutMask(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> DropoutMask:
-        """Return the mask that `dropout` with these arguments applies to x."""
+        """Return the mask that `dropout` applies to x when it is called with these arguments."""
         return cls(p, *mask_bits(x, key, sample_index, seq_offset))
 
     def applied(self, x: Tensor) -> Tensor:
@@ -64,7 +65,7 @@ class DropoutMask(NamedTuple):
 
 
 def add_update(x: Tensor, update: Tensor, mask: DropoutMask | None) -> Tensor:
-    """Return x + dropout(update), computed in one kernel, or x + update if there is no mask."""
+    """Return x + dropout(update), computed in one kernel. If there is no mask, return x + update."""
     return x + update if mask is None else _AddDropped.apply(x, update, mask)
 
 
@@ -133,8 +134,8 @@ class FusedLayerNorm(LayerNorm):
         return found if residual else found[1]
 
     def fuses(self) -> bool:
-        """Return True if the kernels support the norm. The kernels require a weight and, if a mean is subtracted, a
-        bias."""
+        """Return True if the fused kernels support this norm. The kernels require a weight and, if a mean is
+        subtracted, a bias."""
         usual = self.weight is not None and (self.bias is not None) == self.centered
         return usual and torch.is_grad_enabled()
 
@@ -149,11 +150,11 @@ class FusedRMSNorm(FusedLayerNorm, RMSNorm):
 
 
 def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = None) -> tuple[Tensor, Tensor]:
-    """Return the residual sum and the norm of this sum. If the norm supports the fusion, the forward and the backward
-    pass are one kernel each. If the only layer that reads the norm requests a `cast`, the returned norm may be a
-    placeholder.
+    """Return the residual sum and the norm of this sum. If the norm supports the fusion, the forward pass is one
+    kernel, and so is the backward pass. If the only layer that reads the norm requests a `cast`, the returned norm may
+    be a placeholder.
 
-    Use the first result in place of `stream.x`, even without an update, so that the backward pass adds the gradient of
+    Use the returned sum in place of `stream.x`, even without an update, so that the backward pass adds the gradient of
     the stream to the gradient through the norm.
     """
     if isinstance(norm, FusedLayerNorm):
@@ -172,7 +173,7 @@ def fused_norm(
     Args:
         x: Residual stream [..., h].
         update: Addend [..., h]; None: no addition.
-        norm: Norm. 16-bit operands are normalized in fp32.
+        norm: Norm of the sum. 16-bit operands are normalized in fp32.
         mask: Dropout mask of the update, for x [s, b, h].
         cast: Casts that the next layer requests. If there is no mask, the returned norm is a placeholder with these
             casts.
@@ -262,7 +263,7 @@ def _with_casts_and_sum(of_update: OutputGradient, operands: NormBackward) -> tu
 
 
 def _added_and_normalized(x: Tensor, update: Tensor, mask: DropoutMask | None, norm: Norm) -> tuple[Tensor, ...]:
-    """Return x + update, followed by the results of `_normalized` for this sum."""
+    """Return the sum x + update and the results of `_normalized` for this sum."""
     total = x + (update if mask is None else mask.applied(update))
     return total, *_normalized(total, norm)
 

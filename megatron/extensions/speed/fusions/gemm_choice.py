@@ -9,7 +9,7 @@ The next norm then does not have to read the product and write the sum. The sum 
 addition rounds twice. torch's `addmm` would first copy the addend into the output; cuBLASLt reads the addend as its
 matrix C and writes the result to D.
 
-The fastest kernel depends on the GPU, the shape and the versions of libraries."""
+The fastest kernel depends on the GPU, the shape and the library versions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ GEMM, NORM = "GEMM", "norm"
 """Names of the operations that can compute the residual addition."""
 
 SIZES = 16
-"""Divisor of the input and output feature counts, as fp8 products and aligned rows require."""
+"""Number that must divide the input and output feature counts, for fp8 products and aligned rows."""
 
 CHECKED = 64
 """Number of rows and columns at each corner of a result whose sums are compared."""
@@ -66,12 +66,10 @@ KERNELS = {
     "triton": gpu_operator("kernels.products_triton:add_product_triton_", _SUM, no_result),
     "cublaslt": gpu_operator("kernels.cublaslt:add_product_cublaslt_", _SUM, no_result),
 }
-"""Kernels by name that compute out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32; with `overwrite`, = instead
-of +=.
-
-out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32 []. "triton" also supports row scales ([o, 1] and [i, 1])
-and scales of 128-element tiles ([o, n / 128] and [i, n / 128]). All tensors are contiguous. Kernels raise RuntimeError
-for unsupported operands."""
+"""Kernels, keyed by name, that compute out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32. With `overwrite`,
+the product replaces `out`. out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32 []. "triton" also supports row
+scales ([o, 1] and [i, 1]) and scales of 128-element tiles ([o, n / 128] and [i, n / 128]). All tensors are contiguous.
+All kernels raise RuntimeError for unsupported operands."""
 
 
 @dataclass(frozen=True, order=True)
@@ -100,7 +98,7 @@ class WeightGradKernel:
         add_product_(self._kernel(out, dy), out, dy, x, overwrite)
 
     def samples(self, shapes: RunShapes) -> tuple[()]:
-        """Return no operands: layers are compared one by one after the model is built."""
+        """Return no operands, because layers are compared one by one after the model is built."""
         return ()
 
     def _kernel(self, out: Tensor, dy: Scaled) -> str:
@@ -111,14 +109,14 @@ WEIGHT_GRADS = WeightGradKernel()
 
 
 def add_product_(kernel: str, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool = False) -> None:
-    """Compute out [o, i] += dy xᵀ with one kernel.
+    """Compute out [o, i] += dy xᵀ with the given kernel.
 
     Args:
         kernel: "torch" or a name in `KERNELS`.
         out: Gradient sum [o, i].
         dy: Output gradient [o, n], cast by columns.
         x: Input [i, n], cast by columns.
-        overwrite: Compute out = dy xᵀ instead.
+        overwrite: If True, compute out = dy xᵀ instead.
     """
     if kernel == TORCH:
         casts.add_fp8_product_.__wrapped__(out, dy, x, overwrite)  # type: ignore[attr-defined]
@@ -200,8 +198,8 @@ def weight_grad_runs(
 
 
 def _checked(run: Run, sums: Callable[[], Tensor], expected: Callable[[slice], Tensor], kernel: str) -> Run:
-    """Wrap `run` so that its first call checks the `sums`. This call raises RuntimeError if the first or last rows and
-    columns differ from `expected`."""
+    """Wrap `run` so that the first call also checks the result of `sums`. The check raises RuntimeError if the first or
+    last rows and columns differ from `expected`."""
     known = False
 
     def checked() -> None:
@@ -242,14 +240,14 @@ def _computed(
 def residual_sum(
     x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Compute addend + x Wᵀ + bias with torch: a product, which is rounded, and a separate addition.
+    """Compute addend + x Wᵀ + bias with torch, as a rounded product and a separate addition.
 
     Args:
         x: Input [n, k].
         weight: Weight [m, k].
         addend: Addend [n, m].
         bias: Bias [m].
-        scales: Scales of x and the weight in fp8.
+        scales: Scales of x and of the weight in fp8; None in 16 bits.
     """
     return _product(x, weight, addend.dtype, bias, scales).add_(addend)
 
@@ -296,7 +294,7 @@ _residual_product = gpu_operator(
 
 
 RESIDUAL_GEMM = FusedKernel(_computed, residual_gemm, adds_residual, lambda shapes: (), 2.0**-7)
-"""Residual GEMM. `choose_additions` compares it with torch for each layer."""
+"""Residual GEMM. `choose_additions` compares this kernel with torch for each layer."""
 
 
 @dataclass(frozen=True, order=True)
@@ -318,10 +316,10 @@ def choose_additions(
 ) -> Mapping[ResidualShape, Choice]:
     """Time both ways to compute the residual addition at each shape, and set `adds_residual` of each layer accordingly.
 
-    Collective over the ranks of a pipeline stage. The slowest rank decides.
+    Collective over the ranks of a pipeline stage. The times of the slowest rank decide.
 
     Args:
-        modules: Modules with the layers. Only layers that accept an addend are timed.
+        modules: Modules with the layers. Only layers that support an addend are timed.
         tokens: Tokens of a micro-batch on each rank.
         stage: Axis of the pipeline stage's ranks.
         device: Device of the layers.
@@ -349,7 +347,7 @@ def place_of(choice: Choice) -> str:
 
 
 def keep_additions_in_norms(modules: Iterable[nn.Module]) -> None:
-    """Turn off the residual addition within GEMMs for all layers."""
+    """Turn off residual additions within GEMMs in all layers."""
     for linear in _row_parallel(modules):
         linear.adds_residual = False
 

@@ -4,8 +4,8 @@ cannot add weight gradients to fp32 sums, and leaves rows that belong to no expe
 
 There are several kernels for weight gradients. One kernel uses a single list of tiles for all experts, and has several
 tilings (`grouped_triton.py`). The other kernel runs one program for each tile, which suits small numbers of rows. The
-kernel with one program for each tile also accepts an output that is not in fp32. Without timings, as in deterministic
-runs, the first correct kernel is used.
+kernel with one program for each tile also accepts an output that is not in fp32. If kernels are not timed, as in
+deterministic runs, the first kernel with correct results is used.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tenso
 
 
 def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """Compute out[e] += dy_eᵀ x_e for each expert e with one kernel.
+    """Compute out[e] += dy_eᵀ x_e for each expert e with the given kernel.
 
     Args:
         kernel: `TILES` or one of `LISTS`.
@@ -86,7 +86,7 @@ class GroupedWeightGrad:
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)
-    """Timings by (outputs, inputs), for the log."""
+    """Timings of each shape (outputs, inputs), for the log."""
 
     def suits(self, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> bool:
         return runs_triton(x)
@@ -103,8 +103,9 @@ class GroupedWeightGrad:
             yield operands_of(shapes, outputs, inputs, even(shapes))
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
-        """Return the reason why a run uses none of the kernels; None if it uses them. Collective over the world. The
-        reason names a shape for which no kernel is correct, or for which torch is faster than every kernel."""
+        """Return the reason why a run uses torch instead of these kernels; None if it uses the kernels. Collective over
+        all ranks of the world. The reason names a shape for which no kernel is correct, or for which torch is faster
+        than every kernel."""
         self.chosen.clear()
         self.found.clear()
         for operands in self.samples(shapes):
@@ -131,7 +132,7 @@ def _untimed(run: Callable[[], object]) -> float:
 def weight_grad_runs(
     shapes: RunShapes, outputs: int, inputs: int, operands: tuple[Tensor, Tensor, Tensor, Segments]
 ) -> dict[str, Callable[[], object]]:
-    """Return a function for each kernel, and for torch, that runs it on the operands.
+    """Return, for each kernel and for torch, a function that runs it on the operands.
 
     The first run of a kernel raises RuntimeError if its sums are wrong for even or uneven numbers of rows.
 
@@ -139,7 +140,7 @@ def weight_grad_runs(
         shapes: Shapes of the run.
         outputs: Output features of an expert's layer.
         inputs: Input features of an expert's layer.
-        operands: Operands of the kernels.
+        operands: Operands with which the kernels run.
     """
     runs: dict[str, Callable[[], object]] = {}
     for kernel in (*LISTS, TILES):
@@ -182,7 +183,7 @@ def _check(kernel: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
 
 
 def even(shapes: RunShapes) -> list[int]:
-    """Return equal numbers of rows for all experts."""
+    """Return row counts that are equal for all experts."""
     return [max(0, shapes.expert_rows // shapes.experts - 1)] * shapes.experts
 
 
@@ -198,8 +199,8 @@ def uneven(shapes: RunShapes) -> list[int]:
 def operands_of(
     shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Segments]:
-    """Return zero sums, random output gradients and inputs, and the experts' segments. Spare rows follow the rows of
-    the experts.
+    """Return zero sums, random output gradients and inputs, and the segments of the experts. Spare rows follow the rows
+    of the experts.
 
     Args:
         shapes: Shapes of the run.

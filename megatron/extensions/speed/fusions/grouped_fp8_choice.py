@@ -45,7 +45,7 @@ ROW_LISTS = ("square", "shallow", "flat")
 """Tilings of products of rows (`grouped_fp8_triton.ROW_TILINGS`)."""
 
 ANY = "shallow"
-"""Tiling for shapes that have not been timed; it fits every GPU with fp8."""
+"""Tiling for shapes that were not timed. It fits every GPU that supports fp8."""
 
 Operands = TypeVarTuple("Operands")
 Run = Callable[[], object]
@@ -81,11 +81,11 @@ _multiply = gpu_operator(
 
 @dataclass
 class ExpertKernel(Generic[*Operands]):
-    """Kernel that a run chose for an expert operation, by (outputs, inputs); other shapes use `ANY`."""
+    """Expert operation, with the kernel that a run chose for each shape (outputs, inputs); other shapes use `ANY`."""
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)
-    """Timings by (outputs, inputs), for the log."""
+    """Timings of each shape (outputs, inputs), for the log."""
 
     @abstractmethod
     def runs(self, shapes: RunShapes) -> Iterator[tuple[tuple[int, int], dict[str, Run]]]:
@@ -93,7 +93,8 @@ class ExpertKernel(Generic[*Operands]):
         kernel; `TORCH` is last. A kernel's first run raises RuntimeError if its results are wrong."""
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
-        """Return the reason why a run uses none of the kernels; None if it uses them. Collective over the world.
+        """Return the reason why a run uses torch instead of these kernels; None if it uses the kernels. Collective over
+        all ranks of the world.
 
         The reason names a shape for which no kernel is correct, or for which torch is faster than every kernel.
         """
@@ -111,7 +112,8 @@ class ExpertKernel(Generic[*Operands]):
     def compare(
         self, shape: tuple[int, int], runs: dict[str, Run], shapes: RunShapes, world: Axis, clock: Clock | None
     ) -> str | None:
-        """Choose the kernel for one shape. Returns the reason why torch is used; None if a kernel is used.
+        """Choose the kernel for one shape of an expert operation. Returns the reason why torch is used; None if one of
+        the kernels is used.
 
         Args:
             shape: (outputs, inputs) of the product.
@@ -284,7 +286,7 @@ def tiles_of(
 
 
 def rows_of(shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]) -> tuple[Scaled, Scaled, Segments]:
-    """Return random rows and matrices, cast by the recipe of a run, and the segments of the experts.
+    """Return random rows and matrices, cast with the fp8 recipe of a run, and the segments of the experts.
 
     Args:
         shapes: Shapes of the run.

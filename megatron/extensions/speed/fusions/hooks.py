@@ -1,4 +1,4 @@
-"""Callbacks that choose kernels at the start of a run on GPUs."""
+"""Callbacks that choose GPU kernels at the start of a run."""
 
 from __future__ import annotations
 

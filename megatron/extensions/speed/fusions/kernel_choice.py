@@ -31,15 +31,15 @@ from megatron.training.config.run_config import RunConfig
 WARM_UP, REPEATS = 3, 10
 
 SLOWER = 1.1
-"""Allowed time of a kernel relative to the time of torch. The margin prevents timing noise from changing the choice,
-which would change the last bits of a run's results."""
+"""Allowed time of a kernel relative to the time of torch. The margin keeps timing noise from changing the choice of
+kernel, which would change the last bits of a run's results."""
 
 OF_FP8 = 4
 """Factor by which the allowed error is larger for fp8 results: torch's compiler omits the rounding to 16 bits before
 the rounding to fp8, which makes results differ by 1.3 % in e4m3 and 1.6 % in e5m2."""
 
 NOT_A_NUMBER = 1e9
-"""Error that is reported for a kernel whose result is NaN if torch's result is not NaN."""
+"""Error that is reported for a kernel if its result is NaN and torch's result is not NaN."""
 
 Clock = Callable[[Callable[[], object]], float]
 """Function that measures how many seconds a call takes."""
@@ -47,8 +47,8 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Choice:
-    """Seconds of a forward and backward pass with each kernel; infinite if a kernel does not support the shape or is
-    not installed. `errors` holds the reasons that occurred on this rank."""
+    """Seconds that a forward and backward pass takes with each kernel; infinite if a kernel does not support the shape
+    or is not installed. `errors` holds the reasons that occurred on this rank."""
 
     seconds: Mapping[str, float]
     errors: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -61,7 +61,7 @@ class Choice:
 
     @property
     def times(self) -> str:
-        """Return all times as text for the log."""
+        """Return the times of all kernels as text for the log."""
         return ", ".join(
             f"{name} {1e3 * seconds:.2f} ms" if math.isfinite(seconds) else f"{name} unavailable{self._why(name)}"
             for name, seconds in self.seconds.items()
@@ -73,7 +73,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class RunShapes:
-    """Sizes of one rank's tensors in training, and their device."""
+    """Sizes, dtype and device of one rank's tensors in training."""
 
     tokens: int
     """Number of tokens in a micro-batch."""
@@ -88,11 +88,11 @@ class RunShapes:
     dtype: torch.dtype
     device: torch.device
     fp8: str | None = None
-    """fp8 recipe; None without fp8."""
+    """fp8 recipe; None if the run does not use fp8."""
     expert_rows: int = 0
     """Number of rows of all local experts in a micro-batch, if tokens are evenly distributed over the experts."""
     expert_matrices: tuple[tuple[int, int], ...] = ()
-    """(outputs, inputs) of each layer of an expert."""
+    """Sizes (outputs, inputs) of each linear layer of an expert."""
     config: RunConfig | None = None
     """Configuration of the run, for kernels that depend on other settings."""
 
@@ -152,13 +152,14 @@ class FusedKernel(Generic[*Operands, R]):
     suits: Callable[[*Operands], bool]
     """Predicate that returns True if the kernel supports the given operands."""
     samples: Callable[[RunShapes], Iterable[tuple[*Operands]]]
-    """Function that yields the operands of a run, or nothing if the run does not perform the operation."""
+    """Function that yields the operands with which a run calls the operation; it yields nothing if the run does not
+    perform the operation."""
     tolerance: float
     """Allowed relative error, in norm, of results and of operands that the kernel writes."""
     planned: Callable[..., R] | None = None
-    """Function that describes a launch for a plan. It is called with the plan's `Launches`
-    (`plan/planner/as_on_gpus.py`) and the operands, and returns results of the right shapes. None if a plan should
-    count the operations of `plain`."""
+    """Function that describes a launch of the kernel for a plan. The function is called with the plan's `Launches`
+    (`plan/planner/as_on_gpus.py`) and the operands, and returns tensors with the shapes of the results. None if a plan
+    counts the torch operations of `plain` instead."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", getattr(self.plain, "__wrapped__", self.plain))
@@ -167,8 +168,8 @@ class FusedKernel(Generic[*Operands, R]):
         return self.run(*operands)
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
-        """Return the reason why the kernel is not used; None if it is used. A kernel is not used if, for the operands
-        of a run, it is wrong, raises an error, or takes longer than torch. Collective over the world."""
+        """Return the reason why a run does not use the kernel; None if it uses the kernel. A kernel is not used if, for
+        the operands of a run, it is wrong, raises an error, or takes longer than torch. Collective over the world."""
         for operands in self.samples(shapes):
             if (why := _lost(self, operands, shapes.device, world, clock)) is not None:
                 return why
@@ -209,7 +210,7 @@ def choose_kernels(
         world: Axis of all ranks.
         clock: Function that times a run. None: do not compare times.
         say: Function that prints a log line.
-        kernels: Kernels to compare; default: all registered kernels.
+        kernels: Kernels to compare; the default is all registered kernels.
     """
     LEFT_OUT.clear()
     found: Mapping[str, object] = {name: KERNELS[name] for name in KERNELS} if kernels is None else kernels
@@ -226,7 +227,7 @@ def _lost(
     world: Axis,
     clock: Clock | None,
 ) -> str | None:
-    """Return the reason why a kernel is not used; None if it is used."""
+    """Return the reason why a kernel is turned off; None if it is used."""
     failed = "raises an error on another rank"
     try:
         error = _error(kernel, operands) if kernel.suits(*operands) else 0.0
@@ -248,8 +249,8 @@ def _lost(
 
 
 def _error(kernel: FusedKernel[*Operands, R], operands: tuple[*Operands]) -> float:
-    """Return the largest relative error of the kernel's results and written operands: the norm of the difference from
-    torch's value, divided by the norm of torch's value."""
+    """Return the largest relative error of the kernel's results and written operands. The error is the norm of the
+    difference from torch's value, divided by the norm of torch's value."""
     mine, theirs = (copied(operands) for _ in range(2))
     results, expected = (kernel(*mine), mine), (kernel.plain(*theirs), theirs)
     pairs = zip(tensors_in(results), tensors_in(expected), strict=True)
@@ -343,12 +344,12 @@ def no_result(*operands: object) -> None:
 def gpu_operator(
     place: str, schema: str, fake: Callable[P, R], package: str = __name__.rpartition(".")[0]
 ) -> Callable[P, R]:
-    """Register the operator `megatron::NAME` for GPUs. The kernel is then a single operator for fake tensors, plans and
-    profilers.
+    """Register the operator `megatron::NAME` for GPUs. Fake tensors, plans and profilers then treat the kernel as a
+    single operator.
 
     Args:
-        place: Function that computes the operator, as "module:NAME". The module may import Triton, and is imported when
-            the operator first runs.
+        place: Function that computes the operator, given as "module:NAME". The module may import Triton, and is
+            imported when the operator first runs.
         schema: Schema of the operator.
         fake: Function with the same signature that returns uninitialized tensors with the shapes and dtypes of the
             results.

@@ -1,5 +1,5 @@
-"""Transformer layer whose residual additions are fused into adjacent norms or GEMMs, and SwiGLU MLP whose kernels
-compute the activation and its input gradient directly in fp8.
+"""Transformer layer that fuses residual additions into adjacent norms or GEMMs, and SwiGLU MLP that computes the
+activation and its input gradient directly in fp8.
 
 The MLP needs `--compile` and scales that are known in advance (--fp8-recipe delayed). Neither the activation nor the
 gradient of its input is stored in 16 bits. Placeholders carry the casts to the linear layers before and after the
@@ -90,7 +90,7 @@ class _CastSwiGLUContext(AutogradContext):
 
 
 class _CastSwiGLU(torch.autograd.Function):
-    """SwiGLU of a layer's output [s, b, 2f]. The result [s, b, f] is cast as the next layer requests for its input."""
+    """SwiGLU of a layer's output [s, b, 2f]. The next layer determines how the result [s, b, f] is cast."""
 
     @staticmethod
     def forward(ctx: _CastSwiGLUContext, hidden: Tensor, cast: InputCast, of_hidden: OutputGradient) -> Tensor:
@@ -125,8 +125,8 @@ class FusedTransformerLayer(TransformerLayer):
         return stream if pending else stream.added()
 
     def takes_pending(self) -> bool:
-        """Return True if a norm adds the update in its kernels. Forward hooks receive the sum, unless they declare that
-        they accept a stream with a pending addition."""
+        """Return True if a norm of this layer adds the pending update in its kernels. Forward hooks receive the sum,
+        unless they declare that they accept a stream with a pending addition."""
         norm = self.input_layernorm if self.mixes else self.pre_mlp_layernorm
         observed = is_hooked(self, forward=False) or not all(
             getattr(hook, "takes_pending", False) for hook in forward_hooks(self)
@@ -151,7 +151,7 @@ class FusedTransformerLayer(TransformerLayer):
         return self._add_mlp(x, normed, context)
 
     def _cast_of(self, sublayer: nn.Module) -> InputCast | None:
-        """Return the casts that a sublayer can read in place of its input. Recomputed norms make no casts."""
+        """Return the casts that a sublayer can read in place of its input. A recomputed norm makes no casts."""
         return None if self.recompute_norms and self.training else input_cast_of(sublayer)
 
     def _add_attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> ResidualSum:
@@ -187,8 +187,8 @@ class FusedTransformerLayer(TransformerLayer):
 
 
 def input_cast_of(sublayer: nn.Module) -> InputCast | None:
-    """Return the casts that can replace the input of a sublayer's first layer. The first layer must be the only reader
-    of the input. Hooks count as readers."""
+    """Return the casts that a sublayer's first layer accepts in place of its input. The first layer must be the only
+    reader of the input. Hooks count as readers."""
     linear = getattr(sublayer, FIRST.get(type(sublayer), ""), None)
     if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
         return None
@@ -199,7 +199,7 @@ def input_cast_of(sublayer: nn.Module) -> InputCast | None:
 
 
 def takes_addend(sublayer: nn.Module) -> bool:
-    """Return True if a sublayer can add its output to the residual stream in its last layer."""
+    """Return True if the last layer of a sublayer can add the sublayer's output to the residual stream."""
     linear = getattr(sublayer, LAST.get(type(sublayer), ""), None)
     return isinstance(linear, RowParallelLinear) and not observed(sublayer) and linear.takes_addend()
 

@@ -23,7 +23,8 @@ from megatron.core.transformer.self_attention import Heads, SelfAttention
 
 
 class SplitSelfAttention(SelfAttention):
-    """`SelfAttention` that splits and rotates its projection in one pass, and adds the bias if regions are compiled."""
+    """`SelfAttention` that splits and rotates its projection in one pass. This pass also adds the bias if regions are
+    compiled."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
@@ -59,8 +60,8 @@ def split_heads(
             function only sums the bias gradient.
         interleaved: Whether pairs of adjacent channels are rotated.
         compiled: Whether to use compiled regions.
-        of_qkv: Casts of the gradient of qkv that the preceding linear layer reads. The backward pass computes these
-            casts instead of the gradient.
+        of_qkv: Casts of the qkv gradient that the layer which computed qkv reads. The backward pass computes these
+            casts instead of the gradient of qkv.
     """
     # prompts vary in length during generation, and must not cause one compilation per length
     static = torch.is_grad_enabled()
@@ -130,7 +131,7 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def _split(qkv: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Split a projection. The result omits parts without heads, such as absent gates."""
+    """Split a projection. Parts without heads, such as absent gates, are omitted from the result."""
     return tuple(part.flatten(2, 3) for part, count in zip(qkv.split(counts, dim=3), counts, strict=True) if count)
 
 
@@ -144,7 +145,8 @@ def _split_and_rotated(
 
 
 def joined_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int, interleaved: bool) -> Tensor:
-    """Return the gradient of qkv from the gradients of the heads. Rotated heads are rotated by the opposite angle.
+    """Return the gradient of qkv from the gradients of the heads. The gradients of rotated heads are rotated by the
+    opposite angle.
 
     Args:
         grads: Gradients of queries, gates if any, keys and values.

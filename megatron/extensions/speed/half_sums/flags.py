@@ -1,4 +1,4 @@
-"""Flag for the precision of partial sums in bf16 GEMMs. This module does not import torch."""
+"""Flag that sets the precision of partial sums in bf16 GEMMs. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 class HalfSumsFlags:
     disable_bf16_reduced_precision_matmul: bool = False
     """Add the partial sums of a bf16 GEMM in fp32 on GPUs. By default, cuBLAS may split the inner dimension and add
-    the partial sums in bf16. CPUs always add them in fp32."""
+    the partial sums in bf16. CPUs always add the partial sums in fp32."""
 
 
 def _when(config: RunConfig) -> bool:

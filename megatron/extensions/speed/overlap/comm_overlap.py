@@ -10,8 +10,8 @@ In the backward pass, the gather before a row-parallel layer's GEMMs runs in par
 column-parallel layer runs without parts: as in `LinearFunction`, the gather overlaps with the GEMM for dX, and the
 reduction overlaps with the GEMM for dW. If the schedule defers dW, however, dX is computed and reduced in parts.
 
-Parts are sent in the form that the GEMMs read. For fp8 with one scale per tensor, these are bytes, and equal the cast
-of the whole tensor in one process.
+Parts are sent in the form that the GEMMs read. For fp8 with one scale per tensor, ranks send bytes, which equal the
+cast of the whole tensor in one process.
 
 Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 """
@@ -86,9 +86,9 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
-    """Yield the context of each step of a loop. On GPUs, every other step runs on a second stream, so that the first
-    tiles of a product use the multiprocessors that the last tiles of the previous product leave idle. Tensors that a
-    step creates must be kept alive until the end of the loop."""
+    """Yield a function that returns the context manager for each step of a loop. On GPUs, every other step runs on a
+    second stream, so that the first tiles of a product use the multiprocessors that the last tiles of the previous
+    product leave idle. Tensors that a step creates must be kept alive until the end of the loop."""
     with hardware.at_one_time(count):
         if not x.is_cuda:
             yield lambda _: nullcontext()
@@ -103,9 +103,9 @@ class RingOverlap:
     """GEMMs that overlap with collectives, implemented as a ring of sends and receives between neighbours, for any
     backend and device. All ranks of the axis call these methods with the same shapes.
 
-    A part consists of one rank's rows. While a part is multiplied, the part is sent to the next rank (all-gather) or a
-    partial sum arrives from the previous rank (reduce-scatter). A step takes as long as the slower of computation and
-    communication.
+    A part consists of one rank's rows. While a part is multiplied, either this part is sent to the next rank
+    (all-gather), or a partial sum arrives from the previous rank (reduce-scatter). A step takes as long as the slower
+    of computation and communication.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -152,7 +152,7 @@ class SymmetricOverlap:
     """GEMMs that overlap with collectives, implemented with torch's symmetric-memory operations, in the precision of
     the parameters. This needs NCCL, and GPUs that access each other's memory (NVLink).
 
-    Unlike NCCL's sends and receives, these copies between GPUs use no multiprocessors.
+    Unlike NCCL's sends and receives, the copies between GPUs use no multiprocessors.
     """
 
     @staticmethod
@@ -184,7 +184,7 @@ class _LayerContext(AutogradContext):
     layer: Overlapped
     weight: Tensor
     bias_shape: torch.Size
-    """Shape of the bias; set only if there is a bias."""
+    """Shape of the bias; absent if the layer has no bias."""
 
 
 class _ColumnFunction(torch.autograd.Function):
@@ -269,7 +269,7 @@ def _weight_grad(layer: Overlapped, weight: Tensor, dy: Operand, x: Callable[[],
 
 
 class Overlapped(ParallelLinear):
-    """Linear layer with overlap, computed by `function`."""
+    """Parallel linear layer whose collectives overlap with its GEMMs; `function` computes it."""
 
     function: type[torch.autograd.Function]
 
@@ -298,7 +298,7 @@ class OverlappedRowParallelLinear(Overlapped, RowParallelLinear):
 
 
 class SymmetricMemory(Callback):
-    """Callback that refuses a run whose tensor-parallel ranks have no symmetric memory."""
+    """Callback that refuses to start a run whose tensor-parallel ranks do not support symmetric memory."""
 
     def on_setup(self, runtime: Runtime) -> None:
         if not has_symmetric_memory(runtime.state.tp, runtime.device):
@@ -310,7 +310,7 @@ class SymmetricMemory(Callback):
 
 
 def has_symmetric_memory(axis: Axis, device: torch.device) -> bool:
-    """Return True if the ranks of an axis are GPUs of one node that access each other's memory, under NCCL."""
+    """Return True if the ranks of an axis use NCCL on GPUs of one node that can access each other's memory."""
     if device.type != "cuda" or axis.group is None or "nccl" not in dist.get_backend(axis.group):
         return False
     if axis.ranks[-1] - axis.ranks[0] >= torch.cuda.device_count():  # on several nodes

@@ -22,13 +22,14 @@ class OverlapFlags:
         needs="--sequence-parallel; add --sequence-parallel, which sends the same number of bytes, or remove "
         "--tp-comm-overlap",
     )
-    """Overlap tensor-parallel collectives with matrix products, part by part; needs --sequence-parallel."""
+    """Overlap tensor-parallel collectives with matrix products, which are computed in parts; needs
+    --sequence-parallel."""
 
     tp_comm_overlap_method: str | None = flag(
         None, choices=("ring", "symmetric"), no_effect_without="--tp-comm-overlap"
     )
-    """--tp-comm-overlap: ring of sends and receives (ring, the default), or torch's fused operations over symmetric
-    memory of the GPUs of one node (symmetric)."""
+    """--tp-comm-overlap: use a ring of sends and receives (ring, the default), or torch's fused operations over the
+    symmetric memory of the GPUs of one node (symmetric)."""
 
     overlap_moe_expert_parallel_comm: bool = flag(
         False,

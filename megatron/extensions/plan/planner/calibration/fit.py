@@ -23,8 +23,8 @@ from megatron.extensions.plan.planner.time.replay import ROUNDS
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Measured times of a collective, keyed by the bytes of its whole operand. The group has `size` ranks on link
-    `link`: all on one node (`node`), or each on a different node (`network`)."""
+    """Measured times of a collective in seconds, keyed by the bytes of its whole operand. The `size` ranks of the group
+    communicate over link `link`: all ranks are on one node (`node`), or each is on a different node (`network`)."""
 
     link: str
     kind: str
@@ -35,7 +35,7 @@ class CollectiveTime:
 
 @dataclass(frozen=True)
 class Measured:
-    """All measured times of one rank in seconds, or their means over the ranks."""
+    """All measured times of one rank in seconds, or the means over all ranks."""
 
     products: tuple[tuple[Product, float], ...]
     attention: tuple[tuple[Attention, float], ...]
@@ -43,11 +43,11 @@ class Measured:
     """Seconds of copies, by the number of bytes read and written."""
 
     floor: float
-    """Seconds of an operation on a single number."""
+    """Seconds that an operation on a single number takes."""
 
 
 def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Fit coefficients c of seconds = sum(c * x) with the smallest relative errors. The first coefficient is positive,
+    """Fit the coefficients c of seconds = sum(c * x) by minimizing relative errors. The first coefficient is positive,
     and none is negative."""
     columns = np.asarray(xs, dtype=float) / np.asarray(seconds)[:, None]
     kept = list(range(columns.shape[1]))
@@ -65,8 +65,9 @@ def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]
 
 
 def growth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return (seconds per byte, fixed seconds) of messages of growing sizes. The time per byte is computed from the two
-    largest messages alone, because networks transfer short bursts faster than their sustained rate."""
+    """Return (seconds per byte, fixed seconds per message), fitted to messages of growing sizes. The time per byte is
+    computed from the two largest messages alone, because networks transfer short bursts faster than their sustained
+    rate."""
     last = len(sizes) - 1
     grown = (seconds[last] - seconds[last - 1]) / (sizes[last] - sizes[last - 1]) if last else 0.0
     per_byte = grown if grown > 0 else seconds[last] / sizes[last]
@@ -74,8 +75,9 @@ def growth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
 
 
 def gemm_speed(points: Sequence[tuple[Product, float]], filled: Sequence[float], peak: float = math.inf) -> GemmSpeed:
-    """Fit the GEMM rate. `filled` is the share of the device that the tiles fill, by point. `peak` is the TFLOP/s that
-    the device can reach; a fit above it, caused by noise or by shares that are too small, is clamped to it."""
+    """Fit the GEMM rate of one precision. `filled` holds, for each point, the share of the device that the tiles fill.
+    `peak` is the TFLOP/s that the device can reach. A fitted rate above the peak, caused by noise or by shares that are
+    too small, is clamped to the peak."""
     flops = [2.0 * each.m * each.n * each.k / full for (each, _), full in zip(points, filled, strict=True)]
     xs = [[flop, flop / each.k] for flop, (each, _) in zip(flops, points, strict=True)]
     per_flop, per_column = line(xs, [seconds for _, seconds in points])
@@ -128,9 +130,10 @@ def links_of(points: Sequence[CollectiveTime], ranks_per_node: int) -> dict[str,
 
 
 def device_file(measured: Measured, filled: Mapping[tuple[int, int], float], **about: Any) -> DeviceFile:
-    """Build a device file. `filled` is the share of a GPU that products fill, by their (m, n); the default is 1.
-    `about` holds known fields of the device, such as `capability` for a GPU. `peak_tflops` defaults to the best rate
-    that was measured or that the fit predicts for an infinite inner dimension."""
+    """Build a device file. `filled` maps the sizes (m, n) of a product to the share of a GPU that the product fills.
+    The default is 1 for all sizes. `about` holds known fields of the device, such as `capability` for a GPU.
+    `peak_tflops` defaults to the best rate that was measured or that the fit predicts for an infinite inner
+    dimension."""
     peaks = about.get("peak_tflops", {})
     gemm = {}
     for precision in dict.fromkeys(each.precision for each, _ in measured.products):
@@ -176,7 +179,7 @@ def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
         way = "backward" if a.backward else "forward"
         us = device.attention_us(a.backend, a.width, a.flops, a.length, a.backward)
         note(f"attention {a.backend} {way}", us, seconds)
-    # CPU entries are fitted to whole steps, in which caches hold other data than in an isolated operation.
+    # CPU entries are fitted to whole steps, where caches are in another state than in an isolated operation.
     if device.capability is not None:
         for moved, seconds in measured.moves:
             note("element-wise", device.memory_us(moved), seconds)
@@ -204,7 +207,7 @@ def _in_four_digits(number: float) -> float:
 
 
 Predict = Callable[[DeviceFile], float]
-"""Function that predicts the step time on a device, in seconds."""
+"""Function that predicts the step time of a measured run on a device, in seconds."""
 
 
 def fit_steps(device: DeviceFile, steps: Sequence[tuple[Predict, float]]) -> DeviceFile:

@@ -1,7 +1,7 @@
 """Times of products, attention, element-wise operations and collectives, measured on this machine.
 
 All ranks measure the same operation at the same time, as in training. Ranks that share processors, memory or a network
-cable slow each other down, and the measurement must include this slowdown.
+cable slow each other down, and a measurement must include this effect.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Clock:
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Return the median time over the rounds, averaged over the ranks."""
-        self._timed(call, 1)  # the first call allocates
+        self._timed(call, 1)  # the first call allocates memory
         once = self.agreed(self._timed(call, 2) / 2)
         count = max(2, int(self.round_seconds / max(once, 1e-7)))
         return self.agreed(median(self._timed(call, count) / count for _ in range(self.rounds)))
@@ -113,7 +113,7 @@ def measure(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Measured:
 
 def measure_links(clock: Clock, sizes: Sizes, ranks_per_node: int) -> tuple[list[CollectiveTime], float]:
     """Return (times of collectives within and between nodes, share of an overlapped collective's time by which it
-    delays computation). Collective over all ranks; both are empty for one rank."""
+    delays computation). Collective over all ranks. Both results are empty if there is only one rank."""
     groups = dict(link_groups(clock.world, ranks_per_node))
     found = [point for name, group in groups.items() for point in collectives(clock, sizes, name, group)]
     return found, overlap_slowdown(clock, sizes, list(groups.values())[-1]) if groups else 0.0
@@ -159,8 +159,8 @@ def _attention(
 
 
 def moves(clock: Clock, sizes: Sizes) -> Iterator[tuple[int, float]]:
-    """Return (bytes read and written, seconds) of copies. A CPU's bandwidth is later fitted to whole steps, starting
-    from these values."""
+    """Return a list of copy times: (bytes read and written, seconds). A CPU's bandwidth is later adjusted to the times
+    of whole steps, starting from these values."""
     for rows in sizes.rows:
         x, y = (torch.randn(rows, sizes.columns, device=clock.device) for _ in range(2))
         yield 2 * x.nbytes, clock.seconds(partial(y.copy_, x))
@@ -168,7 +168,7 @@ def moves(clock: Clock, sizes: Sizes) -> Iterator[tuple[int, float]]:
 
 def link_groups(world: int, ranks_per_node: int) -> Iterator[tuple[str, dist.ProcessGroup]]:
     """Yield (link, this rank's group): first the ranks of its node, then the ranks with the same local rank on all
-    nodes. All groups communicate at once."""
+    nodes. All groups of the link communicate at once."""
     nodes = world // ranks_per_node
     by_link = {
         "node": [range(n * ranks_per_node, (n + 1) * ranks_per_node) for n in range(nodes)],
@@ -205,8 +205,8 @@ def _call_each(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """Return a function that calls a collective as training does. The whole operand of the collective has `moved` bytes
-    of fp32. On CPUs, a reduce-scatter is an exchange followed by a sum."""
+    """Return a function that calls a collective in the same way as training. The whole operand of the collective has
+    `moved` bytes of fp32. On CPUs, a reduce-scatter exchanges parts between ranks and then sums them."""
     n = group.size()
     whole = torch.zeros(max(1, moved // 4 // n) * n, device=device)
     part, other = torch.zeros(whole.numel() // n, device=device), torch.zeros_like(whole)

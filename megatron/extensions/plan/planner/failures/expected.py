@@ -1,7 +1,7 @@
 """Expected goodput of a run on devices that fail, its best save interval, and the number of spare nodes worth paying
 for. This module does not import torch.
 
-Failures are a Poisson process: a run of W devices, each with `rate` failures a day, fails every M = 86400 / (rate W)
+Failures are a Poisson process. A run of W devices, each with `rate` failures a day, fails every M = 86400 / (rate W)
 seconds on average. A run saves after every tau seconds of steps, stops for delta seconds at each save, and needs R
 seconds from a failure to its next step. The run takes
 
@@ -9,8 +9,8 @@ T = M exp(R / M) (exp((tau + delta) / M) - 1)
 
 seconds for tau seconds of steps (Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
 2006, equation 20; failures during a restart are counted). A save that is written in the background can be loaded only
-after w more seconds of steps. A failure before then also loses the previous segment, which adds w to R. Goodput is tau
-/ T.
+after w more seconds of steps. If a failure occurs before then, the previous segment is lost too, which adds w to R.
+Goodput is tau / T.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SECONDS_PER_DAY = 86400.0
 
 @dataclass(frozen=True)
 class AskedFailures:
-    """Values of --failures-per-gpu-day and the related options; None for options that are not given."""
+    """Values of --failures-per-gpu-day and its dependent options; None for options that are not given."""
 
     per_device_day: float
     restart_seconds: float | None = None
@@ -49,18 +49,18 @@ class SaveCost:
     """Cost of a save, in seconds."""
 
     blocking: float
-    """Seconds for which the run stops training: delta."""
+    """Number of seconds for which a save stops training: delta."""
 
     seconds: float
     """Seconds from the start of a save until it can be loaded."""
 
     source: str
-    """Source of `seconds`, as text."""
+    """Text that describes how `seconds` was determined."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Breakdown of the wall time of a run that saves every `steps` steps. The four shares sum to 1."""
+    """Breakdown of the wall time of a run that saves every `steps` steps. The four shares of the wall time sum to 1."""
 
     steps: int
     goodput: float
@@ -81,8 +81,8 @@ class Expected:
     save: SaveCost
 
     def shares(self, steps: int) -> Shares:
-        """Return the wall time shares of a run that saves every `steps` steps. A save waits until the previous one has
-        finished."""
+        """Return the shares of the wall time of a run that saves every `steps` steps. A save does not start before the
+        previous save has finished."""
         trained, mean = steps * self.step_seconds, self.between_failures
         blocking = max(self.save.blocking, self.save.seconds - trained)
         restart = self.restart_seconds + self.save.seconds - blocking
@@ -96,9 +96,9 @@ class Expected:
         return Shares(steps, goodput, saves, restarts, max(0.0, 1.0 - goodput - saves - restarts))
 
     def best(self) -> Shares:
-        """Return the shares for the save interval with the highest goodput."""
+        """Return the wall time shares for the save interval with the highest goodput."""
         low, high = 1, max(1, math.ceil(20 * (self.between_failures + self.save.seconds) / self.step_seconds))
-        while high - low > 2:  # goodput has a single maximum as a function of the interval
+        while high - low > 2:  # as a function of the interval, goodput has a single maximum
             third = (high - low) // 3
             left, right = low + third, high - third
             if self.shares(left).goodput < self.shares(right).goodput:
@@ -116,7 +116,7 @@ def measured_save(events: Sequence[Mapping[str, object]]) -> float | None:
 
 
 def save_cost(shard_bytes: int, bytes_per_node: int, host_gb: float, background: bool, known: float | None) -> SaveCost:
-    """Return the cost of a save.
+    """Return the expected cost of a save.
 
     Args:
         shard_bytes: Bytes that the fullest rank copies to host memory before training continues.
@@ -156,8 +156,8 @@ def spares_worth(nodes: int, node_failures_per_second: float, repair_seconds: fl
 
 
 def failure_lines(expected: Expected, given: int | None, nodes: int, repair_hours: float) -> Iterator[str]:
-    """Yield lines about a run's failures, its goodput at the best save interval and at the run's save interval
-    (`given`), and its spare nodes."""
+    """Yield lines about a run's failures, its spare nodes, and its goodput at two save intervals: the best interval and
+    the interval of the run (`given`)."""
     save, best = expected.save, expected.best()
     yield f"a failure every {_time(expected.between_failures)}, {_time(expected.restart_seconds)} until the next step"
     source = f" ({save.source})" if save.source else ""

@@ -1,4 +1,4 @@
-"""Expected failures of a planned run, derived from its predicted step, its memory and its earlier saves.
+"""Expected cost of failures for a planned run, computed from its predicted step, its memory and its earlier saves.
 
 This module does not import torch.
 """
@@ -47,7 +47,7 @@ class RunOnFailing:
         step: StepTime,
         asked: AskedFailures,
     ) -> RunOnFailing:
-        """Create the expectation from a plan."""
+        """Create the failure expectation of a planned run."""
         known = asked.save_seconds or measured_save(recorded_events(config.checkpoint.save_root))
         # A save contains each rank's weights and states; replicas are written once.
         states = [rank.plan.memory.parameters + rank.plan.memory.optimizer for rank in memory]

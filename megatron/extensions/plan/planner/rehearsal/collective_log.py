@@ -1,7 +1,7 @@
-"""Log of a rank's collectives, recorded as torch dispatches them, in a real or fake world.
+"""Log of a rank's collectives, recorded when torch dispatches them, in a real or fake world.
 
 The log covers all callers: this library, torch's own functions, and custom layers. A collective of Python objects is
-recorded as one call, because its sizes depend on values.
+recorded as one call, because the sizes of its messages depend on values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPS = (
 _allgather_base_, starts with one of these names."""
 
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
-"""Reduction names in the order of torch's ReduceOp."""
+"""Names of reduction operations, in the order of torch's ReduceOp."""
 
 SENT = ("tensors", "input_tensors", "input_tensor", "input", "inputs")
 RECEIVED = ("output_tensors", "output_tensor", "output", "outputs", "tensors", "out")
@@ -50,7 +50,8 @@ WRAPPERS = ("core/collectives.py", "core/pipeline_parallel/p2p.py")
 
 
 class CollectiveLog:
-    """Collectives of this rank, in order. `phase` returns the rank's current phase and micro-batch (or -1)."""
+    """Collectives of this rank, in order. `phase` is a function that returns the rank's current phase and micro-batch
+    number (-1 outside of passes)."""
 
     def __init__(self, phase: Callable[[], tuple[str, int]] = lambda: ("", -1)) -> None:
         self.collectives: list[Collective] = []
@@ -59,7 +60,7 @@ class CollectiveLog:
         self._groups: dict[str, Group] = {}
 
     def name_groups(self, axes: Mapping[str, Axis]) -> None:
-        """Name the groups of a layout by axis.
+        """Map the process groups of a layout to the names of their axes.
 
         If several axes have the same ranks, the first axis is used. Axes of all parameters come before axes of experts.
         """
@@ -85,7 +86,7 @@ class CollectiveLog:
         self.collectives.append(made._replace(site=call_site(), phase=phase, microbatch=microbatch))
 
     def record(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Record an operator if it is a collective."""
+        """Record an operator call if the operator is a collective."""
         if func.namespace not in ("c10d", "_c10d_functional"):
             return
         schema = schema_of(func)
@@ -169,7 +170,7 @@ def call_site() -> str:
 
 
 def places_of(trace: TracebackType | None) -> Iterator[str]:
-    """Return the places in a traceback outside torch and the wrappers of collectives, innermost first."""
+    """Return the places of a traceback that are outside torch and the wrappers of collectives, innermost first."""
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         if (place := _place(frame.f_code.co_filename)) is not None:
             yield f"{place}:{line} in {frame.f_code.co_name}"
@@ -177,7 +178,7 @@ def places_of(trace: TracebackType | None) -> Iterator[str]:
 
 @cache
 def _place(filename: str) -> str | None:
-    """Return a file's displayed path; None if it is omitted."""
+    """Return the path that is displayed for a file; None if the file is omitted from call sites."""
     path = Path(filename)
     if "site-packages" in path.parts or filename.startswith("<") or any(path.is_relative_to(each) for each in PASSED):
         return None
@@ -190,4 +191,4 @@ def _place(filename: str) -> str | None:
 PLANNER = Path(__file__).parents[1]
 
 PASSED = (Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib")))
-"""Folders that are omitted from call sites: torch and Python's standard library."""
+"""Folders whose files are omitted from call sites: torch and Python's standard library."""

@@ -50,9 +50,9 @@ from megatron.training.plan import plan_of
 def rehearse(asked: Prepared, ranks: str, device_memory: float | None) -> int:
     """Rehearse a validated configuration on its ranks, and print the report.
 
-    `ranks` is the value of --ranks, `device_memory` the value of --device-memory in GiB. The report is also written to
-    the file of --json ("" means standard output, where only the JSON is then printed). Returns exit code 1 if a run
-    would fail or if ranks could not be rehearsed. Raises OutputError if the file cannot be written.
+    `ranks` is the value of --ranks, `device_memory` the value of --device-memory in GiB. The report is also written as
+    JSON to the file of --json. If this path is "", only the JSON is printed. Returns exit code 1 if a run would fail or
+    if ranks could not be rehearsed. Raises OutputError if the file cannot be written.
     """
     config = asked.config
     world_size = asked.world_size
@@ -98,14 +98,14 @@ def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecor
                     records.append(found)
                 done = len(records) + len(lost)
                 say(f"{done} of {len(ranks)} ranks rehearsed, {time.monotonic() - began:.0f} s")
-        except OSError as error:  # there is no memory for another process
+        except OSError as error:  # there is not enough memory for another process
             ended = {each.rank for each in records} | {each.job for each in lost}
             lost += [Lost(rank, str(error)) for rank in ranks if rank not in ended]
     return sorted(records, key=lambda record: record.rank), sorted(lost)
 
 
 def _planned_or_told(rehearsal: Rehearsal) -> tuple[dict[int, int], list[str]]:
-    """Return the memory of each pipeline rank as planned by `--dry-run`. If there is no plan, print the reason.
+    """Return the memory of each pipeline rank as planned by `--dry-run`. If no plan can be made, print the reason.
 
     The plan covers as many micro-batches as are rehearsed. Planning may fail because it runs layers separately, which a
     custom layer may not support.
@@ -165,7 +165,7 @@ class Report:
     """Ranks whose processes ended without a record."""
 
     planned: Mapping[int, int]
-    """Bytes by pipeline rank, as `--dry-run` plans them."""
+    """Bytes by pipeline rank, as planned by `--dry-run`."""
 
     notes: Sequence[str]
     problems: Sequence[str]
@@ -189,7 +189,8 @@ class Report:
         yield from self.notes
 
     def _memory_lines(self) -> Iterator[str]:
-        """Yield a line per rank: memory after building, at the peak, and as planned for its pipeline rank."""
+        """Yield a line per rank with three sizes: its memory after building, its peak, and the peak planned for its
+        pipeline rank."""
         width = max(len(record.name()) for record in self.records)
         yield f"{'':<{width}}{'built':>12}{'peak':>12}{'planned':>12}  at the peak"
         for record in self.records:
@@ -202,7 +203,7 @@ class Report:
         return self.planned.get(record.coords.get("pp", 0))
 
     def _traffic_lines(self) -> Iterator[str]:
-        """Yield a line for each axis with the calls and bytes per step of the rank that sends the most."""
+        """Yield a line for each axis with the number of calls and bytes per step of the rank that sends the most."""
         most: dict[str, tuple[int, int, RankRecord]] = {}
         for record in self.records:
             for axis, (calls, size) in self._sent_by_axis(record).items():
@@ -213,7 +214,7 @@ class Report:
             yield f"{axis:<20}{calls:>10,}{byte_text(size):>14}  {record.name()}"
 
     def _sent_by_axis(self, record: RankRecord) -> dict[str, tuple[int, int]]:
-        """Return (calls, bytes sent) of a whole step by axis.
+        """Return (number of calls, bytes sent) in a whole step by axis.
 
         Each micro-batch that was not rehearsed counts as much as the middle micro-batch of the rehearsal.
         """
@@ -228,7 +229,7 @@ class Report:
         return {axis: (calls[axis], sizes[axis]) for axis in calls}
 
     def _compared_line(self) -> str:
-        """Return a line with the number of compared collectives, or the reason why none could be compared."""
+        """Return a line with the number of compared collectives, or with the reason why none could be compared."""
         groups, calls = compared(self.records)
         if not groups:
             alone = "no two of the rehearsed ranks share a collective; --ranks all-distinct compares them"
@@ -259,7 +260,7 @@ class Report:
         return "CPU" if device_of(self.rehearsal.config) == "cpu" else "GPU"
 
     def verdict(self) -> Iterator[str]:
-        """Return the problems, and ranks without a record, or state that no problem was found."""
+        """Return the problems and the ranks without a record, or a statement that no problem was found."""
         if self.lost:
             yield "Not rehearsed:"
             yield from (f"  {line}" for line in _lost_lines(self.lost))
@@ -271,7 +272,7 @@ class Report:
             yield "No rank fails, and their collectives agree." if agree else "No rank fails; nothing was compared."
 
     def as_object(self) -> dict[str, object]:
-        """Return the report as an object for --json."""
+        """Return the report as the object that --json writes."""
         rehearsal, records = self.rehearsal, self.records
         groups, calls = compared(records)
         return {
@@ -320,7 +321,7 @@ def _lost_lines(lost: Sequence[Lost]) -> Iterator[str]:
 
 
 def problem_lines(records: Sequence[RankRecord], world_size: int) -> list[str]:
-    """Return every problem that would make a run fail; empty if none was found."""
+    """Return all problems that would make a run fail; the result is empty if no problem was found."""
     lines: list[str] = []
     failed: dict[tuple[str, str, tuple[str, ...]], list[RankRecord]] = defaultdict(list)
     for record in records:

@@ -3,7 +3,7 @@
 Groups, model, gradient buffers, optimizer, schedule and one training step are created by the same functions as in a
 run. Tensors have shapes but no values, so a rank needs no device memory and no GPU. Numbers read from tensors are 0,
 and tokens are routed evenly over experts. Ranks run in forked processes, several at a time. Each process starts with a
-copy of this process's state and cannot change the original.
+copy of this process's state. Changes to the copy do not affect this process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from megatron.training.setup import build_run
 from megatron.training.train_step import train_step
 
 NAMED_BYTES = 2**20
-"""Size in bytes below which a tensor is omitted from the list of memory holders."""
+"""Size in bytes below which a tensor is omitted from the list of tensors that hold memory."""
 
 HOLDERS = 8
 
@@ -70,7 +70,7 @@ class RankMode(LiveMemory):
         self.peak_phase = ""
         self.sites: dict[int, str] = {}
         self.on_host: list[list[int]] = []
-        """Buffer sizes by host pool."""
+        """Buffer sizes of each host pool."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.log.record(func, args, kwargs or {})
@@ -90,7 +90,7 @@ class RankMode(LiveMemory):
             raise torch.OutOfMemoryError(f"{self.now:,} bytes are needed, but the device has {self.limit:,}")
 
     def holders(self) -> tuple[Holder, ...]:
-        """Return the places in the code that hold the most memory now."""
+        """Return the places in the code that currently hold the most memory."""
         found: dict[str, list[int]] = {}
         for key, size in self.sizes.items():
             if size >= NAMED_BYTES:
@@ -106,8 +106,8 @@ class RankMode(LiveMemory):
 
 
 class EveryRank(Axis):
-    """Axis of all ranks, without communication with other ranks. Every rank also does the work that, in a real run,
-    only the first rank does."""
+    """Axis of all ranks in a rehearsal, whose collectives involve no other process. Every rank of a rehearsal also does
+    the work that, in a real run, only the first rank does."""
 
     @property
     def first(self) -> bool:
@@ -129,7 +129,7 @@ def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lo
     """Yield the results of jobs as they end, or `Lost` for a job whose process dies without a result.
 
     If the system cannot start another process, fewer processes run at a time. Raises OSError if no process can be
-    started. Results must be picklable.
+    started. The results of jobs must be picklable.
     """
     context, waiting = mp.get_context("fork"), list(jobs)[::-1]
     running: dict[Connection, tuple[int, ForkProcess]] = {}
@@ -171,8 +171,8 @@ def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lo
 def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> None:
     """Run a job and send its result.
 
-    Ctrl-C sends a signal to all processes of a terminal, so only the parent handles it. SIGTERM ends this process as
-    usual.
+    Ctrl-C sends a signal to all processes of a terminal, so only the parent handles it. SIGTERM ends this process, as
+    by default.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -190,7 +190,7 @@ def without_inputs(parts: Parts) -> Parts:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Arguments of a rehearsal."""
+    """Arguments for the rehearsal of ranks."""
 
     config: RunConfig
     """Configuration with the rehearsed number of micro-batches and with mock data."""
@@ -215,8 +215,8 @@ def rehearsal_of(
 ) -> Rehearsal:
     """Return the rehearsal of a resolved and validated configuration.
 
-    Unless `whole` is set, only enough micro-batches are rehearsed for each stage to reach its largest number of
-    simultaneously held micro-batches.
+    Unless `whole` is set, only as many micro-batches are rehearsed as each stage needs to reach its maximum number of
+    micro-batches in flight.
     """
     config = plan_of(config).longest.config
     dims, training = ParallelDims.from_config(config.parallel, world_size), config.training
@@ -257,7 +257,7 @@ def enough_microbatches(config: RunConfig, microbatches: int) -> int:
     def held(number: int) -> list[dict[int, int]]:
         try:
             return [held_at_peak(actions, StageCosts())[1] for actions in schedule.lists(number, messages=True)]
-        except ValueError:  # the schedule needs more micro-batches
+        except ValueError:  # the schedule needs a larger number of micro-batches
             return []
 
     most = held(microbatches)
@@ -266,7 +266,7 @@ def enough_microbatches(config: RunConfig, microbatches: int) -> int:
 
 
 class _Phases:
-    """Current phase of the rank."""
+    """Current phase of the rank, as text."""
 
     def __init__(self) -> None:
         self.name = "start"
@@ -293,7 +293,7 @@ class _Phases:
 
 
 def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord | Lost:
-    """Return the record of one rank.
+    """Rehearse one rank, and return its record.
 
     An exception of the program is recorded as a `Failure`; if this machine has too little memory, the rank is `Lost`.
     Call this function in a separate process, because parts of the library and of extensions may keep state.
@@ -366,5 +366,6 @@ def _run(rehearsal: Rehearsal, record: RankRecord, mode: RankMode, phases: _Phas
 
 
 def rehearse_ranks(rehearsal: Rehearsal, ranks: Sequence[int], workers: int) -> Iterator[RankRecord | Lost]:
-    """Yield the records of ranks as they finish, each from a forked process, with `workers` processes at a time."""
+    """Yield the records of ranks in the order in which they finish. Each record comes from a forked process; `workers`
+    processes run at a time."""
     return forked({rank: partial(rehearse_rank, rehearsal, rank) for rank in ranks}, workers)

@@ -24,8 +24,8 @@ POINT_TO_POINT = ("send", "recv")
 class Group(NamedTuple):
     """A process group.
 
-    A group is identified by its members and the number of earlier groups with the same members. Ranks agree on this
-    identity without communication.
+    A group is identified by its members and the number of earlier groups with the same members. All ranks derive the
+    same identity without communication.
     """
 
     ranks: tuple[int, ...]
@@ -43,7 +43,8 @@ class Collective(NamedTuple):
     """Collective or message, as seen by the calling rank."""
 
     op: str
-    """ "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", ..."""
+    """ Name of the operation, such as "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"
+    or "recv"."""
 
     group: Group
     dtype: str
@@ -75,7 +76,7 @@ class Collective(NamedTuple):
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """Return the properties on which all ranks of the group must agree."""
+        """Return the properties of a call on which all ranks of the group must agree."""
         if self.op in ("gather", "scatter"):  # the root holds the whole tensor
             return self.op, self.dtype, min(self.sent or self.received, self.received or self.sent), self.peer
         sizes = () if self.op == "all_to_all" else (self.sent, self.received)
@@ -89,7 +90,8 @@ class Collective(NamedTuple):
 
 
 def bytes_sent(collective: Collective, rank: int) -> int:
-    """Return the bytes that `rank` sends under the algorithm with the least traffic in which all ranks send equally.
+    """Return the number of bytes that `rank` sends under the algorithm with the least traffic, assuming that all ranks
+    send equally much.
 
     All-reduces, all-gathers and reduce-scatters use rings.
     """
@@ -117,7 +119,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Holder:
-    """Memory allocated at one place in the program."""
+    """Memory that is allocated at one place in the program."""
 
     nbytes: int
     tensors: int
@@ -134,7 +136,7 @@ class Failure:
     message: str
     phase: str
     sites: tuple[str, ...]
-    """Places in the traceback outside torch, innermost first."""
+    """Places of the traceback that are outside torch, innermost first."""
 
     holders: tuple[Holder, ...] = ()
     """Places that hold the most memory, if memory ran out."""
@@ -142,16 +144,16 @@ class Failure:
 
 @dataclass
 class RankRecord:
-    """Record of one rank's rehearsal."""
+    """Record of the rehearsal of one rank."""
 
     rank: int
     coords: dict[str, int]
     axes: dict[Group, str] = field(default_factory=dict)
-    """Names of the layout's process groups."""
+    """Names of the layout's process groups, by axis."""
 
     collectives: list[Collective] = field(default_factory=list)
     built: int = 0
-    """Bytes held after the run was built."""
+    """Number of bytes held after the run was built."""
 
     peak: int = 0
     peak_phase: str = ""
@@ -159,11 +161,11 @@ class RankRecord:
     """Bytes of the host buffers for offloaded tensors."""
 
     boxes: list[Box] = field(default_factory=list)
-    """Boxes of a checkpoint that the rank writes."""
+    """Parts of a checkpoint's tensors that the rank writes."""
 
     failure: Failure | None = None
     seconds: float = 0.0
-    """Processor time of the rehearsal."""
+    """Processor time that the rehearsal took."""
 
     def name(self) -> str:
         """Return the rank's name with its coordinates along the axes of size above 1, such as `rank 8 (pp 1, dp 0, tp
@@ -178,11 +180,12 @@ AXES = (("pp", "dp", "cp", "tp"), ("pp", "expt_dp", "ep", "expt_tp"))
 
 
 def distinct_ranks(dims: ParallelDims) -> list[int]:
-    """Return one rank of each kind.
+    """Return one rank of each kind, as a sample of all ranks.
 
-    Every pipeline rank is included, because action lists and layers differ. Along each other axis, the first and the
-    last rank are included, in the first and the last stage. Code may treat the ends of an axis differently. For
-    example, the first rank reports, the last shard of a buffer may be shorter, and context-parallel rings end.
+    Every pipeline rank is included, because pipeline ranks differ in their action lists and layers. Along each other
+    axis, the first and the last rank are included, for the first and the last pipeline stage. Code may treat the ends
+    of an axis differently. For example, the first rank reports, the last shard of a buffer may be shorter, and
+    context-parallel rings end.
     """
     found = {dims.rank(pp=pp) for pp in range(dims.pp)}
     for pp in {0, dims.pp - 1}:
@@ -223,12 +226,12 @@ def coords_of(rank: int, dims: ParallelDims) -> dict[str, int]:
 
 
 Side = tuple[RankRecord, list[Collective]]
-"""Rank with its collectives in a group, or with its messages in one direction."""
+"""A rank and its collectives in a group, or a rank and its messages to or from another rank."""
 
 
 def _parted(group: Group, axis: str, number: int, sides: tuple[Side, Side], what: str) -> list[str]:
-    """Report the first differing collective of a group, which follows `number` equal collectives. `what` states the
-    consequence for a run."""
+    """Report the first differing collective of a group, which follows `number` equal collectives. `what` describes the
+    difference and its consequence for a run."""
     ranks = group.ranks
     shown = ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]},{ranks[1]},...,{ranks[-1]}"
     told = [f"  {record.name()}: {_told(calls[number : number + 1])}" for record, calls in sides]
@@ -242,8 +245,8 @@ def _told(collectives: Sequence[Collective]) -> str:
 
 
 def mismatches(records: Sequence[RankRecord]) -> list[list[str]]:
-    """Return the lines of each report: at most one per group, or per direction between two ranks. Failed ranks are
-    omitted."""
+    """Return the lines of all reports. There is at most one report per group, or per direction between two ranks.
+    Failed ranks are excluded from the comparison."""
     records = [record for record in records if record.failure is None]
     axes = {group: axis for record in records for group, axis in record.axes.items()}
     joint: dict[Group, dict[int, list[Collective]]] = defaultdict(dict)
@@ -304,7 +307,7 @@ def _what(a: Sequence[Collective], b: Sequence[Collective], bad: int) -> str:
 
 
 def _fits(x: Collective, y: Collective, place: int, other: int) -> bool:
-    """Return True if two ranks, at these positions of the group, call the same collective."""
+    """Return True if two ranks, at the given positions of the group, call the same collective."""
     if x.agreed != y.agreed:
         return False
     if x.op != "all_to_all":
@@ -336,7 +339,7 @@ def _message_difference(group: Group, axis: str, sender: Side, receiver: Side) -
 
 
 def compared(records: Sequence[RankRecord]) -> tuple[int, int]:
-    """Return (groups with two or more rehearsed ranks, number of compared calls)."""
+    """Return (number of groups with two or more rehearsed ranks, number of compared calls)."""
     by_group: dict[Group, list[int]] = defaultdict(list)
     for record in records:
         counts: dict[Group, int] = defaultdict(int)
@@ -357,10 +360,10 @@ def written_bytes(boxes: Sequence[Box]) -> int:
 
 
 def coverage_problems(records: Sequence[RankRecord], every_rank: bool) -> list[str]:
-    """Return a problem for elements that two ranks write.
+    """Return a problem if two ranks write the same elements of a tensor.
 
-    If `every_rank` is True, the records cover all ranks, and elements that no rank writes are problems too. If a rank
-    failed, the result is empty.
+    If `every_rank` is True, the records cover all ranks, and elements that no rank writes are problems too. If the
+    rehearsal of any rank failed, the result is empty.
     """
     if any(record.failure is not None for record in records):
         return []

@@ -1,4 +1,4 @@
-"""Time and memory of layouts in a search, and cheap lower bounds on both.
+"""Time and memory of the layouts in a search, and cheap lower bounds on both.
 
 A bound may omit costs but never adds any, so no optimal layout is discarded.
 """
@@ -48,27 +48,28 @@ from megatron.training.config.validation import validate
 from megatron.training.step_parts import late_update, runs_passes_in_turns
 
 ELEMENTS = 2**20
-"""Elements per shard of the matrix that is used to measure state bytes per element; at this size, the shards need no
-padding."""
+"""Number of elements per shard of the matrix with which state bytes per element are measured. With this size, the
+shards need no padding."""
 
 FULLEST = 5
-"""Number of leading pipeline ranks that may be the fullest, in addition to the last rank.
+"""Number of leading pipeline ranks that are checked for the largest memory, in addition to the last rank.
 
-The first rank holds fewer layers than the second if the embedding counts as layers, and dense layers often precede MoE
-layers.
+The first rank holds fewer layers than the second rank if the embedding counts as a layer. Dense layers often precede
+MoE layers.
 """
 
 SAME_LAYERS = 0.98
-"""Assumed minimum time of layers with recomputation or separate weight gradients, relative to plain layers.
+"""Assumed minimum time of layers with recomputation or separate weight gradients, as a share of the time of plain
+layers.
 
-It is below 1 because the same kernels may run in another order.
+This value is below 1 because the same kernels may run in a different order.
 """
 
 lists_of = lru_cache(maxsize=4096)(build_schedule)
 
 
 class LayoutCosts:
-    """Costs of layouts. Results that several layouts share are measured once."""
+    """Costs of layouts. Results that are common to several layouts are measured once."""
 
     def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
         self.run = run
@@ -86,11 +87,11 @@ class LayoutCosts:
         return predict_step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache)
 
     def memory(self, config: RunConfig) -> list[RankMemory]:
-        """Return the memory by pipeline rank."""
+        """Return the planned memory of each pipeline rank."""
         return memory_of_ranks(config, self.run.world_size, self.cache)
 
     def chunked(self, config: RunConfig, step: StepTime, memory: Sequence[RankMemory]) -> ChunkChoice | None:
-        """Return the layout with a chunked head and loss, if that saves memory."""
+        """Return the best chunk size of the head and the loss, with its effect; None if chunks save no memory."""
         return chosen_chunk(config, self.run.world_size, step, memory, self.step, self.memory)
 
     # Bounds on the time
@@ -98,8 +99,9 @@ class LayoutCosts:
     def family_bound(self, family: Family) -> float:
         """Return a lower bound, in seconds, on the step time of all layouts in a family.
 
-        The bound is the sum of three times: matrix products, attention and element-wise operations at the device's best
-        rates, evenly distributed over the ranks; exposed collectives of layers; and the fixed time of a step.
+        The bound is the sum of three times. The first is the time of the layers' matrix products, attention and
+        element-wise operations, at the device's best rates and evenly distributed over the ranks. The other two are the
+        time of the layers' exposed collectives and the fixed time of a step.
         """
         seconds = self._ideal(1, family.recompute, family.split)
         tp, ep = family.tp, family.ep
@@ -119,7 +121,7 @@ class LayoutCosts:
 
     @property
     def _fixed(self) -> float:
-        """Return the seconds of a step that do not depend on the layout."""
+        """Return the part of the step time, in seconds, that does not depend on the layout."""
         return self.device.fixed_ms(self.run.world_size) / 1e3
 
     def _mean_work(self, family: Family) -> float:
@@ -130,7 +132,7 @@ class LayoutCosts:
     def untimed_bound(self, layout: Layout, seconds: float) -> float:
         """Return a lower bound on a layout's step time in seconds, before its layers are timed.
 
-        The bound is the communication among replicas plus the passes, whose lower bound is `seconds`.
+        The bound is the communication time among replicas plus `seconds`, a lower bound on the time of the passes.
         """
         if named_value(self.run.given, "freeze"):  # no bound is known for frozen parameters
             return seconds
@@ -150,7 +152,7 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _ideal(self, cp: int, recompute: str, split: bool) -> float:
-        """Return the ideal seconds of one sample on one of `cp` ranks; 0 if the layout is illegal."""
+        """Return the ideal time, in seconds, of one sample on one of `cp` ranks; 0 if the layout is illegal."""
         families = [Family(1, cp, 1, 1, samples, recompute, split) for samples in (1, 2)]
         if cp > 1 and not self._possible(families[0], cp):
             return 0.0
@@ -171,7 +173,8 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def divides(self, tp: int, cp: int, ep: int, expert_tp: int) -> bool:
-        """Return True if a model with these parallel sizes has a legal layout, regardless of batch and pipeline."""
+        """Return True if a model with these parallel sizes has a legal layout, whatever the batch size and the
+        pipeline."""
         return self._possible(Family(tp, cp, ep, expert_tp), lcm(tp * cp, ep * expert_tp))
 
     def _possible(self, family: Family, ranks: int) -> bool:
@@ -245,13 +248,13 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def stages(self, pipeline: Pipeline) -> list[Stage]:
-        """Return the contents of a layout's stages."""
+        """Return the stages of a pipeline, with their layers."""
         return pipeline_stages(self.run.own.model, self.run.with_layout(Layout(pipeline=pipeline)).parallel)
 
     def memory_bound(self, layout: Layout) -> int:
         """Return a cheap lower bound on the bytes of a layout's fullest rank.
 
-        It includes sharded states without padding, and one rank's activations divided evenly over TP and CP.
+        The bound includes sharded states without padding, and one rank's activations divided evenly over TP and CP.
         """
         family, saving = layout.family, layout.saving
         shards = {False: layout.replicas}
@@ -265,8 +268,8 @@ class LayoutCosts:
         return int(max(states))
 
     def close_memory_bound(self, layout: Layout) -> int:
-        """Return a tighter bound than `memory_bound`: with planned states and, if states are sharded, with whole
-        units."""
+        """Return a tighter bound than `memory_bound`, with planned states. If states are sharded, the bound includes
+        whole units."""
         # the other settings of the family do not change the states
         family = Family(*layout.family[:4], split=layout.family.split)
         alike = layout._replace(family=family)
@@ -285,8 +288,8 @@ class LayoutCosts:
         return self._peaks(alone, pipeline, microbatches, layout.saving.offload == "activations")
 
     def _elements_of_ranks(self, layout: Layout) -> list[dict[bool, float]]:
-        """Return the minimum numbers of dense and expert parameters of each pipeline rank, assuming that all are
-        sharded like matrices."""
+        """Return the minimum numbers of dense and expert parameters of each pipeline rank, assuming that all parameters
+        are sharded like matrices."""
         held = [self._elements(stage) for stage in self.stages(layout.pipeline)]
         cut = {False: layout.family.tp, True: layout.family.ep * layout.family.expert_tp}
         own = (layout.place.stages_of(rank) for rank in range(layout.pipeline.ranks))
@@ -315,7 +318,7 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _slope(self, family: Family, stage: Stage) -> StageMemory:
-        """Return the memory that each additional sample in a micro-batch takes."""
+        """Return how much memory each additional sample in a micro-batch takes."""
         first, second = (
             ActivationPlan(MicroBatch.of(self._probe(family._replace(micro_batch=samples))), self.cache).stage(stage)
             for samples in (1, 2)
@@ -358,7 +361,7 @@ def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
         dims = ParallelDims(dp=shards)
         of_chain = chain_bytes(buffers, optimizer, dims, 0, DTYPE_BYTES[parallel.main_dtype])[0][0]
     found = buffer_bytes(buffers, *dtypes, optimizer, ddp.drops_parameters(parallel), (of_chain, 0))
-    if optimizer.whole_roles:  # states are on the rank that updates the matrix
+    if optimizer.whole_roles:  # only the rank that updates a matrix holds its states
         return found.parameters + found.gradients
     return found.total
 
@@ -371,13 +374,13 @@ def step_bound(
 ) -> float:
     """Return a lower bound, in seconds, on the step time under any schedule of these stages.
 
-    A rank cannot start its first forward pass before the earlier stages have run theirs. After the last backward pass
-    of the rank's first stage, the earlier stages still have to run their backward passes. In between, the rank does all
-    its work, except for weight gradients, which it may defer to the end.
+    A rank cannot start its first forward pass before the forward passes of the earlier stages. After the last backward
+    pass of the rank's first stage, the earlier stages still have to run their backward passes. Between these times, the
+    rank does all of its work, except for weight gradients, which may be deferred to the end.
 
     Args:
-        stages: For each stage, the seconds that a micro-batch takes in the forward pass, in the backward pass (or only
-            for the input gradient), and for the deferred weight gradient.
+        stages: Seconds that a micro-batch takes in each stage: in the forward pass, in the backward pass (or only for
+            the input gradient), and for the deferred weight gradient.
         layout: Placement of the stages.
         microbatches: Micro-batches per step.
         more: Seconds that each rank spends on other work.

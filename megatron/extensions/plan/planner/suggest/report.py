@@ -30,7 +30,8 @@ ZERO = {
 
 
 def crossing(each: Found) -> list[str]:
-    """Return the parallel sizes whose groups span several nodes although every layer waits for their messages."""
+    """Return the parallel sizes whose groups span several nodes, if every layer waits for the messages of these
+    groups."""
     dims = ParallelDims.from_config(each.config.parallel, each.step.world_size)
     return [
         f"{name} {dims.size(axis)}"
@@ -53,13 +54,13 @@ def duration(seconds: float) -> str:
 
 
 def iterations_of(config: RunConfig) -> int | None:
-    """Return the number of steps of a run; None if it depends on the data."""
+    """Return the number of steps of a run; None if the number depends on the data."""
     plan = plan_of(config)
     return None if plan.phases[-1].end is None else plan.iterations
 
 
 def tokens_of(config: RunConfig) -> int:
-    """Return the number of tokens of a run whose number of steps is known."""
+    """Return the number of tokens of a run. The number of its steps must be known."""
     plan = plan_of(config)
     return plan.tokens(plan.sizes.samples(plan.iterations))
 
@@ -142,7 +143,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def found_record(each: Found, run: SearchedRun, limit: int) -> dict[str, object]:
-    """Return a layout as JSON."""
+    """Return a layout as a JSON object."""
     layout = each.layout
     return {
         "given": each.given,
@@ -154,7 +155,7 @@ def found_record(each: Found, run: SearchedRun, limit: int) -> dict[str, object]
 
 
 def nearest_lines(nearest: Found | None, run: SearchedRun, limit: int) -> Iterator[str]:
-    """Yield the lines of a report in which no layout fits."""
+    """Yield the lines of a report that explains that no layout fits."""
     yield f"no layout fits {gib(limit)} GiB"
     if nearest is None:
         yield "no layout is legal for this model, batch and number of ranks"
@@ -216,10 +217,10 @@ def print_suggestions(
 ) -> bool:
     """Print whether the given layout fits and how long a step takes, and the ten fastest layouts that fit.
 
-    Returns True if any layout is legal. `device_memory` is in GiB; the default is the memory in the device file.
-    `most_timed` is described in `LayoutSearch`. The same content is written to the file of --json. If this path is "",
-    only the JSON is printed. Raises OutputError if that file cannot be written, DeviceError if no step of this kind can
-    be predicted.
+    Returns True if at least one layout is legal. `device_memory` is in GiB; the default is the memory in the device
+    file. `most_timed` has the meaning that it has in `LayoutSearch`. The same content is written to the file of --json.
+    If this path is "", only the JSON is printed. Raises OutputError if the file cannot be written, and DeviceError if
+    no step of this kind can be predicted.
     """
     config = asked.config
     world_size = asked.world_size

@@ -18,16 +18,16 @@ from megatron.extensions.plan.planner.time.step_time import StepTime
 from megatron.training.config.run_config import RunConfig
 
 NEAREST_MEASURED = 3
-"""Number of layouts that are measured to find the nearest one if no layout fits. These are the layouts with the lowest
-memory bounds."""
+"""Number of layouts that are measured to find the layout closest to fitting if no layout fits. These are the layouts
+with the lowest memory bounds."""
 
 MOST_PREDICTED = 150
 """Number of predictions after which an incomplete search predicts only memory-saving variants of the layouts found so
 far."""
 
 MOST_OF_A_SHAPE = 6
-"""Number of layouts per `Layout.shape` that an incomplete search predicts. These are the layouts with the lowest
-bounds."""
+"""Number of layouts per `Layout.shape` that an incomplete search predicts. The predicted layouts are those with the
+lowest bounds."""
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Candidate(Generic[T]):
     order: tuple[object, ...]
     item: T
     final: bool = False
-    """True if `bound` is the exact cost."""
+    """True if `bound` is the exact cost rather than a lower bound."""
 
 
 def best_first(
@@ -50,11 +50,11 @@ def best_first(
     """Yield final candidates in order of cost, with ties broken by `order`.
 
     Candidates wait in a heap, ordered by a lower bound on their cost. A final candidate that leaves the heap is the
-    next best candidate. No candidate whose bound exceeds the last result's cost is ever refined (A*; Hart, Nilsson and
-    Raphael, 1968).
+    next result. No candidate whose bound exceeds the last result's cost is ever refined (A*; Hart, Nilsson and Raphael,
+    1968).
 
-    `refine` receives the first candidate that is not final, and returns its replacements; the bounds of replacements
-    are raised to the bound of the replaced candidate if necessary. Candidates with equal bounds are refined before a
+    `refine` receives the first candidate that is not final, and returns the candidates that replace it. If necessary,
+    their bounds are raised to the bound of the replaced candidate. Candidates with equal bounds are refined before a
     result leaves the heap, so that `order` breaks ties.
     """
     heap = [(each.bound, each.final, each.order, number, each) for number, each in enumerate(candidates)]
@@ -94,9 +94,10 @@ class Found:
 
 
 def ranked_with(own: Found, found: list[Found]) -> list[Found]:
-    """Rank layouts by time, fastest first, including the run's own layout.
+    """Rank layouts by time, fastest first. The ranking includes the run's own layout.
 
-    The run's own layout precedes others with equal time, and replaces layouts of the same shape that are not faster.
+    The run's own layout precedes other layouts of equal time. It replaces layouts of the same shape that are not
+    faster.
     """
     faster = [each for each in found if each.step.seconds < own.step.seconds]
     return [*faster, own, *(each for each in found[len(faster) :] if each.layout.shape != own.layout.shape)]
@@ -107,7 +108,7 @@ Item = Family | Layout | Found
 
 @dataclass
 class Effort:
-    """Statistics of a search."""
+    """Statistics about a search."""
 
     families: int = 0
     traced: int = 0
@@ -124,10 +125,10 @@ class Effort:
     """Number of measured layouts whose offloaded data exceed the host's memory."""
 
     bound: float | None = None
-    """Lower bound on the step time of every layout that was not evaluated, if any."""
+    """Lower bound on the step time of all layouts that were not evaluated; None if there are none."""
 
     interrupted: bool = False
-    """True if the search was interrupted."""
+    """True if the search was interrupted before it finished."""
 
 
 @dataclass
@@ -139,7 +140,8 @@ class LayoutSearch:
     """Device memory in bytes."""
 
     most_timed: int | None = None
-    """Number of families whose layers are timed, taken in order of their lower bounds. Other families are not
+    """Maximum number of families whose layers are timed, in ascending order of their lower bounds. Other families are
+    not
 evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None evaluates everything.
     """
 
@@ -174,16 +176,16 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
         return list(self._found.values())
 
     def end_early(self) -> None:
-        """End a running search as soon as possible. Its result is then the fastest fitting layouts among the predicted
-        layouts and their memory-saving variants."""
+        """End a running search as soon as possible. The search then returns the fastest fitting layouts among the
+        predicted layouts and their memory-saving variants."""
         self.effort.interrupted = True
 
     def _leave_out(self, bound: float) -> None:
         self.effort.bound = bound if self.effort.bound is None else min(bound, self.effort.bound)
 
     def nearest(self) -> Found | None:
-        """Return the legal layout whose fullest rank exceeds the limit by the least, for use if no layout fits; None if
-        no layout is legal."""
+        """Return the legal layout whose fullest rank exceeds the memory limit by the least; None if no layout is legal.
+        This layout is reported if no layout fits."""
         too_large = [layout for layout, size in self._sizes.items() if self.limit < size < inf]
         too_large.sort(key=lambda layout: (self._sizes[layout], layout.order))
         legal = (
@@ -221,7 +223,7 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
     def _layouts(self, family: Family, candidate: Candidate[Item]) -> Iterator[Candidate[Item]]:
         """Return the layouts of a family that may fit, each with the smallest sufficient saving.
 
-        Returns the family itself if its bound has increased.
+        Returns the family itself if the lower bound of the family increased.
         """
         again = self.costs.family_bound(family)
         if again <= candidate.bound:
@@ -242,8 +244,8 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
         return Candidate(self.costs.time_bound(layout), (1, layout.order), layout)
 
     def _predicted(self, layout: Layout) -> Iterator[Candidate[Item]]:
-        """Return the layout with its predicted step if it is legal and its states may fit; otherwise return variants
-        that save more memory."""
+        """Return the layout with its predicted step if the layout is legal and its states may fit; otherwise, return
+        variants that save more memory."""
         config = self.costs.run.with_layout(layout)
         if not self.costs.legal(config):
             return
@@ -269,7 +271,7 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
             yield from self._savings(layout)
 
     def _may_fit_at_all(self, layout: Layout) -> bool:
-        """Return True if the largest saving makes a layout fit."""
+        """Return True if the layout fits with the largest saving."""
         sharding = SHARDING[-1] if layout.replicas > 1 else SHARDING[0]
         most = [layout._replace(saving=Saving(sharding, offload)) for offload in OFFLOADING[1:]]
         sizes = {each: self.costs.memory_bound(each) for each in most}

@@ -21,7 +21,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import resolve, validate
 
 RECOMPUTATION = ("none", "selective", "full")
-"""Kinds of recomputation, ordered by the amount that is recomputed."""
+"""Kinds of recomputation, sorted by how much they recompute."""
 
 SHARDING = ("optim", "optim_grads", "optim_grads_params")
 """Sharding strategies, ZeRO-1 to ZeRO-3. Each strategy takes less memory than the previous one, and at least as much
@@ -39,8 +39,8 @@ memory."""
 
 
 class Family(NamedTuple):
-    """Family of layouts whose layers do the same work for a micro-batch. Tensor parallelism always includes sequence
-    parallelism."""
+    """Family of layouts whose layers do the same work for a micro-batch. Layouts with tensor parallelism always use
+    sequence parallelism."""
 
     tp: int = 1
     cp: int = 1
@@ -53,7 +53,7 @@ class Family(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """Schedule with `chunks` stages on each of `ranks` pipeline ranks."""
+    """Pipeline schedule with `chunks` stages on each of `ranks` pipeline ranks."""
 
     schedule: str = "1f1b"
     ranks: int = 1
@@ -68,10 +68,10 @@ class Saving(NamedTuple):
     offload: str = OFFLOADING[0]
 
     def next(self, replicas: int) -> Iterator[Saving]:
-        """Yield the settings that save memory one step further.
+        """Yield settings that save more memory than this setting, by one step.
 
-        Each setting takes at least as long as the current one, so it is worth evaluating only if the current setting
-        does not fit.
+        Each yielded setting takes at least as long as the current setting, so it is worth evaluating only if the
+        current setting does not fit.
         """
         place = SHARDING.index(self.sharding) + 1
         if replicas > 1 and place < len(SHARDING):
@@ -81,7 +81,7 @@ class Saving(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Layout: a family on a pipeline, with `dp` replicas."""
+    """Layout of a run: a family on a pipeline, with `dp` replicas."""
 
     family: Family = Family()
     pipeline: Pipeline = Pipeline()
@@ -98,7 +98,7 @@ class Layout(NamedTuple):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Parallel sizes and micro-batch size.
+        """Parallel sizes and micro-batch size, which all layouts of the same shape have in common.
 
         Layouts of the same shape differ only in schedule, virtual stages, recomputation, sharding and offloading.
         """
@@ -106,7 +106,7 @@ class Layout(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that share the states of dense parameters."""
+        """Number of ranks over which the states of dense parameters can be sharded."""
         return self.dp * self.family.cp
 
     @property
@@ -131,10 +131,10 @@ class Space:
     recompute: tuple[str, ...] = RECOMPUTATION
     most_tp: int = 8
     most_samples: int = 8
-    """Largest number of samples in a micro-batch."""
+    """Maximum number of samples in a micro-batch."""
 
     fewest_tokens: int = 512
-    """Smallest number of tokens on a context-parallel rank."""
+    """Minimum number of tokens on a context-parallel rank."""
 
     @property
     def tp_sizes(self) -> list[int]:
@@ -147,7 +147,7 @@ class Space:
         return list(divisors(self.global_batch_size, self.most_samples))
 
     def families(self) -> Iterator[Family]:
-        """Yield every family that has a layout."""
+        """Yield every family for which a layout exists."""
         splits = sorted({False, *map(splits_backward, self.schedules)})
         for tp in self.tp_sizes:
             for cp in self._context_sizes(self.world_size // tp):
@@ -188,7 +188,7 @@ class Space:
                 yield cp
 
     def _expert_sizes(self, tp: int) -> Iterator[tuple[int, int]]:
-        """Yield (EP, expert tensor parallelism)."""
+        """Yield (EP, expert tensor parallelism) pairs."""
         if self.num_experts is None:
             yield 1, tp
             return
@@ -205,7 +205,7 @@ def divisors(number: int, most: int | None = None) -> list[int]:
 
 
 class SearchedRun:
-    """Run whose layout is searched. The rest of its configuration stays unchanged."""
+    """Training run whose layout is searched. The rest of the run's configuration stays unchanged."""
 
     def __init__(self, config: RunConfig, world_size: int) -> None:
         """`config` is resolved. The layout in it need not be legal."""
@@ -215,7 +215,7 @@ class SearchedRun:
 
     @cached_property
     def space(self) -> Space:
-        """Return the space of layouts."""
+        """Return the space of layouts that a search covers."""
         model, own = self.own.model, self.own.parallel.schedule
         assert self.own.training.global_batch_size is not None, "resolve() fills in the global batch size"
         return Space(
@@ -277,7 +277,7 @@ class SearchedRun:
         return found
 
     def dropped(self, config: RunConfig) -> list[str]:
-        """Return the flags on the run's command line that must not be combined with `flags`."""
+        """Return the flags on the run's command line that conflict with `flags`."""
         return [flag.name for flag, value, own in self._differing(config) if value is None and own is not None]
 
     def _differing(self, config: RunConfig) -> list[tuple[Flag, object, object]]:
@@ -286,15 +286,15 @@ class SearchedRun:
         return [(flag, value_of(asked, flag), value_of(self.given, flag)) for flag in self._flags]
 
     def _as_given(self, config: RunConfig) -> RunConfig:
-        """Return `config` with the values that its layout's flags had before `resolve`, except the global batch size,
-        which another layout must not change."""
+        """Return `config` with the values that the flags of its layout had before `resolve`. The global batch size is
+        not restored, because another layout must not change it."""
         fields = {flag.field for flag in self._flags} - {"global_batch_size"}
         before = {field: value for field, value in config.given if field in fields}
         return replace(with_named(config, before), given=())
 
 
 def values_of(run: RunConfig, layout: Layout) -> Mapping[str, object]:
-    """Return all fields and values that a run's layout sets, in flag order."""
+    """Return all configuration fields that a layout sets, with their values, in flag order."""
     family = layout.family
     pipeline = layout.pipeline
     saving = layout.saving

@@ -15,14 +15,14 @@ class Product:
     """`batches` matrix products [m, k] x [k, n]."""
 
     precision: str
-    """Precision of the operands: bf16 (fp16 too), fp8, fp32 or fp64."""
+    """Precision of the operands: bf16 (used for fp16 too), fp8, fp32 or fp64."""
 
     m: int
     n: int
     k: int
     batches: int = 1
     moved: int = 0
-    """Bytes of the operands and the result."""
+    """Bytes of the two operands and the result."""
 
     sums: int = 0
     """Bytes read and written to add the product to existing fp32 sums."""
@@ -34,7 +34,7 @@ class Product:
     """True if the product is recomputed for the backward pass."""
 
     at_one_time: int = 1
-    """Number of products, including this one, that the device may compute concurrently."""
+    """Number of products that the device may compute concurrently, including this product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,16 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Start of a collective over a mesh axis. A `Wait` with the same number completes it."""
+    """Start of a collective over an axis of the rank mesh. A `Wait` with the same number marks where its result is
+    needed."""
 
     kind: str
-    """all_reduce, all_gather, reduce_scatter, all_to_all or send (to the next rank of the axis)."""
+    """Kind of the collective: all_reduce, all_gather, reduce_scatter, all_to_all, or send (to the next rank of the
+    axis)."""
 
     moved: int
-    """Bytes of the whole operand: the result of a gather, the input of a reduction, or the data that a rank sends."""
+    """Bytes of the whole operand. This is the result of a gather, the input of a reduction, or the data that a rank
+    sends."""
 
     axis: str
     number: int
@@ -123,16 +126,16 @@ class BufferCounts:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Memory in bytes of one micro-batch on one stage."""
+    """Memory of one micro-batch on one stage, in bytes."""
 
     kept: int = 0
     """Bytes held from forward to backward: saved activations, and the input that the executor holds."""
 
     for_weights: int = 0
-    """Bytes held between I and W, if the schedule has these actions."""
+    """Bytes held between I and W; 0 if the schedule has no such actions."""
 
     forward: int = 0
-    """Peak bytes during F."""
+    """Peak number of bytes during F."""
 
     backward: int = 0
     """Peak bytes during B or I, including the saved activations."""
@@ -144,10 +147,10 @@ class StageMemory:
     """Bytes of fp8 weight copies, which are made once per step for all micro-batches."""
 
     offloaded: int = 0
-    """Bytes on the host from forward to backward, not included in `kept`."""
+    """Number of bytes on the host from forward to backward, which `kept` does not include."""
 
     host: BufferCounts = field(default_factory=BufferCounts)
-    """Host buffers for offloaded activations, by size."""
+    """Number of host buffers for offloaded activations, by size."""
 
     def __add__(self, more: StageMemory) -> StageMemory:
         return StageMemory(*(a + b for a, b in zip(vars(self).values(), vars(more).values(), strict=True)))
@@ -177,5 +180,5 @@ class PassEvents:
 
     @property
     def every(self) -> tuple[Event, ...]:
-        """Events of every micro-batch."""
+        """Events that every micro-batch has."""
         return self.forward + self.backward + self.weight

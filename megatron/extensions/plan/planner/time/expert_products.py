@@ -23,26 +23,26 @@ from megatron.extensions.speed.fp8.grouped import ExpertTiles
 
 
 class Products(Protocol):
-    """Recorder of matrix products, with the signature that `Launches` has."""
+    """Recorder of matrix products; a part of the interface of `Launches`."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
 
 
 def _add_products(launches: Products, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """out [experts, o, i] += dy_e [n_e, o]^T x_e [n_e, i] for each expert."""
+    """Record the products out [experts, o, i] += dy_e [n_e, o]^T x_e [n_e, i] for each expert e."""
     if x.shape[0]:
         launches.product("grouped_", dy.t(), x, out, {})
 
 
 def _add_fp8_products(launches: Products, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
-    """Record the products of `_add_products` in fp8. Padding is not counted."""
+    """Record the products of `_add_products`, with fp8 operands. Padding is not counted."""
     launches.product("fp8_grouped_", dy.values[:, : dy.rows], x.values.t()[: x.rows], out, {})
 
 
 def _multiply_rows(
     launches: Products, a: Scaled, b: Scaled, segments: Segments, out_dtype: torch.dtype, in_one_kernel: bool
 ) -> Tensor:
-    """a [n, k], b [experts, m, k] -> [n, m]"""
+    """Compute products a [n, k] x b [experts, m, k] -> [n, m]."""
     out = torch.empty(a.values.shape[0], b.values.shape[1], dtype=out_dtype)
     if out.shape[0]:
         launches.product("fp8_grouped", a.values, b.values.transpose(1, 2), out, {})
@@ -60,15 +60,16 @@ PLANNED: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 TORCH: dict[str, Callable[..., object]] = {
     "add_fp8_products_grouped_": partial(grouped.add_products_of_tiles_, dtype=torch.bfloat16)
 }
-"""Replacements for operations without a fused kernel whose CPU implementation differs from the GPU implementation."""
+"""Plain-torch replacements for operations without a fused kernel whose CPU implementation differs from the GPU
+implementation."""
 
 
 def planned_expert_products(
     launches: Products, fused: bool = True
 ) -> dict[Callable[..., object], Callable[..., object]]:
-    """Map torch functions to their planned replacements.
+    """Map torch functions to the functions that replace them in a plan.
 
-    If `fused` is True, the plan uses the kernels that this process does not disable; otherwise, it has one torch
+    If `fused` is True, the plan uses the kernels that this process does not disable; otherwise, the plan has one torch
     product per expert. Without an fp8 kernel, GPUs add products in 16 bits.
     """
     found: dict[Callable[..., object], Callable[..., object]] = {}

@@ -26,14 +26,15 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule with a name that `build_schedule` accepts."""
+    """Pipeline schedule, with a name that `build_schedule` accepts."""
 
     name: str
     layout: PipelineLayout
     group: int | None = None
     in_turns: bool = False
     validates: bool = False
-    """True if no rank waits for the others between two steps. The end times are then those of consecutive steps."""
+    """True if no rank waits for the other ranks between two steps. The end times are then those of consecutive
+    steps."""
 
     flows: bool = False
     """True if a step starts before the previous one ends. The end times are then those of consecutive steps."""
@@ -43,7 +44,7 @@ class Schedule:
 
     @classmethod
     def of(cls, parallel: ModelParallelConfig, layout: PipelineLayout) -> Schedule:
-        """Create a schedule from a configuration, for an isolated step."""
+        """Create the schedule of a configuration, for a single isolated step."""
         group = parallel.microbatch_group_size_per_virtual_pipeline_stage
         return cls(parallel.schedule, layout, group, runs_passes_in_turns(parallel))
 
@@ -63,7 +64,7 @@ class Schedule:
     def lists(self, microbatches: int, messages: bool = False) -> Lists:
         """Return the actions of a step by pipeline rank, including VALIDATE if `validates` is True.
 
-        If `validates` or `messages` is True, the lists are checked and contain messages.
+        If `validates` or `messages` is True, the action lists are checked and include messages.
         """
         shape = self.name, self.layout.pp, microbatches, self.layout.chunks
         if messages or self.validates:
@@ -71,8 +72,8 @@ class Schedule:
         return build_schedule(*shape, self.group, self.in_turns)
 
     def times(self, costs: StageCosts, microbatches: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return, for each pipeline rank, the end of its last action in a step of this number of micro-batches, and the
-        part of this time that messages take."""
+        """Return two values for each pipeline rank: the end of its last action in a step of this number of
+        micro-batches, and the part of this time that messages take."""
         ends = self._ends(costs, microbatches)
         alone = self._ends(replace(costs, comm=0.0), microbatches)
         return ends, tuple(max(0.0, a - b) for a, b in zip(ends, alone, strict=True))
@@ -83,13 +84,13 @@ class Schedule:
         if rounds <= ROUNDS:
             return self._simulated(costs, microbatches)
         few, more = (self._simulated(costs, n * turn + rest) for n in (ROUNDS - 1, ROUNDS))
-        # If stages are uneven, each round takes as long as the busiest rank's round once the other ranks wait for that
-        # rank.
+        # If stages are uneven, the other ranks eventually wait for the busiest rank, and each round then takes as long
+        # as the busiest rank's round.
         longest = turn * max(self._work(costs, rank) for rank in range(self.layout.pp))
         return tuple(b + (rounds - ROUNDS) * max(b - a, longest) for a, b in zip(few, more, strict=True))
 
     def _work(self, costs: StageCosts, rank: int) -> float:
-        """Return a rank's computation time for one micro-batch."""
+        """Return the computation time of one micro-batch on a rank."""
         passes = (costs.forward, costs.input_grad, costs.weight_grad)
         return sum(at_stage(times, stage) for times in passes for stage in self.layout.stages_of(rank))
 
@@ -100,7 +101,7 @@ class Schedule:
         return tuple(max(timed.stop for timed in timeline) for timeline in found.timeline)
 
     def _steady(self, costs: StageCosts, microbatches: int) -> tuple[float, float] | None:
-        """Return (time of a step, its idle share) for a run whose steps overlap; otherwise return None."""
+        """Return (time of a step, its idle share) if the steps of the run overlap; otherwise, return None."""
         if self.flows:
             return unflushed(self.name, self.layout.pp, microbatches, costs, self.tied)
         return post_validated(self.lists(microbatches), costs) if self.validates else None
@@ -117,7 +118,7 @@ steps."""
 
 
 def consecutive(lists: Lists, steps: int) -> Lists:
-    """Concatenate the lists of several steps, with consecutive micro-batch numbers."""
+    """Concatenate the action lists of several steps, with consecutive micro-batch numbers."""
     m = 1 + max(action.microbatch for actions in lists for action in actions)
     return [
         [action._replace(microbatch=action.microbatch + step * m) for step in range(steps) for action in actions]
@@ -128,8 +129,8 @@ def consecutive(lists: Lists, steps: int) -> Lists:
 def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float, float]:
     """Return (time of a step, its idle share) in a steady run that updates before the gradient norm is known.
 
-    `lists` are the action lists of one step. At its VALIDATE action, each rank waits until all ranks have ended the
-    previous step. Without VALIDATE no rank waits (arXiv 2401.10241, section 4, and section 5.2 for the bubble).
+    `lists` are the action lists of one step. At the VALIDATE action, each rank waits until all ranks have ended the
+    previous step. Without VALIDATE, no rank waits (arXiv 2401.10241, section 4, and section 5.2 for the bubble).
     However, ranks do wait if the first and last rank share weights: the sum of the weights' gradients makes these two
     ranks end a step together, and all others wait for the first rank's forward passes.
     """
@@ -142,7 +143,7 @@ def unflushed(
 ) -> tuple[float, float]:
     """Return (time of a step, its idle share) in a steady run of an unflushed schedule.
 
-    With `tied` weights, the last rank waits for the first rank to end each step.
+    If weights are `tied`, the last rank waits for the first rank to end each step.
     """
     lists = lists_of_steps(schedule, p, [microbatches] * STEPS)
     if tied and p > 1:
@@ -162,6 +163,6 @@ def _of_step(found: Simulation, microbatches: int, number: int) -> tuple[float, 
 
 
 def _end(found: Simulation, microbatches: int) -> float:
-    """Return the time when all ranks have finished the micro-batches below a number."""
+    """Return the time at which all ranks have finished the micro-batches with numbers below a limit."""
     timed = (entry for timeline in found.timeline for entry in timeline if entry.action.kind in TIMED)
     return max(entry.stop for entry in timed if entry.action.microbatch < microbatches)

@@ -1,8 +1,8 @@
-"""Recorder of the kernels, collectives and memory of one micro-batch in a part of a stage.
+"""Record the kernels, collectives and memory of one micro-batch in a part of a stage.
 
 An operation outside compiled regions is one kernel: each tensor is read or written once, and views are free. A compiled
-region, or a cast that one GPU kernel performs, counts only its inputs and outputs. Its backward pass reads the inputs
-again. Fake kernels represent FlashAttention and cuDNN for any tile.
+region, or a cast that one GPU kernel performs, counts only its inputs and outputs. The backward pass of such a kernel
+reads the inputs again. Fake kernels represent FlashAttention and cuDNN kernels for any tile.
 """
 
 from __future__ import annotations
@@ -110,17 +110,18 @@ class Recorder(LiveMemory):
         self._numbers, self._unseen = 0, False
         self._at_one_time = 1
         self.works: dict[int, _Recorded] = {}
-        """Collectives in flight, by number. This dictionary keeps their Python objects alive, which torch does not."""
+        """Collectives in flight, by number. This dictionary keeps the collectives' Python objects alive, which torch
+        does not do."""
 
         self._changed: set[int] | None = None
         """Storages that the current region has written, including new ones."""
 
         self._moves: dict[tuple[Callable[..., object], int], Move] = {}
-        """Memory traffic of compiled regions, keyed by the bytes of their inputs."""
+        """Memory traffic of each compiled region, keyed by the bytes of its inputs."""
 
         self._nodes = set[int]()
-        """Sequence numbers of the autograd nodes that compiled regions created. The backward pass of each node is one
-        kernel."""
+        """Sequence numbers of the autograd nodes that compiled regions created. The backward pass of each of these
+        nodes is one kernel."""
 
     def begin(self) -> None:
         """Clear the recording."""
@@ -140,7 +141,7 @@ class Recorder(LiveMemory):
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Context in which no events are recorded; memory is still counted."""
+        """Context manager that pauses the recording of events; memory is still counted."""
         self._unseen = True
         try:
             yield
@@ -151,8 +152,9 @@ class Recorder(LiveMemory):
         """Run only some parts of a loop if they represent the others.
 
         If the first, the middle and the last of an odd number of parts do the same work with evenly growing sizes, the
-        middle part represents all. Otherwise, each half is examined in the same way. The last two parts run first, in
-        sequence. Their memory, which includes the tensors that the previous part left, may be the peak.
+        middle part represents all of them. Otherwise, each half of the parts is examined in the same way. The last two
+        parts run first, in sequence. The memory of these parts, which includes the tensors that the previous part left,
+        may be the peak.
         """
         outer = self.events
         passes = dict[int, list[Event]]()
@@ -207,7 +209,7 @@ class Recorder(LiveMemory):
             self._element_wise(name, func, args, kwargs, out)
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, kwargs: dict[str, object]) -> None:
-        """Record a product of a [m, k] or [batches, m, k] and b [k, n].
+        """Record a matrix product of a [m, k] or [batches, m, k] and b [k, n].
 
         All groups of a grouped product are assumed to have the same size.
         """
@@ -229,7 +231,7 @@ class Recorder(LiveMemory):
 
     @contextmanager
     def at_one_time(self, count: int) -> Iterator[None]:
-        """Mark the products inside this context as `count` products, several of which may run concurrently."""
+        """Context manager that marks its products as `count` products, several of which may run concurrently."""
         outer, self._at_one_time = self._at_one_time, count
         try:
             yield
@@ -253,7 +255,7 @@ class Recorder(LiveMemory):
         *,
         backend: str | None = None,
     ) -> None:
-        """Record a fused kernel launch for this number of query-key pairs over all heads.
+        """Record the launch of a fused kernel for the given number of query-key pairs over all heads.
 
         With `dropout`, both kernels of the backward pass are recorded: each recomputes the scores and their gradients,
         and hashes the masks.
@@ -265,7 +267,7 @@ class Recorder(LiveMemory):
         self.add(Attention(backend, max(width, value_width), flops, length, backward, hashes))
 
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None:
-        """Record a launch of a kernel that gathers rows (`Gathered`)."""
+        """Record the launch of a kernel that gathers rows (`Gathered`)."""
         self.add(Gathered(flops, read, added))
 
     def _element_wise(self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
@@ -304,7 +306,9 @@ class Recorder(LiveMemory):
         first = next_sequence_number()
         try:
             out = super().run_region(function, tree_unflatten(leaves, tree))
-        except Exception:  # recomputation stops as soon as the needed tensors exist, but the kernel runs to its end
+        except (
+            Exception
+        ):  # recomputation stops as soon as the needed tensors exist, but the real kernel runs to its end
             if (again := self._moves.get((function, read))) is not None:
                 self.add(again)
             raise
@@ -325,8 +329,8 @@ class _InputsContext(AutogradContext):
 
 
 class _Inputs(torch.autograd.Function):
-    """Autograd function on the inputs of a compiled region. Its backward pass calls `record` with the gradients of the
-    inputs."""
+    """Autograd function that is applied to the inputs of a compiled region. The backward pass of this function calls
+    `record` with the gradients of the inputs."""
 
     @staticmethod
     def forward(ctx: _InputsContext, record: Callable[[object], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -341,7 +345,8 @@ class _Inputs(torch.autograd.Function):
 
 
 def _grow_evenly(first: list[Event], middle: list[Event], last: list[Event]) -> bool:
-    """Return True if each event of the middle part is halfway between the events of the first and last part."""
+    """Return True if each event of the middle part is halfway between the corresponding events of the first and last
+    part."""
     if not len(first) == len(middle) == len(last):
         return False
     for three in zip(first, middle, last, strict=True):
@@ -371,6 +376,6 @@ def precision_of(x: Tensor) -> str:
 
 
 def _written(func: OpOverload) -> list[int]:
-    """Return the positions of the arguments that an operation writes."""
+    """Return the positions of the arguments to which an operation writes."""
     arguments = schema_of(func).arguments
     return [i for i, each in enumerate(arguments) if each.alias_info is not None and each.alias_info.is_write]

@@ -1,4 +1,4 @@
-"""Time of a list of events on one kind of device and one placement of ranks. This module does not import torch.
+"""Times of a list of events on one kind of device, for one placement of ranks. This module does not import torch.
 
 Large collectives use rings: a rank of n sends (n - 1) / n of the operand, and twice that in an all-reduce. Within a
 node, each rank has a separate link. Between nodes, the ranks of a node share the node's adapters, and all groups of the
@@ -30,19 +30,19 @@ from megatron.extensions.plan.planner.time.events import (
 )
 
 ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
-"""Number of times that a ring moves the operand, by kind of collective."""
+"""Number of times that a ring moves the whole operand, by kind of collective."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Placement of the ranks of a group."""
+    """Placement of a group's ranks on nodes."""
 
     size: int
     in_node: int
-    """Largest number of ranks of the group in one node."""
+    """Maximum number of ranks of the group that share a node."""
 
     stride: int = 1
-    """Distance between neighbouring ranks in global rank order."""
+    """Distance between neighbouring ranks of the group, in global rank order."""
 
     @property
     def crosses(self) -> bool:
@@ -70,13 +70,13 @@ def nested_placements(group: Placement, inner: int) -> tuple[Placement, Placemen
 
 @dataclass(frozen=True)
 class Network:
-    """Times of collectives on nodes of one kind of device."""
+    """Model of collective times on nodes of one kind of device."""
 
     device: DeviceFile
     ranks_per_node: int
 
     def seconds(self, kind: str, moved: float, group: Placement) -> float:
-        """Return the time of a collective whose whole operand has `moved` bytes."""
+        """Return the time of a collective whose whole operand has a size of `moved` bytes."""
         if group.size == 1:
             return 0.0
         if kind == "send":
@@ -94,7 +94,7 @@ class Network:
         return max(near, far) + self._latency(group, rounds, ring=self.device.device_type == "cpu")
 
     def _message(self, moved: float, group: Placement) -> float:
-        """Return the time of a message to the next rank of the group when all ranks send one."""
+        """Return the time of a message to the next rank of the group if every rank sends a message."""
         node, network = self._links(group)
         if not group.crosses:
             return moved / _rate(node, "send") + self._latency(group, 0) + 1e-6 * node.latency_us
@@ -140,7 +140,8 @@ SUBJECT_OF_AXIS = {
 }
 
 EXPERT_IMBALANCE = 1.1
-"""Number of tokens of the busiest rank's experts divided by the mean over ranks, under expert parallelism.
+"""Imbalance under expert parallelism: the number of tokens of the busiest rank's experts, divided by the mean over
+ranks.
 
 The value assumes that a loss or a bias balances the router, so that the load of every rank's experts is within 10 % of
 the mean.
@@ -210,7 +211,7 @@ class Replay:
         return self.network.seconds(event.kind, event.moved, self.groups[event.axis])
 
     def kernel(self, event: Kernel) -> tuple[str, float]:
-        """Return the category of a kernel and its seconds, including the gap before the kernel."""
+        """Return the category of a kernel and its time in seconds, which includes the gap before the kernel."""
         device = self.device
         if isinstance(event, Product):
             together = event.batches * event.at_one_time

@@ -43,23 +43,23 @@ SUBJECTS = (
     *("matmul", "attention", "element_wise", "tp_communication", "cp_communication", "ep_communication", "launch"),
     *("offload", "pipeline_bubble", "pipeline_messages", "grad_reduce", "param_gather", "optimizer", "overhead"),
 )
-"""Categories of a step's time. Communication includes its exposed time and the time by which it slows concurrent
-kernels."""
+"""Categories into which the time of a step is divided. The communication category includes exposed time and the time by
+which communication slows concurrent kernels."""
 
 AXES = ("tp", "cp", "ep", "expt_tp")
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted step. `parts` holds the seconds of the busiest pipeline rank by category (`SUBJECTS`), which sum to
+    """Predicted step. `parts` holds the seconds of the busiest pipeline rank by category (`SUBJECTS`). Their sum is
     `seconds`."""
 
     seconds: float
     tokens_per_second: float
-    """Tokens per second of all ranks together."""
+    """Tokens per second, summed over all ranks."""
 
     tflops: float
-    """Model TFLOP/s of a device, with causal attention and without recomputation."""
+    """Model TFLOP/s per device, with causal attention and without recomputation."""
 
     mfu: float | None
     """MFU relative to the device's peak in the precision of the linear layers; None if the device file does not state
@@ -78,12 +78,12 @@ class StepTime:
 
     @property
     def bound_by(self) -> str:
-        """Return the category that takes the most time."""
+        """Return the category of the step's parts that takes the most time."""
         return max(self.parts, key=self.parts.__getitem__)
 
     @property
     def record(self) -> dict[str, object]:
-        """Return the step as JSON: seconds and shares."""
+        """Return the step as a JSON object with seconds and shares."""
         found = {name: value for name, value in vars(self).items() if name != "world_size"}
         of_device = self.tokens_per_second / self.world_size
         own = {"device": self.device.name, "tokens_per_second_per_device": of_device, "bound_by": self.bound_by}
@@ -126,7 +126,7 @@ class StageTimes:
     """Number of expert all-to-alls in the forward pass, and also in the backward pass."""
 
     exchange: float = 0.0
-    """Time of one all-to-all."""
+    """Time of one expert all-to-all."""
 
     @property
     def every(self) -> Times:
@@ -166,10 +166,10 @@ class Step:
         self.microbatches = max(1, samples // (config.training.micro_batch_size * self.dims.dp))
 
     def part_times(self) -> list[StageTimes]:
-        """Return the times of a micro-batch in the embedding, each layer and the output layer.
+        """Return the times of a micro-batch in three kinds of parts: the embedding, each layer, and the output layer.
 
-        `predict` adds them up to stages. Layouts whose layers do the same work have equal times, regardless of stage
-        boundaries.
+        `predict` sums these times to obtain the time of a stage. Layouts whose layers do the same work have equal
+        times, regardless of stage boundaries.
         """
         (parts,) = self.cache.parts_of(self.batch, [whole_model(self.config.model)])
         return [self._stage([part]) for part in parts]
@@ -264,7 +264,8 @@ class Step:
         return StageTimes(forward, backward, weight, once, exchanges, exchange / max(1, exchanges))
 
     def _add_weight_copies(self, times: StageTimes, parts: Sequence[PassEvents], stage: Stage) -> None:
-        """Add the exposed time of copying weights in host memory during the passes of a micro-batch."""
+        """Add the exposed time of copies between the device and weights in host memory during the passes of a
+        micro-batch."""
         seconds = [
             (self._times(part.forward).total, self._times(part.backward).total + self._times(part.weight).total)
             for part in parts
@@ -381,8 +382,8 @@ class Step:
         return exposed + self.device.overlap_slowdown * max(0.0, sum(times) - exposed)
 
     def _reductions(self, numel: float, expert: bool, units: int) -> list[float]:
-        """Return the times of gradient buckets. If every micro-batch's gradients are reduced, only the buckets of
-        layers are included."""
+        """Return the communication times of the gradient buckets. If the gradients of every micro-batch are reduced,
+        only the buckets of layers are included."""
         main = 2 if self.config.ddp.grad_reduce_in_bf16 or self.config.optimizer.gradients_dtype == "bfloat16" else None
         size = main or DTYPE_BYTES[self.config.parallel.main_dtype]
         kind = "reduce_scatter" if self.config.optimizer.use_distributed_optimizer else "all_reduce"
@@ -408,8 +409,8 @@ class Step:
         return [time] * count
 
     def _groups(self, expert: bool) -> tuple[Placement, Placement]:
-        """Return the placement of the ranks that shard states, and of the ranks at the same position in each
-        instance."""
+        """Return two placements: that of the ranks that shard states, and that of the ranks at the same position in
+        each instance."""
         axes = ("expt_dp",) if expert else ("dp", "cp")
         whole = placement(self.dims, axes, self.network.ranks_per_node)
         if self.dims.instances == 1:

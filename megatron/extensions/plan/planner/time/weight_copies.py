@@ -1,4 +1,4 @@
-"""Exposed time of copying weights and gradients to and from host memory.
+"""Exposed time of copies of weights and gradients to and from host memory.
 
 Copies in both directions run at the same time, concurrently with the passes. During a pass, the parameters of the next
 pass are copied to the device, and the gradients of the previous pass are copied to the host. From the second
@@ -29,10 +29,10 @@ class UnitPass(NamedTuple):
 
     seconds: float
     needed: float
-    """Bytes that must be copied to the device before the pass."""
+    """Number of bytes that must be copied to the device before the pass."""
 
     left: float = 0.0
-    """Bytes that are copied to the host after the pass."""
+    """Number of bytes that are copied to the host after the pass."""
 
 
 def exposed(passes: Sequence[UnitPass], gb_per_second: float) -> list[float]:
@@ -62,7 +62,7 @@ def streamed_elements(config: RunConfig, dims: ParallelDims, stage: Stage) -> li
 def copies_beside(
     config: RunConfig, elements: Sequence[float], seconds: Sequence[tuple[float, float]], again: bool, rate: float
 ) -> tuple[float, float]:
-    """Return the exposed copy time, in seconds, in the forward and in the backward pass of a micro-batch.
+    """Return the exposed copy time of a micro-batch in seconds: (forward pass, backward pass).
 
     Args:
         config: The configuration.
@@ -76,7 +76,8 @@ def copies_beside(
     ahead = [UnitPass(forward, params * numel) for (forward, _), numel in zip(seconds, elements, strict=True)]
     back = []
     for number in reversed(range(len(elements))):
-        numel, kept = elements[number], number == len(elements) - 1  # weights are still present
+        # The forward pass left the last weights on the device.
+        numel, kept = elements[number], number == len(elements) - 1
         needed = (0 if kept else params * numel) + (gradient * numel if again else 0)
         back.append(UnitPass(seconds[number][1], needed, gradient * numel))
     found = exposed([*ahead, *back], rate)

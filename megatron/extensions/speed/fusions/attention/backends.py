@@ -1,11 +1,11 @@
 """Additional choices of --attention-backend. On devices other than GPUs, torch's own kernels replace them. flash3 is
 FlashAttention-3 for Hopper GPUs (arXiv 2407.08608), and requires the module `flash_attn_interface`. The public
-functions of this module are autograd functions. The adapter calls the two functions that they wrap, because tiles need
-a backward pass that starts from a merged output and log-sum-exp. The names of the window and causality arguments differ
-between versions. cuDNN computes tiles (`megatron.core.attention.tile_kernels`) in 16 bits. cuDNN builds an execution
-plan for each shape, which takes longer than a training step. Therefore, cuDNN computes only the tiles of context
-parallelism, which have few shapes. FlashAttention computes attention for documents and windows, whose lengths differ
-from batch to batch.
+functions of the module are autograd functions. The adapter calls the two functions that these autograd functions wrap,
+because tiles need a backward pass that starts from a merged output and log-sum-exp. The names of the window and
+causality arguments differ between versions. cuDNN computes tiles (`megatron.core.attention.tile_kernels`) in 16 bits.
+cuDNN builds an execution plan for each shape, which takes longer than a training step. Therefore, cuDNN computes only
+the tiles of context parallelism, which have few shapes. FlashAttention computes attention for documents and windows,
+whose lengths differ from batch to batch.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Flash3:
 
 
 def _parameters(function: Callable[..., object]) -> frozenset[str]:
-    """Return the names of a function's parameters. For a custom operator of torch, this is the function that the
-    operator stores."""
+    """Return the names of the parameters that a function accepts. For a custom operator of torch, this is the function
+    that the operator stores."""
     return frozenset(inspect.signature(getattr(function, "_init_fn", function)).parameters)
 
 
@@ -197,13 +197,14 @@ class Flash3Attention(FusedAttention):
         self.flash3 = Flash3(scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads, dv]."""
+        """Compute causal attention: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads,
+        dv]."""
         dense = (x.transpose(0, 1) for x in (q, k, v))
         return PackedAttention.apply(*dense, None, self.flash3, None, CAUSAL).transpose(0, 1)
 
 
 class FlashBackend(TorchBackend):
-    """Backend that uses torch's kernels, with torch's FlashAttention for tiles."""
+    """Backend that uses torch's attention kernels, and torch's FlashAttention for tiles."""
 
     def tiles(self) -> tuple[Kernel, Kernel]:
         kernel = flash_kernel(self.operands)

@@ -35,14 +35,14 @@ WITH_DROPOUT = "triton"
 """Name of the only fused kernel that supports dropout."""
 
 IN_FP8 = {"fp8": ("fp8_flash3", "fp8_triton"), "fp8_flash3": ("fp8_flash3",), "fp8_triton": ("fp8_triton",)}
-"""Candidate kernels for each --attention-backend choice whose forward pass is in fp8."""
+"""Candidate kernels for each --attention-backend choice with a forward pass in fp8."""
 
 COMPARED_LENGTH = 512
 """Number of tokens with which fp8 kernels are compared with their plain-torch definition, which keeps scores in
 memory."""
 
 OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-"""torch's backend for each kernel of `scaled_dot_product_attention`."""
+"""Backend of torch's `scaled_dot_product_attention` for each kernel name."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ class AttentionShape:
     """Positions of this rank's queries under context parallelism by p2p or all_gather; None for all positions."""
 
     window: int | None = None
-    """Number of keys that a query attends to in every layer; None if it attends to all keys up to its own position."""
+    """Number of keys that a query attends to in every layer; None if each query attends to all keys up to its own
+    position."""
 
     tiles: bool = False
     """True if tile kernels compute the attention, as with context parallelism, documents or windows."""
@@ -74,7 +75,7 @@ class AttentionShape:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Return the kernels to time. cuDNN is not used for documents and windows."""
+        """Return the names of the kernels to time. cuDNN is not used for documents and windows."""
         if self.dropout:
             return (WITH_DROPOUT,)
         varlen = self.tiles and (self.window is not None or self.documents)
@@ -82,7 +83,7 @@ class AttentionShape:
 
 
 def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixed: str | None = None) -> Choice:
-    """Time the attention kernels, and make torch use the fastest kernel. Collective over the world.
+    """Time the attention kernels, and make torch use the fastest kernel. Collective over all ranks of the world.
 
     Raises ValueError if the `fixed` kernel does not run on some rank.
 
@@ -90,7 +91,8 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
         shape: Shape of a rank's attention.
         device: Device of the kernels.
         world: Axis of all ranks.
-        fixed: The only kernel to time. "fp8" times all fp8 and 16-bit kernels. None times all 16-bit kernels.
+        fixed: Name of the only kernel to time. "fp8" times all fp8 and 16-bit kernels. If None, all 16-bit kernels are
+            timed.
     """
     names = shape.backends if fixed is None else (fixed,)
     if fixed in IN_FP8:
@@ -112,14 +114,14 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
 
 
 def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
-    """Return a timed function that allocates its operands at the first call, so that `compare` holds only one kernel's
+    """Return a function to time, which allocates its operands at the first call. `compare` then holds only one kernel's
     operands in memory at a time."""
     run = cache(lambda: attention_run(shape, device, name))
     return lambda: run()()
 
 
 def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> Callable[[], object]:
-    """Return a function that runs the forward and backward pass of attention with one kernel, as in a layer."""
+    """Return a function that runs the forward and backward pass of attention with one kernel, as a layer does."""
     generator = torch.Generator(device).manual_seed(0)
 
     def operand(rows: int, heads: int, width: int) -> Tensor:
@@ -157,8 +159,8 @@ def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> 
 
 
 def use(winner: str) -> None:
-    """Disable the other kernels in torch. For cuDNN, the memory-efficient kernel is disabled too, because torch prefers
-    it to cuDNN."""
+    """Disable all other attention kernels in torch. For cuDNN, the memory-efficient kernel is disabled too, because
+    torch prefers it to cuDNN."""
     if winner in OF_TORCH:
         torch.backends.cuda.enable_cudnn_sdp(winner == "cudnn")
         torch.backends.cuda.enable_flash_sdp(winner == "flash")
@@ -168,7 +170,7 @@ def use(winner: str) -> None:
 def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | None:
     """Return the shape of this rank's attention; None if no kernels need to be compared. No comparison is needed if no
     layer has attention, or if attention runs in plain torch or in 32 bits. In a deterministic run without dropout, no
-    choice may depend on timings."""
+    comparison is made either, because results must not depend on timings."""
     model = config.model
     parallel = config.parallel
     dtype = getattr(torch, config.parallel.params_dtype)
@@ -204,8 +206,8 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
 def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     """Choose the attention kernel of all ranks, for `ModelParallelConfig.attention_backend`. Collective.
 
-    A requested kernel that does not support this attention is not used. A notice at the start of the run reports such a
-    kernel. Raises ValueError if the requested kernel supports the attention but does not run on this machine.
+    A requested kernel that does not support this attention is not used. At the start of the run, a notice reports such
+    a kernel. Raises ValueError if the requested kernel supports the attention but does not run on this machine.
     """
     asked = config.parallel.attention_backend
     if asked not in ("auto", "unfused", WITH_DROPOUT, *BACKENDS, *IN_FP8):
@@ -218,5 +220,5 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     choice = choose_kernel(shape, runtime.device, runtime.state.world, None if asked == "auto" else asked)
     kernel = f"attention kernel: {choice.winner or 'torch default'} (forward and backward of a layer: {choice.times})"
     runtime.say(f" {kernel}{'' if asked == 'auto' else ', as --attention-backend says'}")
-    # Evaluation has no dropout, and uses torch's default kernel.
+    # Evaluation has no dropout, and therefore uses torch's default kernel.
     return choice.winner or "auto"

@@ -2,17 +2,17 @@
 its operators, and attention for all local queries.
 
 The equivalent in plain torch is `TorchKernel` (`megatron.core.attention.tile_kernels`), which uses the same masks but
-sums in another order.
+adds in a different order.
 
 The forward pass works as in FlashAttention-2 (arXiv 2307.08691). The backward pass consists of two kernels without
 atomic additions, one for queries and one for keys and values, so its results are bit-equal in every run. Dropout masks
 are hashed in the kernels that compute the scores, and are never stored.
 
-Tiles are converted to bands. A band holds, for each query, the range of keys that the query attends to and, for each
-key, the range of queries that attend to the key. Rows are sorted by position. A query attends to an interval of
-positions, from the beginning of its document or window to the query's position. The keys of a query are therefore
-adjacent rows for all kinds of tiles: documents, windows, and the two chunks of a rank under context parallelism.
-From one query to the next, neither end of the key range decreases.
+Tiles are converted to bands of query-key pairs. A band holds, for each query, the range of keys that the query attends
+to and, for each key, the range of queries that attend to the key. Rows are sorted by position. A query attends to an
+interval of positions, from the beginning of its document or window to the query's position. The keys of a query are
+therefore adjacent rows for all kinds of tiles: documents, windows, and the two chunks of a rank under context
+parallelism. From one query to the next, neither end of the key range decreases.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """Range of keys for each query, and range of queries for each key. Key positions are relative to `keys.start`,
+    """Range of keys for each query, and range of queries for each key. Key positions are relative to `keys.start`, and
     query positions to `queries.start`. If the ranges are equal for all samples, a single entry represents all
     samples."""
 
@@ -47,20 +47,20 @@ class Band:
     """Smallest range of rows that contains all queries with at least one key."""
     keys: range
     of_queries: tuple[Integers, Integers]
-    """First key of each query and end of the query's key range, each [samples, n]. The two are equal if the query has
-    no keys."""
+    """First key of each query and end of the query's key range, each [samples, n]. The first key and the end are equal
+    if the query has no keys."""
     of_keys: tuple[Integers, Integers]
-    """First query of each key and end of the key's query range, each [samples, m]."""
+    """First query of each key, and end of the key's query range, each [samples, m]."""
     query_places: Integers
     """Positions [n] of the queries in the whole sequence."""
     key_places: Integers
     """Positions [m] of the keys in the whole sequence."""
     diagonal: bool
-    """True if each query attends to its own position."""
+    """True if each query attends to the key at the same position."""
 
     @property
     def tile(self) -> Tile:
-        """Return the rows of the band as a tile."""
+        """Return the query rows of the band as a tile."""
         places = int(self.query_places[0]), int(self.key_places[0])
         return Tile(None, self.queries, self.keys, *places, diagonal=self.diagonal)
 
@@ -108,7 +108,7 @@ WIDEST = 256
 
 
 def fits(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
-    """Return True if the kernel supports heads of these widths in this precision."""
+    """Return True if the kernel supports the given head widths and dtype."""
     widths = head_dim, value_head_dim
     return dtype in (torch.float16, torch.bfloat16) and max(widths) <= WIDEST and not any(d % 8 for d in widths)
 
@@ -138,7 +138,7 @@ class FlashDropoutKernel:
             yield tile, self.gradients(part, query_rows(q, tile), _keys(k, tile), _keys(v, tile), tuple(tiles))
 
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...], sinks: Tensor | None) -> Tensor:
-        """Compute attention for all queries of a rank in one launch, with gradients: -> [n, b, heads, dv].
+        """Compute attention for all queries of a rank in one launch, with gradients. The output is [n, b, heads, dv].
 
         Args:
             q: Queries [n, b, heads, d].
@@ -150,7 +150,7 @@ class FlashDropoutKernel:
         return PackedAttention.apply(q, k, v, sinks, _AtOnce(self), tiles)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Outputs:
-        """Return the outputs of the rows that the tiles cover.
+        """Return the attention outputs of the rows that the tiles cover.
 
         Args:
             q: Queries [n, b, heads, d].
@@ -161,8 +161,8 @@ class FlashDropoutKernel:
         return _forward(_dense(q), _dense(k), _dense(v), *self._band(tiles, q.device))
 
     def gradients(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Gradients:
-        """Return the gradients of the rows that the tiles cover. `rows` holds their output gradients, outputs and
-        log-sum-exps; the other arguments are those of `attend`."""
+        """Return the gradients of the rows that the tiles cover. `rows` holds the output gradients, outputs and
+        log-sum-exps of these rows; the other arguments are those of `attend`."""
         band = self._band(tiles, q.device)
         return _backward(_dense(rows.grad), _dense(rows.out), rows.lse, _dense(q), _dense(k), _dense(v), *band)
 
@@ -209,7 +209,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 class _BandOnDevice(NamedTuple):
-    """`Band` as int32 tensors on the device."""
+    """`Band` whose arrays are int32 tensors on the device."""
 
     of_queries: Tensor
     """[2, samples, n]"""
@@ -223,7 +223,8 @@ class _BandOnDevice(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _on_device(tiles: tuple[Tile, ...], device: torch.device) -> _BandOnDevice:
-    """Copy the band of the tiles to the device. All layers and passes of a micro-batch share one copy."""
+    """Copy the band that describes the tiles to the device. All layers and passes of a micro-batch share one copy of
+    the band."""
     band = band_of(tiles)
     bits = bits_of_columns(torch.from_numpy(band.key_places)).numpy()
     arrays = np.stack(band.of_queries), np.stack(band.of_keys), band.query_places, bits
@@ -239,7 +240,7 @@ _BAND = (
 """Operator schema of the common arguments: the fields of `_BandOnDevice`, and the kernel settings."""
 
 BandParts = tuple[Tensor, Tensor, Tensor, Tensor, float, float, int, int, Tensor]
-"""Types of the arguments in `_BAND`."""
+"""Types of the arguments that `_BAND` declares."""
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *band: *BandParts) -> tuple[Tensor, Tensor]:

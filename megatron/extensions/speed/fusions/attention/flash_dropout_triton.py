@@ -1,8 +1,8 @@
 """Triton kernels of `flash_dropout.py`.
 
-In the forward pass, each program computes a block of queries for one sample and head. In the backward pass, one kernel
-computes the query gradients by blocks of queries, and another the key and value gradients by blocks of keys. Each
-program recomputes the scores and masks, and sums in a fixed order.
+In the forward pass, each program computes a block of queries for one sample and head. The backward pass has two
+kernels. One computes the query gradients by blocks of queries, the other the key and value gradients by blocks of keys.
+Each program recomputes the scores and masks, and sums in a fixed order.
 
 The dropout mask costs eight integer operations per score: one addition, two shifts, two exclusive ORs, two
 multiplications and one comparison.
@@ -231,7 +231,7 @@ def attention_dkdv(
     BLOCKS: tl.constexpr,
 ):
     """Compute dk [m, samples, groups, d] and dv [m, samples, groups, dv], summed over the heads of a group in a fixed
-    order. `bounds` are the query ranges of keys."""
+    order. `bounds` holds the query range of each key."""
     samples, n, m, groups, of_group = sizes
     scale_log2, delta, bits = prepared
     start_m = tl.program_id(0) * BLOCKS[1]
@@ -275,7 +275,7 @@ class Settings(NamedTuple):
     key: int
     head_offset: int
     sample_index: Tensor
-    """Indices of the samples, [b] int64."""
+    """Global indices of the samples, [b] int64."""
 
     @property
     def mask(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -288,7 +288,7 @@ class Settings(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """Return the limit below which a hash drops its pair."""
+        """Return the threshold for hashes: a pair whose hash is below it is dropped."""
         return threshold(self.p)
 
 
@@ -299,7 +299,7 @@ def check(q: Tensor, v: Tensor) -> None:
 
 
 def flash_dropout(q: Tensor, k: Tensor, v: Tensor, *settings: *BandParts) -> tuple[Tensor, Tensor]:
-    """Compute the output [n, b, heads, dv] and the log-sum-exp [n, b, heads].
+    """Compute the attention output [n, b, heads, dv] and the log-sum-exp [n, b, heads].
 
     Args:
         q: Queries [n, b, heads, d].

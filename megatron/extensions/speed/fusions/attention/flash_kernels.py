@@ -53,8 +53,8 @@ class Flash2:
 
 
 def flash_kernel(of: AttentionOperands, on_gpus: Callable[[float], PackedKernel] = Flash2) -> Kernel:
-    """Return the FlashAttention kernel that supports the device, dtype and head sizes; on GPUs, this is
-    `on_gpus(scale)`. All kernels agree up to rounding."""
+    """Return the FlashAttention kernel that supports the device, dtype and head sizes. On GPUs, `on_gpus(scale)`
+    creates this kernel. All kernels agree up to rounding."""
     fits = of.device.type == "cuda" and fits_flash(of.dtype, of.head_dim, of.value_head_dim)
     if fits and torch.cuda.get_device_capability(of.device) >= (8, 0):
         return FlashCUDAKernel(on_gpus(of.scale))
@@ -62,7 +62,7 @@ def flash_kernel(of: AttentionOperands, on_gpus: Callable[[float], PackedKernel]
 
 
 def fits_flash(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
-    """Return True if FlashAttention for GPUs has a kernel for the operands."""
+    """Return True if torch's FlashAttention for GPUs supports the operands."""
     widest = max(head_dim, value_head_dim)
     return dtype in (torch.float16, torch.bfloat16) and widest % 8 == 0 and widest <= 256
 
@@ -91,7 +91,7 @@ class FlashCPUKernel(TorchKernel):
 
     def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Gradients:
         causal, mask = self._mask(tile, q)
-        # the memory layout is [b, n, heads], in which the kernel stores it
+        # the kernel stores the log-sum-exp in the memory layout [b, n, heads]
         lse = rows.lse.transpose(0, 1).contiguous().transpose(1, 2)
         operands = *map(by_head, of_one_width(rows.grad, q, k, v, rows.out)), lse
         grads = cpu_attention_backward(*operands, 0.0, causal, attn_mask=mask, scale=self.scale)
@@ -179,7 +179,7 @@ def of_one_width(*tensors: Tensor) -> list[Tensor]:
 
 
 def window_of(tile: Tile) -> Window:
-    """Return the kernel's window argument for a tile."""
+    """Return the kernel's window argument for the window of a tile."""
     if tile.diagonal:
         return (-1 if tile.window is None else tile.window - 1, 0)
     if tile.window is None:
@@ -198,7 +198,7 @@ TileRows = Callable[[Tensor, Tile], Tensor]
 
 
 def _pack(x: Tensor, tiles: Sequence[Tile], rows: TileRows) -> Tensor:
-    """Pack the rows of every tile, sample by sample: x [s, b, ...] -> [total, ...]."""
+    """Pack the rows of all tiles, sample by sample: x [s, b, ...] -> [total, ...]."""
     return torch.cat([rows(x, tile).transpose(0, 1).flatten(0, 1) for tile in tiles])
 
 

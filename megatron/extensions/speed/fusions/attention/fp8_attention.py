@@ -1,6 +1,6 @@
 """Causal attention with a forward pass in 8-bit floating point and a backward pass in 16 bits.
 
-Queries, keys and values are cast to e4m3. All heads of a group in a sample share a scale, which is a power of two:
+Queries, keys and values are cast to e4m3. A scale, which is a power of two, is shared by all heads of a group in a two:
 
     S = scale * (q8 sq) (k8 sk)ᵀ    P = exp(S - largest of the row)    out = round(256 P) (v8 sv) / (256 rowsum(P))
 
@@ -10,7 +10,7 @@ powers of two. The backward pass restores the rounded operands, so that its scor
 forward pass. Only the rounding of P uses a straight-through gradient. Saving the casts instead of 16-bit operands
 halves the saved bytes.
 
-For normally distributed operands, outputs and gradients differ from attention in fp64 by 3 to 6 % of their norm; each
+For normally distributed operands, outputs and gradients differ from attention in fp64 by 3 to 6 % of their norm. Each
 rounding to e4m3 contributes 2.6 %. Compared with fp64 attention on the rounded operands, outputs differ by 2 %, and
 gradients by 1 % (`tests/extensions/fusions/test_fp8_attention.py`).
 
@@ -64,8 +64,8 @@ class CastHeads(NamedTuple):
 
 
 def cast_heads(q: Tensor, k: Tensor, v: Tensor) -> CastHeads:
-    """Cast q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups, dv]. Values that are not finite make the scale,
-    and therefore the output, NaN."""
+    """Cast q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups, dv]. If a value is not finite, the scale is
+    NaN, and therefore also the output."""
     groups = k.shape[2]
     in_groups = (x.unflatten(2, (groups, -1)) for x in (q, k, v))
     amax = torch.stack([x.abs().amax((0, 3, 4)) for x in in_groups]).to(torch.float32)
@@ -95,8 +95,8 @@ class Kernels(Protocol):
     def backward(
         self, grad: Tensor, kept: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of the restored q, k and v from grad [n, b, heads, dv] and the results of the forward
-        pass."""
+        """Compute the gradients of the restored q, k and v from the output gradient `grad` [n, b, heads, dv] and the
+        results of the forward pass."""
 
 
 class Twin:
@@ -243,10 +243,10 @@ class _Fp8Attention(torch.autograd.Function):
 
 
 class Fp8Attention(nn.Module):
-    """Causal attention within a rank, with the interface of `FusedAttention`."""
+    """Causal attention among the queries and keys of one rank, with the interface of `FusedAttention`."""
 
     def __init__(self, name: str, kernels: Kernels, compiled: bool) -> None:
-        """Create the attention of the backend `name`. If `compiled` is True, casts are compiled regions."""
+        """Create the attention module for the backend `name`. If `compiled` is True, casts are compiled regions."""
         super().__init__()
         self.name, self.compiled = name, compiled
         self.kernels = kernels
@@ -296,7 +296,7 @@ and `Twin` the maximum over all keys."""
 
 
 def error_beside_twin(kernels: Kernels, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> float:
-    """Return the largest relative error of an output or gradient of `kernels`, for q [n, b, heads, d], k and v."""
+    """Return the largest relative error of the outputs and gradients of `kernels`, for q [n, b, heads, d], k and v."""
     twin, grad = Twin(scale), torch.ones_like(qkv[0][..., :1]) * qkv[2][:, :, :1]
     found, expected = (_with_gradients(Fp8Attention("", each, compiled=False), qkv, grad) for each in (kernels, twin))
     errors = ((a.float() - b.float()).norm() / b.float().norm() for a, b in zip(found, expected, strict=True))

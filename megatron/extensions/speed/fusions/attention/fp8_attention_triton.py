@@ -2,7 +2,7 @@
 
 Each program computes a block of queries of one head in one sample. Only key blocks on the diagonal need a mask.
 Hopper's tensor cores sum fp8 products with fewer bits, so they compute only the sums within a block of keys. Sums over
-blocks are in fp32.
+several blocks are in fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -77,7 +77,7 @@ def fp8_attention_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Compute out [n, samples, heads, DV] and lse [samples, heads, n] from q and k (`Rows`), v [samples, groups, DV, n]
-    and scales [3, samples, groups]. `ratio` heads share a group. Rows with the most keys come first."""
+    and scales [3, samples, groups]. `ratio` is the number of heads in a group. Rows with the most keys come first."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     heads = groups * ratio
     head, sample = tl.program_id(1) % heads, tl.program_id(1) // heads

@@ -44,7 +44,7 @@ class Bounds(NamedTuple):
 
 @triton.jit
 def _absorb(state, value):
-    """Compute `megatron.core.dropout._absorb` on uint64."""
+    """Compute the same hash as `megatron.core.dropout._absorb`, on uint64."""
     x = value.to(tl.uint64) * tl.full([], 0x9E3779B97F4A7C15, tl.uint64) + state
     x = (x ^ (x >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
     x = (x ^ (x >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
@@ -53,7 +53,7 @@ def _absorb(state, value):
 
 @triton.jit
 def hash_rows(key, sample_index, sample, head, places, i, in_i):
-    """Compute the uint32 hashes of the rows i of a head."""
+    """Compute the uint32 hashes of the rows i for one head."""
     state = _absorb(key.to(tl.uint64), tl.load(sample_index + sample))
     rows = _absorb(_absorb(state, head), tl.load(places + i, mask=in_i, other=0))
     return rows.to(tl.uint32) + tl.full([], 0x80000000, tl.uint32)
@@ -80,7 +80,7 @@ def of_head(x, sample, head):
 
 @triton.jit
 def load_rows(x, start, stride, i, in_i, d, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows start + i of x [., WIDTH]. Rows for which in_i is false, and channels beyond WIDTH, are 0."""
+    """Load rows start + i of x [., WIDTH]. Rows for which in_i is false, and channels beyond WIDTH, are loaded as 0."""
     at = x + tl.full([], 1, tl.int64) * start * stride + i[:, None] * stride + d[None, :]
     if MASKED or d.shape[0] != WIDTH:
         return tl.load(at, mask=in_i[:, None] & (d < WIDTH)[None, :], other=0.0)
@@ -89,7 +89,7 @@ def load_rows(x, start, stride, i, in_i, d, WIDTH: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def store_rows(x, values, row, inside, WIDTH: tl.constexpr):
-    """Store `values` in the rows of x [., WIDTH], contiguous, where `inside` is true."""
+    """Store contiguous `values` in the rows of x [., WIDTH] where `inside` is true."""
     d = tl.arange(0, values.shape[1])
     at = x + row[:, None] * WIDTH + d[None, :]
     tl.store(at, values.to(x.dtype.element_ty), mask=inside[:, None] & (d < WIDTH)[None, :])
@@ -117,8 +117,8 @@ def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_blocks(add_block, sums, own, other, seen, ranges, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add blocks of the `other` side to the `sums` of the program's `own` rows, whose ranges are `seen` (first, stop).
-    Blocks to which every row attends are added first."""
+    """Process the blocks of the `other` side, and add them to the `sums` of the program's `own` rows, whose ranges are
+    `seen` (first, stop). Blocks to which every row attends are added first."""
     begin, full, full_end, before, behind = ranges
     for start in range(full, full_end, BLOCK):
         sums = add_block(sums, own, other, seen, start, numbers, WIDTHS, BLOCK, False)

@@ -39,7 +39,7 @@ requested casts, by rows first, and the scale. As torch requires, they never ret
 
 
 def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:
-    """Arrange the results of a casting operator as a `CastPair`."""
+    """Arrange the results of a casting operator into a `CastPair`."""
     *values, scale = made
     return paired(values, [scale], cast.wanted)
 
@@ -119,7 +119,7 @@ def casts_of(shapes: RunShapes) -> Iterator[Tensor]:
 
 
 def order_of(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> CastOrder:
-    """Return a request to cast x by rows and by columns with a suitable scale, and to record its amax."""
+    """Return a request to cast x by rows and by columns with a suitable multiplier, and to record its amax."""
     return CastOrder(torch.finfo(dtype).max / amax_of(x), torch.zeros((), device=x.device), (True, True), dtype)
 
 
@@ -169,7 +169,7 @@ def swiglu_cast(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
 
 @operation
 def swiglu_gradient_cast(x: Tensor, grad: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
-    """Compute the gradient [n, 2f] of SwiGLU's input, and cast it as `cast_transpose_noting_amax` does.
+    """Compute the gradient [n, 2f] of the SwiGLU input, and cast it as `cast_transpose_noting_amax` does.
 
     Args:
         x: Input [n, 2f].
@@ -191,8 +191,9 @@ def swiglu_gradient_cast_twin(x: Tensor, grad: Tensor, cast: CastOrder) -> tuple
 
 
 def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: object) -> bool:
-    """Return True if `heads_gradient_cast` supports these head gradients and tables of a non-interleaved rotation. On a
-    GPU, gradients must have 16 bits, because Triton 3.6 casts fp32 to e5m2 by columns incorrectly there."""
+    """Return True if `heads_gradient_cast` supports these head gradients and these tables of a non-interleaved
+    rotation. On a GPU, gradients must have 16 bits, because Triton 3.6 casts fp32 to e5m2 by columns incorrectly
+    there."""
     if len(grads) != 3 or any(grad.shape[-1] != grads[0].shape[-1] for grad in grads):
         return False
     width = grads[0].shape[-1]
@@ -202,10 +203,10 @@ def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: object) -
 
 
 def heads_gradient_cast(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder) -> CastPair:
-    """Cast the gradient [s * b, groups * (heads of a group + 2) * d] of a projection to groups, each with several
+    """Cast the gradient [s * b, groups * (heads of a group + 2) * d] of a projection to groups. Each group has several
     queries, a key and a value. `grads` are the gradients of queries [s, b, heads, d], keys and values [s, b, groups,
-    d]. `tables` are the cosines and sines [s, 1 or b, 1, d / 2] of a rotation of queries and keys (arXiv:2104.09864),
-    which is reversed."""
+    d]. `tables` holds the cosines and sines [s, 1 or b, 1, d / 2] of the rotation of queries and keys
+    (arXiv:2104.09864). This function reverses the rotation."""
     if not runs_triton(grads[0]):
         return _heads_in_torch(grads, tables, cast)
     dq, dk, dv = (grad.contiguous() for grad in grads)

@@ -1,7 +1,7 @@
 """Triton kernels of `casts.py`. Each kernel reads its operands once.
 
-A program casts one tile, and stores both the cast and its transpose. Magnitudes are compared by their bits, interpreted
-as integers. The integers have the same order as the magnitudes, with NaN above infinity. A maximum therefore propagates
+A program casts one tile, and stores both the cast and its transpose. Magnitudes are compared as integers that have the
+same bits. These integers have the same order as the magnitudes, with NaN above infinity. A maximum therefore propagates
 NaN and does not depend on the order of operands.
 """
 
@@ -28,7 +28,7 @@ registers."""
 
 
 class Casts(NamedTuple):
-    """Outputs of a kernel that casts a matrix [n, k] with a multiplier: the casts, the scale and the amax."""
+    """Output tensors of a kernel that casts a matrix [n, k] with a multiplier: the casts, the scale and the amax."""
 
     rows: Tensor | None
     """Cast by rows [n, k]; None if it is not requested."""
@@ -40,7 +40,7 @@ class Casts(NamedTuple):
     """Two numbers [2]: the bits of the largest magnitude so far, and the number of finished programs. Both are zero
     before and after a call."""
     noted: Tensor | None
-    """Recorded amax. The kernel raises it to the matrix's amax if the latter is larger."""
+    """Recorded amax. If the amax of the matrix is larger, the kernel raises the recorded amax to it."""
 
     @classmethod
     def of(cls, n: int, k: int, *cast: *CastParts) -> Casts:
@@ -51,7 +51,7 @@ class Casts(NamedTuple):
         return cls(*outputs, multiplier, torch.empty((), device=device), state_of(device), noted)
 
     def made(self) -> list[Tensor]:
-        """Return the requested casts and their scale."""
+        """Return the requested casts and their common scale."""
         return [*(values for values in self[:2] if values is not None), self.scale]
 
 
@@ -70,8 +70,8 @@ _states: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def state_of(device: torch.device) -> Tensor:
-    """Return the `state` of `Casts`. There is one state for each stream, because the kernels of a stream run one after
-    another."""
+    """Return the working memory that `Casts` calls its `state`. There is one state for each stream, because the kernels
+    of a stream run one after another."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if (device, stream) not in _states:
         _states[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
@@ -92,7 +92,7 @@ def reciprocal(x):
 def multiplier_for(amax, into, SMALLEST: tl.constexpr):
     largest: tl.constexpr = 448.0 if into.dtype.element_ty == tl.float8e4nv else 57344.0
     bounded = tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    # the order of operations in which torch divides a number by a tensor
+    # torch divides a number by a tensor with the same operations
     return tl.where(amax == 0, 1.0, reciprocal(bounded) * largest)
 
 
@@ -126,8 +126,8 @@ def cast_and_store(values, casts, i, j, in_i, in_j, n, k):
 @triton.jit
 def note_amax(bits, casts):
     """Combine the largest magnitude of a program, given as `bits`, with the largest magnitudes of the other programs.
-    The last program to finish stores the scale of the tensor, which is NaN if its amax is not finite, and updates
-    `noted`."""
+    The last program to finish stores the scale of the tensor and updates `noted`. The scale is NaN if the amax is not
+    finite."""
     tl.atomic_max(casts.state, bits)
     if tl.atomic_add(casts.state + 1, 1) == tl.num_programs(0) - 1:
         largest = tl.atomic_xchg(casts.state, 0)
@@ -214,8 +214,8 @@ def transpose_tiles(x, strides, out, n, k, TILE: tl.constexpr):
 
 @triton.jit
 def swiglu_tiles(x, grad, casts, n, f, TILE_N: tl.constexpr, TILE_F: tl.constexpr):
-    """Compute and cast SiLU(gate) * up [n, f] from x [n, 2f] or, if `grad` is given, the gradient of x. The amax of the
-    result is recorded."""
+    """Compute and cast SiLU(gate) * up [n, f] from x [n, 2f]. If `grad` is given, compute and cast the gradient of x
+    instead. The amax of the result is recorded."""
     i, j, in_i, in_j = tile_places(n, f, TILE_N, TILE_F)
     gate = load_tile(x, (2 * f, 1), i, j, in_i, in_j).to(tl.float32)
     up = load_tile(x + f, (2 * f, 1), i, j, in_i, in_j).to(tl.float32)
@@ -238,7 +238,7 @@ def swiglu_tiles(x, grad, casts, n, f, TILE_N: tl.constexpr, TILE_F: tl.constexp
 @triton.jit
 def head_tiles(dq, dk, dv, cos, sin, casts, n, groups, q_per_group, HALF: tl.constexpr, TILE_N: tl.constexpr):
     """Cast the concatenation by groups of dq [n, groups * q_per_group, 2 * HALF], dk and dv [n, groups, 2 * HALF]. A
-    program rotates one head of a tile of tokens. The amax is recorded."""
+    program rotates one head of a tile of tokens. This kernel also records the amax."""
     slots = groups * (q_per_group + 2)
     slot, tile = tl.program_id(0) % slots, tl.program_id(0) // slots
     group, place = slot // (q_per_group + 2), slot % (q_per_group + 2)
@@ -292,7 +292,7 @@ def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | Non
 
 
 def cast_transpose_noting_amax(x: Tensor, *cast: *CastParts) -> list[Tensor]:
-    """Return the requested values by rows and by columns, and the scale. Updates `noted`."""
+    """Return the requested values (by rows first, then by columns) and the scale. Updates `noted`."""
     n, k = x.shape
     casts = Casts.of(n, k, *cast)
     noting_tiles[_tiles(n, k)](x, x.stride(), casts, n, k, TILE, num_warps=WARPS)

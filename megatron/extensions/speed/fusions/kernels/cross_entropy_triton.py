@@ -2,8 +2,8 @@
 time.
 
 There is one program for each multiprocessor, so that the rows in progress fit into the L2 cache. The second read of
-each row is from this cache. Each thread keeps a separate largest logit and sum, for the same columns of every block.
-The threads then exchange no data within a block, at the cost of one more exponential per thread.
+each row is served by this cache. Each thread keeps a separate largest logit and sum, for the same columns of every
+block. The threads then exchange no data within a block, at the cost of one more exponential per thread.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -28,8 +28,8 @@ LOWEST = tl.constexpr(float(torch.finfo(torch.float32).min))
 
 @triton.jit
 def loss_and_gradient(logits, labels, losses, n, width, columns, z_loss, THREADS: tl.constexpr, EACH: tl.constexpr):
-    """Overwrite rows of `logits` [n, width] with the gradients of their losses [n]. Columns after the first `columns`
-    are padding. `z_loss` is None if it is 0."""
+    """Overwrite rows of `logits` [n, width] with the gradients of their losses [n]. Columns from number `columns` on
+    are padding. `z_loss` is None if the coefficient of the z-loss is 0."""
     block = tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     for step in range(0, tl.cdiv(n, tl.num_programs(0))):
         row = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
@@ -39,7 +39,7 @@ def loss_and_gradient(logits, labels, losses, n, width, columns, z_loss, THREADS
 
 @triton.jit
 def _of_row(place, labels, losses, block, width, columns, z_loss, THREADS: tl.constexpr, EACH: tl.constexpr):
-    """Overwrite the row at `place`."""
+    """Overwrite the row of logits at `place` with the gradient of the row's loss."""
     label = tl.load(labels)
     target = tl.load(place + label).to(tl.float32)
     top = tl.full([THREADS], LOWEST, tl.float32)

@@ -114,7 +114,7 @@ def _layout(kind: int, rows: int, columns: int) -> ctypes.c_void_p:
 
 
 class Kind(NamedTuple):
-    """Properties of a matrix product other than its sizes."""
+    """Properties of a matrix product apart from its sizes."""
 
     a: torch.dtype
     b: torch.dtype
@@ -159,7 +159,7 @@ def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
     cuBLAS' A is `b` and its B is `a`."""
     description = _description(kind)
     pointers = (*((A_SCALE_POINTER, B_SCALE_POINTER) if kind.scaled else ()), *((BIAS_POINTER,) if kind.bias else ()))
-    # placeholders, because each call sets other pointers
+    # these are placeholders, because each call sets other pointers
     _set_pointers(description, dict.fromkeys(pointers, ALIGNMENT))
     a = _layout(TYPES[kind.b], n, i)
     b = _layout(TYPES[kind.a], n, o)

@@ -44,7 +44,7 @@ TILINGS = {
     "shallow": Tiling(128, 128, 1, warps=8, stages=3),
     "small": Tiling(64, 128, 1, warps=4, stages=3, of_multiprocessor=2),
 }
-"""Tilings for weight gradients by name. Rows are counted in tiles of 128.
+"""Tilings for weight gradients by name. In these tilings, rows are counted in tiles of 128.
 
 Larger tiles would leave no registers for the second accumulator of each output. The second tiling fits the shared
 memory of Ada.
@@ -88,8 +88,8 @@ def cast_along_tokens_kernel(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Cast x [n, width] -> values [width, tokens], scale [tokens / TILE, width]. A program casts COLUMNS columns of one
-    tile. Tiles that belong to no expert are 0. EXPERTS is a power of two."""
+    """Cast x [n, width] to values [width, tokens] with scale [tokens / TILE, width]. A program casts COLUMNS columns of
+    one tile. Tiles that belong to no expert are 0. EXPERTS is a power of two."""
     tile = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     of_tiles = tl.load(tile_ends + e, mask=e < experts, other=2147483647)

@@ -7,9 +7,9 @@ loads of the next tile are in flight. One program runs on each multiprocessor, w
 128 x 128 would read their operands more often than the cache can deliver them.
 
 The list is sorted by the experts' numbers of rows in ascending order, so that adjacent tiles take about equally long.
-The last tiles are split along tokens into equal parts if they would leave many multiprocessors idle. The first part of
-a split tile is added like a whole tile. The other parts are written to separate memory, and a second kernel adds them
-in order. Every sum therefore has a fixed order that does not depend on the timing of programs.
+If the last tiles would leave many multiprocessors idle, these tiles are split along tokens into equal parts. The first
+part of a split tile is added like a whole tile. The other parts of a split tile are written to separate memory, and a
+second kernel adds them in order. Every sum therefore has a fixed order that does not depend on the timing of programs.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,8 +26,9 @@ from torch import Tensor
 from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 
 FIRST, WHOLE, TAIL, PARTS, HEAD = (tl.constexpr(place) for place in range(5))
-"""Positions of four numbers in a schedule: experts without rows, whole tiles, split tiles, and parts per split tile.
-The experts start at HEAD, in ascending order of their numbers of rows. Each expert has a first row and an end."""
+"""Positions of four counts in a schedule: experts without rows, whole tiles, split tiles, and parts per split tile. The
+experts start at HEAD, in ascending order of their numbers of rows. For each expert, the schedule holds the first row
+and the end."""
 
 MOST_PARTS = tl.constexpr(4)
 """Number of parts into which a tile is split along tokens."""
@@ -68,7 +69,7 @@ TILINGS = {
 
 @triton.jit
 def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Write the schedule of a call, in one program. EXPERTS is a power of two."""
+    """Write the tile schedule of a call, using a single program. EXPERTS is a power of two."""
     e = tl.arange(0, EXPERTS)
     stop = tl.load(ends + e, mask=e < experts, other=0)
     start = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0)

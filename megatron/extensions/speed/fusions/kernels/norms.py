@@ -1,10 +1,10 @@
 """RMSNorm and LayerNorm, fused with the preceding residual addition and with other results that the same pass over the
 operands computes.
 
-Instead of the norm, the forward pass returns its casts to fp8 by rows and by columns. The gradient of the residual sum
-is the output gradient of the previous linear layer. The backward pass also returns the fp8 casts of this gradient and
-its sum over tokens, which is the bias gradient of that layer. Values are still rounded to 16 bits before they are cast
-or summed, so the results equal those of separate kernels, except for the order of sums."""
+The forward pass returns fp8 casts of the norm, by rows and by columns, instead of the norm. The gradient of the
+residual sum is the output gradient of the previous linear layer. The backward pass also returns the fp8 casts of this
+gradient and its sum over tokens, which is the bias gradient of that layer. Values are still rounded to 16 bits before
+they are cast or summed, so the results equal those of separate kernels, except for the order of sums."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShap
 from megatron.extensions.speed.fusions.kernels.casts import CAST, TOLERANCE, made_casts, order_of, paired, wide
 
 WIDEST = 2**14
-"""Largest row length for which Triton kernels are used. A program of the forward kernel holds whole rows in
-registers."""
+"""Maximum row length for which Triton kernels are used. A program of the forward kernel holds whole rows of this length
+in registers."""
 
 
 class Norm(NamedTuple):
-    """Norm over the last dim, `centered` (LayerNorm, arXiv:1607.06450) or not (RMSNorm, arXiv:1910.07467). If
-    `one_plus` is True, 1 is added to the weight."""
+    """Norm over the last dimension: LayerNorm (arXiv:1607.06450) if `centered`, otherwise RMSNorm (arXiv:1910.07467).
+    If `one_plus` is True, 1 is added to the weight."""
 
     weight: Tensor
     bias: Tensor | None
@@ -159,7 +159,8 @@ def gradients_of_norm(
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of x, of the weight and, for LayerNorm, of the bias.
 
-    With the normalized row z and its gradient g: dx = (g - z mean(g z) - mean(g)) / deviation; RMSNorm has no mean(g).
+    For the normalized row z and its gradient g, dx = (g - z mean(g z) - mean(g)) / deviation. RMSNorm has no mean(g)
+    term.
 
     Args:
         x: Rows [..., h].

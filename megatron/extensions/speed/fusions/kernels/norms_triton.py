@@ -1,8 +1,8 @@
 """Triton kernels of `norms.py`.
 
 In the forward pass, a program holds whole rows in registers and reads each operand once. The backward kernel processes
-blocks of rows in chunks of columns, in two passes. The second pass reads x and the gradient of the norm again, from the
-L2 cache.
+blocks of rows in chunks of columns, in two passes. The second pass reads x and the gradient of the norm again, now from
+the L2 cache.
 
 A program of the backward kernel processes several blocks of rows and sums over them. A second kernel adds the sums of
 all programs in a fixed order.
@@ -34,12 +34,11 @@ computes sums over rows and casts, more elements would not fit into the 128 regi
 
 CACHED_ELEMENTS, CHUNK_ROWS = 2**16, 16
 """Maximum number of elements and maximum number of rows in a block. A program reads its block twice, the second time
-from the L2 cache: for two 16-bit operands and 132 programs, the blocks take 35 MB of a cache of 50 MB. The casts of a
-block's rows fill 16 bytes of a column."""
+from the L2 cache: for two 16-bit operands and 132 programs, the blocks take 35 MB of a cache of 50 MB. A column of a
+cast holds 16 bytes for the rows of a block."""
 
 SUMMED, SUMMED_PARTS = 64, 32
-"""Number of columns whose sums a program of the second kernel adds, and number of partial sums that it reads at a
-time."""
+"""For the second kernel: number of columns that a program sums, and number of partial sums that it reads at a time."""
 
 
 class Backward(NamedTuple):
@@ -66,8 +65,8 @@ def _scale_of(weight, j, in_j, ONE_PLUS: tl.constexpr):
 def norm_cast_rows(
     x, update, weight, bias, total, inverse, mean, casts, n, h, eps, ONE_PLUS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Compute `total` = x + update [n, h], its statistics [n] (including the `mean` for LayerNorm), and the casts of
-    its norm. The amax of the norm is recorded."""
+    """Compute `total` = x + update [n, h], the row statistics [n] of `total` (including the `mean` for LayerNorm), and
+    the casts of its norm. The amax of the norm is recorded."""
     i = (tl.program_id(0) * TILE[0] + tl.arange(0, TILE[0])).to(tl.int64)
     j = tl.arange(0, TILE[1])
     in_i, in_j = i < n, j < h
@@ -114,8 +113,8 @@ def _normalized(given, at, inside, center, factor):
 
 @triton.jit
 def _gradient(given, g, z, row_gz, row_g, factor, at, inside, h):
-    """Compute the gradient of x in fp32 from the gradient g of its normalized rows z, and the sums of g z and of g over
-    a row."""
+    """Compute the gradient of x in fp32 from the gradient g of the normalized rows z, and from the sums of g z and of g
+    over each row."""
     grad = g - z * (row_gz / h)[:, None]
     if given.mean is not None:
         grad -= (row_g / h)[:, None]
@@ -150,9 +149,9 @@ def norm_gradient_chunks(
     SUMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute the gradients `dx` [n, h] of x and their casts, for `steps` blocks of rows. The amax of dx is recorded.
-    `part_sums` [programs, sums, h] receives the program's partial sums of the weight gradient, of the bias gradient
-    (LayerNorm), and of dx (with SUMS).
+    """Compute the gradients `dx` [n, h] of x and their casts, for `steps` blocks of rows. This kernel records the amax
+    of dx. `part_sums` [programs, sums, h] receives the program's partial sums of the weight gradient, of the bias
+    gradient (LayerNorm), and of dx (with SUMS).
 
     The first pass over the chunks of a block sums within rows. The second pass computes gradients, starting from the
     last chunk, because the caches hold the last chunks. Sums over rows are kept in `part_sums` between steps."""

@@ -18,8 +18,8 @@ CLEARED = 1024
 """Number of columns that a program clears."""
 
 TILE = {"TILE_O": 128, "TILE_I": 128, "TILE_N": 128, "GROUP": 8}
-"""Tile sizes for fp8. TILE_N is also the number of values per tile scale. Larger tiles would leave no registers for the
-second accumulator of each output."""
+"""Default tile sizes for fp8. TILE_N is also the number of values per tile scale. Larger tiles would leave no registers
+for the second accumulator of each output."""
 
 WARPS, STAGES = 8, 4
 
@@ -83,7 +83,7 @@ def add_product_kernel(
 
     There is one scale for the matrix [], for each row [outputs], or for each tile of a row [outputs, n / TILE_N].
     Programs that run at the same time share operands: they compute GROUP tiles of outputs and all tiles of inputs.
-    Hopper's tensor cores sum TILE_N terms with fewer bits; these sums are added in fp32.
+    Hopper's tensor cores sum TILE_N terms with fewer bits. The kernel adds these sums in fp32.
     """
     down, across = tl.cdiv(outputs, TILE_O), tl.cdiv(inputs, TILE_I)
     group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
