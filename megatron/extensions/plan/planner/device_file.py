@@ -27,7 +27,7 @@ ABOVE_0 = lambda value: value > 0, "{:g} must be above 0"
 """Check for entries that predictions divide by."""
 
 SHARE = lambda value: value <= 1, "{:g} must be a share, at most 1"
-"""Check for entries that are shares of a whole. A larger number is probably a percentage."""
+"""Check for entries that are shares of a whole. A value above 1 is probably a percentage."""
 
 Rate = Annotated[float, (ABOVE_0[0], "its TFLOP/s must be above 0")]
 Positive = Annotated[float, ABOVE_0]

@@ -106,7 +106,7 @@ def buffer_bytes(
 
     The result is exact except for a scalar step count per range of states. Whole units of `by_unit` buffers are counted
     separately. `of_chain` holds the bytes of transform-chain states outside shards and of callback states, on the
-    device and on the host. `units` is the place in which the buffers are stored between passes.
+    device and on the host. `units` names the place that stores the buffers between passes.
     """
     from megatron.core.optimizer.fused import states_of_shards  # imports torch
 

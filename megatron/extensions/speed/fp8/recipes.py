@@ -61,8 +61,8 @@ class GatheredWeight:
     """Largest absolute value of each block, fp32 [row blocks, column blocks]."""
 
     valid: bool = False
-    """True if the cast is up to date. The cast is not up to date until the first update. Until the first update, each
-    rank casts the initial weights without a gather."""
+    """True if the cast is up to date. It is False before the first update, when each rank casts the initial weights
+    without a gather."""
 
 
 @dataclass(frozen=True)
@@ -336,8 +336,7 @@ class DelayedGemms(PerTensorGemms):
         return given_operands(pair, tokens)
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
-        """Return a NaN tensor, allocated once, that is expanded to placeholders for tensors that exist only as
-        casts."""
+        """Return a NaN tensor, allocated once, from which placeholders for tensors without values are expanded."""
         if self._no_value is None or self._no_value.dtype != dtype:
             self._no_value = torch.full((), torch.nan, dtype=dtype, device=self.multiplier.device)
         return self._no_value

@@ -50,9 +50,9 @@ from megatron.training.plan import plan_of
 def rehearse(asked: Prepared, ranks: str, device_memory: float | None) -> int:
     """Rehearse a validated configuration on its ranks, and print the report.
 
-    `ranks` is the value of --ranks, `device_memory` the value of --device-memory in GiB. The report is also written as
-    JSON to the file of --json. If this path is "", only the JSON is printed. Returns exit code 1 if a run would fail or
-    if ranks could not be rehearsed. Raises OutputError if the file cannot be written.
+    `ranks` is the value of --ranks, and `device_memory` is the value of --device-memory in GiB. The report is also
+    written as JSON to the file of --json. If this path is "", only the JSON is printed. Returns exit code 1 if a run
+    would fail or if ranks could not be rehearsed. Raises OutputError if the file cannot be written.
     """
     config = asked.config
     world_size = asked.world_size

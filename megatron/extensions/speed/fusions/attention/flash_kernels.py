@@ -100,7 +100,8 @@ class FlashCPUKernel(TorchKernel):
 
     @staticmethod
     def _mask(tile: Tile, q: Tensor) -> tuple[bool, Tensor | None]:
-        """Return (whether the kernel applies the causal mask, mask [n, m] to add to the scores or None)."""
+        """Return two values: whether the kernel applies the causal mask, and the mask [n, m] to add to the scores (None
+        if no mask is needed)."""
         if tile.window is None:
             return tile.diagonal, None
         hidden = hidden_pairs(tile, q.device)

@@ -105,8 +105,9 @@ def rounded(x, multiplier, into):
 
 @triton.jit
 def store_casts(values, by_rows, by_columns, rows, columns, i, j, in_i, in_j, n, k):
-    """Cast `values`, which are at the rows i and columns j of a matrix [n, k], wherever the masks `in_i` and `in_j` are
-    true. As requested, store `values * by_rows` in `rows` [n, k] and `values * by_columns` in `columns` [k, n]."""
+    """Cast the `values` at the rows i and columns j of a matrix [n, k]. Values for which the masks `in_i` or `in_j` are
+    false are not stored. As requested, store `values * by_rows` in `rows` [n, k] and `values * by_columns` in `columns`
+    [k, n]."""
     if rows is not None:
         cast = rounded(values, by_rows, rows)
         tl.store(rows + i[:, None] * k + j[None, :], cast, mask=in_i[:, None] & in_j[None, :])
