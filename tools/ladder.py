@@ -123,7 +123,7 @@ def no_law(ladder: Ladder) -> list[str]:
         rule = f"make runs of {sizes} size{'s' * (sizes > 1)}, and a law needs 3"
         problems.append(f"--widths, --depths and --tokens-per-parameter {rule}; add more, or train one with --rung")
     if find_spec("scipy") is None:
-        problems.append("fits of laws need scipy: pip install 'paritrain[ladder]'")
+        problems.append("fitting a law needs scipy: pip install 'paritrain[ladder]'")
     return problems
 
 

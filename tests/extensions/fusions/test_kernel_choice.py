@@ -111,7 +111,7 @@ LINES = [
     (not_a_number, 0.5, "differs by 1.0e+09, more than 1.0e-05"),
     (raises, 0.5, "raises ValueError: no kernel for this GPU"),
     (missing, 0.5, "raises ModuleNotFoundError: No module named 'no_such_package'"),
-    (right, 1.31, "1.31 times the time of torch"),
+    (right, 1.31, "takes 1.31 times as long as torch"),
 ]
 
 
@@ -158,7 +158,7 @@ def test_all_ranks_reject_a_kernel_that_fails_on_one() -> None:
     (first, slow), (second, also_slow) = run_world(2, _on_rank)
     assert first == [" kernel doubled_ left out: raises an error on another rank"]
     assert second == [" kernel doubled_ left out: raises ValueError: no kernel for this GPU"]
-    assert slow == also_slow == [" kernel doubled_ left out: 1.31 times the time of torch"]
+    assert slow == also_slow == [" kernel doubled_ left out: takes 1.31 times as long as torch"]
 
 
 def test_every_registered_kernel_has_operands_for_its_comparison() -> None:

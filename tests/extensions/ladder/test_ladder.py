@@ -146,8 +146,8 @@ def test_rungs_are_smaller_versions_of_the_target() -> None:
 @pytest.mark.parametrize(
     ("flags", "wanted", "told"),
     [
-        ((), {"widths": ()}, "--widths: give some widths, or --depths"),
-        ((), {"widths": (24, 40), "depths": (1,)}, "--depths: has 1 values and --widths 2"),
+        ((), {"widths": ()}, "--widths: pass at least one width, or pass --depths"),
+        ((), {"widths": (24, 40), "depths": (1,)}, "--depths: has 1 values, but --widths has 2"),
         ((), {"widths": (24,)}, "--widths 24: --num-attention-heads 4 is not a whole number"),
         ((), {"widths": (64,)}, "needs at least as much compute as the target"),
         ((), {"evaluations": 500}, "--evaluations 500: is more than the target's 400 iterations"),
@@ -159,7 +159,7 @@ def test_rungs_are_smaller_versions_of_the_target() -> None:
         ((), {"ratios": (math.nan,)}, "--tokens-per-parameter nan: must be above 0 and finite"),
         ((), {"rates": (1e-3, -1)}, "--rates -1: must be above 0"),
         ((), {"rates": (4e-3,)}, "--rates 0.004: is a single rate, but the target has --lr 0.01"),
-        ((), {"widths": (-16, 0)}, "--widths -16: must be above 0 and finite; give another value\n--widths 0: must"),
+        ((), {"widths": (-16, 0)}, "--widths -16: must be above 0 and finite; pass another value\n--widths 0: must"),
         ((), {"widths": (16,), "depths": (0,)}, "--depths 0: must be above 0"),
         ((), {"rates": (1e-3, 2e-3), "swept": (99,)}, "--sweep-widths 99: is not one of --widths"),
         ((), {"swept": (16,)}, "--sweep-widths 16: has no effect without --rates"),
@@ -258,7 +258,7 @@ def test_no_rung_is_trained_if_the_law_cannot_be_fitted(tmp_path: Path, monkeypa
     with pytest.raises(ValueError, match="make runs of 2 sizes, and a law needs 3"):
         main([*own, "--", *TARGET])
     monkeypatch.setattr("tools.ladder.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="fits of laws need scipy"):
+    with pytest.raises(ValueError, match="fitting a law needs scipy"):
         main([*own, "48", "--", *TARGET])
     assert not (tmp_path / "ladder").exists()
 

@@ -133,5 +133,5 @@ def test_overlapped_layers_agree_and_send_the_same_bytes(
 def test_missing_symmetric_memory_is_reported_at_startup() -> None:
     config = parse_args(RUN)
     (check,) = [each for each in Parts().with_registered(config).callbacks if isinstance(each, SymmetricMemory)]
-    with pytest.raises(ValueError, match=r"reach each other's memory, and those of the tensor-parallel ranks 0 do not"):
+    with pytest.raises(ValueError, match=r"access each other's memory, but tensor-parallel ranks 0 lack these"):
         check.on_setup(Runtime(Launch(), torch.device("cpu"), ParallelState()))

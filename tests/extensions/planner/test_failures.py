@@ -125,6 +125,8 @@ def test_all_wrong_options_are_refused_at_once() -> None:
     done = run_program("pretrain_gpt.py", *FLAGS, "--failures-per-gpu-day", "-1", "--save-seconds", "x", code=2)
     assert "--failures-per-gpu-day -1: needs the predicted step time of a single layout; add --device" in done.stderr
     assert "--failures-per-gpu-day -1: must be a number above 0" in done.stderr
-    assert "--save-seconds x: must be a number above 0; give the seconds of a save, such as 30" in done.stderr
+    assert (
+        "--save-seconds x: must be a number above 0; pass the duration of a save in seconds, such as 30" in done.stderr
+    )
     done = run_program("pretrain_gpt.py", *FLAGS, "--repair-hours", "2", code=2)
     assert "--repair-hours 2: has no effect without a failure rate; add --failures-per-gpu-day" in done.stderr

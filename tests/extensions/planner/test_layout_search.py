@@ -338,7 +338,7 @@ MISTAKES = [
     ("--dry-run --device h100 --gpus-per-node 0", "--gpus-per-node 0: must be a whole number above 0"),
     ("--dry-run --device h100 --world-size 8 --gpus-per-node 3", "3: does not divide the 8 ranks: predictions assume"),
     ("--dry-run --device h100 --world-size 8 --gpus-per-node 3", "nearest: 2"),
-    ("--dry-run --gpus-per-node 4", "--gpus-per-node 4: describes the nodes of --device, which is missing"),
+    ("--dry-run --gpus-per-node 4", "--gpus-per-node 4: describes the nodes of --device, but --device is not given"),
     ("--device h100", "--device h100: needs --dry-run, which predicts; add --dry-run"),
     ("--rehearse --suggest", "--suggest: searches by predicted times; replace --rehearse by --dry-run, and add "),
     ("--rehearse --suggest --device h100", "searches by predicted times; replace --rehearse by --dry-run"),

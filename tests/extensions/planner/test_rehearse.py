@@ -100,4 +100,4 @@ def test_a_killed_rank_is_reported_with_the_others_in_json() -> None:
 
 def test_flags_of_a_rehearsal_are_checked() -> None:
     code, text = rehearse("--ranks", "0,8")
-    assert code == 2 and "--ranks 0,8: 8 must be in 0 to 7; raise --world-size, or leave it out" in text
+    assert code == 2 and "--ranks 0,8: 8 must be in 0 to 7; raise --world-size, or remove it" in text

@@ -38,10 +38,10 @@ class Point:
     """Finished run."""
 
     parameters: float
-    """N: number of active parameters."""
+    """Number of active parameters, N."""
 
     tokens: float
-    """D: number of tokens."""
+    """Number of training tokens, D."""
 
     loss: float
 
@@ -116,7 +116,7 @@ def fit(points: Sequence[Point], form: Form | None = None, start: Law | None = N
     try:
         from scipy.optimize import least_squares
     except ImportError:
-        raise ValueError("fits of laws need scipy: pip install 'paritrain[ladder]'") from None
+        raise ValueError("fitting a law needs scipy: pip install 'paritrain[ladder]'") from None
     if len(points) < 3:
         raise ValueError(f"{len(points)} finished runs: a law needs at least 3; run more rungs")
     form = form or form_of(points)

@@ -184,7 +184,7 @@ def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRa
     if floor[1] < 0.05 * min(point.loss for point in points):
         yield f"the curvature is not determined: E, the irreducible loss, is {floor[1]:.3g} to {floor[2]:.3g}"
     if not rates:
-        yield "no size has finished runs at three learning rates or more: the best rate is not known"
+        yield "no size has finished runs at three learning rates or more: the best rate is unknown"
     for rate in rates:
         if not rate.bracketed:
             best = f"the best rate, {rate.rate:g}, is the first or last rate of the sweep"

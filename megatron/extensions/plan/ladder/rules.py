@@ -20,12 +20,12 @@ def problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         expected = read_expectation(path)
     except (OSError, ValueError) as error:
         rule = getattr(error, "strerror", None) or str(error)
-        yield Problem(name, path, rule, "give the ladder.json of tools/ladder.py --output")
+        yield Problem(name, path, rule, "pass the ladder.json that tools/ladder.py --output writes")
         return
     for field, planned in (("hidden_size", expected.hidden_size), ("num_layers", expected.num_layers)):
         if (here := getattr(config.model, field)) != planned:
             rule = f"predicts a model of --{field.replace('_', '-')} {planned}, but this one has {here}"
-            yield Problem(name, path, rule, "give the prediction of this model")
+            yield Problem(name, path, rule, "pass the prediction for this model")
     yield from _other_parameters(config, path, expected)
     yield from _other_batch_or_rate(config, path, expected)
     samples = samples_of_run(config)
@@ -34,7 +34,7 @@ def problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
     tokens = (samples or 0) * config.model.seq_length
     if samples and not 0.99 < tokens / expected.tokens < 1.01:
         rule = f"predicts a run of {expected.tokens:,} tokens, but this one has {tokens:,}"
-        yield Problem(name, path, rule, "give the prediction of a run of this length")
+        yield Problem(name, path, rule, "pass the prediction for a run of this length")
     if not training.eval_iters and not training.full_validation:
         yield Problem.no_effect(name, path, "an evaluation (--eval-iters above 0)")
 
@@ -54,7 +54,7 @@ def _other_parameters(config: RunConfig, path: str, expected: Expectation) -> It
         return  # other rules report invalid sizes
     if not 0.99 < here / expected.parameters < 1.01:
         rule = f"predicts a model of {expected.parameters:,} parameters, but this one has {here:,}"
-        yield Problem("--expect", path, rule, "give the prediction of this model")
+        yield Problem("--expect", path, rule, "pass the prediction for this model")
 
 
 def _other_batch_or_rate(config: RunConfig, path: str, expected: Expectation) -> Iterator[Problem]:

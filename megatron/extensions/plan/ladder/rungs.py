@@ -149,19 +149,20 @@ def _iterations(config: RunConfig) -> int:
 
 def _refused(config: RunConfig, wanted: Wanted) -> Iterator[str]:
     if not wanted.widths and not wanted.depths:
-        yield "--widths: give some widths, or --depths"
+        yield "--widths: pass at least one width, or pass --depths"
     yield from _wrong_values(config, wanted)
     if wanted.widths and wanted.depths and len(wanted.widths) != len(wanted.depths):
-        yield f"--depths: has {len(wanted.depths)} values and --widths {len(wanted.widths)}; give each width its depth"
+        rule = f"has {len(wanted.depths)} values, but --widths has {len(wanted.widths)}"
+        yield f"--depths: {rule}; pass one depth per width"
     if _iterations(config) < wanted.evaluations:
         rule = f"is more than the target's {_iterations(config)} iterations"
         yield f"--evaluations {wanted.evaluations}: {rule}; lower it"
     if config.options(BatchScheduleFlags).changes_batches or config.options(PhasesConfig).data_phases is not None:
         yield "a ladder needs one batch size and one phase; remove --rampup-batch-size and the like, or --data-phases"
     if config.training.eval_iters == 0 and not config.training.full_validation:
-        yield "--eval-iters 0: a ladder compares validation losses; raise it, or add --full-validation"
+        yield "--eval-iters 0: a ladder compares validation losses; raise --eval-iters, or add --full-validation"
     if (text := config.options(ScheduleFlags).lr_schedule) is not None and (pieces := list(absolute(text))):
-        yield f"--lr-schedule: `{pieces[0]}` does not shrink with the run; give its length in percent"
+        yield f"--lr-schedule: `{pieces[0]}` does not shrink with the run; specify its length in percent"
     for width in wanted.widths:
         yield from _uneven(config, width) if width > 0 else ()
 
@@ -175,15 +176,15 @@ def _wrong_values(config: RunConfig, wanted: Wanted) -> Iterator[str]:
     ):
         for value in values:
             if not 0 < value < math.inf:
-                yield f"{name} {value:g}: must be above 0 and finite; give another value"
+                yield f"{name} {value:g}: must be above 0 and finite; pass another value"
     if len(wanted.rates) == 1 and wanted.rates[0] != config.optimizer.lr:
         rule = f"is a single rate, but the target has --lr {config.optimizer.lr:g}"
-        yield f"--rates {wanted.rates[0]:g}: {rule}; give several rates, or give the target this --lr"
+        yield f"--rates {wanted.rates[0]:g}: {rule}; pass several rates, or set the target's --lr to this rate"
     if wanted.swept and not wanted.rates:
         yield f"--sweep-widths {wanted.swept[0]}: has no effect without --rates; add --rates"
     for width in wanted.swept:
         if width not in wanted.widths:
-            yield f"--sweep-widths {width}: is not one of --widths; add it there, or remove it"
+            yield f"--sweep-widths {width}: is not one of --widths; add it to --widths, or remove it"
 
 
 def _uneven(config: RunConfig, width: int) -> Iterator[str]:

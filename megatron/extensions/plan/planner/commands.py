@@ -28,7 +28,7 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
     memory, failures = _device_memory(given), _failures(given, device)
     if suggest not in (None, "", "all"):
         rule, remedy = (
-            "must be all, or have no value",
+            "must be all or have no value",
             "use --suggest, or --suggest all to search until no layout can be faster",
         )
         given.problems.append(Problem("--suggest", suggest, rule, remedy))
@@ -40,7 +40,7 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
         rule = "writes the plan of --dry-run or the report of --rehearse, but neither is given"
         given.problems.append(Problem("--json", json_file or None, rule, "add --dry-run"))
     elif json_file and not _can_write(Path(json_file)):
-        rule, remedy = "cannot be written", "name a file in an existing folder that can be written"
+        rule, remedy = "cannot be written", "name a file in an existing, writable folder"
         given.problems.append(Problem("--json", json_file, rule, remedy))
     if gpus_per_node and world_size and world_size > gpus_per_node and world_size % gpus_per_node:
         rule = (
@@ -70,10 +70,13 @@ def _device(given: GivenOptions, to_plan: str) -> tuple[str | None, int | None]:
     command a dry run."""
     device, gpus_per_node = (
         given.last("--device"),
-        given.number("--gpus-per-node", "give the number of ranks that share a node"),
+        given.number("--gpus-per-node", "pass the number of ranks that share a node"),
     )
     if gpus_per_node is not None and device is None:
-        rule, remedy = "describes the nodes of --device, which is missing", f"add --device, {', '.join(device_names())}"
+        rule, remedy = (
+            "describes the nodes of --device, but --device is not given",
+            f"add --device, {', '.join(device_names())}",
+        )
         given.problems.append(Problem("--gpus-per-node", gpus_per_node, rule, remedy))
     if device is not None and "--dry-run" not in given.options:
         given.problems.append(Problem("--device", device, "needs --dry-run, which predicts", to_plan))
@@ -92,16 +95,16 @@ def _device_memory(given: GivenOptions) -> float | None:
     if given.last(name) is not None and not {"--rehearse", "--dry-run"} & set(given.options):
         rule, remedy = "has no effect without a plan or a rehearsal", "add --dry-run or --rehearse"
         given.problems.append(Problem(name, given.last(name), rule, remedy))
-    return _above_zero(given, name, "give the memory of a device in GiB, such as 80")
+    return _above_zero(given, name, "pass the memory of a device in GiB, such as 80")
 
 
 def _failures(given: GivenOptions, device: str | None) -> AskedFailures | None:
     """Parse --failures-per-gpu-day and its dependent options; record invalid values as problems."""
     name = "--failures-per-gpu-day"
     remedies = {
-        "--restart-seconds": "give the seconds from a failure to the next step, such as 120",
-        "--save-seconds": "give the seconds of a save, such as 30",
-        "--repair-hours": "give the hours until a failed node can be used again, such as 4",
+        "--restart-seconds": "pass the number of seconds from a failure to the next step, such as 120",
+        "--save-seconds": "pass the duration of a save in seconds, such as 30",
+        "--repair-hours": "pass the number of hours until a failed node can be used again, such as 4",
     }
     if given.last(name) is None:
         for option in remedies:
@@ -116,7 +119,7 @@ def _failures(given: GivenOptions, device: str | None) -> AskedFailures | None:
         rule = "needs the predicted step time of a single layout"
         remedy = f"add --device, one of {', '.join(device_names())}" if device is None else "remove --suggest"
         given.problems.append(Problem(name, given.last(name), rule, remedy))
-    rate = _above_zero(given, name, "give the failures of a device in a day, such as 5e-4")
+    rate = _above_zero(given, name, "pass the number of failures per device and day, such as 5e-4")
     restart, save, repair = (_above_zero(given, option, remedy) for option, remedy in remedies.items())
     return None if rate is None else AskedFailures(rate, restart, save, repair)
 

@@ -26,7 +26,7 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (64, 128), (1
 ABOVE_0 = lambda value: value > 0, "{:g} must be above 0"
 """Check for entries that predictions divide by."""
 
-SHARE = lambda value: value <= 1, "{:g} must be a share, at most 1"
+SHARE = lambda value: value <= 1, "{:g} must be a share of at most 1"
 """Check for entries that are shares of a whole. A value above 1 is probably a percentage."""
 
 Rate = Annotated[float, (ABOVE_0[0], "its TFLOP/s must be above 0")]
@@ -330,7 +330,7 @@ def _check_keys(place: str, node: Any) -> None:
     for key, value in pairs:
         line = key.start_mark.line + 1
         if str(key.value) in lines:
-            raise ValueError(f"{place}: {key.value} is given twice, in lines {lines[key.value]} and {line}")
+            raise ValueError(f"{place}: {key.value} appears twice, in lines {lines[key.value]} and {line}")
         lines[str(key.value)] = line
         _check_keys(f"{place}: {key.value}", value)
 
@@ -348,7 +348,7 @@ def _read(place: str, kind: Any, value: Any) -> Any:
         return found
     if is_dataclass(kind) or origin is Mapping:
         if not isinstance(value, Mapping):
-            raise ValueError(f"{place}: {value!r} must be entries with a name each")
+            raise ValueError(f"{place}: {value!r} must consist of named entries")
         if origin is Mapping:
             return {_read(place, parts[0], key): _read(f"{place}: {key}", parts[1], row) for key, row in value.items()}
         return _read_entries(place, kind, value)

@@ -75,8 +75,7 @@ def print_plan(
 ) -> None:
     """Print the plan of a validated configuration. If a `device` is given, also print the predicted step time. The plan
     states whether the run fits devices of `device_memory` GiB (by default the memory of `device`), and which
-    differences from other programs apply. If `failures` is given, the plan also states the expected cost of failures of
-    a `device`.
+    differences from other programs apply. If `failures` is given, the plan also states their expected cost.
 
     The same content is written as JSON to the file of --json. The keys of the JSON object are "world_size", "config"
     (every field by its flat name), "plan" (lines by title), "memory" (bytes of each pipeline rank), "time"

@@ -81,7 +81,7 @@ class LiveMemory(TorchDispatchMode):
         if func is resize_storage_overload:
             self._resized(args[0].untyped_storage())
         given = {storage_id(x) for x in tensors_of((args, kwargs))}
-        if func is torch.ops.aten.lift_fresh.default:  # the tensor that torch.tensor(...) has just created
+        if func is torch.ops.aten.lift_fresh.default:  # this tensor was just created by torch.tensor(...)
             given = set()
         for x in tensors_of(out):
             storage = x.untyped_storage()

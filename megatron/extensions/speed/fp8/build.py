@@ -76,5 +76,5 @@ class Fp8Format(Fp8Context):
             needed, has = ("{}.{}".format(*capability) for capability in (FIRST_CAPABILITY, found))
             raise ValueError(
                 f"--fp8-format {own.fp8_format} needs a GPU of compute capability {needed} or above, as Ada and Hopper "
-                f"are, and {torch.cuda.get_device_name(device)} has {has}: leave it out, or use another GPU"
+                f"are, and {torch.cuda.get_device_name(device)} has {has}: remove it, or use another GPU"
             )

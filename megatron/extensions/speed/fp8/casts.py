@@ -247,9 +247,9 @@ def scaled_mm(
 ) -> Tensor:
     """Compute an fp8 GEMM: a [n, k], b [m, k], bias [m] -> a bᵀ + bias [n, m], summed in fp32.
 
-    No other function of this module depends on the kernels. Both operands are row-major, so that the transpose of b is
-    column-major, which is the only layout that Hopper supports. CUDA requires that k and m are multiples of 16, and
-    that at most one operand is e5m2. On CPUs, `dequantized_mm` computes the product.
+    All other functions of this module are independent of the available kernels. Both operands are row-major, so that
+    the transpose of b is column-major, which is the only layout that Hopper supports. CUDA requires that k and m are
+    multiples of 16, and that at most one operand is e5m2. On CPUs, `dequantized_mm` computes the product.
 
     Args:
         a: First operand [n, k].

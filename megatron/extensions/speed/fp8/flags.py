@@ -50,8 +50,8 @@ class Fp8Flags:
     """--first-last-layers-bf16: number of last layers in bf16."""
 
     fp8_param_gather: bool = False
-    """Gather the updated weights of fp8 linear layers in fp8 over the data-parallel ranks. This halves the transferred
-    bytes and does not change the results."""
+    """Gather the updated weights of fp8 linear layers in fp8 over the data-parallel ranks. An fp8 gather transfers half
+    as many bytes, and does not change the results."""
 
     def layers(self, num_layers: int) -> range:
         """Return the indices of the transformer layers whose linear layers use fp8."""

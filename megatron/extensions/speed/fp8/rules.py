@@ -51,7 +51,7 @@ def _formats(c: RunConfig) -> Iterator[Problem]:
 
 
 def _param_gather(c: RunConfig) -> Iterator[Problem]:
-    """Check --fp8-param-gather. Each weight must have a single cast, and must be gathered."""
+    """Check --fp8-param-gather. Check that each weight has a single cast and is gathered."""
     own, flag = c.options(Fp8Flags), "--fp8-param-gather"
     if not own.fp8_param_gather:
         return

@@ -245,7 +245,7 @@ def _lost(
     }
     seconds = compare(runs, clock, device, world).seconds
     ratio = seconds["kernel"] / seconds["torch"]
-    return f"{ratio:.2f} times the time of torch" if ratio > SLOWER else None
+    return f"takes {ratio:.2f} times as long as torch" if ratio > SLOWER else None
 
 
 def _error(kernel: FusedKernel[*Operands, R], operands: tuple[*Operands]) -> float:

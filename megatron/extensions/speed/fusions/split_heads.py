@@ -60,8 +60,8 @@ def split_heads(
             function only sums the bias gradient.
         interleaved: Whether pairs of adjacent channels are rotated.
         compiled: Whether to use compiled regions.
-        of_qkv: Casts of the qkv gradient that the layer which computed qkv reads. The backward pass computes these
-            casts instead of the gradient of qkv.
+        of_qkv: Requested casts of the qkv gradient, for the linear layer that computed qkv. The backward pass computes
+            these casts instead of the gradient of qkv.
     """
     # prompts vary in length during generation, and must not cause one compilation per length
     static = torch.is_grad_enabled()

@@ -303,8 +303,8 @@ class SymmetricMemory(Callback):
     def on_setup(self, runtime: Runtime) -> None:
         if not has_symmetric_memory(runtime.state.tp, runtime.device):
             raise ValueError(
-                "--tp-comm-overlap-method symmetric needs GPUs of one node, under nccl, that reach each other's "
-                f"memory, and those of the tensor-parallel ranks {', '.join(map(str, runtime.state.tp.ranks))} do not; "
+                "--tp-comm-overlap-method symmetric needs the nccl backend, and GPUs of one node that can access each "
+                f"other's memory, but tensor-parallel ranks {', '.join(map(str, runtime.state.tp.ranks))} lack these; "
                 "use ring"
             )
 

@@ -247,7 +247,7 @@ class Report:
         if self._covered:
             yield f"checkpoint of all ranks: {byte_text(sum(sizes.values()))}, each element written once"
         elif sizes and len(sizes) < self.rehearsal.world_size:
-            yield "checkpoint: it is not known whether all ranks together omit elements; --ranks all compares them"
+            yield "checkpoint: it is unknown whether all ranks together omit elements; --ranks all compares them"
 
     @property
     def _covered(self) -> bool | None:

@@ -209,10 +209,10 @@ def chosen_ranks(text: str, dims: ParallelDims) -> list[int]:
             raise ValueError(f"--ranks {text}: {word!r} is no rank; give {DISTINCT}, all, or ranks such as 0,8,16-23")
         ranks = range(int(first), int(last or first) + 1)
         if not ranks:
-            raise ValueError(f"--ranks {text}: {word} ends before it begins; give the lower rank first")
+            raise ValueError(f"--ranks {text}: {word} ends before it begins; put the lower rank first")
         if ranks[-1] >= dims.world_size:
             raise ValueError(
-                f"--ranks {text}: {word} must be in 0 to {dims.world_size - 1}; raise --world-size, or leave it out"
+                f"--ranks {text}: {word} must be in 0 to {dims.world_size - 1}; raise --world-size, or remove it"
             )
         found.update(ranks)
     return sorted(found)
@@ -267,7 +267,7 @@ def mismatches(records: Sequence[RankRecord]) -> list[list[str]]:
     for group, by_rank in joint.items():
         axis = axes.get(group, "user's")
         for rank in by_rank.keys() - set(group.ranks):
-            record, text = of_rank[rank], "a rank calls a group that it is not in"
+            record, text = of_rank[rank], "a rank calls a collective of a group that it does not belong to"
             found.append(_parted(group, axis, 0, ((record, by_rank[rank]), (record, [])), text))
         members = [rank for rank in sorted(by_rank) if rank in group.ranks]
         for rank in members[1:]:
@@ -331,7 +331,7 @@ def _message_difference(group: Group, axis: str, sender: Side, receiver: Side) -
                 axis,
                 number,
                 (sender, receiver),
-                "a message is never sent or received at the other end; a run would hang",
+                "a message is never sent or received by the other rank; a run would hang",
             )
         if (x.sent, x.dtype, x.tag) != (y.received, y.dtype, y.tag):
             return _parted(group, axis, number, (sender, receiver), "a message differs from the one that is received")

@@ -371,7 +371,7 @@ def done(func: OpOverload, args: Sequence[object], work: dist.Work) -> object:
 
 
 def precision_of(x: Tensor) -> str:
-    """Return the name of the product rate for these operands."""
+    """Return the precision whose product rate applies to operands like `x`."""
     return {1: "fp8", 2: "bf16", 4: "fp32"}.get(x.element_size(), "fp64")
 
 

@@ -100,13 +100,13 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
     choice = compare({name: _lazily(shape, device, name) for name in names}, device_clock, device, world)
     if fixed in IN_FP8 and all(math.isinf(choice.seconds[name]) for name in IN_FP8[fixed]):
         raise ValueError(
-            f"--attention-backend {fixed}: on some rank no kernel in fp8 runs ({choice.times}). Kernels need a GPU of "
-            "compute capability 8.9 or above, and fp8_flash3 one of 9.0 and FlashAttention-3; use auto"
+            f"--attention-backend {fixed}: on at least one rank, no fp8 kernel runs ({choice.times}). fp8 kernels "
+            "need a GPU of compute capability 8.9 or above; fp8_flash3 needs 9.0 and FlashAttention-3; use auto"
         )
     if fixed is not None and choice.winner is None:
         raise ValueError(
-            f"--attention-backend {fixed}: on some rank this kernel is not installed, or does not support the GPU or "
-            f"the model's attention (head size {shape.head_dim}, {shape.dtype}); use auto"
+            f"--attention-backend {fixed}: on at least one rank, this kernel is not installed, or does not "
+            f"support the GPU or the model's attention (head size {shape.head_dim}, {shape.dtype}); use auto"
         )
     if choice.winner is not None:
         use(choice.winner)
@@ -114,8 +114,8 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
 
 
 def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
-    """Return a function to time, which allocates its operands at the first call. `compare` then holds only one kernel's
-    operands in memory at a time."""
+    """Return a function that can be timed. The function allocates its operands at the first call. `compare` then holds
+    only one kernel's operands in memory at a time."""
     run = cache(lambda: attention_run(shape, device, name))
     return lambda: run()()
 

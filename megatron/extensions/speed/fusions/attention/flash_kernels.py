@@ -153,8 +153,8 @@ class FlashCUDAKernel:
 
 
 class EqualWidthsKernel:
-    """Adapter for a packed-sequence kernel that requires keys and values of equal width. It pads the narrower tensors
-    with zero channels, which do not change scores or outputs. The padding exists only while the kernel runs."""
+    """Adapter for a packed-sequence kernel that requires keys and values of equal width. The adapter pads the narrower
+    tensors with zero channels, which do not change scores or outputs. The padding exists only while the kernel runs."""
 
     def __init__(self, kernel: PackedKernel) -> None:
         self.kernel = kernel

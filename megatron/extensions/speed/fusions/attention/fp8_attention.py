@@ -100,8 +100,8 @@ class Kernels(Protocol):
 
 
 class Twin:
-    """Reference implementation in plain torch, for any device. It computes one group of heads at a time, and keeps the
-    scores in memory."""
+    """Reference implementation in plain torch, for any device. The implementation computes one group of heads at a
+    time, and keeps the scores in memory."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
