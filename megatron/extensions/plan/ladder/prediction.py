@@ -25,7 +25,7 @@ TOO_WIDE = 0.05
 """Interval width, as a share of the loss, above which an interval is too wide for any decision."""
 
 NEAR = 1.05
-"""Factor up to which the tokens per parameter of the target and of the rungs may differ for the law to apply."""
+"""The law applies if the target's tokens per parameter are within this factor of the range of the rungs."""
 
 FAR = 10
 """Ratio of the target's compute to the largest rung's compute above which intervals are reported as optimistic."""

@@ -94,7 +94,7 @@ class Launches(Protocol):
         """Context manager for operators that are part of a recorded launch and must not be recorded again."""
 
     def some_of(self, parts: Sequence[T]) -> Iterable[T]:
-        """Select the parts of a loop to run; these parts represent the rest."""
+        """Select which parts of a loop to run; the selected parts represent the others."""
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
         """Context manager for `count` products, several of which may run concurrently."""
@@ -383,7 +383,7 @@ class PlannedFunctions(PlannedRegions):
 
     Products in 16 bits and in fp8 are accumulated into fp32 weight gradients inside the kernel. For fp8 the Triton
     kernel is planned, regardless of the kernel that `gemm_choice` selects. All experts share one kernel, unless this
-    process disables it (`time/expert_products.py`). With a disabled kernel, each expert has a separate kernel.
+    process disables it (`time/expert_products.py`). Without this kernel, each expert has a separate kernel.
     """
 
     def __init__(

@@ -236,7 +236,7 @@ class DeviceFile:
             suited = [name for name in ("cudnn", "flash") if name in self.attention] or list(self.attention)
             return min(self.attention_us(name, width, flops, length, backward) for name in suited)
         if kernel == "triton" and kernel not in self.attention:
-            # The matrix products of the triton kernel are assumed to be as fast as those of this kernel.
+            # The triton kernel's matrix products are assumed to be as fast as those of `kernel`.
             kernel = "flash" if "flash" in self.attention else "auto"
             return self.attention_us(kernel, width, flops, length, backward)
         if kernel == "fp8" and (in_fp8 := [name for name in self.attention if name.startswith("fp8_")]):

@@ -114,7 +114,7 @@ ANSWERS: dict[object, Callable[..., object]] = {
     torch.ops.prim.device.default: lambda x: x.fake_device,
 }
 """Results of operators that torch does not support on fake tensors: numbers read from tensors are 0, grouped products
-have the right shape, and 16-bit products are added to fp32 sums. The device query is included for speed."""
+have the right shape, and 16-bit products are added to fp32 sums. The device query is answered here for speed."""
 
 
 class NoValues(TorchDispatchMode):

@@ -184,8 +184,8 @@ def link_groups(world: int, ranks_per_node: int) -> Iterator[tuple[str, dist.Pro
 
 def collectives(clock: Clock, sizes: Sizes, link: str, group: dist.ProcessGroup) -> Iterator[CollectiveTime]:
     """Time collectives of growing sizes until a call takes a third of a second. On CPUs, a matrix product precedes each
-    call, and its time is subtracted. Ranks that share processors do not reach the collective at the same moment and
-    have to wait for each other, as in training."""
+    call, and the product's time is subtracted. Ranks that share processors do not reach the collective at the same
+    moment and have to wait for each other, as in training."""
     m, n, k = sizes.products[-1]
     a, b = torch.randn(m, k, device=clock.device), torch.randn(k, n, device=clock.device)
     before = [partial(torch.mm, a, b)] if clock.device.type == "cpu" else []

@@ -171,8 +171,8 @@ def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lo
 def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> None:
     """Run a job and send its result.
 
-    Ctrl-C sends a signal to all processes of a terminal, so only the parent handles it. SIGTERM ends this process, as
-    by default.
+    Ctrl-C sends a signal to all processes of a terminal, so only the parent handles it. SIGTERM ends this process,
+    which is the default action.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

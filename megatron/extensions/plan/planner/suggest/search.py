@@ -18,8 +18,8 @@ from megatron.extensions.plan.planner.time.step_time import StepTime
 from megatron.training.config.run_config import RunConfig
 
 NEAREST_MEASURED = 3
-"""Number of layouts that are measured to find the layout closest to fitting if no layout fits. These are the layouts
-with the lowest memory bounds."""
+"""Number of layouts that a search measures, if no layout fits, to find the layout that exceeds the limit least. These
+are the layouts with the lowest memory bounds."""
 
 MOST_PREDICTED = 150
 """Number of predictions after which an incomplete search predicts only memory-saving variants of the layouts found so

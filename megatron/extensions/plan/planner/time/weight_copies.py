@@ -76,7 +76,7 @@ def copies_beside(
     ahead = [UnitPass(forward, params * numel) for (forward, _), numel in zip(seconds, elements, strict=True)]
     back = []
     for number in reversed(range(len(elements))):
-        # The forward pass left the last weights on the device.
+        # The forward pass leaves the weights of the last unit on the device.
         numel, kept = elements[number], number == len(elements) - 1
         needed = (0 if kept else params * numel) + (gradient * numel if again else 0)
         back.append(UnitPass(seconds[number][1], needed, gradient * numel))

@@ -1,6 +1,6 @@
 """Causal attention with a forward pass in 8-bit floating point and a backward pass in 16 bits.
 
-Queries, keys and values are cast to e4m3. A scale, which is a power of two, is shared by all heads of a group in a two:
+Queries, keys and values are cast to e4m3. All heads of a group in a sample share a scale, which is a power of two:
 
     S = scale * (q8 sq) (k8 sk)ᵀ    P = exp(S - largest of the row)    out = round(256 P) (v8 sv) / (256 rowsum(P))
 

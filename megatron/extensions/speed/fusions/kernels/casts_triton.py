@@ -92,7 +92,7 @@ def reciprocal(x):
 def multiplier_for(amax, into, SMALLEST: tl.constexpr):
     largest: tl.constexpr = 448.0 if into.dtype.element_ty == tl.float8e4nv else 57344.0
     bounded = tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    # torch divides a number by a tensor with the same operations
+    # torch computes a number divided by a tensor in the same way
     return tl.where(amax == 0, 1.0, reciprocal(bounded) * largest)
 
 
