@@ -102,7 +102,7 @@ class DeviceFile:
     """One kind of device, and a node of such devices. CPU files omit all CUDA fields."""
 
     name: str
-    """Name as returned by `torch.cuda.get_device_name`."""
+    """Name of the device that `torch.cuda.get_device_name` returns."""
 
     multiprocessors: PositiveInt
     """Number of multiprocessors of a GPU. The number is 1 for a CPU, whose rate does not depend on waves of tiles."""

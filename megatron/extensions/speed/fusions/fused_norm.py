@@ -36,9 +36,9 @@ class InputCast(NamedTuple):
         return self.gemms.input_order(self.needs_dw)
 
     def stand_in(self, pair: CastPair, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a placeholder through which the layer receives the casts and the gradient is returned. It is a NaN
-        tensor [s, b, h] that is expanded from a single element. Only a layer that reads `given_input` accepts this
-        placeholder as input."""
+        """Return a placeholder through which the layer receives the casts and the gradient is returned. The placeholder
+        is a NaN tensor [s, b, h] that is expanded from a single element. Only a layer that reads `given_input` accepts
+        this placeholder as input."""
         found = self.gemms.no_value(dtype).expand(shape)
         found.given_casts = self.gemms.given_input(pair, shape[:-1])  # type: ignore[attr-defined]
         return found

@@ -259,8 +259,8 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
         yield Candidate(timed.step.seconds, (2, layout.order), timed)
 
     def _may_fit(self, layout: Layout) -> Iterator[Layout]:
-        """Return the layout if its memory bound is within the limit; otherwise return variants that save more memory in
-        the same way."""
+        """Return the layout if its memory bound is within the limit; otherwise return variants with more of the same
+        kind of saving."""
         if layout in self._sizes:
             return
         self.effort.layouts += 1

@@ -35,7 +35,7 @@ MODULE = "kernels.casts_triton"
 
 CAST = "Tensor multiplier, Tensor(a!)? noted, bool[] wanted, ScalarType dtype"
 """Operator schema of the last arguments of casting operators: the fields of a `CastOrder`. These operators return the
-requested casts, by rows first, and the scale. As torch requires, they never return the same tensor twice."""
+requested casts, by rows first, and the scale. As torch requires, no operator returns the same tensor twice."""
 
 
 def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:
