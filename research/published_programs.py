@@ -80,7 +80,8 @@ def attention_with_scores(event: Attention) -> list[Event]:
     heads and tokens.
 
     The bytes per score are as follows. The softmax reads the unmasked half of the matrix and writes the whole matrix.
-    Its backward pass reads two such halves. Dropout reads and writes the whole matrix and the dropout mask.
+    The backward pass of the softmax reads two such halves. Dropout reads and writes the whole matrix and the dropout
+    mask.
     """
     length, width = event.length, event.width
     pairs = event.flops / ((10 if event.backward else 4) * width)

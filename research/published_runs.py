@@ -92,7 +92,7 @@ class PublishedRun:
         return f"{what}{self.gpus:>6}{self.length:>8}{f'{self.gbs} by {self.mbs}':>11}  {layout:<22}"
 
     def config(self) -> RunConfig:
-        """Return the resolved configuration. Raises ValueError if it is not valid."""
+        """Return the resolved configuration. Raises ValueError if the configuration is not valid."""
         return resolve_legal(parse_args(self.flags.split()), self.gpus)
 
     def seconds(self, config: RunConfig) -> float:
@@ -115,7 +115,7 @@ class PublishedRun:
 
 
 def published_runs(path: Path = RUNS) -> Iterator[PublishedRun]:
-    """Yield the runs of a file. Its families and models are added to those of published_runs.yaml."""
+    """Yield the runs of a file. The file's families and models are added to those of published_runs.yaml."""
     table, shared = yaml.safe_load(path.read_text()), yaml.safe_load(RUNS.read_text())
     families, models = ({**shared[kind], **table.get(kind, {})} for kind in ("families", "models"))
     for row in table["runs"]:

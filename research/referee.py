@@ -60,7 +60,8 @@ def judged_megatron_core(folder: Path, args: argparse.Namespace) -> int:
 
 
 def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
-    """Run the processes of a step. Ends all of them and raises SystemExit if one fails, or after `LIMIT` seconds."""
+    """Run the processes of a step. Ends all processes and raises SystemExit if one fails or if `LIMIT` seconds have
+    passed."""
     ranks = [subprocess.Popen(command, env=environment) for command in commands]
     end = time.monotonic() + LIMIT
     try:

@@ -18,7 +18,7 @@ LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "S
 
 
 def checked(done: subprocess.CompletedProcess[str], code: int | None) -> subprocess.CompletedProcess[str]:
-    """Return `done` after asserting that it exited with `code`, unless that is None."""
+    """Assert that a finished process exited with `code`, unless `code` is None, and return `done`."""
     assert code in (None, done.returncode), f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -26,14 +26,15 @@ def checked(done: subprocess.CompletedProcess[str], code: int | None) -> subproc
 def run_command(
     command: Sequence[object], code: int | None = None, cwd: Path = ROOT, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command and capture stdout and stderr. Assert that it exits with `code`, unless `code` is None."""
+    """Run a command and capture stdout and stderr. Asserts that the command exits with `code`, unless `code` is
+    None."""
     words = [str(word) for word in command]
     return checked(subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, timeout=HANG), code)
 
 
 def python_apart(*command: str, code: int | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run `python COMMAND...` with the repository on the module path and the additional environment variables
-    `environ`. Asserts that it exits with `code`, unless that is None."""
+    `environ`. Asserts that the process exits with `code`, unless `code` is None."""
     folders = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     environment = own | {"PYTHONPATH": os.pathsep.join(folders)} | environ

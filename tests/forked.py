@@ -41,7 +41,7 @@ def run_program(
 ) -> subprocess.CompletedProcess[str]:
     """Run a script, or `-m MODULE`, as `python ARGV...` does in the folder `cwd`. `environ` adds environment variables,
     and variables of launchers are removed. Returns the exit code and both outputs. Asserts that the exit code is
-    `code`, unless that is None.
+    `code`, unless `code` is None.
 
     Modules that the test process has imported are already imported in the program. To test that a script finds its
     modules, use a separate process.
@@ -105,9 +105,9 @@ def forked_ranks(
     prepare: Callable[[int], None] = lambda rank: None,
     main: Callable[[list[str]], int] = pretrain_gpt.main,
 ) -> Iterator[list[Any]]:
-    """Fork processes that run `pretrain_gpt.py`, or another program's `main`, with `argv`, and yield them. All print to
-    the file `screen`. Each process first calls `prepare(rank)`. Processes that are still running at the end are
-    killed."""
+    """Fork processes that run `pretrain_gpt.py`, or another program's `main`, with `argv`, and yield them. All
+    processes print to the file `screen`. Each process first calls `prepare(rank)`. Processes that are still running at
+    the end are killed."""
     screen.write_text("")
     port, context = next(PORTS), mp.get_context("fork")
     arguments = (world_size, port, list(argv), screen, prepare, main)
@@ -139,8 +139,8 @@ def run_forked(
 
 
 def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
-    """Wait for processes and return their exit codes. Raises TimeoutError with the state of all ranks if one has not
-    exited in time."""
+    """Wait for processes and return their exit codes. Raises TimeoutError with the state of all ranks if any rank has
+    not exited in time."""
     limit = time.monotonic() + seconds
     for process in ranks:
         process.join(max(0.0, limit - time.monotonic()))

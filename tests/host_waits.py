@@ -1,8 +1,8 @@
-"""Calls of this thread that would make a GPU wait for the host, or the host for a GPU, detected on any device.
+"""Detection, on any device, of calls in this thread that would make a GPU wait for the host or the host for a GPU.
 
-`HostWaits` lists three kinds of calls. Calls of the first kind read tensor values into Python. The second kind has
-result shapes that depend on values, which torch must read from the device. The third kind creates tensors of Python
-numbers, whose copies to a device block.
+`HostWaits` lists three kinds of calls. Calls of the first kind read tensor values into Python. Results of the second
+kind have shapes that depend on values, which torch must read from the device. Calls of the third kind create tensors
+from Python numbers; copying these tensors to a device blocks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tables of configuration rules: flags, and the problems that validation reports for them.
 
-An unindented line is a case. It contains flags that are added to those of the last line `base: FLAGS`, after `N ranks:`
-if there are several, and after `[EXTENSION]` if one is needed. Each indented line below a case is the beginning of a
-problem or notice, or `... ` and a part of one. A case without such lines is valid.
+An unindented line is a case. A case contains flags that are added to those of the last line `base: FLAGS`, after `N
+ranks:` if there are several, and after `[EXTENSION]` if one is needed. Each indented line below a case is the beginning
+of a problem or notice, or `... ` and a part of one. A case without indented lines is a valid configuration.
 """
 
 from __future__ import annotations

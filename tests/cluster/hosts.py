@@ -67,7 +67,7 @@ def missing() -> str:
 
 
 class Process:
-    """Process on a host. Its output is written to the file `log`."""
+    """Process on a host. The process's output is written to the file `log`."""
 
     def __init__(self, words: Sequence[str], environ: dict[str, str], cwd: Path, log: Path) -> None:
         self.log = log
@@ -222,8 +222,8 @@ class Box:
     def start(
         self, host: int, command: Sequence[object], log: Path | None = None, cwd: Path = ROOT, **environ: str
     ) -> Process:
-        """Start a command on a host with the additional environment variables `environ`. Its output is appended to
-        `log`."""
+        """Start a command on a host with the additional environment variables `environ`. The command's output is
+        appended to `log`."""
         inside = ["nsenter", "--target", str(self._hosts[host].init), "--net", "--uts", "--ipc", "--mount", "--pid"]
         inside += ["env", f"--chdir={cwd}", *(str(word) for word in command)]
         outer = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}

@@ -1,11 +1,11 @@
 """Number, kind and size of the collectives in a tensor-parallel layer, the embedding and the output layer.
 
 The forward and backward passes of a layer together have 4 all-reduces of s*b*h elements. With sequence parallelism,
-they have 4 all-gathers and 4 reduce-scatters of the same size instead, and one more all-gather for each column-parallel
-layer, whose input is gathered again for its weight gradient. In a ring of t ranks, an all-reduce sends 2 (t-1)/t times
-its operand. An all-gather and a reduce-scatter each send (t-1)/t of the whole tensor. Both variants therefore send the
-same number of bytes (arXiv 2205.05198, section 4.2.2). On CPU, reduce-scatters are implemented as all-to-alls, which
-send the same number of bytes.
+there are 4 all-gathers and 4 reduce-scatters of the same size instead. Each column-parallel layer needs another
+all-gather of its input for the weight gradient. In a ring of t ranks, an all-reduce sends 2 (t-1)/t times its operand.
+An all-gather and a reduce-scatter each send (t-1)/t of the whole tensor. Both variants therefore send the same number
+of bytes (arXiv 2205.05198, section 4.2.2). On CPU, reduce-scatters are implemented as all-to-alls, which send the same
+number of bytes.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_collectives_of_a_sequence_parallel_layer(size: int, style: str, dtype: 
 @pytest.mark.parametrize("sp", [False, True])
 def test_collectives_of_the_embedding_and_the_output_layer(sp: bool) -> None:
     """The embedding and the output layer each have one collective, either in the forward or in the backward pass. With
-    sequence parallelism, they have one collective in each pass, and the output layer gathers its input again. The loss
+    sequence parallelism, both have one collective in each pass, and the output layer gathers its input again. The loss
     gathers three numbers per token. No collective carries the logits."""
     size, sbh = 2, S * B * H * 4
     ((forward, backward), _) = run_world(size, run_model, 0, sp, "gpt", "fp32")

@@ -34,9 +34,9 @@ HOST_ONLY = (
     "check_ids",  # reads ids on the CPU only; on a GPU, a device-side assertion checks them
 )
 VERDICT = Counter({"host_to_device.py:read tolist": 1})
-"""Reads of the previous step's outcome. The outcome consists of four numbers, which are copied to the host at the end
-of that step and read while the gradients of the current step are computed. The host waits only for the event of that
-copy."""
+"""Expected reads of the previous step's outcome. The outcome consists of four numbers, which are copied to the host at
+the end of that step and read while the gradients of the current step are computed. The host waits only for the event of
+that copy."""
 
 
 def waits(rank: int, world_size: int, flags: str) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""Process groups in real worlds: their members, and their creation by all ranks together."""
+"""Process groups in real worlds: the members of each group, and the creation of groups by all ranks together."""
 
 from unittest import mock
 

@@ -1,6 +1,6 @@
 """`pretrain_gpt.py` with a fault. FAULT=kind:rank:step breaks the rank at the start of the step and writes the time to
-FAULT_FILE. With FAULT_ONCE, it does so only if this file does not exist. SLOW=what slows down one part of the work on
-all ranks.
+FAULT_FILE. With FAULT_ONCE, the fault strikes only if this file does not exist. SLOW=what slows down one part of the
+work on all ranks.
 
 PACE is the number of seconds that each step is made to take. HOLD=data or HOLD=publish pauses rank 0 of the first start
 for some seconds while it builds data or before it publishes a checkpoint, and then creates the file HELD. Start this
@@ -87,7 +87,7 @@ def other_collective(run: training.TrainingRun) -> None:
 
 
 def other_size(run: training.TrainingRun) -> None:
-    """Enter the collective that the other ranks enter next with a tensor of another size."""
+    """Enter the next collective of the other ranks with a tensor of a different size."""
     dist.all_reduce(torch.ones(7), group=run.runtime.state.tp.group)
 
 

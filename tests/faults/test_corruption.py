@@ -1,9 +1,9 @@
 """Runs that resume from damaged checkpoints: messages, the loaded checkpoint, and the result. Also tests a full disk.
 
 A run of two processes under TP 2 saves at iterations 2, 4 and 6 and then stops. The same command resumes from a copy
-whose two newest checkpoints are damaged and continues to iteration 8. Its last checkpoint is compared bit for bit with
-that of an undisturbed run. A limit on the file size simulates a full disk. test_damaged_checkpoints.py damages files in
-every way.
+whose two newest checkpoints are damaged and continues to iteration 8. The last checkpoint of the resumed run is
+compared bit for bit with that of an undisturbed run. A limit on the file size simulates a full disk.
+test_damaged_checkpoints.py damages files in every way.
 """
 
 from __future__ import annotations

@@ -244,8 +244,8 @@ def test_another_run_is_refused_with_all_differences(tmp_path: Path) -> None:
 
 
 def test_a_larger_vocabulary_than_the_checkpoints(tmp_path: Path) -> None:
-    """The error message says how to add tokens. With --finetune, padding rows become tokens, which a message
-    reports."""
+    """The error message says how to add tokens. With --finetune, padding rows become tokens, and a message reports
+    this."""
     Run(config(tmp_path)).save(Progress(1, 8))
     tokens = LLAMA.vocab_size or 0
     more = replace(LLAMA, vocab_size=LLAMA.padded_vocab_size)

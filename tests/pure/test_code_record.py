@@ -1,5 +1,5 @@
-"""Record of the code that the user's own runs used. It determines which checkpoint files may name code that is loaded
-again."""
+"""Record of the code that the user's own runs used. The record determines which checkpoint files may name code that a
+later run loads."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_task_files_of_a_configuration_must_be_recorded(tmp_path: Path, monkeypa
 
 def test_checkpoints_never_name_code_for_a_run(tmp_path: Path) -> None:
     """--use-checkpoint-args and --use-checkpoint-opt_param-scheduler restore the model, the schedule and the tokenizer.
-    They do not restore task files, which may run code."""
+    These flags do not restore task files, which may run code."""
     fields = [flag.field for flag in all_flags() if flag.spec.names_code is not None]
     saved = with_named(RunConfig(), {field: (str(tmp_path / "tasks"),) for field in fields})
     (tmp_path / "iter_0000001").mkdir()

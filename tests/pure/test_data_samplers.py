@@ -17,7 +17,7 @@ from tests.limits import wait_for
 
 
 class Numbers:
-    """Dataset whose sample i contains i. It counts the reads in each process."""
+    """Dataset whose sample i contains i. The dataset counts the reads in each process."""
 
     def __init__(self, size):
         self.size = size

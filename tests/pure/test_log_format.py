@@ -39,7 +39,7 @@ def test_a_log_file_has_the_same_lines_as_the_terminal() -> None:
 
 
 def test_a_step_without_loss_omits_the_loss_field() -> None:
-    """The line has no loss field at all, so a parser finds neither a number nor a word such as "none"."""
+    """The line of a skipped step has no loss field, so a parser finds neither a number nor a word such as "none"."""
     skipped = RECORD | {"lm_loss": None, "grad_norm": None, "skipped_iterations": 1}
     line = console.progress_line(skipped, 100)
     assert "loss:" not in line and "none" not in line and "grad norm" not in line

@@ -51,7 +51,7 @@ ROOT = located("counted://bucket/run")
 
 @pytest.fixture
 def objects() -> Counted:
-    """Empty the storage of counted://, and return it. Its read-ahead is that of an object storage."""
+    """Empty the storage of counted://, and return it. The storage reads ahead like an object storage."""
     found = storage_of(ROOT)
     assert isinstance(found, Counted)
     found.files, found.reads, found.read_ahead = {}, [], 16 << 20

@@ -60,8 +60,8 @@ def root(node: ast.expr) -> str:
 
 
 def uses(tree: ast.AST, ours: set[str], known: set[str]) -> Iterator[str]:
-    """Yield the private torch names that a module uses. These occur in imports or after a name imported from torch, are
-    in `known`, or are defined nowhere in the tree."""
+    """Yield the private torch names that a module uses. A private name counts if it is imported from torch, follows a
+    name imported from torch, is in `known`, or is not defined anywhere in the tree."""
     of_torch = {"torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -129,7 +129,8 @@ def test_every_private_name_states_its_purpose() -> None:
 
 
 def test_private_names_behave_as_described() -> None:
-    """The functions look up torch's names when they are called. Aliases look them up when the module is imported."""
+    """The functions look up torch's names when they are called. Aliases look up torch's names when the module is
+    imported."""
     x = torch.ones(2, 3)
     view = x[1:]
     assert (

@@ -47,7 +47,8 @@ def test_saved_activations_are_kept_in_files() -> None:
 
 @contextmanager
 def peak_memory() -> Iterator[list[int]]:
-    """Yield a list. On exit, append the peak growth of the process's anonymous memory in bytes to it."""
+    """Yield a list. At the end of the context, the peak growth of the process's anonymous memory in bytes is appended
+    to the list."""
     found, done, first = list[int](), threading.Event(), _anonymous()
     peak = [first]
 

@@ -21,7 +21,8 @@ def test_cheap_published_runs_are_predicted_within_their_error() -> None:
 
 
 def test_programs_that_keep_scores_and_add_gradients_separately() -> None:
-    """Both passes do twice the FLOPs of a causal kernel that does not recompute scores. The additional bytes count."""
+    """Both passes do twice the FLOPs of a causal kernel that does not recompute scores. The prediction also counts the
+    additional bytes."""
     heads, length, width = 6, 512, 64
     pairs = heads * length**2 / 2
     for backward, factor in ((False, 4), (True, 10)):

@@ -78,7 +78,8 @@ def merge(*words: object) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """Run a command that must fail and leave no output. Returns its error message without the preceding notices."""
+    """Run a command that must fail and leave no output. Returns the command's error message without the preceding
+    notices."""
     with pytest.raises(SystemExit) as error:
         run_tool(lambda: merge_checkpoints.main([str(word) for word in words]))
     assert error.value.code == 2

@@ -65,7 +65,8 @@ DECAYS = [Decay(style, floor) for style in STYLES for floor in (0.0, 0.2)]
 
 @pytest.mark.parametrize("decay", DECAYS, ids=str)
 def test_emulation_is_exact_for_a_linear_loss_and_a_checkpoint_each_step(decay: Decay) -> None:
-    """The gradients of a linear loss do not depend on the weights. In this test, they differ from step to step."""
+    """The gradients of a linear loss do not depend on the weights. In this test, the gradients differ from step to
+    step."""
     end = BRANCH + 9
 
     def gradient(iteration: int, weights: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layer statistics (--log-layer-stats): counts in one process, and equal numbers under every layout."""
+"""Layer statistics (--log-layer-stats) match direct counts in one process and are equal under every layout."""
 
 from __future__ import annotations
 

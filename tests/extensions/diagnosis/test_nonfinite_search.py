@@ -1,4 +1,4 @@
-"""Non-finite steps: found, saved and replayed, under a layout and in one process."""
+"""Non-finite steps are found, saved and replayed, both under a layout and in one process."""
 
 from __future__ import annotations
 

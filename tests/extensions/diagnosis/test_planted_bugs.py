@@ -35,8 +35,8 @@ Plant = Callable[[TrainingRun, int], object]
 class Bug:
     ranks: int
     plant: Plant
-    """Function that plants the bug. It is called before the first step with the run and the iteration from which the
-    bug takes effect."""
+    """Function that plants the bug. The function is called before the first step with the run and the iteration from
+    which the bug takes effect."""
 
     names: str
     """Text that an alarm must contain."""

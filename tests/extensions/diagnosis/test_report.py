@@ -67,8 +67,8 @@ def write_metrics(folder: Path, count: int, **more: Any) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Create a run that crashed once. It has a trace, a checkpoint, and hostile text wherever the report shows the
-    run's text."""
+    """Create a run that crashed once. The run has a trace, a checkpoint, and hostile text wherever the report shows
+    text from a run."""
     folder = tmp_path / "a <b>run"
     write_metrics(folder, 40, layer_alarms=[ATTACK], audits=3)
     with (folder / "metrics.jsonl").open("a") as file:

@@ -89,7 +89,7 @@ def operands(n: int, heads: tuple[int, int], widths: tuple[int, int], dtype: tor
 
 
 class Case(NamedTuple):
-    """Attention problem. With several `ranks`, it is computed step by step as on one rank of a ring."""
+    """Attention problem. With several `ranks`, the problem is computed step by step as on one rank of a ring."""
 
     length: int = 40
     heads: int = 2

@@ -1,5 +1,5 @@
 """Casts and sums that are fused into the neighbours of linear layers. The fused model equals the model without these
-fusions. It is bit-identical if the order of rounding is the same."""
+fusions. Both models are bit-identical if the order of rounding is the same."""
 
 from __future__ import annotations
 

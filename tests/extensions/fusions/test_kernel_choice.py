@@ -1,5 +1,5 @@
-"""At the start of a run, kernels are compared with torch. A wrong, failing or slow kernel is not used, which one line
-reports."""
+"""At the start of a run, kernels are compared with torch. A wrong, failing or slow kernel is not used; a single line
+reports this."""
 
 from __future__ import annotations
 

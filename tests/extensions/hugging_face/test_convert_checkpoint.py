@@ -136,7 +136,7 @@ def test_a_run_starts_from_converted_weights_and_resumes(llama: Path, tmp_path: 
     assert (folder / "iter_0000003").is_dir()
 
 
-# Wrong or hostile inputs
+# Tests of wrong or hostile inputs
 
 
 Damage = Callable[[Path], object]

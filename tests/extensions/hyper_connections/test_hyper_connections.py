@@ -1,5 +1,5 @@
-"""Hyper-connections: one stream equals the plain layer; precision; plans. The tests of Hugging Face families compare
-logits and gradients with those of DeepSeek-V4."""
+"""Hyper-connections: equality of a single stream with the plain layer, precision, and plans. The tests of Hugging Face
+families compare logits and gradients with those of DeepSeek-V4."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_connection_weights_are_computed_in_fp32() -> None:
 
 
 def test_streams_are_saved_once_per_layer() -> None:
-    """--recompute-modules mhc does not save the streams between the two sublayers of a layer. With two layers, it drops
-    two of four sets of streams in bf16."""
+    """--recompute-modules mhc does not save the streams between the two sublayers of a layer. With two layers,
+    recomputation drops two of four sets of streams in bf16."""
     tokens = SAMPLES * STREAMS.seq_length
     selective, both = {"recompute_granularity": "selective"}, (("mlp_act",), ("mlp_act", "mhc"))
     kept, again = (kept_in_bf16(STREAMS, **selective, recompute_modules=modules) for modules in both)
@@ -81,8 +81,8 @@ def test_streams_are_saved_once_per_layer() -> None:
 
 
 def test_only_streams_outputs_and_weights_are_saved() -> None:
-    """Compared with the plain model, a sublayer additionally saves its streams, its output and fp32 weights. It saves
-    no projection and no Sinkhorn-Knopp iteration."""
+    """Compared with the plain model, a sublayer additionally saves its streams, its output and fp32 weights. The
+    sublayer saves neither projections nor Sinkhorn-Knopp iterations."""
     plain = with_fields(STREAMS, {"enable_mhc_connections": False})
     tokens, sublayers = SAMPLES * STREAMS.seq_length, 4
     of_streams, of_output, of_weights = N * H * 2, H * 2, (N + N * N) * 4

@@ -1,4 +1,4 @@
-"""Generated text under layouts of several ranks, compared with one process."""
+"""Comparison of generated text under layouts of several ranks with that of one process."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 
 Two ranks run on separate hosts, with copies in memory and restarts within the job. The ranks fail in turn: by SIGKILL,
 by an error, and by SIGKILL after their copies are complete. Between any two faults, the program measures the processes
-once: the ranks, their parents, which the launcher started, and the holders of copies. It prints the means over the
-first and the last tenth of the samples, and the bytes of logs per step. The results of the run are not compared:
+once: the ranks, their parents, which the launcher started, and the holders of copies. The program prints the means over
+the first and the last tenth of the samples, and the bytes of logs per step. The results of the run are not compared:
 `tests.extensions.peer_copies.campaign` does that.
 """
 
@@ -115,8 +115,9 @@ def table(samples: Sequence[tuple[int, Mapping[str, Sample]]]) -> list[str]:
 
 
 def phases(screen: str, events: Sequence[Mapping[str, Any]]) -> str:
-    """Return the median seconds of each phase of a restart: detection of the failure, end of the ranks, meeting and
-    forking of their parents, and the time to the first step, with the parts of start-up."""
+    """Return the median seconds of each phase of a restart. The phases are detection of the failure, the end of the
+    ranks, meeting and forking of their parents, and the time to the first step. The parts of start-up are listed
+    too."""
     lines = re.findall(r"^ *start-up \(s\): (.*)$", screen, re.MULTILINE)[1:]
     starts = [dict(part.rsplit(" ", 1) for part in line.split(" | ")) for line in lines]
     pairs = list(zip(events, starts, strict=False))

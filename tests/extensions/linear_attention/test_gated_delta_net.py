@@ -127,8 +127,9 @@ def test_delta_product_matches_the_recurrence(starts: tuple[int, ...]) -> None:
 
 
 def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:
-    """Return a replacement for flash-linear-attention's chunk_gated_delta_rule. It requires 16-bit operands [b, s,
-    heads, d], equal numbers of query, key and value heads, and a batch size of one for packed sequences."""
+    """Return a replacement for flash-linear-attention's chunk_gated_delta_rule. The replacement requires 16-bit
+    operands [b, s, heads, d], equal numbers of query, key and value heads, and a batch size of one for packed
+    sequences."""
 
     def chunk_gated_delta_rule(
         q: Tensor,

@@ -37,7 +37,7 @@ def test_validation_lines_match_megatron() -> None:
 
 
 def test_a_step_without_loss_omits_the_loss_field() -> None:
-    """The line has no loss field at all, so a parser finds neither a number nor a word such as "none"."""
+    """The line of a skipped step has no loss field, so a parser finds neither a number nor a word such as "none"."""
     line = progress_line(RECORD | {"lm_loss": None, "grad_norm": None, "skipped_iterations": 1}, 100, True, NOW)
     assert "loss:" not in line and "none" not in line and "grad norm" not in line
 

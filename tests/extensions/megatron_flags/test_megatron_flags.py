@@ -118,7 +118,7 @@ def test_megatrons_fused_head_is_the_loss_in_chunks() -> None:
 @pytest.mark.usefixtures("forget_extensions_at_once")
 @pytest.mark.parametrize("name", TABLE.entries)
 def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each flag gives a notice that begins with the flag, gives a problem, or is another name of a field."""
+    """Each flag is another name of a field, or leads to a problem or to a notice that begins with the flag."""
     entry = TABLE.entries[name]
     argv = [*TINY.split(), *(entry.switch[0].split() if isinstance(entry, NotBuilt) and entry.switch else ())]
     if isinstance(entry, Accepted):
@@ -188,8 +188,7 @@ def test_every_current_megatron_flag_is_known() -> None:
 
 @pytest.mark.parametrize("kind", [TRANSLATED, NO_EFFECT, REFUSED])
 def test_every_current_megatron_flag_is_answered_with_a_reason(kind: str) -> None:
-    """Each flag gives a line that begins with the flag and a colon, or that names the equivalent flags of this
-    program."""
+    """For each flag, the program prints a line that begins with the flag and a colon or names the equivalent flags."""
     signs = {TRANSLATED: " is read as --", NO_EFFECT: " has no effect: ", REFUSED: ": "}
     usual = {name for name, entry in TABLE.entries.items() if isinstance(entry, SameAs) and entry.quiet}
     for row in HEAD:

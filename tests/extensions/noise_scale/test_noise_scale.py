@@ -1,4 +1,4 @@
-"""The noise scale equals its definition, computed from the norms of all gradients, under every layout."""
+"""Under every layout, the noise scale equals its definition, which is computed from the norms of all gradients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every matrix element is sent once to one owner, and its update is sent back once to every rank that holds the
-element."""
+"""Every matrix element is sent once to an owner. The owner sends the element's update back once to every rank that
+holds the element."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def test_the_packed_projection_of_mamba2_is_left_to_the_scalar_optimizer() -> No
     metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters() if p.meta.matrix}
     whole = OptimizerConfig("muon", lr=1e-2).whole_roles
     assert {name for name, meta in metas.items() if meta.role in whole} == {"out_proj.weight"}
-    assert metas["in_proj.weight"].kind == "matrices"  # it has the same weight decay as other matrices
+    assert metas["in_proj.weight"].kind == "matrices"  # the projection has the same weight decay as other matrices
 
 
 def test_delta_net_projections_are_matrices_and_convolutions_are_not() -> None:

@@ -6,7 +6,7 @@ Two hosts of `tests.cluster.hosts`, joined by cables of `--rate`, train one mode
 of a rank are therefore sent to the other host. Blocks of `BLOCK` steps with copies alternate with blocks without, so
 that both kinds see the same load on the machine. The first step of a block does not count, because copies of the
 previous step may still be in flight. A step sleeps for `--seconds`, as passes on a GPU leave the host's processor and
-network idle. It then computes briefly and communicates. Sending a copy begins when the copy begins.
+network idle. The step then computes briefly and communicates. Sending a copy begins when the copy begins.
 """
 
 from __future__ import annotations

@@ -267,8 +267,8 @@ CHAINS = [
 
 
 def bytes_of_chain(rank: int, world_size: int, config: RunConfig) -> tuple[int, int, int, int]:
-    """Return the bytes of the optimizer on the device and on the host, and those of its transform chains on the device
-    and on the host."""
+    """Return the bytes of the optimizer on the device and on the host, followed by the bytes of its transform chains on
+    the device and on the host."""
     with ExitStack() as resources:
         run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)

@@ -50,8 +50,8 @@ LAYOUTS = [
 
 
 class RealLog(CollectiveLog, TorchDispatchMode):
-    """Log of the collectives of a rank in a real world. It excludes the calls that collectives of Python objects make
-    internally."""
+    """Log of the collectives of a rank in a real world. The log excludes the calls that collectives of Python objects
+    make internally."""
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
@@ -83,7 +83,7 @@ def all_ranks(rehearsal: Rehearsal) -> list[RankRecord]:
 
 
 def bare(collectives: Sequence[Collective]) -> list[Collective]:
-    """Leave out the checks for ranks without a file, because runs on CPUs make one more of these checks."""
+    """Return the collectives without those of `ranks_without`, which a run on CPUs calls once more."""
     asked = " in ranks_without"
     return [each._replace(phase="", microbatch=-1) for each in collectives if not each.site.endswith(asked)]
 

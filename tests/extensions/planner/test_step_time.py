@@ -172,8 +172,8 @@ def test_parts_sum_to_the_step_and_faster_hardware_never_makes_it_longer(flags: 
 
 
 def test_an_uneven_pipeline_is_bound_by_its_busiest_rank() -> None:
-    """The first rank has one of eight layers and ends last. It is idle most of the time, but this does not limit the
-    step."""
+    """The first rank has one of eight layers and ends last. This rank is idle most of the time, but its idle time does
+    not limit the step."""
     device = replace(read_device("h100"), step_overhead_ms=0.0, ranks_overhead_ms=0.0)
     step = predicted("--pp 2 --decoder-first-pipeline-num-layers 1", device)
     assert step.parts["pipeline_bubble"] < 0.5 * step.bubble * step.seconds and step.bubble > 0.1

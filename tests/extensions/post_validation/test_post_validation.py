@@ -153,8 +153,8 @@ def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
 
 
 def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> list[str]:
-    """Return the differences between four waiting steps, and two steps that do not wait followed by two more from their
-    checkpoint."""
+    """Train four steps that wait for the norm, then two that do not wait and two more from a checkpoint. Return the
+    differences."""
     with local_run(waiting(config), rank, world_size) as run:
         expected = trained(run, 4)
     saving = replace(config, checkpoint=replace(config.checkpoint, save=folder))

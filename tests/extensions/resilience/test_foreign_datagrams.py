@@ -42,7 +42,7 @@ STRANGERS = [
 
 VALUES: list[Any] = [None, True, -1, 7, 10**400, 1.5, float("nan"), float("inf"), "", "x", "\udcff", [], [[]], [1.5]]
 VALUES += [{}, {"x": 1}, {"7": 1.0}, {"1": "1"}, {"1": float("inf")}, {"1": -float("inf")}, {"1": True}, {"²": 1.0}]
-"""Values that fields of a message with a valid token must not have. Some of these values are valid for some fields."""
+"""Wrong values for the fields of a message with a valid token. Some of these values are valid for some fields."""
 
 BEAT = {"from": 1, "ages": {"0": 0.1}, "end": ""}
 FINDINGS = {kind: {} for kind in KINDS} | {"gone": [], "fine": [1]}

@@ -193,7 +193,7 @@ def test_a_missing_folder_is_reported_once_and_leased_again(
 
 
 def test_a_lease_deleted_first_with_its_folder_is_not_lost(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`rm -r` takes a while."""
+    """`rm -r` takes a while and may delete the lease before other files."""
     lease, folder, errors = held
     (folder / "iter_0000001").mkdir()
     (folder / ".lease").unlink()

@@ -21,7 +21,7 @@ MODEL = (
     "--check-for-spiky-loss --spiky-loss-factor 1.2 --lr 3e-2 --lr-decay-style constant --split 100,0,0"
 ).split()
 AT = 90
-"""Number of the document that causes the spike."""
+"""Index of the document that causes the spike."""
 
 
 def poisoned(folder: Path) -> str:

@@ -1,5 +1,5 @@
-"""A run that rolls back at a spike, to states from any source, is bitwise equal to a run with flags that skip the same
-batches."""
+"""A run that rolls back at a spike is bitwise equal to a run with flags that skip the same batches, whatever the source
+of the restored states."""
 
 from __future__ import annotations
 

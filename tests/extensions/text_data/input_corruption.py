@@ -182,7 +182,7 @@ class Trial:
     """Contents of the files by name. The first file is damaged."""
 
     read: Callable[[Path], Any]
-    """Function that reads the files in a folder. It runs in a separate process."""
+    """Function that reads the files in a folder. The function runs in a separate process."""
 
     judge: Callable[[Damage, Any], str | None] = lambda damage, found: None
     """Function that describes the error in a result, or returns None if the result is correct."""

@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sentencepiece_model(folder):
-    """Return a SentencePiece model trained by the tool. It has an <EOD> token."""
+    """Return a SentencePiece model trained by the tool. The model has an <EOD> token."""
     (folder / "text.txt").write_text(TEXT * 50)
     command = [sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), "--input", str(folder / "text.txt")]
     command += ["--vocab-size", "300", "--output-prefix", str(folder / "own")]

@@ -3,8 +3,8 @@
 The combinations of `design.txt` use worlds of 1 to 8 ranks and cover the valid pairs of choices. `NAMED` adds
 combinations that failed in published frameworks. Initial weights must be bit-identical to those of one process. The
 loss, every gradient, the gradient norm, and every weight and moment of two steps must be equal up to rounding. Fused
-regions are the regions of --compile, which run uncompiled here: tests/pure/test_regions.py compares them with their
-compiled form.
+regions are the regions of --compile; the matrix runs them uncompiled: tests/pure/test_regions.py compares them with
+their compiled form.
 
     python -m tests.parity.matrix             the whole matrix, one line per combination, and a summary
     python -m tests.parity.matrix --list      what it would run
