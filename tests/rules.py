@@ -66,6 +66,6 @@ def check(case: Case) -> None:
     for line in case.told:
         part = line.removeprefix("... ")
         matching = [each for each in left if (part in each if line != part else each.startswith(part))]
-        assert matching, f"{line!r} is not said: {left}"
+        assert matching, f"{line!r} is not among the messages: {left}"
         left.remove(matching[0])
     assert not left

@@ -69,7 +69,7 @@ def test_metrics_go_to_json_lines(tmp_path: Path) -> None:
         "peak_memory_bytes", "global_batch_size",
     } <= training[0].keys()  # fmt: skip
     assert training[-1]["consumed_samples"] == 160 and training[-1]["consumed_tokens"] == 160 * 32
-    assert training[0]["mfu"] is None, "the peak of a CPU is not known"
+    assert training[0]["mfu"] is None, "the peak rate of a CPU is unknown"
     assert [record["iteration"] for record in found if "valid_loss" in record] == [10, 20]
     assert sum("test_loss" in record for record in found) == 1
     subjects = [line.split(":")[0] for line in result.stdout.splitlines()[:6]]

@@ -78,7 +78,7 @@ def test_a_step_waits_for_nothing(world_size: int, flags: str) -> None:
 
 def test_a_dynamic_loss_scale_reads_once() -> None:
     (found,) = run_world(1, waits, "--fp16 --initial-loss-scale 1024")
-    assert found == VERDICT, "the same four numbers, but of this step, as the next one is scaled by what they say"
+    assert found == VERDICT, "the same four numbers, but those of the current step, which scale the next step"
 
 
 @pytest.mark.parametrize("flags", ["--fp32", "--bf16 --dp 2"])
@@ -87,8 +87,8 @@ def test_an_update_is_one_launch_for_each_weight_decay(flags: str) -> None:
     matter."""
     world_size = 2 if "--dp 2" in flags else 1
     for _, calls in run_world(world_size, watched_step, f"{flags} --ddp-bucket-size 700"):
-        assert calls["_fused_adamw_"] == 2, "matrices, and biases and norms, which do not decay"
-        assert calls["_foreach_mul_"] == 0, "that kernel divides by the tokens and clips"
+        assert calls["_fused_adamw_"] == 2, "one call for matrices, and one for biases and norms, which do not decay"
+        assert calls["_foreach_mul_"] == 0, "the fused kernel divides by the number of tokens and clips"
 
 
 ALLTOALL = "--moe-token-dispatcher-type alltoall"

@@ -86,7 +86,7 @@ def write(rank: int, world_size: int, root: Path) -> None:
     save(root / "own", 1, in_boxes(tensors, 2), {}, Axis())
 
 
-@pytest.mark.skipif(not CLEAR.exists(), reason="the kernel does not tell the peak of a process anew")
+@pytest.mark.skipif(not CLEAR.exists(), reason="the kernel cannot reset the peak memory of a process")
 def test_loading_takes_no_more_than_dcp_and_one_parameter(tmp_path: Path) -> None:
     run_world(1, write, tmp_path)
     (found,) = run_world(1, peaks, tmp_path)

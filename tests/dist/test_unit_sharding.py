@@ -109,7 +109,7 @@ def test_gradients_are_reduced_with_each_micro_batch_and_parameters_gathered_onc
     for found in run_world(2, steps, flags):
         assert bytes_of(found, "all_to_all") == MICROBATCHES * found["psi"]  # a reduce-scatter on CPU
         assert bytes_of(found, "all_gather") == found["psi"]
-        assert found["whole"][1] == 2, "one unit's gradients are added up while another's are reduced"
+        assert found["whole"][1] == 2, "the gradients of one unit are summed while those of another are reduced"
         assert found["held"] == 0
 
 
@@ -124,7 +124,7 @@ def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
         ends = found["sizes"]["output_layer"] + found["sizes"]["embedding.word_embeddings"]
         assert bytes_of(found, "all_gather") == MICROBATCHES * (2 * found["psi"] - ends)
         assert bytes_of(found, "all_to_all") == MICROBATCHES * found["psi"]
-        assert found["whole"] == (2, 2), "the unit that is computed, and the next one"
+        assert found["whole"] == (2, 2), "the current unit and the next unit"
         assert found["held"] == 0
 
 
@@ -157,7 +157,7 @@ def test_collectives_are_launched_while_another_unit_computes() -> None:
     unit computes."""
     flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads_params')}"
     first, second = run_world(2, events, flags)
-    assert first == second, "all ranks start collectives in one order"
+    assert first == second, "all ranks launch collectives in the same order"
     passes = [event for event in first if event[0] in ("begin", "end")]
     gathers = [place for place, (event, _) in enumerate(first) if event == "gather"]
     assert len(gathers) == MICROBATCHES * (2 * 6 - 2) and len(passes) == 2 * MICROBATCHES * (2 * 6 - 1)
@@ -165,14 +165,16 @@ def test_collectives_are_launched_while_another_unit_computes() -> None:
         before = [event for event in first[:place] if event[0] in ("begin", "end")]
         after = [unit for event, unit in first[place:] if event == "begin"]
         kind, computing = before[-1]
-        assert kind == "begin" and computing != first[place][1], f"nothing computes beside {first[place]} at {place}"
-        assert first[place][1] in after[:2], "a unit that is not needed next"
+        assert kind == "begin" and computing != first[place][1], (
+            f"no computation overlaps with {first[place]} at {place}"
+        )
+        assert first[place][1] in after[:2], "the gathered unit is not the next one"
     reductions = [place for place, (event, _) in enumerate(first) if event == "reduce"]
     assert len(reductions) == 6 * MICROBATCHES
     for place in reductions:
         until = first.index(("reduced", first[place][1]), place)
         begun = [unit for event, unit in first[place:until] if event in ("begin", "add")]
-        assert begun or place == reductions[-1], f"{first[place]} is waited for before another unit computes"
+        assert begun or place == reductions[-1], f"the wait for {first[place]} precedes the computation of another unit"
 
 
 def test_recomputed_layers_are_gathered_once_in_the_backward_pass() -> None:

@@ -82,7 +82,9 @@ def test_a_run_resumes_bitwise_from_a_storage_without_renames(tmp_path: Path, se
     left = objects(server)
     assert not [name for name in left if ".unfinished" in name or ".written" in name]
     folders = {name.partition("/")[0] for name in left if "/" in name}
-    assert folders == {"iter_0000004", "iter_0000006", "iter_0000008"}, "the second run holds the one that it loaded"
+    assert folders == {"iter_0000004", "iter_0000006", "iter_0000008"}, (
+        "the second run keeps the checkpoint that it loaded"
+    )
     extension = ["--extension", str(tmp_path / "flaky.py")]
     same = run_program("tools/inspect_checkpoint.py", *extension, url, tmp_path / "whole", code=0)
     assert "equal" in same.stdout

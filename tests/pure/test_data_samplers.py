@@ -106,7 +106,7 @@ def test_only_waits_for_samples_count_as_waits():
         assert waited > 0.05
         wait([future for _, future in iterator._ready])
         iterator.next_step(2, 2)
-        assert iterator.waited == waited, "they were ready"
+        assert iterator.waited == waited, "the samples were ready"
         iterator.prepare_step(6, 2)
         assert [part["tokens"].item() for part in iterator.next_step(6, 2)] == [6, 7] and iterator.waited == waited
     unready = DataIterator(Slow(8), micro_batch_size=1)

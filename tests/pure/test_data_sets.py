@@ -107,7 +107,7 @@ def test_a_single_document_is_divided_over_the_needed_splits(tmp_path):
         f"{book}: 1 documents are too few for --split 969,30,1, so that its tokens are divided: train 4,785, "
         "valid 150, test 65"
     ]
-    assert len(build(sizes=(None, 0, 0)).train) == 4999 // 64, "all of it where no other split is needed"
+    assert len(build(sizes=(None, 0, 0)).train) == 4999 // 64, "the whole document if no other split is needed"
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(1, 9), st.integers(0, 7))
@@ -115,7 +115,7 @@ def test_each_token_belongs_to_one_split(lengths, block, wanted):
     needed = [bool(wanted & bit) for bit in (1, 2, 4)]
     parts = split_tokens(np.array(lengths), (0.9, 0.07, 0.03), needed, block)
     if parts is None:
-        assert sum(lengths) < block * sum(needed) + 3, "refused only if there is not one block for each"
+        assert sum(lengths) < block * sum(needed) + 3, "refused only if there are fewer blocks than splits"
         return
     rows = [row for part in parts for row in zip(part.documents, part.starts, part.lengths, strict=True)]
     found = [(document, token) for document, start, size in rows for token in range(start, start + size)]

@@ -88,7 +88,7 @@ def check_covered(plan, param, state, distributed):
     for place in range(len(plan.ranks)):
         for start, stop in held(plan, param, state, place):
             covered[start:stop] += 1
-    assert (covered == 1).all(), "no element is held twice in a stage"
+    assert (covered == 1).all(), "no element has two owners in a stage"
 
 
 def test_states_have_the_planned_shapes() -> None:

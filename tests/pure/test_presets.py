@@ -97,7 +97,7 @@ def test_a_given_vocabulary_or_tokenizer_overrides_a_preset() -> None:
     ids = with_flags(RunConfig(), [*preset, "--data-path", "x.txt", "--tokenizer-type", "NullTokenizer"])
     assert resolve(ids, 1).model.vocab_size == ids.model.default_vocab_size
     without_data = [problem.flag for problem in validate(with_flags(RunConfig(), preset), 1)]
-    assert without_data == ["--data-path"], "a run must name its data, a plan need not"
+    assert without_data == ["--data-path"], "a run must name its data, but a plan need not"
 
 
 def some(items: Iterable[T], most: int) -> list[T]:

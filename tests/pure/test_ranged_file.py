@@ -118,7 +118,7 @@ def test_a_ranged_file_reads_like_the_whole_file(objects: Counted) -> None:
 def test_ranges_are_split_into_pieces() -> None:
     large = 16 << 20
     ranges = [Range(0, 10), Range(10 + GAP, 20 + GAP), Range(30 + 2 * GAP, 40 + 2 * GAP)]
-    assert [*pieces(ranges, large)] == [Range(0, 20 + GAP), ranges[2]], "near ones together"
+    assert [*pieces(ranges, large)] == [Range(0, 20 + GAP), ranges[2]], "nearby ranges are fetched together"
     assert [*pieces([Range(5, 5 + large)], large)] == [Range(5, 5 + large)]
     assert [*pieces([Range(0, 2 * large)], large)] == [
         Range(0, END),

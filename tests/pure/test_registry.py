@@ -126,7 +126,7 @@ def test_a_substitute_is_built_where_it_applies() -> None:
     registry.register("root", "math:sqrt")
     registry.substitute("root", "math:isqrt", when=lambda x: isinstance(x, int))
     assert (registry.build("root", 6.25), registry.build("root", 17)) == (2.5, 4)
-    assert registry["root"](16) == 4.0, "the name still stands for the part itself"
+    assert registry["root"](16) == 4.0, "the name still refers to the part itself"
 
 
 def test_parameters_count_as_the_constructor_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:

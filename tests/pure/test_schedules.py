@@ -64,9 +64,9 @@ def test_every_small_schedule_runs_with_alternating_passes(schedule, v):
             for actions in compute:
                 pairs = [unit for unit in units(actions) if len(unit) > 1]
                 alone = [unit for unit in units(actions) if unit[0].kind is Kind.F]
-                assert len(pairs) + len(alone) == m * (v or 1), "the steady state is in turns"
+                assert len(pairs) + len(alone) == m * (v or 1), "passes alternate in the steady state"
                 ahead = [unit[0].kind for unit in units(actions)].index(Kind.FB) if pairs else len(alone)
-                assert ahead == len(alone), "forwards run by themselves before it only"
+                assert ahead == len(alone), "forward passes run alone only before the steady state"
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,9 @@ def test_one_module_uses_private_names_of_torch() -> None:
     trees: dict[Path, ast.AST] = {path: ast.parse(path.read_text()) for path in files()}
     found = found_in(trees, known_names())
     assert len(found.pop("megatron/core/torch_private.py")) > 40
-    assert {path for path in EXPLAINED if not found.pop(path, None)} == set(), "these need no explanation any longer"
+    assert {path for path in EXPLAINED if not found.pop(path, None)} == set(), (
+        "these names no longer need an explanation"
+    )
     assert found == {}, "give these names a function or an alias in megatron/core/torch_private.py"
 
 

@@ -93,9 +93,9 @@ def layers() -> list[str]:
 def test_every_module_is_in_a_layer() -> None:
     named = layers()
     outside = [name for name in modules() if not any(name == layer or name.startswith(f"{layer}.") for layer in named)]
-    assert outside == [], "name them in the layers of pyproject.toml"
+    assert outside == [], "add these modules to the layers of pyproject.toml"
     there = {name.rsplit(".", parts)[0] for name in modules() for parts in range(name.count("."))}
-    assert [layer for layer in named if layer not in there] == [], "these layers hold nothing"
+    assert [layer for layer in named if layer not in there] == [], "these layers contain no modules"
 
 
 def test_modules_do_not_import_each_other_in_a_cycle() -> None:
@@ -273,7 +273,7 @@ def test_functions_have_few_arguments() -> None:
         if arguments_of(function) > ARGUMENTS and not path.stem.endswith("_triton")
     }
     assert found - PAST_ARGUMENTS == set(), f"more than {ARGUMENTS} arguments: group those that belong together"
-    assert PAST_ARGUMENTS - found == set(), "delete these from the exceptions"
+    assert PAST_ARGUMENTS - found == set(), "delete these functions from the exceptions"
 
 
 def place(path: Path, node: ast.stmt | ast.expr) -> str:
@@ -282,7 +282,7 @@ def place(path: Path, node: ast.stmt | ast.expr) -> str:
 
 def test_files_are_short() -> None:
     lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in LIMITED}
-    assert {name: number for name, number in lines.items() if number > 450} == {}, "split them by subject"
+    assert {name: number for name, number in lines.items() if number > 450} == {}, "split these files by subject"
 
 
 def test_functions_are_short() -> None:

@@ -283,7 +283,7 @@ def test_a_dumped_step_is_judged(tmp_path: Path, forgets_norms: bool, capsys: py
     code = referee.main(["--step", str(tmp_path / "step")])
     shown = capsys.readouterr().out
     assert code == int(forgets_norms), shown
-    assert (tmp_path / "step/gradients-00001.safetensors").is_file(), "the referee has its own run dump nothing"
+    assert (tmp_path / "step/gradients-00001.safetensors").is_file(), "the referee's own run dumps nothing"
     if forgets_norms:
         assert "first in the backward pass: decoder.final_layernorm.bias is summed over places 0 to 7" in shown
 

@@ -24,7 +24,7 @@ def test_every_package_is_pinned() -> None:
     lines = (ROOT / "research/requirements.txt").read_text().splitlines()
     pinned = [line.partition("==")[0] for line in lines if "==" in line]
     assert set(PEERS) <= set(pinned)
-    assert not [line for line in lines if line.startswith("-")], "this program's own pins differ from those of litgpt"
+    assert not [line for line in lines if line.startswith("-")], "the pins of this program differ from those of litgpt"
 
 
 def test_our_model_has_the_same_number_of_parameters() -> None:

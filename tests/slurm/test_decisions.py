@@ -130,13 +130,13 @@ def test_a_file_prepares_the_environment_of_the_script_and_of_each_node(batch: B
 def test_crashes_without_a_newer_checkpoint_are_counted(batch: Batch) -> None:
     assert batch.start("FAILED")[1]
     assert batch.start("", MAX_CRASHES="3")[1]
-    assert batch.start("FAILED", saves="10")[1], "progress: counts from one"
+    assert batch.start("FAILED", saves="10")[1], "progress: the count restarts at one"
     assert batch.start("TO_BE_RESUMED")[1], "no crash"
     assert batch.start("RUNNING")[1]
     code, back, said = batch.start("FAILED")
     assert (code, back) == (1, False)
     assert said.endswith("start 6: gives up: 3 crashes and no checkpoint newer than iteration 10 (MAX_CRASHES)")
-    assert batch.start("FAILED")[1], "put back by hand: counts anew"
+    assert batch.start("FAILED")[1], "requeued manually: the count starts again"
 
 
 def test_starts_without_a_newer_checkpoint_are_counted(batch: Batch) -> None:

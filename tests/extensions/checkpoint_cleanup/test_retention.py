@@ -50,16 +50,16 @@ def test_the_newest_and_held_checkpoints_are_never_deleted(
     gone = to_delete(rules, scores, newest, [held])
     assert not {newest, held} & set(gone) and all(number < newest for number in gone)
     left = {number: score for number, score in scores.items() if number not in gone}
-    assert to_delete(rules, left, newest, [held]) == [], "what is kept once is kept again"
+    assert to_delete(rules, left, newest, [held]) == [], "a kept checkpoint is kept again"
 
 
-def test_checkpoints_in_a_folder_are_deleted(tmp_path: Path) -> None:
+def test_held_best_incomplete_and_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     for iteration, loss in ((1, 5.0), (2, 1.0), (3, 4.0), (4, 3.0)):
         tensor = ShardedBoxes((3,), [((0,), torch.ones(3))])
         save(tmp_path, iteration, {"a": tensor}, {"metrics": {"valid_loss": loss}}, Axis())
     (tmp_path / "iter_0000003" / "manifest.json").unlink()
     retain(RetentionFlags(keep_last=1, save_retain_best="valid_loss"), tmp_path, 4, [tmp_path / "." / "iter_0000001"])
-    assert sorted(saved_folders(tmp_path)) == [1, 2, 3, 4], "held, best, no complete checkpoint, newest"
+    assert sorted(saved_folders(tmp_path)) == [1, 2, 3, 4], "the held, best, incomplete and newest checkpoints are kept"
     assert (tmp_path / "best").resolve() == (tmp_path / "iter_0000002").resolve()
     retain(RetentionFlags(keep_last=1), tmp_path, 4, [])
     assert sorted(saved_folders(tmp_path)) == [3, 4]

@@ -90,7 +90,7 @@ def test_a_replayed_run_is_bit_identical(world_size: int, flags: str) -> None:
     for plain, graphed in zip(*both, strict=True):
         torch.testing.assert_close(plain[:2], graphed[:2], rtol=0, atol=0)
         recordings = 2 if "fp8" in flags else 1  # one of the recordings casts weights
-        assert graphed[2] == (recordings, 2 * microbatches), "two of five steps are behind the warm-up"
+        assert graphed[2] == (recordings, 2 * microbatches), "two of five steps come after the warm-up"
 
 
 def test_weights_are_cast_once_a_step() -> None:

@@ -64,7 +64,7 @@ def test_module_and_sample_are_named_and_replayed_in_one_process(kind: str, tmp_
     again = replay(folder, prepare=partial(plant, kind))
     assert again is not None and again.same_as(found)
     assert (again.microbatch, again.samples, again.stage) == (found.microbatch, found.samples, 0)
-    assert replay(folder) is None, "without what was planted everything is finite"
+    assert replay(folder) is None, "without the planted value, everything is finite"
     # The folder is also a checkpoint of the state right before the step.
     on = config_of(f"--load {folder} --iterations-to-skip {iteration}")
     ((_, progress),) = run_world(1, skip, on, None, 2)

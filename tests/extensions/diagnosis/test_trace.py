@@ -178,7 +178,7 @@ def test_device_spans_are_read_from_events(monkeypatch: pytest.MonkeyPatch) -> N
         with recorder.span("wait for receive pp", "wait", {"axis": "pp"}):
             time.sleep(0.002)
         time.sleep(0.001)
-    assert len(waited) == 1, "waits for the device before the steps and after them only"
+    assert len(waited) == 1, "waits for the device only before and after the steps"
     spans = recorder.take()
     assert len(waited) == 2
     assert [span.track for span in spans] == [*["training thread"] * 2, *["GPU, training thread"] * 2]

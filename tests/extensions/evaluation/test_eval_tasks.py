@@ -109,7 +109,7 @@ def test_flags_are_checked(tmp_path: Path) -> None:
 
 def test_texts_that_are_too_long_are_cut_on_the_left(tmp_path: Path) -> None:
     row, cut = continuation_row(TOKENIZER, "abcdef ", "gh", 6)
-    assert row == Row(tuple(b"cdef gh"), 3) and cut == 2, "the space is the answer's"
+    assert row == Row(tuple(b"cdef gh"), 3) and cut == 2, "the space belongs to the answer"
     assert continuation_row(TOKENIZER, "", "ab", 6)[0] == Row((256, *b"ab"), 2)
     (note,) = suite(written(tmp_path), longest=10).notes
     assert note == "task good: 12 of 12 requests are too long and are truncated on the left"
@@ -130,7 +130,9 @@ def test_each_token_of_a_rolling_text_is_scored_once() -> None:
     rows = list(rolling_rows(TOKENIZER, "abcdefghij", 4))
     assert [row.scored for row in rows] == [4, 4, 2]
     assert [bytes(row.tokens[1:]) for row in rows] == [b"abcd", b"efgh", b"ghij"]
-    assert [row.tokens[0] for row in rows] == [256, ord("d"), ord("f")], "the last one is full, and so has context"
+    assert [row.tokens[0] for row in rows] == [256, ord("d"), ord("f")], (
+        "the last window is full, so its first tokens are context"
+    )
 
 
 def test_batches_contain_each_row_once_with_equal_shapes_on_all_replicas() -> None:
@@ -170,7 +172,7 @@ def test_generation_ends_at_stop_strings_and_eod() -> None:
     say = iter(b"answer 42.\nmore")
     request, _ = greedy_request(TOKENIZER, "q", {"until": "\n", "max_gen_toks": 30}, 64)
     (text,) = continue_requests([request], TOKENIZER, lambda texts: [next(say)])
-    assert text == "answer 42." and next(say) == ord("m"), "not a token more"
+    assert text == "answer 42." and next(say) == ord("m"), "no token is generated after the stop string"
     (ended,) = continue_requests([request], TOKENIZER, lambda texts: [TOKENIZER.eod])
     assert ended == ""
 
@@ -180,13 +182,13 @@ def test_a_suite_scores_the_answers_of_a_model() -> None:
     loaded = suite(TASKS)
 
     def score(rows: Sequence[Row]) -> list[Score]:
-        assert len(set(rows)) == len(rows), "no row twice"
+        assert len(set(rows)) == len(rows), "no row occurs twice"
         return [Score(float(row.tokens[-row.scored :].count(ord("e"))), True, 0) for row in rows]
 
     scorer = mock.Mock(side_effect=score, longest=256)
     model = ParallelLM(TOKENIZER, scorer, lambda requests: [" 3\n"] * len(requests))
     found, again = loaded.evaluate(model), loaded.evaluate(model)
-    assert found["samples"] == again["samples"], "the same examples stand before each document"
+    assert found["samples"] == again["samples"], "the same examples precede each document"
     record = record_of(found)
     assert record["eval/colours/acc"] == pytest.approx(1 / 9), "of all colours, green has most, and a leaf alone is"
     assert record["eval/last_words/acc"] == 1.0

@@ -250,7 +250,7 @@ def test_the_three_gemms_of_a_layer_are_exact(recipe: str, hybrid: bool) -> None
         assert exact.is_near(found[name]), name
     once = layer.weight.main_grad.clone()
     layer.backward()
-    assert torch.equal(layer.weight.main_grad, 2 * once), "weight gradients add up"
+    assert torch.equal(layer.weight.main_grad, 2 * once), "weight gradients accumulate"
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -270,7 +270,7 @@ def test_weights_are_cast_once_while_they_are_kept(recipe: str, monkeypatch: pyt
     assert all(map(torch.equal, first, second))
     layer.weight.data.mul_(2)
     with layer.context.casts.kept():
-        assert not torch.equal(layer.backward()[0], first[0]), "the next step has other weights"
+        assert not torch.equal(layer.backward()[0], first[0]), "the next step has different weights"
     assert sum(seen) == 2
 
 

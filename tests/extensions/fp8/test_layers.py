@@ -114,7 +114,7 @@ def test_ranks_cast_parts_as_one_process_casts_the_whole(recipe: str, sp: bool) 
             error = (found[name] - value).norm() / value.norm()
             assert error < 1e-5, f"{name}: {error}"
             if recipe == "delayed" and "history" in name and "fc1" in name:
-                assert torch.equal(found[name][:2], value[:2]), "of inputs and weights"
+                assert torch.equal(found[name][:2], value[:2]), "histories of inputs and weights"
 
 
 def experts(rank: int, size: int, recipe: str) -> dict[str, Tensor]:
@@ -178,7 +178,7 @@ def test_each_row_is_multiplied_by_the_matrix_of_its_expert(recipe: str) -> None
             y, dx = gemms.forward(x, weight, segments), gemms.input_grad(dy, weight, segments)
         kept = casts.nbytes
     scales = 2 * 2 * 2 if blocks else OUT + IN
-    assert kept == len(ROWS) * (2 * OUT * IN + 4 * scales), "each weight is kept twice, by rows and by columns"
+    assert kept == len(ROWS) * (2 * OUT * IN + 4 * scales), "each weight is stored twice, by rows and by columns"
     assert y.dtype == dx.dtype == torch.bfloat16
     assert not y[sum(ROWS) :].any() and not dx[sum(ROWS) :].any(), "spare rows"
     matrices = weight.flatten(1, 2)

@@ -263,7 +263,7 @@ def gathered_bytes(rank: int, world_size: int, flags: list[str]) -> int:
 def test_gathers_in_fp8_send_half_the_bytes() -> None:
     linears = 2 * (3 * 32 * 32 + 32 * 32 + 2 * 128 * 32)
     plain, found = (run_world(2, gathered_bytes, flags_of("tensorwise", f"--dp 2 {how}"))[0] for how in ("", GATHER))
-    assert plain - found == pytest.approx(linears, abs=200), "one byte for each weight of a linear layer, and padding"
+    assert plain - found == pytest.approx(linears, abs=200), "one byte for each linear weight, plus padding"
     flags = f"--dp 2 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0 {GATHER}"
     mixed = run_world(2, gathered_bytes, flags_of("tensorwise", flags))[0]
     assert mixed == plain

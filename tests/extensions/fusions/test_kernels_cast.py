@@ -59,7 +59,7 @@ def test_interpreted_casts_match_their_twins(stride: int) -> None:
     for x, dtype, wanted in list(product(matrices(), FORMATS, WANTED))[::stride]:
         check_operators(x, dtype, wanted)
     (state,) = casts_triton._states.values()
-    assert not state.any(), "the last program leaves it as the first of the next cast needs it"
+    assert not state.any(), "the last program resets the state for the next cast"
 
 
 def check_operators(x: Tensor, dtype: torch.dtype, wanted: tuple[bool, bool]) -> None:
@@ -139,7 +139,7 @@ def test_casts_compile_to_wide_loads_and_stores() -> None:
             assert "ld.global.b16" not in ptx and "st.global.b8" not in ptx
             if capability == 90:
                 rounds = "e4m3" if name == "fp8e4nv" else "e5m2"
-                assert f"cvt.rn.satfinite.{rounds}x2.f32" in ptx, "to nearest, ties to even"
+                assert f"cvt.rn.satfinite.{rounds}x2.f32" in ptx, "rounding is to nearest, with ties to even"
     bytes_ = {"x": "*u8", "out": "*u8"}
     for capability in (80, 90):
         assert compiled(kernels.amax_tiles, types, tile, capability, num_warps=kernels.WARPS).asm["cubin"]

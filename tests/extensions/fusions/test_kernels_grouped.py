@@ -145,7 +145,7 @@ def test_schedules_order_experts_and_split_the_last_tiles() -> None:
     assert scheduled([0, 1, 6400, 0], 44, 132, 132)[0] == [2, 44, 44, 3], "all tiles of the longer expert"
     assert scheduled([0, 0, 6400, 0], 44, 132, 87)[0] == [3, 0, 44, 2], "no slots for three parts"
     assert scheduled([0, 0, 6400, 0], 166, 132, 132)[0] == [3, 132, 34, 3]
-    assert scheduled([0, 0, 6400, 0], 100, 132, 132)[0] == [3, 100, 0, 1], "two parts take as long as none"
+    assert scheduled([0, 0, 6400, 0], 100, 132, 132)[0] == [3, 100, 0, 1], "two parts take as long as an unsplit tile"
     assert scheduled([0, 0, 512, 0], 44, 132, 132)[0] == [3, 44, 0, 1], "parts would be too short"
     assert scheduled([0, 0, 6400, 0], 33 + 16 * 132, 132, 132)[0] == [3, 33 + 16 * 132, 0, 1], "many rounds"
     assert scheduled([0] * 4, 44, 132, 132)[0] == [4, 0, 0, 1]

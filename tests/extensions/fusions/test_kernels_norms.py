@@ -148,7 +148,7 @@ def check_heads(device: str = "cpu") -> None:
             assert same_bits(order.noted, torch.maximum(torch.tensor(0.25), amax))
             for one, two in zip(found, expected, strict=True):
                 assert (one is None) == (two is None) and (one is None or two is None or same_bits(one, two))
-    assert not heads.casts_heads(grads, (angles[..., :1], angles[..., :1])), "a part of the channels is rotated"
+    assert not heads.casts_heads(grads, (angles[..., :1], angles[..., :1])), "only some of the channels are rotated"
     assert not heads.casts_heads((*grads, grads[0]), ()), "gates"
     wide = tuple(grad.float() for grad in grads)
     assert heads.casts_heads(wide, ()) != heads.runs_triton(wide[0])

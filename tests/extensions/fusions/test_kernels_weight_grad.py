@@ -254,7 +254,7 @@ def test_unsupported_sums_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> 
     for chosen, taken in (("cublaslt", 1), ("triton", 2), ("torch", 0)):
         kernel = WeightGradKernel({ProductShape(16, 8, 32): chosen})
         assert [kernel.suits(out, dy, x, False) for out in sums] == [n < taken for n in range(4)]
-    assert WeightGradKernel().suits(odd, dy, x, False), "Triton's where nothing was timed"
+    assert WeightGradKernel().suits(odd, dy, x, False), "the Triton kernel if nothing was timed"
 
 
 def test_operands_in_16_bits_and_in_fp8_are_added_to_the_residual_stream() -> None:

@@ -109,7 +109,7 @@ def test_deferred_additions_are_made(case: str, added: list[Tensor], monkeypatch
     assert len(added) == left
     addends = add_in_products(monkeypatch)
     plain = loss_and_gradients(GPTModel(config, FP64), batch)
-    assert not addends, "only with --compile"
+    assert not addends, "GEMMs add to the stream only with --compile"
     model = GPTModel(config, COMPILED)
     for found in (in_norms, loss_and_gradients(model, batch)):
         torch.testing.assert_close(found, plain, rtol=1e-11, atol=1e-13)

@@ -285,7 +285,7 @@ def test_a_disconnected_client_frees_its_rows(stream: bool) -> None:
                 else:
                     wait_for(lambda: served.loop.pending > 0)
             wait_for(lambda: served.loop.pending == 0)
-            assert served.steps - before < 50, "the text was grown to its end"
+            assert served.steps - before < 50, "the text was generated to its end"
         assert served.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200
 
 

@@ -46,7 +46,7 @@ def assert_cached_as_whole(config: TransformerConfig, batch: Batch) -> None:
     for counts in ((6, 2, 7), (1, 1, 1), (1, 5, 2), (2, 1, 1)):
         assert_next_logits(model, cache, rows, counts, batch.tokens, expected)
         kept.append({layer: [state.shape for state in states] for layer, states in cache._states.items()})
-    assert kept == kept[:1] * 4, "a state has one size, however many tokens were read"
+    assert kept == kept[:1] * 4, "the size of a state does not depend on the number of tokens"
     assert cache._layers.keys() == {layer for layer, kind in enumerate(config.layers) if kind.attends}
     cache.drop(0)
     assert_next_logits(model, cache, [2, 1], (1, 3), batch.tokens, expected)

@@ -299,7 +299,9 @@ def test_a_run_recovers_in_the_job_bitwise(tmp_path: Path, undisturbed: Run) -> 
     run.assert_equal(undisturbed)
     (event,) = run.events("recovery")
     assert (event["rung"], event["source"]) == ("restart in the job", "copies in memory")
-    assert event["what"] == "ended by SIGKILL" and event["who"].startswith("rank 1 of 2 "), "as its own parent noted"
+    assert event["what"] == "ended by SIGKILL" and event["who"].startswith("rank 1 of 2 "), (
+        "as the rank's own parent noted"
+    )
     assert 0 <= event["detected_after"] <= event["recovered_after"]
     assert event["steps_lost"] <= 1
     assert not list(run.memory.iterdir())

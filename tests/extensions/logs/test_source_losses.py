@@ -60,7 +60,7 @@ def test_source_losses_match_their_tokens_under_every_layout(tmp_path: Path, dat
     flags = "--hidden-dropout 0 --attention-dropout 0"
     ((alone, expected),) = run_world(1, records, [*MODEL, *data, *flags.split()], tmp_path)
     assert {name: alone[0][f"source_{name}_loss"] for name in expected} == pytest.approx(expected, rel=1e-12)
-    assert alone[1]["source_one_loss"] is None, "the step that is left out"
+    assert alone[1]["source_one_loss"] is None, "the skipped step"
     (evaluated,) = (record for record in alone if "valid_loss" in record)
     assert min(evaluated["valid_source_one_loss"], evaluated["valid_source_two_loss"]) < evaluated["valid_loss"]
     (tmp_path / "layout").mkdir()

@@ -59,14 +59,14 @@ def check(root: PurePath, saved: Mapping[int, int]) -> int:
     """Verify the published folders. `saved` maps each folder that was reported as saved to its last writer. Returns the
     number of published folders. Raises AssertionError."""
     folders = saved_folders(root)
-    assert set(saved) <= set(folders), f"saved {sorted(saved)}, and there are {sorted(folders)}"
+    assert set(saved) <= set(folders), f"saved {sorted(saved)}, but found {sorted(folders)}"
     for number, folder in folders.items():
         sums = read_manifest(folder)
         found = damages(folder, sums, list(sums))
         assert len(sums) == FILES and not found, f"{folder}: {found}"
         crc32 = [zlib.crc32(content(number, 1, writer)) for writer in (0, 1)]
         by = crc32.index(sums["__1_0.distcp"]["crc32"])
-        assert by == saved.get(number, by), f"{folder} was written by {by}, and saved by {saved[number]}"
+        assert by == saved.get(number, by), f"{folder} was written by {by}, but reported as saved by {saved[number]}"
     return len(folders)
 
 

@@ -104,7 +104,7 @@ def test_a_large_object_is_uploaded_in_parts_with_bounded_memory(
     with storage.create(ROOT / "large") as file:
         for _ in range(23):
             file.write(data)
-        assert storage.size(ROOT / "large") is None, "it is there once closed"
+        assert storage.size(ROOT / "large") is None, "the file exists after it is closed"
     assert storage.read(ROOT / "large") == 23 * data
     part = LIMITS.part_bytes
     assert 2 * part <= LIMITS.traffic.upload_memory - before <= 5 * part and LIMITS._held == before

@@ -85,7 +85,7 @@ def test_samples_match_the_local_disk(corpora: list[Path], tmp_path: Path) -> No
             assert (here.text(index) == there.text(index)).all()
             assert here.origin(index) == there.origin(index)
     sizes = sum(path.with_suffix(kind).stat().st_size for path in corpora for kind in (".bin", ".idx"))
-    assert LIMITS.traffic.read <= sizes, "each byte once"
+    assert LIMITS.traffic.read <= sizes, "each byte is fetched once"
     again = LIMITS.traffic.read
     built(urls, tmp_path / "stored")
     assert LIMITS.traffic.read == again

@@ -82,8 +82,8 @@ def _passes(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
             train_step(run)
         watch, buckets = Watch(run), streamed_buckets(run)
         train_step(run)
-        assert watch.params == 2, "the unit that is computed, and the next one"
-        assert watch.grads == 3, "the unit that is computed, the one before and the next one"
+        assert watch.params == 2, "the current unit and the next unit"
+        assert watch.grads == 3, "the current unit, the previous unit and the next unit"
         for bucket in buckets:
             assert not bucket.whole_params and not bucket.whole_grads
             assert bucket.params.untyped_storage().nbytes() == bucket.grads.untyped_storage().nbytes() == 0
@@ -102,7 +102,7 @@ def test_few_units_are_on_the_device_and_the_next_one_is_copied_ahead() -> None:
         fetched = events.index(("add", name), second)
         assert ("reduce", name) not in events[second:fetched]
         before = (["output_layer", *layers])[layers.index(name)]
-        assert ("reduce", before) in events[fetched:], f"{name} comes after {before} has left"
+        assert ("reduce", before) in events[fetched:], f"{name} arrives after {before} has left"
 
 
 def test_checkpoints_load_with_and_without_offloading(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_whole_documents_stay_on_one_rank_if_they_fit(case: tuple[Documents, int
     owners, limit = owners_of(shards, length), longest or min(WHOLE) * length / ranks
     sizes = zip(documents[0], np.diff([*documents[0], length]).tolist(), strict=True)
     cut = [start for start, size in sizes if size <= limit and len({*owners[start : start + size].tolist()}) > 1]
-    assert len(cut) < ranks, "a document is only cut where it fills a rank"
+    assert len(cut) < ranks, "a document is cut only if it fills a rank"
 
 
 @settings(max_examples=60, deadline=None)

@@ -108,7 +108,7 @@ def test_a_phase_changes_its_settings(tmp_path: Path) -> None:
     assert [phase.first_sample for phase in plan.phases] == [0, 192, 300]
     models = long.config.model, last.config.model
     assert [(model.seq_length, model.max_positions) for model in models] == [(64, 64), (16, 16)]
-    assert [model.rotary_base for model in models] == [5e5, 10000], "not what the one before said"
+    assert [model.rotary_base for model in models] == [5e5, 10000], "not the value of the previous phase"
     assert plan.longest == long and plan.tokens(400) == 192 * 16 + 108 * 64 + 100 * 16
     assert (main.config.training.num_microbatches, long.config.training.num_microbatches) == (8, 2)
     run, own = plan.schedule_of(main), plan.schedule_of(last)

@@ -64,8 +64,8 @@ def test_a_source_continues_or_restarts_in_a_later_phase(tmp_path: Path) -> None
     cut_anew(order, SampleFormat(8))
     longer = order.view(SampleFormat(8), [4])
     seen = Counter(found + inputs(whole, 13)[40:] + inputs(longer, len(longer)))
-    assert seen.most_common(1)[0][1] == 1, "no token twice"
-    assert sum(seen.values()) >= 100 - 8, "but for the end of the stream every token"
+    assert seen.most_common(1)[0][1] == 1, "no token occurs twice"
+    assert sum(seen.values()) >= 100 - 8, "every token occurs except at the end of the stream"
     order.restart()
     anew = order.view(SampleFormat(8), [12])
     assert len(set(inputs(anew, 12))) == 96
@@ -84,7 +84,7 @@ def test_phases_of_a_blend_continue_each_source(tmp_path: Path) -> None:
         assert isinstance(train, BlendedDataset) == (blend != "b") and train is not None
         seen += [token for number in range(samples) for token in train.text(number)[:-1].tolist()]
         order.take(train, samples)
-    assert max(Counter(seen).values()) == 1, "800 tokens in all, of which 460 are taken"
+    assert max(Counter(seen).values()) == 1, "460 of 800 tokens are used"
 
 
 def test_a_run_continues_in_a_source_at_each_phase(tmp_path: Path) -> None:

@@ -52,4 +52,4 @@ def test_unused_kernels_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None
     with recorder:
         found[unwrap(add_fp8_products_grouped_)](torch.zeros(1, 32, 32), *tiles, torch.tensor([1], dtype=torch.int32))
     precisions = {event.precision for event in recorder.take() if isinstance(event, Product)}
-    assert precisions == {"bf16"}, "GPUs multiply in 16 bits without the kernel"
+    assert precisions == {"bf16"}, "without the kernel, GPUs multiply in 16 bits"

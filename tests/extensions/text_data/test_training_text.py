@@ -154,9 +154,9 @@ def test_only_changed_content_is_tokenized_again(tmp_path: Path, caplog: pytest.
 
     assert tokens("one", "first") == list(b"first")
     assert tokens("two", "other") == list(b"other"), "same name, size and time"
-    assert tokens("one", "again") == list(b"again"), "changed in place, with its old time of modification"
+    assert tokens("one", "again") == list(b"again"), "changed in place with the old modification time"
     assert tokens("three", "first", "b.txt") == list(b"first") and tokens("one", "first") == list(b"first")
-    assert caplog.text.count("tokenizing 1 file") == 4, "another name, and none for what is known"
+    assert caplog.text.count("tokenizing 1 file") == 4, "once more for the new name, but not again for known text"
 
 
 def test_damaged_tokens_are_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
