@@ -1,6 +1,6 @@
-"""Micro-batches, and the context of a micro-batch that every layer receives. Both are passed as arguments, down to core
-attention. No layer stores batch state, so a pipeline stage can have many micro-batches in flight and recompute any of
-them.
+"""Micro-batches, and the context of a micro-batch that every layer receives. Micro-batch and context are passed as
+arguments, down to core attention. No layer stores batch state, so a pipeline stage can have many micro-batches in
+flight and recompute any of them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Batch:
     Tokens with the same id are adjacent."""
 
     documents: Documents | None = None
-    """Start positions of the documents in the whole samples, on the host. They are computed from the `document_ids` of
-    all context-parallel ranks."""
+    """Start positions of the documents in the whole samples, on the host. The start positions are computed from the
+    `document_ids` of all context-parallel ranks."""
 
     shards: Shards | None = None
     """Token positions on each context-parallel rank; None for the default sharding."""
@@ -88,7 +88,8 @@ class Batch:
 
     @classmethod
     def of_tokens(cls, tokens: Tensor) -> Batch:
-        """Make a batch from tokens [b, s] alone: each token predicts the next one, and the last predicts nothing."""
+        """Make a batch from tokens [b, s] alone. Each token predicts the next token, and the last token predicts
+        nothing."""
         labels = torch.roll(tokens, -1, dims=1)
         loss_mask = torch.ones(tokens.shape, dtype=torch.float32, device=tokens.device)
         loss_mask[:, -1] = 0
@@ -165,7 +166,8 @@ def _later(x: Tensor, places: int) -> Tensor:
 
 
 class CachedCore(Protocol):
-    """Settings of a `megatron.core.attention.core_attention.CoreAttention` that attention to a cache needs."""
+    """Settings of a `megatron.core.attention.core_attention.CoreAttention` that are needed for attention to cached
+    tokens."""
 
     scale: float
     span: Span

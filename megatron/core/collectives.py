@@ -58,7 +58,8 @@ class Pending:
 
 
 class PassPair:
-    """Two passes of different micro-batches on one rank, run one after the other. Subclasses may interleave them."""
+    """Two passes of different micro-batches on one rank. This class runs them one after the other; subclasses may
+    interleave the two passes."""
 
     in_turns = False
 
@@ -101,7 +102,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
     """x [t * n, ...] -> [n, ...], written to `out` if given: launch a reduce-scatter (sum) along dim 0.
 
-    `out` may be this rank's part of `x` itself; the rest of `x` is unchanged.
+    `out` may be a view of this rank's part of `x`. The rest of `x` is unchanged.
     """
     if axis.size == 1:
         return Pending(x)
@@ -278,7 +279,7 @@ def features_to_sequence(x: Tensor, axis: Axis) -> Tensor:
 
 
 class RingExchange:
-    """One ring step: send `x` to the next rank, receive a tensor of the same shape from the previous one.
+    """One ring step: send `x` to the next rank, and receive a tensor of the same shape from the previous rank.
 
     If `into` is given, the received tensor is written to this contiguous tensor. All ranks must start their exchanges
     in the same order. gloo cannot send CUDA tensors point to point, so CUDA tensors are copied through host memory.

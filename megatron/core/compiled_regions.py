@@ -32,7 +32,7 @@ class CompiledRegion(Generic[K, R]):
 
     @cached_property
     def twin(self) -> Callable[K, R]:
-        """Compiled twin of the function. It is created by the first call, because loading the compiler takes a
+        """Compiled twin of the function. The first call creates the twin, because loading the compiler takes a
         second."""
         raise_recompile_limit(RECOMPILE_LIMIT)
         if self.static:

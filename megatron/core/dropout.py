@@ -14,7 +14,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.torch_private import AutogradContext
 
 HASH_CHUNK = 2**22
-"""Number of elements hashed at a time. It bounds temporary memory, so that this memory fits in the cache of a GPU."""
+"""Number of elements hashed at a time. This number bounds temporary memory, which then fits in the cache of a GPU."""
 
 
 def dropout(
@@ -93,8 +93,8 @@ class DropoutContext(AutogradContext):
 
 
 class _CompiledDropout(torch.autograd.Function):
-    """Autograd function of `drop_at_once`. It saves only the bits of rows and columns, and recomputes the mask in the
-    backward pass."""
+    """Autograd function of `drop_at_once`. The function saves only the bits of rows and columns, and recomputes the
+    mask in the backward pass."""
 
     @staticmethod
     def forward(ctx: DropoutContext, x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
@@ -117,7 +117,8 @@ def drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> 
 def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
     """Return the dropout mask: bool [rows, columns], True with probability p.
 
-    It compares a 32-bit hash of each pair with a threshold. Rows and columns were already hashed to 64 bits.
+    The function compares a 32-bit hash of each pair of a row and a column with a threshold. Rows and columns were
+    already hashed to 64 bits.
     """
     row_bits, column_bits = _row_and_column_bits(rows, columns)
     dropped = torch.empty(row_bits.numel(), column_bits.numel(), dtype=torch.bool, device=rows.device)

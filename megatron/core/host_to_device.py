@@ -52,7 +52,7 @@ class HostCopy(Generic[N]):
     """A copy of `values` to the host, in progress.
 
     Reading the copy waits only for work launched before the copy. If `values` is a tensor without values, as in memory
-    plans, `expected` takes its place.
+    plans, reading returns `expected`.
     """
 
     def __init__(self, values: Tensor, expected: Sequence[N] | None = None) -> None:

@@ -39,8 +39,8 @@ class Block:
     index: int
     length: int
     copies: list[tuple[slice, tuple[int, ...], Index, Index]]
-    """The block's elements, the shape of the box that they form, and the part that the box shares with the shard, as an
-    index into each."""
+    """Boxes of the block: elements of the block, shape of the box that they form, and indices of the overlap of box and
+    shard, in the box and in the shard."""
 
 
 def alloc_storage(tensor: Tensor) -> None:

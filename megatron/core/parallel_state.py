@@ -65,7 +65,7 @@ ALONE = Axis()
 class ParallelState:
     """One rank's position in a layout, and its process groups.
 
-    If one process holds two models with different layouts, each model has its own ParallelState.
+    If one process holds two models with different layouts, each model has a separate ParallelState.
     """
 
     dims: ParallelDims = field(default_factory=ParallelDims)
@@ -227,8 +227,8 @@ def get_parallel_state() -> ParallelState:
 
 
 def _readers(axis: str) -> tuple[Callable[[], int], Callable[[], int], Callable[[], dist.ProcessGroup | None]]:
-    """Return three functions for an axis. They return this rank's number in its group along the axis, the size of the
-    group, and the group."""
+    """Return three functions for an axis. The functions return this rank's number in its group along the axis, the size
+    of the group, and the group."""
     return (
         lambda: get_parallel_state().axis(axis).rank,
         lambda: get_parallel_state().axis(axis).size,

@@ -57,7 +57,7 @@ def test_initial_values_follow_from_the_role() -> None:
 
 
 def test_a_role_without_default_initial_values_must_state_them() -> None:
-    with pytest.raises(ValueError, match=r"a\.scale: the role 'vector' has no initial values; give its ParamMeta an"):
+    with pytest.raises(ValueError, match=r"the role 'vector' has no initial values; set `init` of its ParamMeta"):
         InitPolicy().complete(ParamMeta("a.scale", (1,), role="vector"))
     with pytest.raises(ValueError, match=r"a\.scale: role 'norms' is none of embedding, hidden, "):
         ParamMeta("a.scale", (1,), role="norms")  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ class AttentionBackend(Protocol):
         """Return the tile kernels for plain causal attention, documents and windows."""
 
     def dropout(self, dropout: Dropout) -> Kernel:
-        """Return the kernel for attention with dropout. All kernels use the same masks."""
+        """Return the kernel for attention with dropout. All attention kernels use the same dropout masks."""
 
 
 class MakeBackend(Protocol):
@@ -58,7 +58,7 @@ class MakeBackend(Protocol):
 
 
 ATTENTION_BACKENDS = Registry("--attention-backend", NoFacts, protocol=MakeBackend, makes=AttentionBackend)
-"""Registered classes of `AttentionBackend` by name; derive custom ones from
+"""Registered classes of `AttentionBackend`, by name. Derive custom classes from
 `megatron.core.attention.core_attention.TorchBackend`."""
 
 _CORE = "megatron.core.attention.core_attention"
@@ -97,8 +97,8 @@ class ContextParallelFacts:
     divide the queries."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Function that validates runs with several context-parallel ranks. It maps (RunConfig, world size) to the
-    `Problem`s of the run."""
+    """Function that validates runs with several context-parallel ranks. The function maps (RunConfig, world size) to
+    the `Problem`s of the run."""
 
 
 CONTEXT_PARALLEL = Registry("--cp-comm-type", ContextParallelFacts, protocol=ContextAttention)

@@ -102,7 +102,7 @@ class CoreAttention(nn.Module):
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, sinks: Sequence[ParamMeta] = ()) -> None:
-        """`sinks`: the parameter of learned attention sinks [heads], if there is one."""
+        """`sinks` is the parameter of the learned attention sinks [heads], or None."""
         super().__init__()
         self.scale = config.attention_scale
         self.span = config.layer(ctx.layer).span

@@ -52,7 +52,7 @@ class Rows:
 
 
 class Kernel(Protocol):
-    """Kernel that computes attention tile by tile. It may return the tiles in a different order."""
+    """Kernel that computes attention tile by tile. The kernel may return the tiles in a different order."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         """Yield each tile with its outputs. q, k and v contain the rows of all tiles."""
@@ -210,7 +210,7 @@ class TorchKernel:
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the scores of all pairs [b, heads, n, m], in fp32 or fp64."""
         (n, b, heads, _), m = q.shape, k.shape[0]
-        # scaled before the product, which could overflow in fp16
+        # q is scaled before the product, because the product could overflow in fp16
         scores = _by_group(q * self.scale, k).matmul(k.permute(1, 2, 3, 0)).view(b, heads, n, m)
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))
         return scores if self.cap is None else scores.div_(self.cap).tanh_().mul_(self.cap)

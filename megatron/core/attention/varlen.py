@@ -127,7 +127,7 @@ def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Add attention sinks [heads] to the output [..., heads, dv] and log-sum-exp [..., heads] of kernels, in place.
 
-    A sink z is an additional score in each softmax row. It has no value vector, so a head may attend to nothing
+    A sink z is an additional score in each softmax row. The score has no value vector, so a head may attend to nothing
     (gpt-oss). arXiv 2309.17453 describes sinks that form without such a score. This function corrects each row of a
     kernel without sinks:
 

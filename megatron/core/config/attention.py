@@ -39,8 +39,8 @@ class RotaryConfig:
     neither frequency scaling nor interpolation. Default: the same rotary embedding as in other layers."""
 
     no_rope_freq: str | None = flag(None, no_effect_without=ROTARY)
-    """Layers without rotary embedding: N for layers N - 1, 2N - 1, ..., or a list with one entry per layer, 1 for a
-    layer without it and 0 for a layer with it. Default: every layer has a rotary embedding."""
+    """Layers without rotary embedding: N for layers N - 1, 2N - 1, ..., or a list with one entry per layer: 1 without
+    and 0 with rotary embedding. Default: every layer has a rotary embedding."""
 
     rotary_percent: float = flag(1.0, above=0, at_most=1)
     """Fraction of each head's channels that are rotated."""
@@ -94,8 +94,8 @@ class RotaryConfig:
     """YaRN: rotated queries and keys are multiplied by 0.1 * mscale * ln(scaling factor) + 1."""
 
     mscale_all_dim: float = flag(0.0, no_effect_without=YARN)
-    """YaRN: the factor of --mscale for all channels of queries and keys. It scales the softmax and is divided out of
-    the rotated channels (DeepSeek). It applies to multi-latent attention only."""
+    """YaRN: the factor of --mscale for all channels of queries and keys. This factor scales the softmax and is divided
+    out of the rotated channels (DeepSeek). This flag applies only to multi-latent attention."""
 
     @property
     def position_table(self) -> bool:

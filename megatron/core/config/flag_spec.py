@@ -40,7 +40,7 @@ class FlagSpec:
     """Alternative spellings of the flag, with their dashes."""
 
     choices: Collection[str] | None = None
-    """Legal values. If they are the names of a registry, extensions that are loaded can add more."""
+    """Legal values. If the choices are the names in a registry, loaded extensions can add further choices."""
 
     many: bool = False
     """True if the flag takes one or more values; the field holds a tuple."""
@@ -104,12 +104,12 @@ class FlagSpec:
     """Reason for the bounds, quoted in messages."""
 
     no_effect_without: Conditions = ()
-    """Conditions of which at least one must hold for the flag to have an effect. If none holds, the run reports it and
-    continues."""
+    """Conditions of which at least one must hold for the flag to have an effect. If no condition holds, the run reports
+    this and continues."""
 
     off_without: Conditions = ()
-    """Conditions of which at least one must hold for the flag to have an effect. If none holds, the run reports it and
-    turns the flag off before other rules read it."""
+    """Conditions of which at least one must hold for the flag to have an effect. If no condition holds, the run reports
+    this and turns the flag off before other rules read it."""
 
     needs: Conditions = ()
     """Conditions of which at least one must hold; otherwise the flag is refused."""

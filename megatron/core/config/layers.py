@@ -54,7 +54,7 @@ class ResidualFacts:
 
     switch: str
     """Flag that selects this residual stream. A model has at most one residual stream: `residual_streams` in
-    `megatron/training/config/rules/model.py` refuses a second one."""
+    `megatron/training/config/rules/model.py` refuses a second residual stream."""
 
     when: Callable[..., bool]
     """Predicate that decides whether the model has this residual stream."""
@@ -109,11 +109,11 @@ class Span:
     """The tokens that a token attends to: the token itself and, by default, all earlier tokens of its document."""
 
     window: int | None = None
-    """Number of most recent tokens that are visible, including the token itself; None for no window."""
+    """Number of most recent tokens that are visible, including the token itself; None if there is no window."""
 
     chunk: int | None = None
     """Chunk length in tokens: documents are cut into chunks, and tokens attend only within their chunk (Llama 4). None
-    for no chunks."""
+    if there are no chunks."""
 
     def mean(self, length: int) -> float:
         """Return the mean number of tokens that a token attends to in a document of s = `length` tokens. By the
@@ -249,8 +249,8 @@ def all_but_last_of_each(layer: int, period: int) -> bool:
 
 
 def _value_of(text: str, otherwise: str) -> int | list[int]:
-    """Evaluate a text to a number or a list of numbers. If it is neither, raises ValueError with the text and the
-    message `otherwise`, such as "is not a list of numbers"."""
+    """Evaluate a text to a number or a list of numbers. Raises ValueError for any other text. The message contains the
+    text and `otherwise`, such as "is not a list of numbers"."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, RecursionError, UnicodeEncodeError):
@@ -261,10 +261,10 @@ def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Call
     """Return the list as a tuple. Raises ValueError unless the list has one legal entry for each layer; `what`
     describes a legal entry in the message."""
     if len(value) != num_layers:
-        raise ValueError(f"the list must have {what} for each of {num_layers} layers, and has {len(value)} entries")
+        raise ValueError(f"the list must have {what} for each of {num_layers} layers, but has {len(value)} entries")
     for layer, item in enumerate(value):
         if not is_legal(item):
-            raise ValueError(f"the list must have {what} for each layer, and has {item} for layer {layer}")
+            raise ValueError(f"the list must have {what} for each layer, but has {item} for layer {layer}")
     return tuple(value)
 
 

@@ -70,7 +70,8 @@ class MixerFacts:
     """Properties of a module of --attention-module; None for a mixer of --experimental-attention-variant."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Function that validates models with this mixer. It maps (RunConfig, world size) to the `Problem`s of the run."""
+    """Function that validates models with this mixer. The function maps (RunConfig, world size) to the `Problem`s of
+    the run."""
 
     described: Callable[..., str] = lambda config: ""
     """Function that returns the text that a plan adds to the number and width of the mixer's heads."""
@@ -95,7 +96,8 @@ class MixerFacts:
     """Flag that adds the part named by `recomputed` to a model."""
 
     includes: tuple[str, ...] = ()
-    """Other mixers that are parts of this mixer. Their flags and rules also apply to a model with this mixer."""
+    """Other mixers that are parts of this mixer. The flags and rules of these mixers also apply to a model with this
+    mixer."""
 
 
 class MixerModule(Protocol):

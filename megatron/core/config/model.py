@@ -117,7 +117,7 @@ class TransformerConfig(ModelFields):
         return self._kinds[number]
 
     def of_layer(self, number: int) -> TransformerConfig:
-        """Return the configuration of layer `number`: this configuration with the layer's own field values."""
+        """Return the configuration of layer `number`: this configuration with the field values of the layer."""
         own = self.layer(number).own
         change: Callable[..., TransformerConfig] = replace
         return change(self, **dict(own)) if own else self
@@ -310,7 +310,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def activation_flags(self) -> tuple[str, ...]:
-        """Activation functions that are chosen by their own flags, such as --swiglu."""
+        """Activation functions that separate flags such as --swiglu select."""
         given = {"swiglu": self.swiglu, "quick_geglu": self.quick_geglu, "squared_relu": self.squared_relu}
         return tuple(name for name, asked in given.items() if asked)
 
@@ -436,7 +436,7 @@ class TransformerConfig(ModelFields):
 
 @lru_cache(maxsize=64)
 def _layer_kinds(model: TransformerConfig) -> tuple[LayerKind, ...]:
-    """Return the kinds of all layers and multi-token prediction modules. Equal configurations share one result."""
+    """Return the kinds of all layers and multi-token prediction modules. Equal configurations share the result."""
     columns = (
         model._sublayers,
         model._by_own_numbers(model.local_pattern),

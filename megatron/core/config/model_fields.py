@@ -71,7 +71,7 @@ RECOMPUTED_PARTS = RecomputedParts()
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Activation recomputation: the backward pass recomputes activations instead of reading saved ones."""
+    """Activation recomputation: the backward pass recomputes activations instead of reading saved activations."""
 
     recompute_granularity: str = flag(
         "none",
@@ -104,10 +104,10 @@ class RecomputeConfig:
         without_effect=True,
         training_only=True,
     )
-    """Selective recomputation: parts of each layer; default core_attn. core_attn is attention without its
-    projections, layernorm both norms. In layers without experts, mlp is the whole MLP, mlp_act its activation function.
-    In layers with experts, moe is the whole MoE layer, moe_act the activation functions of all experts, shared_experts
-    the shared expert."""
+    """Selective recomputation: parts of each layer; default core_attn. core_attn is attention without its projections,
+    and layernorm is both norms. In layers without experts, mlp is the whole MLP and mlp_act is its activation function.
+    In layers with experts, moe is the whole MoE layer, moe_act is the activation functions of all experts, and
+    shared_experts is the shared expert."""
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:
@@ -275,8 +275,8 @@ class ModelFields(
     """Dropout probability of embeddings and of the output of each sublayer."""
 
     init_method_std: float = flag(0.02, at_least=0, training_only=True)
-    """Standard deviation of initial weights; divided by sqrt(2 * num-layers) for output projections, or by
-    sqrt(num-layers) where a layer has one sublayer."""
+    """Standard deviation of initial weights. For output projections, it is divided by sqrt(2 * num-layers), or by
+    sqrt(num-layers) if layers have a single sublayer."""
 
     embedding_init_method_std: float | None = flag(None, training_only=True, effective="embedding_init_std")
     """Standard deviation of initial word and position embeddings; default: init-method-std."""

@@ -24,7 +24,7 @@ class RouterFacts:
 
     when: Callable[..., bool] = lambda config, number: True
     """Predicate of (configuration, layer number) that decides whether the router applies to the layer. If several
-    routers apply, the layer uses the one registered last."""
+    routers apply, the layer uses the router that was registered last."""
 
     scores: tuple[str, ...] = ()
     """Values of --moe-router-score-function that the router defines. The router's `make_scores` creates these scores,
@@ -98,7 +98,7 @@ ROUTERS.register(
 
 
 def router_of(config: Section, number: int, in_training: bool = True) -> str:
-    """Return the name of the router of layer `number`, in training or (`in_training` False) in the trained model."""
+    """Return the name of the router of layer `number` in training; with `in_training` False, in the trained model."""
     wanted = ROUTERS.wanted(config, number)
     return [name for name in wanted if in_training or not ROUTERS.facts(name).training_only][-1]
 
@@ -119,7 +119,8 @@ class RouterValues(Collection[str]):
         return sum(1 for _ in self)
 
     def router(self, value: str) -> str:
-        """Return the name of the router that lists a value. Raises ValueError unless exactly one router lists it."""
+        """Return the name of the router that lists a value. Raises ValueError unless exactly one router lists the
+        value."""
         stating = [name for name in ROUTERS if value in self.stated(ROUTERS.facts(name))]
         if len(stating) != 1:
             raise ValueError(
@@ -189,11 +190,11 @@ class MoEConfig:
     no token is sent to them."""
 
     moe_router_topk: int = flag(2, first_run=True)
-    """Experts k that each token is routed to."""
+    """Number of experts k that each token is routed to."""
 
     moe_router_num_groups: int | None = flag(None, no_effect_without="--moe-router-group-topk")
-    """Number of equal groups into which experts are divided. Each token is routed to --moe-router-group-topk of
-    them."""
+    """Number of equal groups into which experts are divided. Each token is routed to --moe-router-group-topk of these
+    groups."""
 
     moe_router_group_topk: int | None = flag(None, needs=GROUPS)
     """Number of expert groups that each token may be routed to (device-limited routing in DeepSeek-V2, node-limited

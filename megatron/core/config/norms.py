@@ -94,7 +94,7 @@ class NormConfig:
     apply_layernorm_1p: bool = flag(
         False, needs=BUILT_IN_NORMS, excludes="--norm-parameters none: there are no weights"
     )
-    """Multiply by 1 + weight in norms, whose weights start at 0."""
+    """Multiply by 1 + weight instead of weight in norms. The initial weights are 0."""
 
     norm_epsilon: float = flag(1e-5, "--layernorm-epsilon")
     """Epsilon added to the variance in norms."""

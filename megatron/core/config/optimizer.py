@@ -128,7 +128,7 @@ class OptimizerConfig(Section):
     """Clip gradients to this global norm; 0 turns clipping off."""
 
     loss_scale: float | None = flag(None, no_effect_without="--fp16")
-    """fp16: fixed loss scale instead of the dynamic one."""
+    """fp16: fixed loss scale that replaces the dynamic loss scale."""
 
     initial_loss_scale: float = 2.0**32
     """fp16: first value of the dynamic loss scale."""

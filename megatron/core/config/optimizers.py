@@ -106,7 +106,7 @@ def _stated(plan: StatePlan) -> StatePlan:
 
 class StateStore(Protocol):
     """Class or function that creates a rank's shards of main parameters and optimizer states. The facts of a registered
-    store are a `StatePlan`. If several stores apply, the last one is used."""
+    store are a `StatePlan`. If several stores apply, the store that was registered last is used."""
 
     def __call__(self, spec: object) -> object:
         """Return the `Shard` for a `ShardSpec`. Both classes are in `megatron.core.optimizer.optimizer`."""

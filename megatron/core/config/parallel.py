@@ -27,10 +27,10 @@ class HostFacts:
     memory."""
 
     ranges: Callable[..., Mapping[tuple[int, int], Sequence[range]]]
-    """Function that returns the ranges of a rank's elements whose states are in host memory, keyed by bucket. Its
-    arguments are the `OptimizerConfig` and the number of elements that the rank owns in each bucket. A bucket is
-    identified by (buffer number, bucket number in the buffer). Buckets are in the order in which the backward pass
-    completes them."""
+    """Function that returns the ranges of a rank's elements whose states are in host memory, keyed by bucket. The
+    arguments of the function are the `OptimizerConfig` and the number of elements that the rank owns in each bucket. A
+    bucket is identified by (buffer number, bucket number in the buffer). Buckets are in the order in which the backward
+    pass completes them."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
     """Function that maps the sizes of the ranges in host memory to the number and the size of the device slots through
@@ -70,7 +70,8 @@ class HostMemory(Protocol):
 
 
 HOST_MEMORY = Registry("store in host memory", HostFacts, protocol=HostMemory)
-"""Registered implementations of `HostMemory`, by name. The trunk registers none. An extension registers one as follows:
+"""Registered implementations of `HostMemory`, by name. The trunk registers none. An extension registers an
+implementation as follows:
 
     HOST_MEMORY.register("host", f"{__package__}.memory:HostStores", fraction=..., ranges=..., slots=..., layers=...,
                          with_layers=...)

@@ -32,7 +32,7 @@ class ParamGroup:
     """Multiplier of the scheduled weight decay; 0 for no weight decay."""
 
     weight_decay: float | None = None
-    """Constant weight decay that replaces the scheduled one; None for the scheduled weight decay."""
+    """Constant weight decay that replaces the scheduled weight decay; None for the scheduled weight decay."""
 
     decoupled: bool = False
     """True if --decoupled-lr sets the learning rate."""
@@ -99,8 +99,8 @@ class ParameterRule:
 
 
 class BuildsRule(Protocol):
-    """Class or function that creates a rule from the `OptimizerConfig` of a run. Its `options(Cls)` are the flags of an
-    extension."""
+    """Class or function that creates a rule from the `OptimizerConfig` of a run. The `options(Cls)` of the
+    `OptimizerConfig` are the flags of an extension."""
 
     def __call__(self, optimizer: Section) -> ParameterRule: ...
 

@@ -128,7 +128,7 @@ def build_datasets(
 ) -> Datasets:
     """Build the datasets of a run.
 
-    All processes may call this function at the same time. It needs no process group.
+    All processes may call this function at the same time. The function needs no process group.
 
     Args:
         config: Paths and options of the data.

@@ -48,8 +48,8 @@ class StepShape(NamedTuple):
 
 
 class Dealer(Protocol):
-    """Function that assigns the samples of a step to the micro-batches of all replicas. It must be pure and have the
-    same result on every rank."""
+    """Function that assigns the samples of a step to the micro-batches of all replicas. The function must be pure and
+    have the same result on every rank."""
 
     def __call__(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
         """Return an array [micro-batches, replicas, micro_batch_size] that contains each of `samples` once."""

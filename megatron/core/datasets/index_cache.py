@@ -3,8 +3,8 @@
 A file name contains a hash of everything that determines the content, so a stale file is never read. A file is written
 under a temporary name, synced and renamed, so an existing file is complete. Each file ends with a checksum of its
 array. Every process verifies the checksum. A changed or damaged file is rebuilt. Each process checks whether the files
-exist. This works with one disk per node and with a shared disk. A lock on the folder lets one process build while the
-others wait. Without locks, as on some network disks, processes build the same files concurrently.
+exist. This check works with one disk per node and with a shared disk. A lock on the folder lets one process build while
+the others wait. Without locks, as on some network disks, processes build the same files concurrently.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1)
 }
-# Number of values processed at a time. It bounds the memory needed for an index.
+# Number of values processed at a time. This number bounds the memory needed for an index.
 BLOCK = 1 << 20
 
 

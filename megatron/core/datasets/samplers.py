@@ -50,9 +50,10 @@ def collate(samples: list[Sample], indices: Sequence[int]) -> MicroBatch:
 
 class DataIterator:
     """Iterator over the micro-batches of a data-parallel rank, step by step. With `num_workers` > 0, threads prepare
-    the micro-batches ahead of the step. Threads are sufficient. They read and copy without the interpreter lock, so a
-    single thread prepares samples faster than training consumes samples. Worker processes, in contrast, would be forked
-    from a process with gloo and CUDA threads. They would need shared memory and could outlive the run.
+    the micro-batches ahead of the step. Threads are sufficient. Threads read and copy without the interpreter lock, so
+    a single thread prepares samples faster than training consumes samples. Worker processes, in contrast, would be
+    forked from a process with gloo and CUDA threads. Worker processes would need shared memory and could outlive the
+    run.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 Megatron-LM's order of a source depends on the requested number of samples, which determines how many epochs are
 shuffled together and whether the last epoch is shuffled separately. With that order, a run that requests more samples
 later would repeat some samples and skip others. In contrast, an order of this module never changes once it has started.
-It is a list of segments:
+An order is a list of segments:
 
 - The first segment is Megatron-LM's order for the number of samples that the run planned at its start.
 - Each further segment consists of further epochs, shuffled with another seed.

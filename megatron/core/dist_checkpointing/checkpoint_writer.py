@@ -58,11 +58,11 @@ class CheckpointWriter:
 
         Args:
             root: Folder of the run's checkpoints.
-            world: All ranks that save.
+            world: Axis of all ranks that save.
             background: Whether to write on a thread instead of within `save`.
             cleanups: Functions that delete older checkpoints after a save, on one rank. Each receives `root`, the saved
-                iteration, and the checkpoints to keep (`held`), such as the one that the run was loaded from. They may
-                raise OSError.
+                iteration, and the checkpoints to keep (`held`), such as the one that the run was loaded from. The
+                functions may raise OSError.
         """
         self.root, self.background = root, background
         self.cleanups, self.held = cleanups, list[PurePath]()

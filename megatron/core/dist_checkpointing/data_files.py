@@ -66,7 +66,7 @@ class StoredFiles(FileSystem):
 
 
 class SummedFiles(StoredFiles):
-    """File system for DCP's writers. It contains the files of an unpublished folder, and their checksums.
+    """File system for DCP's writers. This file system contains the files of an unpublished folder, and their checksums.
 
     DCP writes the index under a temporary name and then renames it. This class writes the index directly under its
     final name, because the folder is published as a whole.
@@ -121,7 +121,7 @@ class Templates:
 
 
 class TensorFormat:
-    """Writer of tensors in `torch.save` format. It uses a template if the kind of tensor has one."""
+    """Writer of tensors in `torch.save` format. The writer uses a template if the kind of tensor has one."""
 
     def __init__(self) -> None:
         self._templates = Templates()

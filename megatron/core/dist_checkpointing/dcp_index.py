@@ -1,8 +1,8 @@
 """Safe reading of the files of torch.distributed.checkpoint (DCP).
 
-The index is a pickle that may come from an untrusted source. Therefore, it may name only the types of a tensor index
-and files in its own folder. Small tensors that match torch's output byte for byte are not unpickled. Every other tensor
-is checked before torch unpickles it.
+The index is a pickle that may come from an untrusted source. The pickle may therefore name only the types of a tensor
+index, and files in the folder of the index. Small tensors that match torch's output byte for byte are not unpickled.
+Every other tensor is checked before torch unpickles it.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Storage(Protocol):
             return None
 
     def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> None:
-        """Write a whole file if its content is still `expected` (None: the file must not exist).
+        """Write a whole file if its current content is `expected`. If `expected` is None, the file must not exist.
 
         Raises FileExistsError if the content has changed. In the default implementation, two simultaneous writers may
         both succeed.
@@ -116,8 +116,8 @@ class Storage(Protocol):
         return self.read(path, start, length)
 
     def local_file(self, path: PurePath) -> Path:
-        """Return a local copy of a file that never changes. In the default implementation, each process makes its own
-        copy."""
+        """Return a local copy of a file that never changes. In the default implementation, each process makes a
+        separate copy."""
         copy = Path(tempfile.mkdtemp(dir=_copies().name), path.name)
         copy.write_bytes(self.read(path))
         return copy
@@ -170,7 +170,7 @@ class Storage(Protocol):
 
         Args:
             final: The folder to be published.
-            keeps_names: Whether files must be stored under their own names, because other programs read the folder.
+            keeps_names: Whether files must keep their names in the storage, because other programs read the folder.
         """
         for name in self.names(final.parent):
             beside = final.parent / name

@@ -3,7 +3,7 @@ import torch.
 
 Checksums are CRC-32, which detects every burst error of up to 32 bits and all but one in 2^32 longer ones. CRC-32 is
 the fastest checksum in the standard library (over 1 GiB/s per core). The checksum is computed while a file is written,
-so that nothing is read back. It protects against disk errors, but not against tampering.
+so that nothing is read back. The checksum protects against disk errors, but not against tampering.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Recognizes the kind of a path: a checkpoint, a run, an indexed dataset, or a kind that an extension adds. It also
-defines the names of checkpoint folders and files. This module does not import torch.
+"""Recognizes the kind of a path: a checkpoint, a run, an indexed dataset, or a kind that an extension adds. This module
+also defines the names of checkpoint folders and files. This module does not import torch.
 
 Every flag and tool that takes a path calls this module, so that they all classify paths alike. An extension adds a
 kind:

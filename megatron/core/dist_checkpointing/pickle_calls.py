@@ -2,8 +2,8 @@
 
 `torch.load(weights_only=True)` runs no code from a file. However, some functions that it permits allocate memory of a
 given size or repeat text, so 30 bytes may request gigabytes. `check_calls` interprets the instructions without calling
-any function. It refuses a pickle that it cannot interpret to the end. It supports the same instructions as torch's
-reader.
+any function. A pickle that it cannot interpret to the end is refused. `check_calls` supports the same instructions as
+torch's reader.
 """
 
 from __future__ import annotations

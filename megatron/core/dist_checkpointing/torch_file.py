@@ -1,5 +1,5 @@
-"""Reader of untrusted torch.save files. It accepts only tensors and plain values, and allocates at most as much memory
-as the size of the file."""
+"""Reader of untrusted torch.save files. The reader accepts only tensors and plain values, and allocates at most as much
+memory as the size of the file."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A gradient reaches `param.main_grad` in one of two ways. The autograd Functions of linear layers and embeddings add
 weight gradients there, immediately or from the weight-gradient queue. All other gradients are computed by autograd, and
-a hook adds them when they are complete. In both cases, `param.on_main_grad` is then called if it is set.
+a hook adds the gradients when they are complete. In both cases, `param.on_main_grad` is then called if it is set.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class DistributedDataParallel:
     """Gradient buffers and data-parallel communication of one rank's model chunks (`modules`).
 
     Every parameter must have its `meta`. Modules may share a Parameter, which is then stored once. With
-    `use_distributed_optimizer` (ZeRO-1), each rank ends up with the summed gradient of its own shards only.
+    `use_distributed_optimizer` (ZeRO-1), each rank receives only the summed gradient of its shards.
 
     With `overlap_grad_reduce`, a bucket's reduction starts during the backward pass, as soon as its last gradient is
     complete. With `overlap_param_gather`, the optimizer step leaves the all-gather of updated parameters in flight, and
-    each module waits for its own parameters before it runs. A low-precision GEMM format may gather weights in that
-    format instead of the parameters. The parameters outside of this rank's shards are then outdated. Call
-    `finish_param_sync` before you read parameters outside of a forward pass.
+    each module waits for its parameters before it runs. A low-precision GEMM format may gather weights in that format
+    instead of the parameters. The parameters outside of this rank's shards are then outdated. Call `finish_param_sync`
+    before you read parameters outside of a forward pass.
 
     With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only during the
     passes of their unit. `passes` are the objects that the modules share. `initialize` sets the values of parameters
@@ -162,8 +162,8 @@ class DistributedDataParallel:
         """Start a step of `num_microbatches` micro-batches with zero gradients.
 
         With `overwrite`, gradients are not set to zero: the first contribution to each `main_grad` overwrites it. Until
-        then, or until `zero_stale_grads`, `main_grad` contains the previous step's gradient. All contributions must go
-        through `accumulate_weight_grad`.
+        then, or until `zero_stale_grads`, `main_grad` contains the previous step's gradient. All contributions must be
+        passed to `accumulate_weight_grad`.
         """
         assert self._started == 0, "the previous step's reductions have not been waited for"
         self._small_grads.enabled = overwrite and self.device.type == "cuda"

@@ -5,7 +5,7 @@ Losses are sums over tokens. Their gradients are divided only once, by the numbe
 (the factor that `reduce_model_grads` returns). The result therefore does not depend on how the batch is split over
 micro-batches and over data-, context- and pipeline-parallel ranks.
 
-Sums over data-parallel ranks come first. They may have started during the backward pass, and they leave each rank with
+Sums over data-parallel ranks come first. These sums may have started during the backward pass, and leave each rank with
 only its shards. Two other sums commute with them, and therefore run only over the shards: sums of gradients that are
 partial over a model axis, and sums of gradients of parameters that two pipeline stages share.
 """

@@ -1,8 +1,9 @@
 """ParamAndGradBuffer: contiguous memory of parameters and gradients, with reduce-scatters and all-gathers.
 
 Each parameter becomes a view of one flat tensor. Its `main_grad` becomes a view of another flat tensor, in the main
-dtype. One in-place collective on a slice of that memory reduces a bucket's gradients, and another gathers its
-parameters. A unit's bucket has its own flat tensors, whose memory is repeatedly allocated and freed.
+dtype. One in-place collective on a slice of the flat tensor reduces the gradients of a bucket, and another collective
+gathers the parameters of the bucket. The bucket of a unit has separate flat tensors, whose memory is repeatedly
+allocated and freed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Bucket:
 
     `params` and `grads` cover the whole bucket. `param_shard` and `grad_shard` are this data-parallel rank's part. With
     `shard_grads`, a reduction leaves the sum only in `grad_shard`; otherwise, it leaves the sum in `grads`. `owned_*`
-    is the part that contains the sum. This rank updates this part.
+    is the part that contains the sum. This rank updates the owned part.
 
     If `reduce_dtype` differs from the gradients' dtype, a reduction uses a rounded copy, which is freed when the
     reduction ends. The sum over a rank's micro-batches keeps the gradients' precision, and only the sum over ranks has
@@ -36,7 +37,8 @@ class Bucket:
     """
 
     on_host = False
-    """True if the rank's persistent part is in host memory. It is then on the device only while a pass uses it."""
+    """True if the rank's persistent part is in host memory. This part is then on the device only while a pass uses
+    it."""
 
     before_sync: Callable[[Bucket], None] | None = None
     """Hook for diagnosis, called before each reduction, when `grads` contains this rank's gradients."""

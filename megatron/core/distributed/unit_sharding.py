@@ -198,7 +198,7 @@ T = TypeVar("T")
 
 @dataclass
 class Order(Generic[T]):
-    """Order in which units or buckets are requested. It is learned in one step and used in the following steps."""
+    """Order in which units or buckets are requested. One step learns the order, and the following steps use it."""
 
     known: dict[int, list[T]] = field(default_factory=dict)
     """Learned orders, keyed by number of micro-batches."""
@@ -332,7 +332,7 @@ class UnitSharding(WholeUnits):
             self._acquire(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple[object, ...], output: object) -> object:
-        """Hook after a forward pass. It also runs if a recomputed pass stops early; `output` is then None."""
+        """Hook after a forward pass. The hook also runs if a recomputed pass stops early; `output` is then None."""
         if self.shards_params:
             output = _apart_from(unit, output)
             self._release(unit)

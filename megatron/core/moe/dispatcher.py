@@ -1,7 +1,8 @@
 """Token dispatch of MoE layers: sends tokens to the ranks of their experts, and returns the outputs.
 
 Dispatch is a linear map of the tokens: it copies, sends and sorts rows. Combine sums the outputs of a token's experts.
-It is the adjoint of dispatch, so the backward pass of each is the other. A dispatcher therefore defines only dispatch.
+Combine is the adjoint of dispatch, so each of the two is the backward pass of the other. A dispatcher therefore defines
+only dispatch.
 
 The ranks along (ep, expt_tp) together hold all experts. Each rank has different tokens.
 """

@@ -204,7 +204,7 @@ class _FusedWeightedContext(AutogradContext):
 
 
 class FusedWeightedActivation(torch.autograd.Function):
-    """Compiled form of `_WeightedActivation` for an activation function with a known gradient. It stores no
+    """Compiled form of `_WeightedActivation` for an activation function with a known gradient. This form stores no
     intermediate products."""
 
     @staticmethod

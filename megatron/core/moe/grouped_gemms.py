@@ -56,7 +56,7 @@ class Segments:
         return self._sizes
 
     def padded(self, multiple: int) -> Segments:
-        """Return segments with each expert's row count rounded up to a multiple. They may have spare rows."""
+        """Return segments with each expert's row count rounded up to a multiple. The result may have spare rows."""
         if self._sizes is not None:
             return Segments([-(-size // multiple) * multiple for size in self._sizes], None, self._device, True)
         counts = torch.diff(self.ends, prepend=self.ends.new_zeros(1))

@@ -90,8 +90,8 @@ class MoELayer(nn.Module):
 
 
 def latent_projections(name: str, config: TransformerConfig) -> tuple[ReplicatedLinear, ReplicatedLinear] | None:
-    """Return fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], named as in Megatron-LM. Both have biases if
-    linear layers have biases. Returns None without --moe-latent-size.
+    """Return fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], named as in Megatron-LM. The projections have
+    biases if linear layers have biases. Returns None without --moe-latent-size.
     """
     if config.moe_latent_size is None:
         return None

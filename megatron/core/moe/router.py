@@ -1,8 +1,8 @@
 """Top-k router of mixture-of-experts layers: the experts of each token and their weights.
 
-The selection depends only on the token and, if experts drop tokens or under Sinkhorn routing, on its sequence. It never
-depends on the micro-batch, the rank or the layout. Scores are fp32, or fp64 for fp64 parameters, because small
-differences decide a choice.
+The selection depends only on the token and, if experts drop tokens or under Sinkhorn routing, on its sequence. The
+selection never depends on the micro-batch, the rank or the layout. Scores are fp32, or fp64 for fp64 parameters,
+because small differences decide a choice.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class TopKRouter(nn.Module):
         return OwnScores(functions[kind], config.moe_router_topk_normalization, config.moe_router_topk_epsilon)
 
     def forward(self, x: Tensor, context: BatchContext) -> Choice:
-        """x [s, b, h] -> experts and weights [s, b, k] of this rank's own tokens"""
+        """x [s, b, h] -> experts and weights [s, b, k] of this rank's tokens"""
         logits = self.logits_of(x, context)
         ranked = self.ranked(logits, context)
         unbiased = self._best(ranked)
@@ -268,8 +268,8 @@ def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int)
 def without_rounding(scores: Tensor) -> Tensor:
     """Round scores to a grid far coarser than their rounding errors, which differ between layouts.
 
-    Tokens with equal context, such as the first tokens of documents, have equal scores. They must tie, so that their
-    positions decide. Under Sinkhorn routing, a sequence of equal tokens makes all experts tie.
+    Tokens with equal context, such as the first tokens of documents, have equal scores. Equal scores must tie, so that
+    the token positions decide the selection. Under Sinkhorn routing, a sequence of equal tokens makes all experts tie.
     """
     grid = 2.0 ** (40 if scores.dtype == torch.float64 else 16)
     return (scores * grid).round_().div_(grid)

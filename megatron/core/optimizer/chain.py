@@ -4,8 +4,8 @@ Fused links update flat shards. The other links of a chain run before and after 
 The updates of a batch of parameters run concurrently, as generators. Once each update has finished or made a request,
 all requests are answered together. One reduce-scatter and one all-gather over the stage answer requests for sums. One
 exchange with the matrices' owners (`MatrixExchange`) answers requests for whole matrices. Between reduce-scatter and
-all-gather, each rank applies its part of the sums to its part of the reduced states. Sharded states therefore cost no
-more communication than replicated ones.
+all-gather, each rank applies its part of the sums to its part of the reduced states. Sharded states therefore need no
+more communication than replicated states.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron.core.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class _Links:
-    """Links of a parameter, divided at its fused link."""
+    """Links of a parameter's chain, split at the fused link."""
 
     before: Sequence[Transform]
     """Links before the fused link; all links if there is no fused link."""
@@ -77,7 +77,7 @@ class _Param:
     """This rank's flat part of each state."""
 
     matrices: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """States of the matrices that this rank owns, keyed by matrix number. They are not flattened."""
+    """States of the matrices that this rank owns, keyed by matrix number. These states are not flattened."""
 
 
 _Elements = tuple[_Param, slice]

@@ -17,7 +17,7 @@ from megatron.core.distributed.param_layout import ALIGNMENT
 from megatron.core.optimizer.optimizer import OptimizerShard, ShardUpdate, StepValues
 
 STATIC_SHAPES = 16
-"""Maximum number of shard shapes that get their own kernels; buckets of equal layers have equal shapes."""
+"""Maximum number of shard shapes for which separate kernels are compiled. Buckets of equal layers have equal shapes."""
 
 
 class CompiledAdamKernel(ShardUpdate):
@@ -97,7 +97,7 @@ def adamw_(
         grad: Gradient, which is only read.
         exp_avg: First moment.
         exp_avg_sq: Second moment.
-        params: Receives the new main parameters in its own dtype.
+        params: Tensor that receives the new main parameters, rounded to the dtype of the tensor.
         scalars: Values of this update.
         betas: Decays of the moments.
         eps: Epsilon added to the root of the second moment.

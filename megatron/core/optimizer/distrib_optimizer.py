@@ -59,7 +59,7 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float:
-        """Return the gradient norm of the whole model before clipping. It is not finite if a gradient was not
+        """Return the gradient norm of the whole model before clipping. The norm is not finite if a gradient was not
         finite."""
         return self._read()[0]
 
@@ -122,8 +122,8 @@ def _build_host_update(
 
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function that judges a step. It maps (norm, overflow, sums) to two flags: 1 to skip the update, and 1 if the step is
-a spike; else 0. All are float64 on the device."""
+"""Function that judges a step. The function maps (norm, overflow, sums) to two flags. The first is 1 to skip the
+update, and the second is 1 if the step is a spike. The arguments and flags are float64 tensors on the device."""
 
 
 @dataclass(frozen=True)
@@ -136,14 +136,14 @@ class Update:
     """Factor of the gradients that `reduce_model_grads` returned."""
 
     sums: Tensor | None = None
-    """Further values [n] float64 of each rank, such as the loss. They are summed over the world together with the norm,
-    and must also be finite."""
+    """Further values [n] float64 of each rank, such as the loss. These values are summed over the world together with
+    the norm, and must also be finite."""
 
     judge: Judge | None = None
     """Function that decides whether to skip the update."""
 
     on_update: Callable[[Tensor], None] | None = None
-    """Function called before parameters are gathered, because the scales of casts depend on it. Its argument is `skip`,
+    """Function called before parameters are gathered, because the scales of casts depend on it. The argument is `skip`,
     which is 1 if nothing was updated."""
 
 
@@ -210,8 +210,8 @@ class DistributedOptimizer:
         return result
 
     def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
-        """Wait for the gradient norm, to which this rank contributes `own`, and update. Subclasses may leave part of
-        the update to `end_update`."""
+        """Wait for the gradient norm and update. `own` is the contribution of this rank to the norm. Subclasses may
+        leave part of the update to `end_update`."""
         self.apply(update, *self.verdict(update, self.grad_norm.start(own).wait(), result))
         if self.scaler.dynamic:
             self.scaler.update(not result.finite)
@@ -292,8 +292,8 @@ class DistributedOptimizer:
         return device, host + (0 if self.host_update is None else self.host_update.nbytes)
 
     def sharded_state(self) -> list[OptimizerPiece]:
-        """Return all parameters and states that this rank owns, for reading. They are live views, or host copies of
-        states with scales.
+        """Return all parameters and states that this rank owns, for reading. The result contains live views, or host
+        copies of states with scales.
 
         Main parameters are omitted if the parameters themselves are the main parameters.
         """

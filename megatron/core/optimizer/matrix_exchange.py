@@ -21,7 +21,7 @@ Write = Callable[[Part, Matrix, Tensor], None]
 """Function that stores the transformed values of a part."""
 
 Direction = Callable[[Tensor, Sequence[int]], Tensor]
-"""Function that maps matrices [n, rows, columns] to results of the same shape, each matrix independently. Its second
+"""Function that maps matrices [n, rows, columns] to results of the same shape, each matrix independently. The second
 argument contains the numbers of the matrices in the plan."""
 
 
@@ -42,8 +42,8 @@ class _Round:
 
 
 class MatrixExchange:
-    """Exchange of matrix parts among the ranks of a pipeline stage, `axis`, in tensors of `dtype`. Collective over the
-    axis."""
+    """Exchange of matrix parts among the ranks of a pipeline stage (`axis`). Messages have the dtype `dtype`.
+    Collective over the axis."""
 
     def __init__(self, plan: MatrixPlan, axis: Axis, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan

@@ -29,7 +29,7 @@ MAIN_PARAM = "main_param"
 """Kind of state for main parameters."""
 
 CHUNK = 2**22
-"""Number of elements per chunk of an element-wise update. It bounds the memory of temporary copies."""
+"""Number of elements per chunk of an element-wise update. This number bounds the memory of temporary copies."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ShardSpec:
 
 
 class Shard:
-    """One rank's part of a bucket, or a range of this part. It contains main parameters and states in any storage
+    """One rank's part of a bucket, or a range of this part. A shard contains main parameters and states in any storage
     format, on the device or the host. States are allocated immediately, so that a checkpoint can be loaded into them
     and memory use does not grow in the first step.
     """

@@ -29,8 +29,8 @@ def with_main_weights(
     optimizer: DistributedOptimizer, pieces: Iterable[OptimizerPiece]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of tensors [n] for the same elements: the values in `pieces`, which may be written in place, and the
-    main weights, which may only be read. Both are on the same device. Main weights are fp32 under --bf16 and --fp16.
-    `pieces` are elements that this rank updates, in any order, such as callback states.
+    main weights, which may only be read. Both tensors are on the same device. Main weights are fp32 under --bf16 and
+    --fp16. `pieces` are elements that this rank updates, in any order, such as callback states.
     """
     if any(shard.on_host for shard in optimizer.shards):
         optimizer.finish_param_sync()  # The host has updated its part.
@@ -78,7 +78,8 @@ def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPi
 
     After the block, the parameters have exactly their previous values. Elements that no rank offers keep their values.
     `offered` contains pieces of the elements that this rank updates, on any device. The block may run forward passes
-    but no updates. This is a collective over the data-parallel ranks. It needs memory for a copy of `owned_weights`.
+    but no updates. This is a collective over the data-parallel ranks. The function needs memory for a copy of
+    `owned_weights`.
     """
     optimizer.finish_param_sync()
     by_name = pieces_by_name(offered)
@@ -105,6 +106,6 @@ def _copy_common(source: OptimizerPiece, target: OptimizerPiece) -> None:
 
 
 def _spread(ddp: DistributedDataParallel) -> None:
-    """Broadcast the weights that one data-parallel rank has written to all others."""
+    """Broadcast the weights that one data-parallel rank has written to all other data-parallel ranks."""
     ddp.start_param_sync()
     ddp.finish_param_sync()

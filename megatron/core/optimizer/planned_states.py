@@ -38,7 +38,7 @@ FLOAT8 = "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that a transform keeps for one parameter. Its initial values are zero. Create a state with `elements`,
+    """A tensor that a transform keeps for one parameter. The initial values are zero. Create a state with `elements`,
     `reduced` or `of_matrices`."""
 
     name: str

@@ -134,8 +134,8 @@ class ParameterUpdate:
     """Factor for --adam-eps (`ParamGroup.eps_mult`)."""
 
     step: Tensor
-    """Number of this update, counted from 1. It is a float64 scalar on the device, so that the host does not wait for
-    it."""
+    """Number of this update, counted from 1. The number is a float64 scalar on the device, so that the host does not
+    wait for it."""
 
     def __init__(
         self,
@@ -283,9 +283,10 @@ class StageOfUpdate:
 class FusedTransform(Transform):
     """A link that updates the main parameters of whole shards in place, with kernels over many parameters at once.
 
-    Its states have the kind `elements`, and the same names and dtypes (`states`) for every parameter. They are stored
-    with the main parameters (`OptimizerShard.states`), including padding. All parameters of a buffer have the same
-    fused link, or all have none. Matrices with roles in an optimizer's `whole_roles` have separate buffers.
+    The states of a fused link have the kind `elements`, and the same names and dtypes (`states`) for every parameter.
+    They are stored together with the main parameters (`OptimizerShard.states`), including padding. All parameters of a
+    buffer have the same fused link, or all have none. Matrices with roles in an optimizer's `whole_roles` have separate
+    buffers.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -340,7 +341,7 @@ class ScaleByRate(Transform):
 
 
 class AverageWeights(Transform):
-    """Keeps an exponential moving average of the weights in the state `averaged`. It must be the last link of a
+    """Keeps an exponential moving average of the weights in the state `averaged`. This link must be the last link of a
     chain."""
 
     def __init__(self, decay: float) -> None:

@@ -16,14 +16,15 @@ class Kind(Enum):
 
     Communication: SEND_F sends a stage's output to the next stage, which receives it with RECV_F. SEND_B sends the
     gradient of a stage's input to the previous stage, which receives it with RECV_B. Each action carries the number of
-    its own stage, so SEND_F of stage 2 pairs with RECV_F of stage 3, and SEND_B of stage 3 with RECV_B of stage 2.
+    the stage that runs it, so SEND_F of stage 2 pairs with RECV_F of stage 3, and SEND_B of stage 3 with RECV_B of
+    stage 2.
 
     VALIDATE carries the first stage of its rank and precedes every action that cannot be repeated. At this action, the
     rank learns whether the update of the previous step is kept, or applies that update (`StepFacts.kept` of
     `megatron.training.step_parts`).
 
-    FB carries the stage and micro-batch of the forward pass. It precedes an F and a B or I of different micro-batches
-    that run in turns: each pass computes during the expert all-to-alls of the other pass.
+    FB carries the stage and micro-batch of the forward pass. An FB precedes an F and a B or I of different
+    micro-batches that run in turns: each pass computes during the expert all-to-alls of the other pass.
     """
 
     F = "F"

@@ -30,10 +30,10 @@ from megatron.core.pipeline_parallel.walk import Walk
 def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     """Add SEND_F, RECV_F, SEND_B and RECV_B to lists of compute actions. Stages on the same rank need no messages.
 
-    The function visits the actions of all ranks in the order in which they would start. It appends each send to the
-    sender's list, directly after the action that computes the message. At the same time, it appends the receive to the
-    peer's list. The peer therefore posts the receive while the message is being computed, and then continues with its
-    next actions.
+    The function visits the actions of all ranks in the order in which they would start. The function appends each send
+    to the sender's list, directly after the action that computes the message. At the same time, the function appends
+    the receive to the peer's list. The peer therefore posts the receive while the message is being computed, and then
+    continues with its next actions.
 
     The lists cannot deadlock, even if sends and receives block until both ends have reached them. Each list is part of
     one global order, in which every send directly precedes its receive and follows all its dependencies, so the first

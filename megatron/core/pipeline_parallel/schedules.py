@@ -80,7 +80,8 @@ class ScheduleFacts:
     """Extension options (`config.options`) of runs with this schedule."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Function that validates runs with this schedule. It maps (RunConfig, world size) to the `Problem`s of the run."""
+    """Function that validates runs with this schedule. The function maps (RunConfig, world size) to the `Problem`s of
+    the run."""
 
     def __post_init__(self) -> None:
         for name, protocol, part in (

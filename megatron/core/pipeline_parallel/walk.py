@@ -32,8 +32,8 @@ class Timed(NamedTuple):
 class DeadlockError(ValueError):
     """Raised if lists deadlock.
 
-    `cycle` contains, for each rank of the cycle, the rank, its next action, and the action that it waits for. It is
-    empty if an action waits for an action that no list contains.
+    `cycle` contains, for each rank of the cycle, the rank, its next action, and the action that it waits for. `cycle`
+    is empty if an action waits for an action that no list contains.
     """
 
     def __init__(self, message: str, cycle: Sequence[tuple[int, Action, Action]] = ()) -> None:
@@ -53,8 +53,8 @@ def _ranks_of(lists: Lists) -> dict[Action, int]:
 
 
 class Walk:
-    """Simulation of action lists with or without communication. It records the position of each rank and the end time
-    of each action.
+    """Simulation of action lists with or without communication. The simulation records the position of each rank and
+    the end time of each action.
 
     An action starts when the previous action of its rank has ended and all its inputs have arrived. By default,
     messages take no time and a whole backward pass takes as long as two forward passes; subclasses may change both.
@@ -154,7 +154,7 @@ class Walk:
         return [(self.source(send), comm)]
 
     def source(self, send: Action) -> Action:
-        """Return the compute action whose result a send carries."""
+        """Return the compute action that produced the message of a send."""
         if send.kind is Kind.SEND_F:
             return Action(Kind.F, send.stage, send.microbatch)
         halves = Action(Kind.I, send.stage, send.microbatch)

@@ -30,7 +30,7 @@ def vocab_parallel_cross_entropy(
 
     With `z_loss_coeff`, a loss includes the coefficient times log(sum of exp(logits))^2 (arXiv 2204.02311, section 5).
 
-    Columns from `vocab_size` on are padding. They are excluded from the sum, and their gradient is zero. A token whose
+    Columns from `vocab_size` on are padding. Padding is excluded from the sum, and its gradient is zero. A token whose
     loss is multiplied by zero contributes exactly zero to every gradient. Raises ValueError for a label outside [0,
     vocab_size).
 
@@ -168,7 +168,8 @@ def _local_stats(logits: Tensor, local_labels: Tensor, columns: int, compiled: b
 def _largest_and_sum(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the maximum of each row, and the row's sum of exp(z - maximum)."""
     if torch.compiler.is_compiling():
-        # converted first and with dims kept, both become one pass: an online softmax (arXiv 1805.02867)
+        # with the conversion first and dims kept, torch.compile fuses both into one pass: an online softmax (arXiv
+        # 1805.02867)
         z = z.to(dtype)
     top = z.amax(1, keepdim=True).to(dtype)
     return top.squeeze(1), (z - top).exp_().sum(1, keepdim=True).squeeze(1)

@@ -108,7 +108,7 @@ class TPContext(Section):
     """Value of --attention-backend, or the result of `backend_choice`; "auto" for torch's own order."""
 
     format: LinearFormat | None = None
-    """Number format of the GEMMs of linear layers; None for `dtype`."""
+    """Number format of the GEMMs of linear layers; None if the GEMMs use `dtype`."""
 
     pair: PassPair = field(default_factory=PassPair)
     """Pair of passes; the other pass computes while the collectives of this pass are in flight."""
@@ -136,7 +136,7 @@ class TPContext(Section):
         return self.hardware.compiled
 
     def of_layer(self, number: int) -> TPContext:
-        """Return the context of transformer layer `number`. It has no `format` if that layer computes in `dtype`."""
+        """Return the context of transformer layer `number`, with `format` None if that layer computes in `dtype`."""
         used = self.format is not None and number in self.format.layers
         return replace(self, layer=number, format=self.format if used else None)
 
@@ -224,8 +224,8 @@ class LinearFunction(torch.autograd.Function):
 
     With an addend, the function returns y + addend. In this case, `leave` must not be a collective. The function saves
     only the local part of the input, in the form that the dW GEMM reads. The backward pass gathers the input again
-    while it computes dX, and reduces dX while it computes dW. It passes dW to `accumulate_weight_grad`. Without
-    `saves`, there is no backward pass. `of_output` may contain casts and the sum of dY.
+    while it computes dX, and reduces dX while it computes dW. The backward pass passes dW to `accumulate_weight_grad`.
+    Without `saves`, there is no backward pass. `of_output` may contain casts and the sum of dY.
     """
 
     # Column parallel: x [s, b, h] -> [s, b, f/t]; W [f/t, h]. With sequence parallelism x [s/t, b, h].

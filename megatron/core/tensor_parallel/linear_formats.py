@@ -31,7 +31,7 @@ class LinearFormatFacts:
     their linear layers."""
 
     alignment: Callable[[ModelParallelConfig, int], tuple[int, str]]
-    """Function that returns the required divisor of the features on a rank, and the flag that requires it. Its
+    """Function that returns the required divisor of the features on a rank, and the flag that requires it. The
     arguments are the configuration and the number of ranks that shard the features."""
 
     tokens: int

@@ -309,8 +309,8 @@ class OutputGradient:
     def take(self, grad: Tensor) -> tuple[Operands | None, Tensor | None]:
         """Return (casts, sum over tokens) of `grad`.
 
-        Each result is None if it was not computed. It is also None if it was computed from a different tensor, because
-        another gradient was added to dY in the meantime.
+        Each result is None if it was not computed. A result is also None if it was computed from a different tensor,
+        because another gradient was added to dY in the meantime.
         """
         made, self._made = self._made, None
         if made is None or not _same_values(made[0], made[1], grad):

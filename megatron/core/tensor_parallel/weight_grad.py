@@ -21,7 +21,7 @@ from megatron.core.dropout import mixed, round_to_bf16, uniform_of
 from megatron.core.torch_private import AutogradContext, index_put_impl_
 
 ROUNDED_AT_ONCE = 2**22
-"""Number of elements of a bf16 sum that are rounded at a time. It bounds the memory of temporary tensors."""
+"""Number of elements of a bf16 sum that are rounded at a time. This number bounds the memory of temporary tensors."""
 
 SALT = 0x2545F491
 """Salt that separates the random bits for gradients from other random bits."""
@@ -160,8 +160,8 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def saved_without_graph(ctx: AutogradContext) -> tuple[Tensor, ...]:
-    """Return the saved tensors of an autograd Function. They are detached, because a queued job would otherwise keep
-    their graph alive."""
+    """Return the saved tensors of an autograd Function. The tensors are detached, because a queued job would otherwise
+    keep their graph alive."""
     return tuple(x.detach() for x in ctx.saved_tensors)
 
 

@@ -81,7 +81,7 @@ class Saver(Protocol):
     """Object that receives each tensor that autograd saves."""
 
     def pack(self, x: Tensor) -> Tensor | Stored:
-        """Return the placeholder of x in the graph, or x itself if it is not stored."""
+        """Return the placeholder of x in the graph, or x if x is not stored."""
 
 
 class _Now(threading.local):

@@ -72,8 +72,8 @@ def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMe
 
 
 class WideRMSNorm(nn.Module):
-    """RMSNorm over the channels of all `heads`, which are sharded over tensor-parallel ranks. It is computed in fp32
-    for 16-bit inputs."""
+    """RMSNorm over the channels of all `heads`, which are sharded over tensor-parallel ranks. The norm is computed in
+    fp32 for 16-bit inputs."""
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ class WideRMSNorm(nn.Module):
 
 
 class NormOfEachHead(nn.Module):
-    """Norm over the channels of each head, multiplied by a weight for each head. It is computed in fp32 for 16-bit
-    inputs."""
+    """Norm over the channels of each head, multiplied by a weight for each head. The norm is computed in fp32 for
+    16-bit inputs."""
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -130,8 +130,8 @@ def _divided_by_root_mean_square(x: Tensor, eps: float) -> Tensor:
 def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) -> tuple[nn.Module, nn.Module]:
     """Return the norms of queries and keys [s, b, heads/tp, d], or identities.
 
-    They run before the rotary embedding, or after it with --qk-layernorm-after-rotary. With --qk-l2-norm, the order
-    makes no difference.
+    The norms run before the rotary embedding; with --qk-layernorm-after-rotary, they run after it. With --qk-l2-norm,
+    the order makes no difference.
     """
     if config.qk_l2_norm and config.layer(ctx.layer).rotation is not None:
         return L2Norm(config, ctx), L2Norm(config, ctx)

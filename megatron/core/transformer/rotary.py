@@ -45,7 +45,7 @@ def _proportional_frequencies(config: TransformerConfig, rotation: Rotation) -> 
 
 
 def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: TransformerConfig) -> Tensor:
-    """Divide low frequencies by the scaling factor, keep high ones, and interpolate linearly in between (YaRN,
+    """Divide low frequencies by the scaling factor, keep high frequencies, and interpolate linearly in between (YaRN,
     arXiv:2309.00071, section 3.2).
 
     The bounds are optionally rounded to pairs, as in most published models.
@@ -66,7 +66,7 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: T
 
 
 def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor:
-    """Divide low frequencies by the scaling factor, keep high ones, and interpolate linearly between.
+    """Divide low frequencies by the scaling factor, keep high frequencies, and interpolate linearly in between.
 
     The bounds are wavelengths, as fractions of the original training context length.
     """

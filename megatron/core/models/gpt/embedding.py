@@ -119,7 +119,7 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 class PositionEmbedding(nn.Module):
     """Learned position embeddings, replicated on every rank.
 
-    Under sequence parallelism each rank looks up the positions of its own tokens.
+    Under sequence parallelism, each rank looks up only the positions of its tokens.
     """
 
     backward_reads_parameters = False

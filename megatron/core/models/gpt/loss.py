@@ -71,8 +71,8 @@ class Head(OutputLayer):
 class TokenLoss:
     """Base class of loss functions.
 
-    The training loop sums loss_mask * loss over tokens. It divides the sum once, by the number of valid tokens in the
-    global batch. A loss must therefore neither average nor mask its results.
+    The training loop sums loss_mask * loss over tokens. The loop divides the sum once, by the number of valid tokens in
+    the global batch. A loss must therefore neither average nor mask its results.
     """
 
     must_write = ("__call__",)

@@ -2,12 +2,12 @@
 
 The logits of a large vocabulary are the largest tensor of a pass. Losses are sums over tokens and the initial gradient
 is known in advance, so the gradient of a token's loss can be computed as soon as its logits are. For each chunk, the
-forward pass computes the logits, the losses and the gradients of the hidden states and the weight. It then frees the
-logits. Each token needs the same three matrix products as with separate forward and backward passes. The only
-activation-sized tensor that remains is the gradient of the hidden states, which the backward pass returns.
+forward pass computes the logits, the losses and the gradients of the hidden states and the weight. The forward pass
+then frees the logits. Each token needs the same three matrix products as with separate forward and backward passes. The
+only activation-sized tensor that remains is the gradient of the hidden states, which the backward pass returns.
 
-Under sequence parallelism, a chunk consists of the same rows of each rank's sequence shard. Its hidden states are
-gathered while the previous chunk is computed, and their gradient is reduced while the next chunk is computed.
+Under sequence parallelism, a chunk consists of the same rows of each rank's sequence shard. The hidden states of a
+chunk are gathered while the previous chunk is computed. Their gradient is reduced while the next chunk is computed.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ share the model's embedding and head:
     loss = main loss + factor / N * sum over k of -log softmax(head(h_k))[t_{i+k+1}]    (equations 23 to 25)
 
 The paper concatenates in the opposite order, but its published weights and Megatron-LM use the order above. All losses
-are sums over tokens. They are divided once, by the number of tokens that count in the main loss, so the gradients do
-not depend on the layout or the micro-batch size. At depth k only s - k of a sample's s tokens have a label. The factor
-s / (s - k), as in Megatron-LM, makes the loss a mean over these tokens; the paper divides by s.
+are sums over tokens. The sums are divided once, by the number of tokens that count in the main loss, so the gradients
+do not depend on the layout or the micro-batch size. At depth k only s - k of a sample's s tokens have a label. The
+factor s / (s - k), as in Megatron-LM, makes the loss a mean over these tokens; the paper divides by s.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.core.transformer.layer import HiddenDropout
 from megatron.core.transformer.norm import build_norm
 
 MULTI_TOKEN = "mtp.layers"
-"""Name prefix of multi-token prediction modules. It is followed by the depth, counted from 0."""
+"""Name prefix of multi-token prediction modules. The depth, counted from 0, follows the prefix."""
 
 
 class LossSum(Protocol):

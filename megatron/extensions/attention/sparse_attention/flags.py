@@ -114,7 +114,7 @@ def ratios(config: TransformerConfig) -> tuple[int, ...]:
     be read."""
     found, layers = listed_ratios(config), config.num_layers
     if len(found) < layers:
-        raise ValueError(f"the list must have a number for each of {layers} layers, and has {len(found)} entries")
+        raise ValueError(f"the list must have a number for each of {layers} layers, but has {len(found)} entries")
     return (*found, *found[layers - 1 : layers] * config.mtp_depths)[: layers + config.mtp_depths]
 
 
