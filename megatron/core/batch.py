@@ -59,14 +59,13 @@ class Batch:
     """
 
     aux_scale: Tensor | None = None
-    """Scalar factor for the gradients of auxiliary losses, which are sums over tokens
-    (`megatron.core.moe.load_balancing`).
+    """Scalar by which the gradients of auxiliary losses are multiplied (`megatron.core.moe.load_balancing`).
 
     None without auxiliary losses.
     """
 
     loss_seed: Tensor | None = None
-    """Scalar initial gradient of the loss sum in the backward pass: the loss scale in fp16, None for 1."""
+    """Initial gradient of the loss sum in the backward pass, a scalar. It is the loss scale in fp16; None means 1."""
 
     number: int = 0
     """Number of the micro-batch in its step."""
@@ -146,7 +145,7 @@ class Batch:
         return replace(self, **local, documents=documents, shards=shards, places=places)
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on `device`. Copies to a GPU do not block."""
+        """Return the batch on `device`. Copies to a GPU do not block the host."""
         moved = {name: copied_to(tensor, device) for name, tensor in self.tensors().items()}
         change: Callable[..., Batch] = replace
         return change(self, **moved)
@@ -200,14 +199,14 @@ class EarlierTokens(Protocol):
         """q [s, b, heads, d] of the new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all tokens
         -> [s, b, heads, dv].
 
-        Uses the settings of a `CoreAttention`.
+        The method uses the settings of a `CoreAttention`.
         """
 
 
 @dataclass(frozen=True)
 class BatchContext:
-    """Properties of a micro-batch that layers need in addition to hidden states. A stage computes it once per forward
-    pass."""
+    """Properties of a micro-batch that layers need in addition to hidden states. A stage computes these properties once
+    per forward pass."""
 
     sample_index: Tensor
     """[b] int64."""

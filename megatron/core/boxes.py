@@ -12,7 +12,8 @@ from math import prod
 
 @dataclass(frozen=True)
 class FlatBox:
-    """A box of the global tensor, `shape` at `offset`, stored as elements [start, stop) of the flat local shard."""
+    """A box of the global tensor with the given `shape` and `offset`. It is stored as elements [start, stop) of the
+    flat local shard."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -29,7 +30,7 @@ def boxes_of_flat_range(
     box per inner dim, and the whole rows in between are one box.
 
     Args:
-        local_offset: Offset of the shard, which is itself a box.
+        local_offset: Offset of the shard, which is a box of the global tensor.
         local_shape: Shape of the shard.
         start: First element.
         stop: One past the last element.
@@ -64,7 +65,7 @@ def boxes_of_flat_range(
 def overlap(
     a_offset: Sequence[int], a_shape: Sequence[int], b_offset: Sequence[int], b_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Intersect two boxes: return the common part as slices of each; None if they do not overlap."""
+    """Return the common part of two boxes as slices of each box; None if the boxes do not overlap."""
     in_a, in_b = [], []
     for a, a_length, b, b_length in zip(a_offset, a_shape, b_offset, b_shape, strict=True):
         start, stop = max(a, b), min(a + a_length, b + b_length)

@@ -69,7 +69,8 @@ class PassPair:
         second()
 
     def hand_over(self) -> None:
-        """Let the other pass compute while a collective is in flight; a pass calls this between start and `wait()`."""
+        """Let the other pass compute while a collective is in flight. A pass calls this method after it launches the
+        collective and before `wait()`."""
 
 
 Start = Callable[[Tensor, Axis], Pending]

@@ -25,11 +25,10 @@ def dropout(
     Args:
         x: Hidden states [s, b, h].
         p: Probability of dropping a value.
-        key: The `site_key`.
-        sample_index: [b], numbers of the samples in the run.
+        key: The `site_key`. sample_index: Sample numbers in the run [b].
         seq_offset: Position of x[0] in the whole sequence, or the positions [s] of all rows. Ranks that hold parts of a
             sequence apply the corresponding parts of a single mask.
-        compiled: True to use a compiled kernel.
+        compiled: Whether to use a compiled kernel.
     """
     if p == 0.0:
         return x

@@ -1,4 +1,4 @@
-"""Atomic file replacement, writes that survive a power cut, and errors that name the file when a disk is full."""
+"""Atomic file replacement, writes that survive a power failure, and disk-full errors that name the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_ROOM = {errno.EDQUOT, errno.EFBIG, errno.ENOSPC}
 
 
 def name_full_file(error: BaseException, path: Path | str) -> None:
-    """Add the file name to the error of a full disk, so that the message names the file."""
+    """Add the file name to disk-full errors, so that the message names the file."""
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is None:
         error.filename = str(path)
 

@@ -49,7 +49,7 @@ N = TypeVar("N", int, float)
 
 
 class HostCopy(Generic[N]):
-    """A copy of `values` to the host, in progress.
+    """Asynchronous copy of `values` to the host.
 
     Reading the copy waits only for work launched before the copy. If `values` is a tensor without values, as in memory
     plans, reading returns `expected`.

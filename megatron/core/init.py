@@ -126,7 +126,7 @@ def _blocks(local: Tensor, meta: ParamMeta, offset: tuple[int, ...]) -> Iterator
 def _in_threads(
     draw: Callable[[Block], Tensor], blocks: Iterator[Block], threads: int
 ) -> Iterator[tuple[Block, Tensor]]:
-    """Yield each block with its values, in order. Threads draw at most two blocks each ahead of the caller.
+    """Yield each block with its values, in order. Each thread draws at most two blocks ahead of the caller.
 
     torch releases the interpreter lock while it draws. Under a dispatch mode, as with fake tensors, the caller draws,
     because modes apply only to the thread that entered them.

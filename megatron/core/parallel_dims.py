@@ -74,7 +74,8 @@ class ParallelDims:
 
     @property
     def expert_order(self) -> tuple[str, ...]:
-        """Axes of the expert view, outermost first: the ranks of one stage in dense order, divided differently."""
+        """Axes of the expert view, outermost first. This view divides the ranks of a stage, in dense order,
+        differently."""
         return ("pp", "expt_dp", "ep", "expt_tp")
 
     def shards(self, expert: bool) -> int:

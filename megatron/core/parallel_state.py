@@ -1,8 +1,8 @@
 """Process groups of a layout: tensor, pipeline, context, data and expert parallelism.
 
-`initialize_model_parallel` builds them once and returns a `ParallelState`. Library code receives the `Axis` it needs as
-an argument and never reads a global. Only entry points use the single global below, through the functions at the end of
-this file, which are named as in Megatron-LM.
+`initialize_model_parallel` builds the groups once and returns a `ParallelState`. Library code receives the `Axis` it
+needs as an argument and never reads a global. Only entry points use the single global below, through the functions at
+the end of this file, which are named as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Axis:
     """True if ranks sum CPU tensors by exchanging and adding them, because gloo's collectives are slower."""
 
     levels: tuple[Axis, ...] = ()
-    """The two axes that form this axis, inner axis first; set only for nested context-parallel ranks."""
+    """The two axes that form this axis, inner axis first. They are set only for nested context-parallel ranks."""
 
     @property
     def first(self) -> bool:
@@ -115,7 +115,7 @@ class ParallelState:
 
     @property
     def lanes(self) -> tuple[Axis, ...]:
-        """Groups for pipeline messages: the groups of `LANES`, or only "pp" if one suffices."""
+        """Groups for pipeline messages: the groups of `LANES`, or only "pp" if a single group suffices."""
         return tuple(self.axes[name] for name in LANES if name in self.axes)
 
     @cached_property

@@ -46,7 +46,8 @@ class Init:
 
 @dataclass(frozen=True)
 class Fused:
-    """Weights of several linear maps that are concatenated in one parameter: `sizes` are their lengths along `dim`."""
+    """Weights of several linear maps that are concatenated in one parameter: `sizes` are the lengths of the weights
+    along `dim`."""
 
     name: str
     """"qkv" (queries, keys and values), "gate_up" (both halves of a gated fc1), or a custom name."""
@@ -124,7 +125,8 @@ class ParamMeta:
 
     partial_over: tuple[str, ...] = ()
     """Model-parallel axes over which the local gradient is a partial sum that must be reduced: ("tp",) for a parameter
-    that acts on sequence-parallel activations. Data-parallel axes are always reduced, and are not listed."""
+    that acts on sequence-parallel activations. Gradients are always reduced over data-parallel axes, which are not
+    listed."""
 
     shared_stages: tuple[int, ...] = ()
     """Pipeline stages that each hold a replica, such as the first and the last stage for tied embeddings. The gradients
@@ -222,7 +224,8 @@ class ParamMeta:
     def is_first_replica(self, coords: Mapping[str, tuple[int, int]]) -> bool:
         """Return whether the rank at `coords` (axis -> (rank, size)) holds the replica that counts in norms and is
         saved. This replica is the first along `replica_axes`. For a parameter that several stages share, it is on the
-        first of these stages. Data-parallel ranks get the same result and divide the work among themselves.
+        first of these stages. The result is the same on all data-parallel ranks, which divide the saving among
+        themselves.
         """
         first_stage = not self.shared_stages or coords["pp"][0] == 0
         return first_stage and all(coords[axis][0] == 0 for axis in self.replica_axes)

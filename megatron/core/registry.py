@@ -135,7 +135,8 @@ class Registry(Collection[str], Generic[P, F, K]):
         flag: the flag that chooses a part on the command line, for messages.
         facts: makes the facts of a part from the keyword arguments of `register`.
         protocol: the Protocol of the parts. Each part must accept the arguments of the Protocol's `__call__`, and have
-            its other members. If `protocol` is a plain class instead, the parts must be instances of the class.
+            the other members of the Protocol. If `protocol` is a plain class instead, the parts must be instances of
+            the class.
         makes: the Protocol of the objects that parts return when they are called. A part that is a class must have this
             Protocol's members, with methods that accept the same arguments.
     """

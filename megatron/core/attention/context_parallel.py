@@ -1,4 +1,4 @@
-"""Attention over context-parallel ranks, and within one rank.
+"""Attention over context-parallel ranks and within a single rank.
 
 Ring attention (p2p, arXiv:2310.01889): queries stay on their rank, while keys and values rotate over the ranks. Each
 rank computes the attention of its queries to the keys that it holds while it receives the next keys. The backward pass
@@ -143,7 +143,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _joined(k: Tensor, v: Tensor) -> Tensor:
-    """Concatenate k and v into one flat tensor that is sent as one message."""
+    """Concatenate k and v into a flat tensor that can be sent as a single message."""
     return torch.cat((k.flatten(), v.flatten()))
 
 

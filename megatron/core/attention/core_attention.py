@@ -1,7 +1,7 @@
 """Core attention, softmax(q kᵀ) v. The model, the layout and the batch determine the implementation.
 
 Operands are q [s, b, heads, d], k [s, b, groups, d] and v [s, b, groups, dv], where dv equals d except in multi-latent
-attention; the heads of a group are adjacent.
+attention. The heads of a group are adjacent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FusedAttention(nn.Module):
 
 
 class TorchBackend:
-    """torch's attention kernels; a base class for other backends."""
+    """Backend with torch's attention kernels, and base class for other backends."""
 
     always_tiles = False
 
@@ -96,9 +96,9 @@ def alibi_slopes(heads: int) -> list[float]:
 class CoreAttention(nn.Module):
     """Core attention of one layer.
 
-    torch's fused attention computes plain causal attention within a rank. Tiles (`megatron.core.attention.tiles`)
-    compute packed documents, sliding windows, context parallelism, ALiBi, sinks, score caps and attention dropout,
-    whose mask is the same under every layout.
+    torch's fused attention computes plain causal attention within a rank. Attention by tiles
+    (`megatron.core.attention.tiles`) handles packed documents, sliding windows, context parallelism, ALiBi, sinks,
+    score caps and attention dropout. The dropout mask is the same under every layout.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, sinks: Sequence[ParamMeta] = ()) -> None:

@@ -1,4 +1,5 @@
-"""Logits of core attention: the largest logit of each head, and the projection rows that determine logits."""
+"""Logits of core attention: a recorder of the largest logit of each head, and the projection rows that determine
+logits."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from megatron.core.attention.core_attention import CoreAttention
 
 
 class LargestLogits:
-    """Records the largest logit of each head [heads/tp] in training passes since the last `clear`.
+    """Recorder of the largest logit of each head [heads/tp] in training passes since the last `clear`.
 
-    Creating an instance starts the recording; from then on, plain torch computes this attention.
+    Creating an instance starts the recording. From then on, plain torch computes this attention.
     """
 
     def __init__(self, core: CoreAttention) -> None:

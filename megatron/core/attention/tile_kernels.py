@@ -4,9 +4,9 @@ The forward pass also returns the log-sum-exp of each row, which is used to merg
 
     out = sum over tiles of exp(lse_tile - lse) * out_tile,   lse = log of the sum over tiles of exp(lse_tile)
 
-The backward pass takes the merged output and log-sum-exp. Shapes: q [n, b, heads, d], k [m, b, groups, d], v [m, b,
-groups, dv], out [n, b, heads, dv], lse [n, b, heads]; the heads of a group are adjacent. `TorchKernel` supports
-everything in plain torch; extensions provide other kernels.
+The backward pass receives the merged output and log-sum-exp. Shapes: q [n, b, heads, d], k [m, b, groups, d], v [m, b,
+groups, dv], out [n, b, heads, dv], lse [n, b, heads]; the heads of a group are adjacent. `TorchKernel` supports all
+features in plain torch. Extensions provide other kernels.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Causal:
     window: int | None = None
     """Number of keys visible to a query, including the key at its position; None if all earlier keys are visible."""
     shards: Shards | None = None
-    """Positions on the context-parallel ranks; None for the default sharding."""
+    """Token positions on the context-parallel ranks; None for the default sharding."""
 
     def shards_of(self, rows: int, ranks: int) -> Shards:
         """Return the positions on each rank; every rank holds `rows` positions."""

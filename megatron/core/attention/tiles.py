@@ -2,12 +2,12 @@
 keys. This module does not import torch.
 
 Under a causal mask, later queries see more keys, so contiguous shards would leave most of the work to the last rank.
-Instead, the sequence is split into 2 * size chunks in zig-zag order: rank r holds chunks r and 2 * size - 1 - r, an
-early and a late one. Every rank then computes the same number of query-key pairs.
+Instead, the sequence is split into 2 * size chunks in zig-zag order: rank r holds an early chunk, r, and a late chunk,
+2 * size - 1 - r. Every rank then computes the same number of query-key pairs.
 
-A query sees the keys up to its own position, in its own document and window. The queries of a rank, its received keys
-and the documents are all ranges of positions. The work is therefore a list of rectangles, most of which need no mask.
-No [s, s] mask is built, and masked pairs are not computed.
+A query sees the keys up to the position of the query that are in the same document and window. The queries of a rank,
+its received keys and the documents are all ranges of positions. The work is therefore a list of rectangles, most of
+which need no mask. No [s, s] mask is built, and masked pairs are not computed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def merged(spans: Spans) -> Spans:
 
 @lru_cache(maxsize=64)
 def rows_of(spans: Spans, some: Spans) -> Spans:
-    """Return the rows in which the positions `some` are stored on a rank that holds the positions `spans`."""
+    """Return the rows of the positions `some` on a rank that stores the positions `spans`."""
     return tuple(
         _rows(common, shift) for part in some for shift, span in _with_rows(spans) if (common := _common(part, span))
     )
@@ -125,7 +125,7 @@ class Tile:
     """A rectangle of attention: some query rows and some key rows."""
 
     sample: int | None
-    """Sample of the rows; None for all samples."""
+    """Sample number of the rows; None for all samples."""
 
     queries: range
     """Rows of the local queries."""
@@ -156,7 +156,7 @@ class Tile:
 def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, window: int | None) -> tuple[Tile, ...]:
     """Return the tiles of queries at positions `queries` with keys at positions `keys`, diagonal tiles first.
 
-    If the keys include the queries, each query is in exactly one diagonal tile.
+    If the keys include all query positions, each query is in exactly one diagonal tile.
     """
     found = list(_unwindowed_tiles(queries, keys, documents))
     if window is not None:
@@ -204,8 +204,8 @@ def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
 def halved(tiles: tuple[Tile, ...], longest: int, times: int = 4) -> tuple[Tile, ...]:
     """Halve diagonal tiles, at most `times` times, until they have at most `longest` queries.
 
-    A kernel that computes masked pairs then computes fewer of them. A query's diagonal tile comes before its other
-    tiles.
+    For kernels that also compute masked pairs, this reduces the number of masked pairs. A query's diagonal tile comes
+    before its other tiles.
     """
     return tuple(part for tile in tiles for part in _halves(tile, longest, times))
 
@@ -251,7 +251,8 @@ def _rows(places: range, shift: int) -> range:
 
 
 def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: int, keys: range) -> Iterator[Tile]:
-    """Yield the tiles of one document, from the positions of its queries and keys and their shifts to rows."""
+    """Yield the tiles of one document. The arguments are the positions of its queries and keys, and the shifts from
+    positions to rows."""
     if not queries:
         return
     before, same = range(keys.start, min(keys.stop, queries.start)), _common(keys, queries)

@@ -1,7 +1,7 @@
 """Variable-length causal attention: all documents of a micro-batch in one kernel launch.
 
-The kernel takes packed sequences of any lengths, and `cu_seqlens`, the start row of each. On CPU, under context
-parallelism and with dropout, tiles compute the same result (`local_attention`).
+The kernel receives packed sequences of any lengths, and the start row of each sequence (`cu_seqlens`). On CPU, under
+context parallelism and with dropout, tiles compute the same result (`local_attention`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.core.host_to_device import integers_on
 from megatron.core.torch_private import AutogradContext
 
 Lengths = tuple[Tensor, Tensor, int, int]
-"""cu_seqlens of queries and keys, [n + 1] int32, and the number of rows in the longest sequence of each."""
+"""For queries and for keys: `cu_seqlens` [n + 1] int32, and the number of rows in the longest sequence."""
 
 Window = tuple[int, int]
 """Numbers of keys to the left and to the right that a query sees; -1 for all keys. Queries and keys are aligned at
@@ -56,7 +56,7 @@ def packed_attention(
     [s, b, heads, dv]"""
     length, samples = q.shape[:2]
     settings = _lengths(documents or ((0,),) * samples, length, q.device), (-1 if window is None else window - 1, 0)
-    # Pack sample by sample. A single sample is packed already.
+    # Pack sample by sample. A single sample is already packed.
     packed = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     rows: Tensor = PackedAttention.apply(*packed, sinks, kernel, *settings)
     return rows.unflatten(0, (samples, length)).transpose(0, 1)

@@ -1,7 +1,7 @@
 """Configuration as frozen dataclasses: the only source of flags.
 
-Each field is one command-line flag under Megatron's name; the string below a field is its help text. Nothing here
-imports torch, so that a login node can read, validate and plan a run.
+Each field is a command-line flag with Megatron's name. The string below a field is the help text of the flag. This
+package does not import torch, so that a login node can read, validate and plan a run.
 """
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig

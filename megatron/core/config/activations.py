@@ -42,7 +42,7 @@ class MakeActivation(Protocol):
     experts."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> Activation:
-        """Create the activation function. `name` is the prefix of its parameters' names. The parameters need
+        """Create the activation function. `name` is the prefix of the parameter names. The parameters need
         `partial_over=("tp",)` in their `ParamMeta`, because each tensor-parallel rank sees a part of the width.
         `config` is the layer's `TransformerConfig`, and `ctx` its `megatron.core.tensor_parallel.layers.TPContext`."""
 

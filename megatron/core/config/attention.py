@@ -46,7 +46,8 @@ class RotaryConfig:
     """Fraction of each head's channels that are rotated."""
 
     rotary_interleaved: bool = flag(False, no_effect_without=ROTARY)
-    """Rotate pairs of neighbouring channels, as GPT-J does, instead of pairs half the rotated width apart."""
+    """Rotate pairs of neighbouring channels, as in GPT-J, instead of pairs of channels that are half the rotated width
+    apart."""
 
     rotary_seq_len_interpolation_factor: float | None = flag(None, no_effect_without=ROTARY)
     """Divide positions by this number, which stretches the rotary embedding to longer sequences."""
@@ -132,7 +133,8 @@ class SelfAttentionConfig:
 
     softmax_type: str = flag("vanilla", choices=SOFTMAX_TYPES)
     """Softmax over attention scores: plain (vanilla), or with an attention sink, which is an extra score in each row
-    that has no value. The sink is 0 (off-by-one) or a learned parameter of each head (learnable, as in gpt-oss)."""
+    without a value vector. The sink is 0 (off-by-one) or a learned parameter of each head (learnable, as in
+    gpt-oss)."""
 
     attention_output_gate: bool = flag(False, excludes="--head-wise-attn-gate: both gate the same output")
     """Gate the attention output before the output projection: multiply each channel by the sigmoid of a projection
@@ -177,7 +179,7 @@ class SelfAttentionConfig:
 
     qk_l2_norm: bool = flag(False, no_effect_without=ROTARY, excludes="--qk-layernorm: both normalize queries and keys")
     """Divide the queries and keys of each head by the root of their mean square, without weights, in layers with
-    rotary embedding (Llama 4). Megatron-LM normalizes them in all layers."""
+    rotary embedding (Llama 4). Megatron-LM normalizes queries and keys in all layers."""
 
     attention_temperature_coeff: float = 0.0
     """Coefficient a of the attention temperature: in layers without rotary embedding, queries at position p, counted

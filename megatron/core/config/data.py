@@ -22,7 +22,7 @@ END_OF_DOCUMENT = Condition(
 
 
 class Tokenizer(Protocol):
-    """Converts text to token ids and back. A missing special token is None."""
+    """Tokenizer, which converts text to token ids and back. The id of a missing special token is None."""
 
     @property
     def vocab_size(self) -> int:
@@ -94,7 +94,7 @@ class DatasetConfig(Section):
     """Like --data-path, for the test set only."""
 
     valid: tuple[str, ...] | None = flag(None, repeats=True, path="url", needs="--eval-iters above 0; raise it")
-    """NAME=PREFIX adds a validation set, whose loss is logged as NAME. May be given more than once."""
+    """NAME=PREFIX adds a validation set, whose loss is logged as NAME. This flag may be given more than once."""
 
     multiple_validation_sets: bool = False
     """Evaluate each prefix of --valid-data-path separately, under the name of the prefix without its folders."""
@@ -106,7 +106,7 @@ class DatasetConfig(Section):
     """Folder for index files and for tokens of text files; default: cache/ next to the data."""
 
     mock_data: bool = flag(False, first_run=True)
-    """Train on synthetic tokens; needs no files."""
+    """Train on synthetic tokens, which need no files."""
 
     dataset_type: str | None = flag(None, choices=DATASETS, excludes="--mock-data")
     """Source of the training data; default: gpt, indexed datasets in files, or mock under --mock-data."""

@@ -56,7 +56,7 @@ class FlagSpec:
     """True if an empty value means that the flag is not given, as in Megatron-LM. Other flags refuse an empty value."""
 
     writes: str | None = None
-    """Kind of an output path, "folder" or "file". The run checks at start that it can be written."""
+    """Kind of an output path, "folder" or "file". At its start, the run checks that this path can be written."""
 
     names_code: Callable[[str], bool] | None = None
     """True if a value names files whose code is executed. Such a value must be on the command line. A configuration
@@ -74,8 +74,8 @@ class FlagSpec:
     """True if a resumed run may change the field, such as a learning rate."""
 
     keeps_saved: bool = False
-    """True if the default has changed between versions: a resumed run that does not give the flag keeps the
-    checkpoint's value."""
+    """True if the default has changed between versions. A resumed run without the flag then keeps the value of the
+    checkpoint."""
 
     training_only: bool = False
     """True if the field affects how a model is trained or stored, but not the model's outputs. A run that loads only
@@ -91,8 +91,8 @@ class FlagSpec:
     """True if the flag determines which parameters are frozen."""
 
     same_setting_as: str | None = None
-    """Field that expresses the same setting. If a later source of flags sets one of the two fields, it replaces
-    both."""
+    """Field that expresses the same setting. If a later source of flags sets one of the two fields, its value replaces
+    both fields."""
 
     at_least: float | None = None
     above: float | None = None
@@ -148,7 +148,7 @@ def flag(default: Any, *aliases: str, **spec: Any) -> Any:
 
 
 def conditions(given: str | Condition | tuple[str | Condition, ...]) -> Conditions:
-    """Convert one condition or several, each given as text or as a `Condition`, to a tuple of `Condition`."""
+    """Convert one or more conditions, each given as text or as a `Condition`, to a tuple of `Condition`s."""
     several = given if isinstance(given, tuple) else (given,)
     return tuple(Condition(each) if isinstance(each, str) else each for each in several)
 
@@ -158,13 +158,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Section:
-    """One section of a configuration, which also carries the values of flags that extensions define."""
+    """Section of a configuration. It also carries the values of flags that extensions define."""
 
     extension_options: tuple[Any, ...] = field(default=(), kw_only=True, metadata={"flag": None})
     """Values of extensions' flags: instances of the dataclasses that define the flags."""
 
     def options(self, cls: type[T]) -> T:
-        """Return the values of an extension's flags, which the dataclass `cls` defines; its defaults if none are
+        """Return the values of the extension flags that the dataclass `cls` defines, or its defaults if no flag is
         set."""
         return next((options for options in self.extension_options if isinstance(options, cls)), None) or cls()
 

@@ -37,8 +37,8 @@ class Layer(Protocol):
     `build_mlp` makes the MLP of layers without experts."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
-        """Create the layer. `name` is the prefix of its parameters' names, `config` is its `TransformerConfig`, and
-        `ctx` is its `megatron.core.tensor_parallel.layers.TPContext`, which holds the layer number."""
+        """Create the layer. `name` is the prefix of the parameter names, `config` is the layer's `TransformerConfig`,
+        and `ctx` is the layer's `megatron.core.tensor_parallel.layers.TPContext`, which holds the layer number."""
 
 
 LAYERS = Registry("--layer-module", NoFacts, protocol=Layer, makes=LayerModule)
@@ -49,7 +49,7 @@ LAYERS.register("transformer_layer", "megatron.core.transformer.layer:Transforme
 
 @dataclass(frozen=True)
 class ResidualFacts:
-    """Properties of a residual stream. Its functions are called with the model's configuration, a
+    """Properties of a residual stream. The functions are called with the model's configuration, a
     `megatron.core.config.model.TransformerConfig`."""
 
     switch: str
@@ -79,8 +79,8 @@ class ResidualModule(Protocol):
     """An `nn.Module` that connects one sublayer to the residual stream."""
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor, ContextT], Tensor], context: ContextT, /) -> Tensor:
-        """Call the sublayer with hidden states [s, b, h] computed from the stream x [s, b, w], and add its output to
-        the stream. Returns the new stream [s, b, w]. Under sequence parallelism, s/tp replaces s."""
+        """Call the sublayer with hidden states [s, b, h], which are computed from the stream x [s, b, w]. Add the
+        output to the stream. Returns the new stream [s, b, w]. Under sequence parallelism, s/tp replaces s."""
 
 
 class ResidualClass(Protocol):
@@ -101,7 +101,7 @@ class ResidualClass(Protocol):
 
 
 RESIDUALS = Registry("residual stream", ResidualFacts, protocol=ResidualClass, makes=ResidualModule)
-"""Name -> `ResidualClass`. The library registers none; extensions add them."""
+"""Name -> `ResidualClass`. The trunk registers no residual streams; extensions add them."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class Span:
     if there are no chunks."""
 
     def mean(self, length: int) -> float:
-        """Return the mean number of tokens that a token attends to in a document of s = `length` tokens. By the
-        convention for causal attention, this is s/2. The mean is smaller with a window of w tokens (w - w^2 / 2s) or
+        """Return the mean number of tokens that a token attends to in a document of s = `length` tokens. By convention,
+        the result for plain causal attention is s/2. The mean is smaller with a window of w tokens (w - w^2 / 2s) or
         with chunks."""
         if self.chunk is not None and self.chunk < length:
             whole, rest = divmod(length, self.chunk)

@@ -24,8 +24,8 @@ class LossFacts:
     """Properties of a loss."""
 
     multi_token: bool = False
-    """True if the loss supports labels of later tokens (--mtp-num-layers), because the loss of a token depends on
-    its logits and label only."""
+    """True if the loss supports labels of later tokens (--mtp-num-layers). The loss of a token must then depend only on
+    the token's logits and label."""
 
 
 class Loss(Protocol):

@@ -1,8 +1,8 @@
 """Token mixers: the sublayer before a layer's MLP, such as attention or linear attention.
 This module does not import torch.
 
-A model has one attention module (`--attention-module`). In some layers another mixer may replace it
-(`--experimental-attention-variant`, or a letter of `--hybrid-layer-pattern`). Both are registered here:
+A model has one attention module (`--attention-module`). In some layers, another mixer may replace the attention module
+(`--experimental-attention-variant`, or a letter of `--hybrid-layer-pattern`). Both kinds of mixers are registered here:
 
     @MIXERS.register("moving_average", letter="A")
     class MovingAverage(nn.Module):
@@ -38,7 +38,7 @@ class HeadWidths(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Properties of an attention module, a value of --attention-module. The defaults suit self-attention. Its functions
+    """Properties of an attention module, a value of --attention-module. The defaults suit self-attention. The functions
     are called with the model's configuration, a `megatron.core.config.model.TransformerConfig`."""
 
     chosen_by: Callable[..., bool] = lambda config: False
@@ -64,7 +64,7 @@ class AttentionFacts:
 
 @dataclass(frozen=True)
 class MixerFacts:
-    """Properties of a mixer. Its functions are called with the model's configuration."""
+    """Properties of a mixer. The functions are called with the model's configuration."""
 
     attention: AttentionFacts | None = None
     """Properties of a module of --attention-module; None for a mixer of --experimental-attention-variant."""
@@ -113,7 +113,7 @@ class Mixer(Protocol):
     """Class or function that creates the mixer of a layer."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
-        """Create the mixer. `name` is the prefix of its parameters' names, `config` is the layer's `TransformerConfig`,
+        """Create the mixer. `name` is the prefix of the parameter names, `config` is the layer's `TransformerConfig`,
         and `ctx` is its `megatron.core.tensor_parallel.layers.TPContext`, which holds the layer number."""
 
 

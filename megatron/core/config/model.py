@@ -124,12 +124,12 @@ class TransformerConfig(ModelFields):
 
     @property
     def layers(self) -> tuple[LayerKind, ...]:
-        """Kind of each layer, by number. Raises ValueError if a layer pattern is invalid."""
+        """Kind of each layer, in order of layer number. Raises ValueError if a layer pattern is invalid."""
         return self._kinds[: self.num_layers]
 
     @property
     def mtp_layers(self) -> tuple[LayerKind, ...]:
-        """Layer kinds of the multi-token prediction modules. Raises ValueError if a layer pattern is invalid."""
+        """Layer kind of each multi-token prediction module. Raises ValueError if a layer pattern is invalid."""
         return self._kinds[self.num_layers :]
 
     @cached_property
@@ -158,8 +158,8 @@ class TransformerConfig(ModelFields):
         return of_layers + tuple(of_layers[number % len(of_layers)] for number in range(self.mtp_depths))
 
     def _kind(self, parts: Sublayers, local: bool, rotated: bool, ffn: int) -> LayerKind:
-        """Return the kind of a layer with these sublayers and an MLP of width `ffn`. Its attention is `local` if it
-        has a sliding window or chunks, and `rotated` if it has a rotary embedding."""
+        """Return the kind of a layer with these sublayers and an MLP of width `ffn`. Attention is `local` with a
+        sliding window or chunks, and `rotated` with a rotary embedding."""
         has_own_width = parts.mlp and not parts.experts and ffn != self.ffn_size
         width: tuple[tuple[str, object], ...] = (("ffn_hidden_size", ffn),) if has_own_width else ()
         if not parts.attends:
@@ -316,7 +316,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def gated(self) -> bool:
-        """True if the first linear layer of an MLP has two outputs, gate and up, for each input of the second one."""
+        """True if the first linear layer of an MLP has two outputs (gate and up) for each input of the second layer."""
         return ACTIVATIONS.facts(self.activation).gated
 
     @cached_property

@@ -24,10 +24,10 @@ NEEDED_BY = {
     "moe": "--num-experts",
     "shared_experts": "--moe-shared-expert-intermediate-size",
 }
-"""Map from each part that only some models have to the flag that adds it."""
+"""Flag that adds each part that only some models have, keyed by part."""
 
 WITHIN = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
-"""Map from each part to the larger part that includes it."""
+"""Larger part that includes each part, keyed by part."""
 
 
 class RecomputedParts(Collection[str]):
@@ -35,7 +35,7 @@ class RecomputedParts(Collection[str]):
 
     @staticmethod
     def stated() -> dict[str, str]:
-        """Return, for each part of a mixer or a residual stream, the flag that adds it to a model."""
+        """Return the flag that adds each part of a mixer or a residual stream to a model, keyed by part."""
         mixers, streams = (MIXERS.facts(name) for name in MIXERS), (RESIDUALS.facts(name) for name in RESIDUALS)
         found = [(facts.recomputed, facts.recomputed_with) for facts in mixers]
         found += [(facts.recomputed, facts.switch) for facts in streams]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RouterFacts:
-    """Properties of a router. Its functions are called with the model's configuration."""
+    """Properties of a router. The functions are called with the model's configuration."""
 
     when: Callable[..., bool] = lambda config, number: True
     """Predicate of (configuration, layer number) that decides whether the router applies to the layer. If several
@@ -77,8 +77,8 @@ class RouterClass(Protocol):
     """A class of routers, such as those derived from `megatron.core.moe.router.TopKRouter`."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
-        """Create the router. `name` is the prefix of its parameters' names, `config` is the layer's
-        `TransformerConfig`, and `ctx` is the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
+        """Create the router. `name` is the prefix of the parameter names, `config` is the layer's `TransformerConfig`,
+        and `ctx` is the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def make_scores(self, config: Section) -> Scores:
         """Create the scores named by `config.moe_router_scores`, which is one of `RouterFacts.scores`. This is a static
@@ -185,9 +185,9 @@ class MoEConfig:
             "--moe-router-group-topk: zero-computation experts belong to no group",
         ),
     )
-    """Number of zero-computation experts (LongCat-Flash). The router can select them like other experts, but each of
-    them returns its input unchanged, so the amount of computation varies between tokens. They have no parameters, and
-    no token is sent to them."""
+    """Number of zero-computation experts (LongCat-Flash). The router can select zero-computation experts like other
+    experts, but they return their input unchanged, so the amount of computation varies between tokens. Zero-computation
+    experts have no parameters, and no token is sent to them."""
 
     moe_router_topk: int = flag(2, first_run=True)
     """Number of experts k that each token is routed to."""
@@ -292,7 +292,7 @@ class MoEConfig:
 
     @property
     def moe_choices(self) -> int:
-        """Number of experts among which a router chooses, zero-computation experts included; 0 in a dense model."""
+        """Number of experts among which a router chooses, including zero-computation experts; 0 in a dense model."""
         return (self.num_experts or 0) + (self.moe_zero_experts or 0)
 
     def moe_balancing_coeff(self, *types: str) -> float:

@@ -43,8 +43,8 @@ class OptimizerFacts:
     too."""
 
     fields: tuple[str, ...] = ()
-    """Configuration fields that determine the optimizer of a parameter. A run must use the values of the checkpoint
-    that it loads."""
+    """Configuration fields that determine the optimizer of a parameter. A run that loads a checkpoint must use the
+    values of the checkpoint."""
 
     product_dtypes: Callable[..., tuple[str, ...]] = _no_dtypes
     """Function that maps (config, main dtype) to the dtypes in which the optimizer multiplies matrices. All dtypes are
@@ -71,7 +71,7 @@ class StatePlan:
     the main dtype."""
 
     optional: tuple[str, ...] = ()
-    """Kinds of states that a checkpoint may lack, and that other stores ignore."""
+    """Kinds of states that may be missing in a checkpoint and that other stores ignore."""
 
     def holds(self, optimizer: Section) -> bool:
         """Return whether the configuration selects this store."""
@@ -80,8 +80,9 @@ class StatePlan:
     def main_kind(self, optimizer: Section, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
         """Return how main parameters are stored, given the names of both dtypes.
 
-        "aliased" means that they are the parameters themselves, "stored" that they are a copy in the main dtype. Main
-        parameters in host memory (`on_host`) are always stored. Extensions may define other kinds.
+        "aliased" means that the main parameters are the parameters themselves. "stored" means that they are a copy in
+        the main dtype. Main parameters in host memory (`on_host`) are always "stored". Extensions may define other
+        kinds.
         """
         return "aliased" if params_dtype == main_dtype and not on_host else "stored"
 
@@ -119,7 +120,7 @@ STATE_STORES.register("main", "megatron.core.optimizer.optimizer:OptimizerShard"
 
 
 class LrSchedule(Protocol):
-    """A schedule of learning rates.
+    """Function that computes the learning rate of a schedule.
 
     @LR_SCHEDULES.register("half")
     def half(samples, length, config):
@@ -129,8 +130,8 @@ class LrSchedule(Protocol):
     def __call__(self, samples: float, length: object, config: Section) -> float:
         """Return the learning rate of the update at `samples`, the samples consumed since the start of the run.
 
-        The schedule is called only after the warm-up of `length.warmup` samples, including after the decay ends at
-        `length.decay` samples. `length` is a `megatron.core.optimizer.param_scheduler.ScheduleLength`.
+        The schedule is called only after the warm-up of `length.warmup` samples. It is also called after the decay,
+        which ends at `length.decay` samples. `length` is a `megatron.core.optimizer.param_scheduler.ScheduleLength`.
         """
 
 

@@ -15,7 +15,7 @@ from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.registry import Registry
 
 SHOWN = 5
-"""Maximum number of parameter names that a line lists."""
+"""Maximum number of parameter names in a line of output."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ParamGroup:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Sort key of groups: groups with weight decay come first, and equal groups are sorted by their settings."""
+        """Sort key of groups. Groups with weight decay come first; otherwise, groups are sorted by their settings."""
         own = -1.0 if self.weight_decay is None else self.weight_decay
         return (not self.decays, self.decoupled, self.lr_mult != 1, self.lr_mult, self.wd_mult, own, self.eps_mult)
 

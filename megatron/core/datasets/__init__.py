@@ -1,6 +1,6 @@
 """Token datasets with Megatron-LM's file format and sample order, in numpy.
 
 `indexed_dataset` reads and writes `.bin/.idx` pairs. `indices` computes the order of samples. `gpt_dataset` and
-`blended` are the datasets, and `build` creates the datasets of a run. `samplers` gives each data-parallel rank its
-batches. Only `samplers` imports torch, so the data tools run without it.
+`blended` are the datasets, and `build` creates the datasets of a run. `samplers` provides the batches of each
+data-parallel rank. Only `samplers` imports torch, so the data tools run without it.
 """

@@ -56,7 +56,8 @@ class Dealer(Protocol):
 
 
 class Datasets(NamedTuple):
-    """One dataset per split; None if the split has no data or the run needs no samples from it."""
+    """One dataset per split. A dataset is None if its split has no data, or if the run needs no samples from the
+    split."""
 
     train: Dataset | None
     valid: Dataset | None

@@ -29,7 +29,7 @@ from megatron.core.fsync import sync_folder, whole_file
 
 logger = logging.getLogger(__name__)
 
-# Version number, increased whenever the same inputs give a different index.
+# Version number, which is increased whenever the same inputs give a different index.
 FORMAT = 1
 DIGEST_BLOCK = 1 << 18
 # This marker precedes the checksum, which follows the array in a file. numpy ignores bytes after the array.
@@ -86,12 +86,13 @@ class IndexCache:
         build: Callable[[], Iterable[NDArray]],
         made_from: Sequence[str] = (),
     ) -> list[NDArray]:
-        """Map arrays from their files, or build and write them. Each array is written while the next one is built.
+        """Memory-map arrays from their files. If there are no files, build and write the arrays; each array is written
+        while the next array is built.
 
         Args:
             names: Names of the arrays, in the order in which `build` yields the arrays.
             label: Readable part of the file names.
-            description: Everything that determines the content; its hash is part of the file names.
+            description: Everything that determines the content. The hash of the description is part of the file names.
             build: Function that yields the arrays.
             made_from: Source paths, which are stored with the arrays for human readers and are not part of the hash.
         """

@@ -48,7 +48,7 @@ def strip_suffix(prefix: str) -> str:
 
 
 class IndexedDataset:
-    """A `.bin/.idx` pair on disk or under a storage URL. The index is memory-mapped; sequences are read on request.
+    """A `.bin/.idx` pair on disk or under a storage URL. The index is memory-mapped, and sequences are read on request.
 
     `.bin` is read with explicit reads instead of a memory map, because training reads documents in random order. With a
     memory map, read-ahead is wasted (measured: at least 10 times slower if the file is not in memory), page faults hold
@@ -125,7 +125,7 @@ class IndexedDataset:
     def checked(self) -> bool:
         """Return True, or raise ValueError if lengths, positions and boundaries contradict each other.
 
-        Reads the whole index: about 1 s per 100 million sequences.
+        This method reads the whole index, which takes about 1 s per 100 million sequences.
         """
         if wrong := self.verify():
             raise ValueError(

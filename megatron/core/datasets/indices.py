@@ -1,5 +1,5 @@
-"""Order of samples, equal to Megatron-LM's for the same documents, seed and sizes. This module uses only numpy and does
-not access the disk.
+"""Order of samples. For the same documents, seed and sizes, it is the order of Megatron-LM. This module uses only numpy
+and does not access the disk.
 
 The document index shuffles the documents of a split over E epochs into one stream of tokens. The sample index divides
 the stream: sample i consists of the s + 1 tokens i*s to (i+1)*s and shares its last token with sample i + 1. The
@@ -108,13 +108,13 @@ class GPTIndex(NamedTuple):
             position, offset = self.sample_index[number].tolist()
             return position, offset
         token = number * seq_length
-        # side="right" selects the document that contains the token and skips empty ones
+        # side="right" selects the document that contains the token and skips empty documents
         position = int(self.sample_index.searchsorted(token, side="right"))
         return position, token - (int(self.sample_index[position - 1]) if position else 0)
 
 
 MANY_SAMPLES = 4
-"""Number of samples per document above which sample starts are computed on access instead of stored.
+"""If a split has more samples per document than this number, sample starts are computed on access instead of stored.
 
 Storing the starts of all samples, with two numbers for each, would take more memory and time than everything else, even
 if a run reads few samples.
@@ -181,7 +181,7 @@ def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, 
         tokens = int(ends[-1])
         stop = min(samples + 1, -(-tokens // seq_length))  # These samples start before the end of the part.
         starts = np.arange(done, stop, dtype=np.int64) * seq_length
-        # side="right" selects the document that contains the token and skips empty ones
+        # side="right" selects the document that contains the token and skips empty documents
         where = np.searchsorted(ends, starts, side="right")
         index[done:stop, 0] = where + first
         index[done:stop, 1] = starts - (ends[where] - part[where])
@@ -233,7 +233,7 @@ def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArr
 
 
 class BlendIndex(NamedTuple):
-    """Maps each sample of a blend to a dataset and a sample in it."""
+    """Arrays that map each sample of a blend to a dataset and to a sample in that dataset."""
 
     dataset: NDArray[np.int16]
     sample: NDArray[np.int64]
@@ -267,8 +267,9 @@ def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
     counts.
 
     The rule corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If a block's counts
-    after these early draws equal the counts at the end of the previous block, its draws are correct, by induction from
-    the first block. Otherwise, the samples of the block are drawn again one by one from the correct counts.
+    after these early draws equal the counts at the end of the previous block, the draws of the block are correct. This
+    follows by induction from the first block. Otherwise, the samples of the block are drawn again one by one from the
+    correct counts.
     """
     blocks = -(-size // BLOCK)
     choice = np.empty((blocks, BLOCK), np.int16)

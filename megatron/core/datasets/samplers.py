@@ -3,7 +3,7 @@
 Samples are numbered in the order in which the run consumes them. A step that starts at sample g uses [g, g + global
 batch). Micro-batch m of data-parallel rank r uses micro_batch_size samples from g + (m * dp_size + r) *
 micro_batch_size, unless a dealer assigns the samples of the step differently. The samples of a step therefore depend
-neither on the layout nor on workers, a run can resume at any sample, and the global batch size may change from step to
+neither on the layout nor on workers. A run can resume at any sample, and the global batch size may change from step to
 step.
 """
 
@@ -87,7 +87,7 @@ class DataIterator:
         self.pin_memory = pin_memory
         self.deal: Dealer = in_order
         self.with_sources = False
-        """True to add `source_ids` [b], the source number of each sample, to micro-batches."""
+        """Whether micro-batches contain `source_ids` [b], the source number of each sample."""
 
         self.end = len(dataset)
         """Sample number from which on samples must be neither used nor prefetched."""
@@ -183,7 +183,7 @@ class DataIterator:
     def _schedule(self, depth: int, batch_size: int) -> None:
         """Schedule work until `depth` micro-batches are ready or in progress, or until the data ends.
 
-        Assumes that further steps have the size of the current one.
+        The method assumes that further steps have the size of the current step.
         """
         assert self._pool is not None
         while len(self._ready) < depth:

@@ -60,9 +60,9 @@ class CheckpointWriter:
             root: Folder of the run's checkpoints.
             world: Axis of all ranks that save.
             background: Whether to write on a thread instead of within `save`.
-            cleanups: Functions that delete older checkpoints after a save, on one rank. Each receives `root`, the saved
-                iteration, and the checkpoints to keep (`held`), such as the one that the run was loaded from. The
-                functions may raise OSError.
+            cleanups: Functions that delete older checkpoints after a save, on one rank. Each function receives `root`,
+                the saved iteration, and the checkpoints to keep (`held`), such as the one that the run was loaded from.
+                The functions may raise OSError.
         """
         self.root, self.background = root, background
         self.cleanups, self.held = cleanups, list[PurePath]()
@@ -226,7 +226,7 @@ class HostStaging:
         self._buffer = torch.empty(size, dtype=torch.uint8)
         if pin:
             cudart, address = torch.cuda.cudart(), self._buffer.data_ptr()
-            # If this fails, the buffer stays pageable: slower, but correct.
+            # If this fails, the buffer stays pageable, which is slower but correct.
             if int(cudart.cudaHostRegister(address, size, 0)) == 0:
                 self._unpin = lambda: cudart.cudaHostUnregister(address)
 
@@ -248,8 +248,8 @@ class HostStaging:
 
 
 def _written(tensors: StateDict) -> dict[str, dict[tuple[int, ...], Tensor]]:
-    """Return key -> offset -> data for everything that this rank writes. If several boxes are equal, only the first is
-    kept."""
+    """Return key -> offset -> data for everything that this rank writes. If several boxes are equal, only the first box
+    is kept."""
     return {key: dict(reversed(tensor.boxes)) for key, tensor in tensors.items() if tensor.writes and tensor.boxes}
 
 

@@ -81,7 +81,7 @@ class IndexReader(dcp.FileSystemReader):
         return super().read_data(replace(plan, items=left), planner)
 
     def _announce(self, items: Sequence[ReadItem]) -> None:
-        """Tell the file system which ranges will be read next."""
+        """Inform the file system about the ranges that will be read next."""
         self._files.ranges = {}
         for item in items:
             info = self.storage_data[item.storage_index]

@@ -4,9 +4,9 @@ torch.
 A path object only names a file. `storage_of(path)` returns the storage, which lists, reads, writes, publishes and
 removes files. A `Path` is on the local disk; `located("s3://bucket/run")` is a path in the storage registered for s3.
 
-A folder is published as a whole. `begin` prepares it, its files are written below `scratch`, and `publish` makes it
-visible under its final name. On the local disk, publishing is a rename. Object stores have no rename, so the folder
-holds the object `.unfinished` until everything else is written.
+A folder is published as a whole. `begin` prepares the folder, files are written below `scratch`, and `publish` makes
+the folder visible under its final name. On the local disk, publishing is a rename. Object stores have no rename, so the
+folder holds the object `.unfinished` until everything else is written.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checkpoint integrity: a manifest of files with sizes and checksums, written last and read first. This module does not
 import torch.
 
-Checksums are CRC-32, which detects every burst error of up to 32 bits and all but one in 2^32 longer ones. CRC-32 is
+Checksums are CRC-32, which detects every burst error of up to 32 bits and all but one in 2^32 longer bursts. CRC-32 is
 the fastest checksum in the standard library (over 1 GiB/s per core). The checksum is computed while a file is written,
 so that nothing is read back. The checksum protects against disk errors, but not against tampering.
 """

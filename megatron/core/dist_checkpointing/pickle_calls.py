@@ -47,7 +47,7 @@ def check_calls(data: Bytes, size: int, also: Collection[str] = (), pickles: int
     """Check the first `pickles` pickles of a file, one after another.
 
     Args:
-        data: the bytes of the pickles, and whatever follows them.
+        data: the bytes of the pickles, and the bytes that follow.
         size: bytes of the whole file, which limits its storages and calls.
         also: functions `module.name` that the program permits in addition to `RULES`, and whose calls allocate nothing.
 
@@ -258,4 +258,4 @@ OPERATIONS: Mapping[bytes, Callable[[_Reader], object]] = {
     pickle.BINPUT: _put("B"),
     pickle.LONG_BINPUT: _put("<I"),
 }
-"""The instructions that torch's reader supports."""
+"""Instructions that torch's reader supports."""

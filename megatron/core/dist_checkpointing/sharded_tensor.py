@@ -2,7 +2,8 @@
 
 A rank holds a rectangle ("box") of each parameter. Under ZeRO-1 it holds a flat range of that rectangle's elements in
 row-major order, which consists of a few boxes (`core.boxes`). DCP reshards boxes: any set of boxes can be loaded from
-any other. State is therefore saved as it is in memory, without gathering or copying the whole tensor.
+any other set. State is therefore saved in the form in which it is in memory, without gathering or copying the whole
+tensor.
 
 DCP reads boxes through three private torch methods. Only this file implements them.
 """
@@ -58,8 +59,8 @@ class ShardedBoxes(Tensor):
         return f"ShardedBoxes({tuple(self.shape)}, {self.dtype}, boxes={boxes}, writes={self.writes})"
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Return one item for each box that this rank writes. If boxes are equal (a tied weight held twice), only the
-        first is written."""
+        """Return one item for each box that this rank writes. If boxes are equal, as for a tied weight that is held
+        twice, only the first box is written."""
         boxes = dict(reversed(self.boxes)) if self.writes else {}
         return [
             WriteItem(
@@ -104,8 +105,8 @@ def without_surroundings(data: Tensor) -> Tensor:
 class OptimizerPiece:
     """Optimizer state of elements [start, stop) of one parameter's local shard, flattened row-major.
 
-    `data` is a live 1-D view of stop - start elements: a save reads it, a load writes into it. A piece may be empty.
-    Without the distributed optimizer, every data-parallel rank holds the whole shard from 0 to its size.
+    `data` is a live 1-D view of stop - start elements. A save reads from the view, and a load writes to it. A piece may
+    be empty. Without the distributed optimizer, every data-parallel rank holds the whole shard from 0 to its size.
 
     A state whose shape differs from that of the parameter has an `own_shape`. The piece then refers to elements of the
     whole state, and no other rank of the stage holds this state.

@@ -89,11 +89,11 @@ def save(
             anything in `root`, and again before the checkpoint is published.
 
     Returns:
-        The folder of the checkpoint, which is complete on disk when this returns on any rank.
+        The folder of the checkpoint. The checkpoint is complete on disk when this function returns on any rank.
 
     Raises:
-        CheckpointError: on every live rank. The latest checkpoint is then still the previous one, and the written files
-            are deleted.
+        CheckpointError: on every live rank. The latest checkpoint is then still the previous checkpoint, and the
+            written files are deleted.
     """
     try:
         on_first_rank(check, world)

@@ -38,7 +38,7 @@ def check_torch_file(file: IO[bytes], permitted: Sequence[str] = ()) -> bool:
     Restores the position.
 
     Returns whether the file is in zip format. Raises pickle.UnpicklingError for calls that would allocate more bytes
-    than the file has, and for a damaged pickle. Damage in a zip file is left for torch to report.
+    than the file has, and for a damaged pickle. torch reports damage in a zip file.
     """
     size = file.seek(0, 2)
     file.seek(0)

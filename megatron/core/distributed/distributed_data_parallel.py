@@ -81,7 +81,7 @@ class DistributedDataParallel:
         self._give_frozen_parameters_values(initialize)
         every = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         self.params = list(every.values())
-        """Trainable parameters, each once, in registration order."""
+        """Trainable parameters in registration order. Each parameter occurs once."""
         self.layouts = plan_buffers(
             [(param.meta, tuple(param.shape)) for param in self.params],  # type: ignore[attr-defined]
             data_parallel_size=state.shard_axis("dp_cp").size,
@@ -296,7 +296,8 @@ def _communication_device(axis: Axis) -> torch.device:
 
 
 def _move_grad(small_grads: SmallGrads, param: Tensor) -> None:
-    """Autograd hook: add the gradient to `main_grad`, immediately or together with others, and free it.
+    """Autograd hook that adds the gradient to `main_grad`, immediately or together with other gradients, and frees the
+    gradient.
 
     The hook also runs without a gradient, for a parameter whose autograd Functions have already added the gradient to
     `main_grad`.

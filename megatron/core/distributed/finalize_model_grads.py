@@ -27,8 +27,8 @@ from megatron.core.torch_private import foreach_copy_
 def reduce_model_grads(
     ddp: DistributedDataParallel, total_tokens: Tensor, state: ParallelState, seed: float = 1.0
 ) -> Tensor:
-    """Sum the owned part of every `main_grad`, and return the factor that makes it the gradient of the mean loss per
-    token.
+    """Sum the owned part of every `main_grad`, and return the factor that scales it to the gradient of the mean loss
+    per token.
 
     The factor is a float64 scalar on the device. Pass the factor to `DistributedOptimizer.step`, which applies it
     without a separate pass over the gradients, or to `scale_grads_` of `ddp`. The gradient of a batch without valid

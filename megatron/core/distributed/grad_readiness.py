@@ -1,12 +1,12 @@
 """Tracking of bucket readiness, for the overlap of gradient reduction and parameter all-gather with computation.
 
-Gradients: a parameter reports each contribution to its `main_grad`. Each use in a layer that adds the gradient itself
-causes one report, and the whole contribution of autograd causes one report. Every micro-batch therefore causes the same
-number of reports. A gradient is complete after (reports per micro-batch) * (micro-batches) reports. The order of
-backward passes, split backward passes and stages that share the parameter make no difference. No schedule has to mark
-the last backward pass.
+For gradients, a parameter reports each contribution to its `main_grad`. Each use in a layer that adds the gradient
+itself causes one report, and the whole contribution of autograd causes one report. Every micro-batch therefore causes
+the same number of reports. A gradient is complete after (reports per micro-batch) * (micro-batches) reports. The order
+of backward passes, split backward passes and stages that share the parameter make no difference. No schedule has to
+mark the last backward pass.
 
-Parameters: before a module runs, it waits for the buckets that it reads.
+For parameters, a module waits for the buckets that it reads before it runs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GradReadiness:
         self.begin_step(0)
 
     def begin_step(self, microbatches: int) -> None:
-        """Start a step with this number of micro-batches; 0 if unknown."""
+        """Start a step with this number of micro-batches; 0 means that the number is unknown."""
         self.microbatches = microbatches
         self.reports = [0] * len(self.params)
         self.missing = [len(bucket.layout.params) for bucket in self.buckets]
@@ -62,7 +62,7 @@ class GradReadiness:
                 self.started += 1
 
     def end_step(self) -> None:
-        """End a step, with all gradients complete."""
+        """End a step. All gradients must be complete."""
         if self.per_microbatch is None and self.microbatches and any(self.reports):
             counts = (count / self.microbatches for count in self.reports)
             self.per_microbatch = [count if count and count.is_integer() else float("inf") for count in counts]

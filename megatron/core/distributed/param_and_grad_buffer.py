@@ -142,7 +142,8 @@ class Bucket:
             self._behind = False
 
     def gather_grads_(self) -> None:
-        """All-gather the summed shards into `grads`. For tests and diagnosis; training does not need it."""
+        """All-gather the summed shards into `grads`. This method is for tests and diagnosis; training does not need
+        it."""
         if self.shard_grads and self.axis.size > 1:
             start_all_gather(self.grad_shard, self.axis, out=self.grads).wait()
 
@@ -284,7 +285,7 @@ class ParamAndGradBuffer:
         starts = [*(place.start for place in layout.params), layout.numel]
         gaps = [] if layout.by_unit else zip(ends, starts, strict=True)
         self.grad_gaps = [self.grad_data[stop:start] for stop, start in gaps if start > stop]
-        """Padding between parameters in gradient memory; empty if that memory is not persistent."""
+        """Padding between parameters in gradient memory; empty if gradient memory is not persistent."""
 
     @property
     def on_host(self) -> bool:

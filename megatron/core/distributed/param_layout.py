@@ -147,7 +147,7 @@ def plan_buffers(
 ) -> tuple[BufferLayout, ...]:
     """Plan the buffers of one rank.
 
-    Ranks with equal shapes get equal layouts, so parameters replicated over tp have the same shard ranges on every tp
+    Ranks with equal shapes have equal layouts, so parameters replicated over tp have the same shard ranges on every tp
     rank.
 
     Args:
@@ -195,9 +195,9 @@ def _fill_buckets(
 ) -> list[BucketLayout]:
     """Fill buckets of at least `bucket_size` elements; with None, one bucket per unit.
 
-    Buckets are smaller only at the end and around shared parameters. A parameter shared by two stages has a separate
-    bucket. Its shards then cover the same elements on both stages, regardless of other parameters, and only the shards
-    need to be summed over the stages.
+    Only the last bucket and buckets next to shared parameters may be smaller. A parameter shared by two stages has a
+    separate bucket. Its shards then cover the same elements on both stages, regardless of other parameters, and only
+    the shards need to be summed over the stages.
     """
     buckets: list[BucketLayout] = []
     filling: list[ParamRange] = []

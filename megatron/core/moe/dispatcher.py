@@ -56,7 +56,7 @@ class RowMap:
 
 
 WAIT = "wait for all-to-all of experts"
-"""Profiler range in which a rank waits without computing. On GPUs, the host's wait is not visible."""
+"""Profiler range in which a rank waits without computing. On GPUs, the profile does not show the wait of the host."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,8 @@ actual number. If more rows could arrive, the host waits for the actual number.
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Dispatcher that all-gathers the tokens. Each rank then selects the tokens of its experts. Suitable for few
-    experts, and for k about as large as ep."""
+    """Dispatcher that all-gathers the tokens. Each rank then selects the tokens of its experts. This dispatcher is
+    suitable for few experts, and if k is about as large as ep."""
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         both, local = self.both, self.local_experts
@@ -279,7 +279,7 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def behind(first: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap]:
-    """Compose both maps with `first`, which runs before them."""
+    """Compose both maps with the map `first`, which runs before them."""
     return first.then(copies[0]), first.then(copies[1])
 
 

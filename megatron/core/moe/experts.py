@@ -1,7 +1,7 @@
 """Experts of one rank: two grouped linear layers over rows sorted by expert.
 
 Weights are [E, ..., in], sharded along E over expert parallelism and along the experts' width over expert tensor
-parallelism. A rank's output is a partial sum over expert tensor parallelism; the dispatcher reduces it.
+parallelism. The output of a rank is a partial sum over expert tensor parallelism, which the dispatcher reduces.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Segments:
 
     @classmethod
     def of_counts(cls, counts: Tensor, spare: bool) -> Segments:
-        """Create segments from counts [experts] on the device; `spare` states whether there may be spare rows."""
+        """Create segments from counts [experts] on the device; `spare` is True if there may be spare rows."""
         return cls(None, counts.cumsum(0, dtype=torch.int32), counts.device, spare)
 
     @property

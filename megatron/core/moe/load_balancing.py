@@ -1,7 +1,7 @@
 """Expert load balancing: auxiliary losses, z-loss and expert bias, equal under every layout.
 
-Auxiliary losses are means over the tokens of the global batch. Each is added to the loss once, so layouts and
-micro-batch sizes cannot change it. This requires two measures.
+Auxiliary losses are means over the tokens of the global batch. Each auxiliary loss is added to the loss once, so its
+value does not depend on layouts or micro-batch sizes. This requires two measures.
 
 First, scaling. All other losses are token sums, which are divided by the number of valid tokens at the end of the step.
 Gradients of auxiliary losses are injected during the backward pass, so they are multiplied by that number in advance.
@@ -147,7 +147,7 @@ class Balance(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, weight: nn.Parameter) -> None:
         """Create the balance of a router.
 
-        `weight` is the router's weight; if the weight is frozen, so is the expert bias.
+        `weight` is the router weight. If it is frozen, the expert bias is frozen too.
         """
         super().__init__()
         self.num_experts, self.topk = config.moe_choices, config.moe_router_topk
@@ -205,8 +205,8 @@ class Balance(nn.Module):
         return _Attach.apply(weights, loss, context.aux_scale, entries, self.tally)
 
     def balancing_losses(self, probabilities: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Return the sums of E sum_i f_i p_i over these tokens, times their coefficients, and the loss value for
-        sequences.
+        """Return the sums of E sum_i f_i p_i over these tokens, multiplied by the loss coefficients. Also return the
+        loss value for sequences.
 
         Under an even load a token's term is 1; if one expert gets all tokens, it is E. counts [b, E] are the
         assignments of these tokens in micro-batch `number`. The value is known only for sequences.
@@ -238,7 +238,8 @@ class Balance(nn.Module):
         """Update the expert bias from `sums`, the tally of the global batch, unless the scalar `skip` is 1.
 
         The bias follows the assignments that experts accepted. Returns all assignments [E] and the extra columns with
-        the batch's balancing loss; two losses are averaged with their coefficients as weights.
+        the batch's balancing loss; if there are two balancing losses, they are averaged with their coefficients as
+        weights.
         """
         *per_expert, extra = sums.split((*[self.num_experts] * PER_EXPERT, EXTRA_COLUMNS))
         assigned, accepted, wanted, mass = per_expert
@@ -262,8 +263,8 @@ def make_state(meta: ParamMeta, dtype: torch.dtype, ctx: TPContext) -> nn.Parame
 def end_step(balances: Sequence[Balance], stage: Axis, skip: Tensor | None = None) -> Tensor:
     """End an optimizer step: sum tallies over the ranks of the pipeline stage, and update expert biases.
 
-    A skipped step (`skip` is 1) does not update them. Returns assignments and extra columns [layers, E + 3]. Collective
-    over `stage`.
+    A skipped step (`skip` is 1) does not update expert biases. Returns assignments and extra columns [layers, E + 3].
+    Collective over `stage`.
     """
     table = all_reduce_(torch.stack([balance.tally for balance in balances]), stage)
     return torch.stack([balance.end_step(sums, skip) for balance, sums in zip(balances, table, strict=True)])

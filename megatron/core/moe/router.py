@@ -1,8 +1,8 @@
 """Top-k router of mixture-of-experts layers: the experts of each token and their weights.
 
-The selection depends only on the token and, if experts drop tokens or under Sinkhorn routing, on its sequence. The
-selection never depends on the micro-batch, the rank or the layout. Scores are fp32, or fp64 for fp64 parameters,
-because small differences decide a choice.
+The selection depends only on the token. If experts drop tokens, and under Sinkhorn routing, it also depends on the
+token's sequence. The selection never depends on the micro-batch, the rank or the layout. Scores are fp32, or fp64 for
+fp64 parameters, because small differences decide a choice.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class SoftmaxScores:
 
 @dataclass(frozen=True)
 class OwnScores:
-    """A positive function of each logit; the weights of several selected experts sum to 1 (arXiv 2412.19437)."""
+    """Scores that are a positive function of each logit. The weights of several selected experts sum to 1 (arXiv
+    2412.19437)."""
 
     function: Callable[[Tensor], Tensor]
     normalized: bool = True

@@ -109,8 +109,8 @@ class _Run:
 class Chain(ShardUpdate):
     """Chains for the parameters of `shards`, which are all on the device or all on the host.
 
-    Collective over the stage, unless each element is updated independently. `shards` contain main parameters, gradients
-    and the states of fused links. This object keeps the states of all other links.
+    Creating this object is a collective over the stage, unless each element is updated independently. `shards` contain
+    main parameters, gradients and the states of fused links. This object keeps the states of all other links.
     """
 
     def __init__(

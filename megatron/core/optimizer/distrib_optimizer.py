@@ -1,11 +1,12 @@
-"""The distributed optimizer (ZeRO-1): clips, updates this rank's shards, and gathers the updated parameters.
+"""Distributed optimizer (ZeRO-1), which clips gradients, updates this rank's shards, and gathers the updated
+parameters.
 
 Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Without sharding
 (--no-use-distributed-optimizer), a rank's shard is the whole bucket. Otherwise, the two cases do not differ.
 
 A step waits for the device only to change a dynamic loss scale, or to read the gradients of states that are updated on
-the host. A non-finite loss or gradient leaves parameters and moments unchanged, in every precision: the update kernels
-read the overflow flag on the device.
+the host. A non-finite loss or gradient leaves parameters and moments unchanged in every precision, because the update
+kernels read the overflow flag on the device.
 """
 
 from __future__ import annotations
@@ -150,8 +151,8 @@ class Update:
 class DistributedOptimizer:
     """Optimizer named by --optimizer, applied to one rank's main-precision shards on the device or the host.
 
-    Collective over the world: every rank makes the same calls. Build it after the parameters have their initial
-    values. Raises ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
+    All ranks of the world must make the same calls. Build it after the parameters have their initial values. Raises
+    ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class DistributedOptimizer:
     @torch.no_grad()
     def step(self, update: Update) -> StepResult:
         """Update once with finished gradients, or with the result of `reduce_model_grads` and its `factor`. The factor
-        and clipping scale gradients in place; fused optimizers apply them when they read gradients.
+        and clipping scale gradients in place. Fused optimizers instead scale gradients while reading them.
 
         With `overlap_param_gather`, the parameters are whole again only after a forward pass or `finish_param_sync` has
         waited for them. If `ddp` has a `param_gather`, only `finish_param_sync` makes them whole.
@@ -317,9 +318,8 @@ class DistributedOptimizer:
             self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait until the last update is made and the parameters are whole.
-
-        Call it before reading parameters outside a forward pass.
+        """Wait until the last update is complete and the parameters are whole. Call this method before reading
+        parameters outside of a forward pass.
         """
         self.end_update()
         self.ddp.finish_param_sync()

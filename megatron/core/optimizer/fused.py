@@ -24,7 +24,7 @@ from megatron.core.param_meta import ParamMeta
 
 @dataclass(frozen=True)
 class FusedPart:
-    """Kernel of one fused link, with the shards that it updates."""
+    """Kernel of one fused link, and the shards that the kernel updates."""
 
     kernel: ShardUpdate
     shards: Sequence[Shard]
@@ -100,7 +100,7 @@ def plain_shards(shards: Sequence[Shard]) -> list[OptimizerShard]:
 
 
 class TorchKernel(ShardUpdate):
-    """One of torch's fused optimizers, available on CPU and CUDA: they accept the overflow flag as a tensor."""
+    """One of torch's fused optimizers, which are available on CPU and CUDA and accept the overflow flag as a tensor."""
 
     def __init__(self, shards: Sequence[OptimizerShard], fused: torch.optim.Optimizer) -> None:
         self.shards = shards
@@ -111,8 +111,8 @@ class TorchKernel(ShardUpdate):
     def scale_gradients(self, factor: Tensor) -> None:
         """Scale gradients.
 
-        The kernels divide by a float32 scalar while reading and storing the gradient; float64 needs a more precise
-        scalar.
+        The kernels divide by a float32 scalar while reading and storing the gradient; float64 gradients need a more
+        precise scalar.
         """
         if any(shard.main.dtype == torch.float64 for shard in self.shards):
             scale_gradients_(self.shards, factor)

@@ -1,10 +1,10 @@
 """The global gradient norm, computed without waiting for the device.
 
-Each element of the model counts once. Every data-parallel rank sums its own shard, with or without the distributed
-optimizer. Only one of the replicas along model axes counts, and only one of a tied embedding's two copies. Rows of
-`ROW` elements are summed in the gradients' precision and the row sums in float64. With float32 throughout, a flat shard
-of 10^7 elements would be off in the third digit. With float64 throughout, the shard would have to be converted, which
-takes 40 times as long on CPU.
+Each element of the model counts once. Every data-parallel rank sums over its shard, with or without the distributed
+optimizer. Only one of the replicas along model axes counts. Of the two copies of a tied embedding, only one counts.
+Rows of `ROW` elements are summed in the gradients' precision and the row sums in float64. With float32 throughout, a
+flat shard of 10^7 elements would be off in the third digit. With float64 throughout, the shard would have to be
+converted, which takes 40 times as long on CPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class GradNorm:
     def finish(self, summed: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return (norm, overflow, sums) in float64 on the device, from the sum over the world.
 
-        Overflow is 1 if any gradient anywhere, including replicas, or any of `sums` is infinite or NaN, else 0. With a
+        Overflow is 1 if any gradient, including those of replicas, or any of `sums` is infinite or NaN, else 0. With a
         `factor`, the result is the norm of the gradients times the factor.
         """
         norm = summed[0].sqrt() if factor is None else summed[0].sqrt() * factor

@@ -55,7 +55,7 @@ class Part:
     """Number of the matrix."""
 
     shard: int
-    """Index of its optimizer shard among the shards of the plan's buffers."""
+    """Index of the part's optimizer shard among the shards of the plan's buffers."""
 
     start: int
     stop: int

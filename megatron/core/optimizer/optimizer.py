@@ -68,7 +68,7 @@ class Shard:
         self.device_params = bucket.owned_params[place.start : place.stop]
         self.device_grads = bucket.owned_grads[place.start : place.stop]
         self.params, self.grads = self.device_params, self.device_grads
-        """Tensors that an update reads and writes; for a shard on the host, these are the attached copies."""
+        """Tensors that an update reads and writes; for a shard on the host, they are the attached copies."""
         self.device = torch.device("cpu") if self.on_host else self.params.device
         """Device on which states are stored and updated."""
         self.params_are_main = self.params.dtype == spec.main_dtype
@@ -235,15 +235,15 @@ class HostUpdateRule(Protocol):
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
         """Update once after `start`, with the `scalars` of this step. The call waits for the gradients.
 
-        With `scaled`, gradients are multiplied by their factor. Kernels launched afterwards see the new parameters.
+        With `scaled`, the gradients are multiplied by the factor. Kernels launched afterwards see the new parameters.
         """
 
 
 def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, world: Axis) -> list[str]:
     """Freeze the parameters that a rule freezes, before gradient buffers are built. If there are custom groups, return
     text lines that describe the groups of the other parameters. A frozen parameter has no gradient, is in no bucket and
-    has no optimizer state. Collective if there are rules or custom groups. Raises ValueError, on every rank, for a rule
-    that does not fit the parameters of the whole model.
+    has no optimizer state. This function is a collective if there are rules or custom groups. Raises ValueError, on
+    every rank, for a rule that does not fit the parameters of the whole model.
     """
     if not config.parameter_rules and not config.has_own_groups:
         return []

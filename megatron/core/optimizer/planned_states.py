@@ -60,8 +60,8 @@ class State:
         return prod(self.shape)
 
     def nbytes(self, numel: int, main: int) -> int:
-        """Return the bytes of `numel` elements of the state and of their scales; elements of the main dtype have `main`
-        bytes."""
+        """Return the bytes of `numel` elements of the state and of their scales; `main` is the size in bytes of an
+        element of the main dtype."""
         width = main if self.dtype is None else (DTYPES | {FLOAT8: 1})[self.dtype]
         return numel * width + (numel // self.scale_block if self.scale_block else 0)
 
@@ -124,7 +124,7 @@ def check_states(meta: ParamMeta, states: Sequence[State]) -> None:
 
 @dataclass(frozen=True)
 class PlannedParam:
-    """A parameter of a stage, with its location and states."""
+    """A parameter of a stage, and its location and states."""
 
     meta: ParamMeta
     place: tuple[int, int]

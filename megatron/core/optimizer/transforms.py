@@ -117,7 +117,7 @@ class ParameterUpdate:
 
     meta: ParamMeta
     param: Tensor
-    """Parameter before the update, [n]. The transforms of a chain must not change it."""
+    """Parameter before the update, [n]. The transforms of a chain must not change the parameter."""
 
     update: Tensor
     """Update [n]: initially the clipped gradient, or zeros in a skipped step. After the last link, the update is added
@@ -205,7 +205,7 @@ class ParameterUpdate:
 
 
 class Place:
-    """Elements [start, stop) of a parameter's local tensor on a rank, as boxes of the whole parameter."""
+    """Location of elements [start, stop) of a parameter's local tensor, as boxes of the whole parameter."""
 
     def __init__(
         self,
@@ -305,8 +305,8 @@ class FusedTransform(Transform):
 
 
 class AddDecay(Transform):
-    """Adds the product of the weight decay and the parameter to the update. Before `ScaleByRate`, this is decoupled
-    weight decay."""
+    """Adds the product of the weight decay and the parameter to the update. If this link precedes `ScaleByRate`, the
+    result is decoupled weight decay."""
 
     def update(self, x: ParameterUpdate) -> None:
         if x.weight_decay:

@@ -54,7 +54,7 @@ class Held:
 
 
 class PipelineExecutor(Generic[Module, Micro]):
-    """Runs the stages of one rank and exchanges their messages with other ranks.
+    """Executor that runs the stages of one rank and exchanges their messages with other ranks.
 
     The output of a stage is kept only until it is sent, because the backward pass needs the autograd node of the output
     but not its values.
@@ -74,7 +74,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         """Create the executor of one rank.
 
         Args:
-            stages: Maps the global number of each local stage to its module. `module(hidden | None, batch)` returns
+            stages: Modules of the local stages, keyed by global stage number. `module(hidden | None, batch)` returns
                 hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism. The last stage returns the loss sum
                 of the micro-batch, a scalar. The first stage receives None.
             layout: Placement of all stages on pipeline ranks.
@@ -131,7 +131,7 @@ class PipelineExecutor(Generic[Module, Micro]):
 
         Args:
             actions: The rank's action list.
-            batches: One batch per micro-batch, the same on every pipeline rank.
+            batches: Micro-batches of the step. They are the same on every pipeline rank.
             loss_scale_seed: Initial gradient of every loss sum. The parameters accumulate the gradients of `loss *
                 loss_scale_seed`, summed over micro-batches.
             last_forward: `last_forward(module, hidden, batch)` replaces the last stage's forward pass in a list without

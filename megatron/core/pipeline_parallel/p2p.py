@@ -6,10 +6,10 @@ does not support CUDA tensors in point-to-point messages, so such tensors are co
 Under NCCL, all messages of a group run in order on the group's stream, because communicators are created at the start,
 and torch creates none for pairs of ranks. A message starts once the preceding computation is complete, and does not
 delay later computation. On a single group, however, a send would wait for an earlier receive, which waits for the
-computation of its peer. There are therefore four lanes, which are groups over the same ranks: one each for forward and
-backward messages from even and from odd ranks. On each lane a rank only sends or only receives. The exception is the
-wrap-around of an interleaved schedule over an odd number of ranks. There, a rank both sends and receives on a lane, in
-an order that is the same on all ranks.
+computation of its peer. There are therefore four lanes, which are groups over the same ranks: one for each combination
+of forward or backward messages and even or odd sending ranks. On each lane a rank only sends or only receives. The
+exception is the wrap-around of an interleaved schedule over an odd number of ranks. There, a rank both sends and
+receives on a lane, in an order that is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PipelineP2P:
     """Sends and receives of one rank along the pipeline axis.
 
     Both ends must post the messages between two ranks in the same order, because NCCL ignores tags. With gloo, tags
-    also detect lists that disagree. Forward messages have even tags, and backward messages have odd tags. The memory of
+    also reveal inconsistent lists. Forward messages have even tags, and backward messages have odd tags. The memory of
     a message is kept until the send is complete. Each later send releases finished messages, and at most
     `MAX_IN_FLIGHT` messages are kept.
     """

@@ -172,7 +172,7 @@ def pipeline_lists(
         compute = forward_only(layout, m) if evaluate else whole()
         validate_schedule(compute, layout, m, forward_only=evaluate)
     except Exception as error:
-        if str(error).startswith("--"):  # v or group, which it does not support
+        if str(error).startswith("--"):  # the schedule does not support v or group
             raise
         what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(

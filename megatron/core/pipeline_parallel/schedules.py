@@ -33,7 +33,7 @@ class ChunkedSchedule(Protocol):
     """Pipeline schedule for v stages per rank."""
 
     def __call__(self, p: int, m: int, v: int, group: int | None) -> Schedule:
-        """Return the actions of each pipeline rank. `group` is the number of micro-batches per group, None for the
+        """Return the actions of each pipeline rank. `group` is the number of micro-batches per group, None means the
         default."""
 
 
@@ -210,7 +210,7 @@ def alternate(
 def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
     """Divide m micro-batches into groups of `group`, by default p.
 
-    A remainder of p or more micro-batches forms its own group. A smaller remainder is spread evenly over the other
+    A remainder of p or more micro-batches forms a separate group. A smaller remainder is spread evenly over the other
     groups. The largest groups come first.
     """
     group = group or p

@@ -61,7 +61,7 @@ class Walk:
 
     In lists without communication, a message arrives as soon as it is computed. In lists with communication, a receive
     does not wait. The compute action that uses the message waits for it. With `rendezvous`, sends and receives block
-    until the other end is reached, which is the hardest case for deadlock freedom.
+    until the other end is reached, which is the worst case for deadlocks.
     """
 
     def __init__(self, lists: Lists, *, rendezvous: bool = False) -> None:
@@ -100,7 +100,8 @@ class Walk:
         self.check_finished()
 
     def duration(self, action: Action) -> float:
-        """Return the duration of an action. If two passes run in turns, their FB has the duration of both."""
+        """Return the duration of an action. If two passes run in turns, the duration of their FB is the sum of both
+        durations."""
         if action.kind not in TIMED or action in self.paired:
             return 0.0
         return self.time_of(self.pairs.get(action, (action,)))

@@ -44,8 +44,8 @@ def vocab_parallel_cross_entropy(
 
 
 LOSS_AND_GRADIENT = "loss_and_gradient_"
-"""Kernel (logits [n, width], labels [n], vocabulary, z-loss coefficient) -> losses [n], which overwrites the logits
-with their gradients.
+"""Kernel that maps (logits [n, width], labels [n], vocabulary, z-loss coefficient) to losses [n], and overwrites the
+logits with their gradients.
 
 Without such a kernel, plain torch computes the gradients in the backward pass.
 """

@@ -82,7 +82,7 @@ class Hardware:
         return parts
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
-        """Return a context for `count` independent products of one shape, which the device may compute concurrently."""
+        """Return a context for `count` independent products of equal shape, which the device may run concurrently."""
         return nullcontext()
 
 
@@ -371,7 +371,7 @@ def observed(*modules: nn.Module) -> bool:
 
 
 class RowParallelLinear(ParallelLinear):
-    """Linear layer with sharded input features: y = x Wᵀ + bias. The bias is added once, to the sum over the ranks."""
+    """Linear layer with sharded input features: y = x Wᵀ + bias. The bias is added once, to the reduced output."""
 
     # x [s, b, in/t] -> [s, b, out], or [s/t, b, out] under sequence parallelism; W [out, in/t]
     def __init__(self, linear: RowLinear, ctx: TPContext) -> None:
@@ -381,8 +381,8 @@ class RowParallelLinear(ParallelLinear):
         adding in the next norm."""
 
     def takes_addend(self) -> bool:
-        """Return True if the residual stream can be the addend of the layer's GEMM: no collective sums the outputs, and
-        no hook reads them."""
+        """Return True if the residual stream can be the addend of the layer's GEMM, because no collective sums the
+        outputs and no hook reads them."""
         adds = self.compiled and self.training and self.adds_residual and self.gemms.adds_residual
         local = type(self) is RowParallelLinear and self.boundary.leave is start_nothing
         kernel = kernel_for("residual_gemm", None, matrix_of(self.weight))

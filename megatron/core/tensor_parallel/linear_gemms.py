@@ -190,8 +190,8 @@ class WeightCasts:
     def kept(self, made: MadeCasts | None = None) -> Iterator[None]:
         """Keep casts until the end of the `with` block. Weights must not change inside the block.
 
-        A nested block uses the outer block's casts. `made` contains existing casts of these weights, and new casts are
-        added to it.
+        A nested block uses the casts of the outer block. `made` contains existing casts of these weights, and new casts
+        are added to it.
         """
         if self._kept is not None:
             yield

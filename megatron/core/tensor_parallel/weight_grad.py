@@ -88,8 +88,9 @@ def accumulate_weight_grad(
     queued job may fetch its operands late, for example a sequence-parallel input that must be gathered first.
 
     `weight.before_main_grad`, if set, is called before each contribution, because a `main_grad` may have no memory yet.
-    Nothing is done for a frozen weight. The gradient of a weight without `main_grad` is returned to autograd. After
-    each contribution to a `main_grad`, `weight.on_main_grad` is called if it is set (`GradReadiness` counts the calls).
+    For a frozen weight, the function does nothing. The gradient of a weight without `main_grad` is returned to
+    autograd. After each contribution to a `main_grad`, `weight.on_main_grad` is called if it is set (`GradReadiness`
+    counts the calls).
     """
     if not weight.requires_grad:
         return None
@@ -139,7 +140,7 @@ def rounding_sum(compiled: bool) -> Callable[[Tensor, Tensor], None]:
 
     The sum is computed in fp32, then rounded up or down at random, so that the expected sum is exact. With rounding to
     nearest, micro-batches that add less than half the distance between two numbers would be lost. The random bits are a
-    hash of both addends, so a step can be repeated.
+    hash of both addends, so a repeated step gives the same result.
     """
     return region(_add_rounded_, True, static=True) if compiled else _add_rounded_in_parts_
 
@@ -167,7 +168,7 @@ def saved_without_graph(ctx: AutogradContext) -> tuple[Tensor, ...]:
 
 @torch_function
 def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) -> None:
-    """out [o, i] += dy [n, o]ᵀ x [n, i], summed in the precision of `out`. With `overwrite` out = dyᵀ x.
+    """out [o, i] += dy [n, o]ᵀ x [n, i], summed in the precision of `out`. With `overwrite`, out = dyᵀ x.
 
     On CPU, a product of bf16 matrices is rounded once, to bf16, before it is added. The relative error of a
     micro-batch's contribution is at most 2^-9. CPU kernels for bf16 have no fp32 result, but are several times as fast
@@ -192,8 +193,8 @@ def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) ->
 def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:
     """out[index[i]] += rows[i], in the precision of `out` and in a fixed order.
 
-    Indices must be in [0, len(out)). GPUs do not check them: some versions of torch's `index_put_` would read the
-    largest and the smallest index on the host.
+    Indices must be in [0, len(out)). GPUs do not check the indices, because some versions of torch's `index_put_` would
+    read the largest and the smallest index on the host.
     """
     if out.is_cuda:  # This sums in sorted order. index_add_ uses atomic operations, whose order varies.
         index_put_impl_(out, [index], rows.to(out.dtype), accumulate=True, unsafe=True)

@@ -1,1 +1,1 @@
-"""Transformer layers over tensor- and sequence-parallel linears."""
+"""Transformer layers with tensor- and sequence-parallel linear layers."""

@@ -159,7 +159,7 @@ def build_norm(
 ) -> nn.Module:
     """Build the model's norm over `size` channels.
 
-    By default it acts on hidden states between the linear layers (`sequence_partial`).
+    By default, the norm acts on hidden states between linear layers (`sequence_partial`).
 
     Args:
         name: Prefix of the parameter names.

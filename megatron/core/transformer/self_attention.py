@@ -122,12 +122,12 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
 
 
 def gated_output(x: Tensor, gate: Tensor, function: str) -> Tensor:
-    """Multiply the attention output x by its gate function; x and gate [s, b, heads * d]."""
+    """Multiply the attention output x [s, b, heads * d] by the gate function of `gate` [s, b, heads * d]."""
     return x * GATES[function](gate)
 
 
 def head_wise_gated_output(x: Tensor, gate: Tensor, function: str) -> Tensor:
-    """Multiply each head of the attention output x by its gate function; x [s, b, heads * d], gate [s, b, heads]."""
+    """Multiply each head of the attention output x [s, b, heads * d] by the gate function of `gate` [s, b, heads]."""
     return (x.unflatten(-1, (gate.shape[-1], -1)) * GATES[function](gate).unsqueeze(-1)).flatten(2)
 
 

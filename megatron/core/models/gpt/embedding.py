@@ -41,7 +41,7 @@ class EmbeddingFunction(torch.autograd.Function):
     """Look up ids in a row-sharded embedding table. Each rank looks up the ids of its own rows and returns zeros for
     all other ids. The results are summed over the ranks.
 
-    The gradient is added to `weight.main_grad` row by row, which avoids a gradient of the table's size.
+    The gradient is added to `weight.main_grad` row by row, which avoids a gradient tensor as large as the table.
     """
 
     # ids [s, b] -> [s, b, h], with sequence parallelism [s/t, b, h]; W [V/t, h]

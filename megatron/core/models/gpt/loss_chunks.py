@@ -1,10 +1,11 @@
 """Computes the head and the loss of a micro-batch in chunks of tokens (--loss-chunk-tokens).
 
 The logits of a large vocabulary are the largest tensor of a pass. Losses are sums over tokens and the initial gradient
-is known in advance, so the gradient of a token's loss can be computed as soon as its logits are. For each chunk, the
-forward pass computes the logits, the losses and the gradients of the hidden states and the weight. The forward pass
-then frees the logits. Each token needs the same three matrix products as with separate forward and backward passes. The
-only activation-sized tensor that remains is the gradient of the hidden states, which the backward pass returns.
+is known in advance, so the gradient of a token's loss can be computed as soon as the token's logits are available. For
+each chunk, the forward pass computes the logits, the losses and the gradients of the hidden states and the weight. The
+forward pass then frees the logits. Each token needs the same three matrix products as with separate forward and
+backward passes. The only activation-sized tensor that remains is the gradient of the hidden states, which the backward
+pass returns.
 
 Under sequence parallelism, a chunk consists of the same rows of each rank's sequence shard. The hidden states of a
 chunk are gathered while the previous chunk is computed. Their gradient is reduced while the next chunk is computed.
@@ -203,7 +204,7 @@ class _LogitsContext(AutogradContext):
 
 
 class _Logits(torch.autograd.Function):
-    """Compute a chunk's logits; the backward pass hands their gradient to `_Chunks.add_gradients`."""
+    """Compute a chunk's logits; the backward pass passes their gradient to `_Chunks.add_gradients`."""
 
     @staticmethod
     def forward(

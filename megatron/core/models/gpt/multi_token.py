@@ -52,8 +52,8 @@ def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear
 class MultiTokenLayer(nn.Module):
     """Multi-token prediction module of one depth. `depth` counts from 0.
 
-    Its layer is dense or MoE, like the model's last layer, and has the window and rotary embedding that
-    --mtp-layer-kind selects.
+    The layer of the module is dense or MoE, like the last layer of the model. Its window and rotary embedding are those
+    that --mtp-layer-kind selects.
     """
 
     def __init__(self, depth: int, config: TransformerConfig, ctx: TPContext) -> None:
