@@ -169,7 +169,7 @@ def build_parallel_state(
     All ranks call `new_group` the same number of times, and the n-th calls of all ranks divide the world into disjoint
     groups. torch relies on this: it names a group after the number of groups created before, and NCCL with a bound
     device creates each group by an `ncclCommSplit`, which is collective over the whole world. A rank that is the only
-    member of its group therefore creates a group too. Equal divisions share a communicator.
+    member of its group therefore creates a group too. Equal divisions of the world share a communicator.
 
     Args:
         dims: Sizes of the layout.

@@ -1,5 +1,5 @@
-"""Two tokenizers that need no files, and the function that builds the tokenizer of `--tokenizer-type`. Names are those
-of Megatron-LM.
+"""Two tokenizers that need no files, and the function that builds the tokenizer of `--tokenizer-type`. The tokenizers
+have the names that Megatron-LM uses.
 
 An extension provides the tokenizers that read files. The packages of these tokenizers are imported only when a
 tokenizer is built.

@@ -165,8 +165,8 @@ def wrapper_tensor(
 
 
 disabled_torch_function: Callable[..., object] = torch._C._disabled_torch_function_impl
-"""Value for the `__torch_function__` of a subclass. With this value, operations skip the search for an override. torch
-2.13. Fallback: a `__torch_function__` that calls the function under `torch._C.DisableTorchFunctionSubclass`."""
+"""Value of a subclass's `__torch_function__` that makes operations skip the search for an override. torch 2.13.
+Fallback: a `__torch_function__` that calls the function under `torch._C.DisableTorchFunctionSubclass`."""
 
 
 def forward_hooks(module: nn.Module) -> Iterable[Callable[..., object]]:

@@ -206,7 +206,7 @@ MOST_LAYERS = 10**6
 
 
 def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-    """Parse a layer pattern to one bool per layer.
+    """Parse a layer pattern into one bool per layer.
 
     The pattern is a period N, to which `of_period(layer, N)` is applied, or a list of 0 and 1 such as "([0]*3+[1]*58)".
     Raises ValueError if the text is invalid.

@@ -147,7 +147,7 @@ class TransformerConfig(ModelFields):
         return self._with_last_repeated(found)
 
     def _with_last_repeated(self, of_layers: tuple[T, ...]) -> tuple[T, ...]:
-        """Append the last layer's value for each multi-token prediction module."""
+        """Append the value of the last layer for each multi-token prediction module."""
         return of_layers + of_layers[-1:] * self.mtp_depths
 
     def _by_own_numbers(self, of_layers: tuple[bool, ...]) -> tuple[bool, ...]:

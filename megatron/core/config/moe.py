@@ -249,8 +249,8 @@ class MoEConfig:
         ("aux_loss",), many=True, choices=BALANCINGS, training_only=True
     )
     """Tokens over which the auxiliary loss averages: one sequence (seq_aux_loss), or all samples of the global batch
-    so far (aux_loss and global_aux_loss, which are the same here). Several losses are added. sinkhorn balances the
-    selection of experts within each sequence, without a loss."""
+    so far (aux_loss and global_aux_loss, which are the same here). If there are several losses, they are added.
+    sinkhorn balances the selection of experts within each sequence, without a loss."""
 
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), many=True, at_least=0, training_only=True)
     """Coefficient of each auxiliary load-balancing loss; 1e-2 is common (Switch Transformer, Mixtral)."""

@@ -33,8 +33,8 @@ class HostFacts:
     pass completes them."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
-    """Function that maps the sizes of the ranges in host memory to the number and the size of the device slots through
-    which the gradients and parameters of these ranges are copied. Only plans call it."""
+    """Function of the sizes of the ranges in host memory. It returns the number and the size of the device slots
+    through which gradients and parameters of these ranges are copied. Only plans call this function."""
 
     layers: Callable[..., int]
     """Function that maps the `ModelParallelConfig` to the number of layers at the start of each stage whose activations
@@ -42,7 +42,7 @@ class HostFacts:
 
     with_layers: Callable[..., Section]
     """Function that maps (ModelParallelConfig, n) to a copy of the configuration that keeps the activations of at most
-    n layers in host memory. Only plans call it."""
+    n layers in host memory. Only plans call this function."""
 
 
 class HostMemory(Protocol):

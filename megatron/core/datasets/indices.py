@@ -220,7 +220,7 @@ def _lengths_in_parts(lengths: NDArray, document_index: NDArray) -> Iterator[tup
 def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArray:
     """Return the draw order of samples.
 
-    All samples are shuffled together, or the samples of the last epoch separately.
+    Either all samples are shuffled together, or the samples of the last epoch are shuffled separately.
     """
     dtype = np.uint32 if plan.samples < 2**32 - 2 else np.int64
     index = np.arange(plan.samples, dtype=dtype)

@@ -45,7 +45,7 @@ class SaveReport:
 
 
 class CheckpointWriter:
-    """Writes checkpoints into `root`. All ranks must call the same methods in the same order."""
+    """Writer of checkpoints in the folder `root`. All ranks must call the same methods in the same order."""
 
     attempts = 3
     pause = 2.0

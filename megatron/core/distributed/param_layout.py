@@ -193,7 +193,7 @@ def unit_of(name: str) -> str:
 def _fill_buckets(
     members: Iterable[tuple[int, ParamMeta, int]], num_shards: int, bucket_size: int | None
 ) -> list[BucketLayout]:
-    """Fill buckets of at least `bucket_size` elements; with None, one bucket per unit.
+    """Fill buckets of at least `bucket_size` elements. With None, each unit has one bucket.
 
     Only the last bucket and buckets next to shared parameters may be smaller. A parameter shared by two stages has a
     separate bucket. Its shards then cover the same elements on both stages, regardless of other parameters, and only

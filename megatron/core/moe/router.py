@@ -136,7 +136,7 @@ class Choice:
     """Maximum number of these tokens that an expert accepts; None if there is no limit and each token has k experts."""
 
     kept: Tensor | None = None
-    """Weight of the token itself in the output [s, b, 1], from zero-computation experts."""
+    """Weight [s, b, 1] with which the zero-computation experts of a token add the token itself to the output."""
 
 
 class TopKRouter(nn.Module):

@@ -1,4 +1,5 @@
-"""Chains of transforms (`transforms`) for all parameters of a rank's pipeline stage. Every optimizer is such a chain.
+"""Chains of transforms (`transforms`) for all parameters of a rank's pipeline stage. Every optimizer is a chain of
+transforms.
 
 Fused links update flat shards. The other links of a chain run before and after the fused link, on single parameters.
 The updates of a batch of parameters run concurrently, as generators. Once each update has finished or made a request,

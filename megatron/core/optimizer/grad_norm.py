@@ -1,10 +1,10 @@
 """The global gradient norm, computed without waiting for the device.
 
-Each element of the model counts once. Every data-parallel rank sums over its shard, with or without the distributed
-optimizer. Only one of the replicas along model axes counts. Of the two copies of a tied embedding, only one counts.
-Rows of `ROW` elements are summed in the gradients' precision and the row sums in float64. With float32 throughout, a
-flat shard of 10^7 elements would be off in the third digit. With float64 throughout, the shard would have to be
-converted, which takes 40 times as long on CPU.
+Each parameter element of the model counts once. Every data-parallel rank sums over its shard, with or without the
+distributed optimizer. Only one of the replicas along model axes counts. Of the two copies of a tied embedding, only one
+counts. Rows of `ROW` elements are summed in the gradients' precision and the row sums in float64. With float32
+throughout, a flat shard of 10^7 elements would be off in the third digit. With float64 throughout, the shard would have
+to be converted, which takes 40 times as long on CPU.
 """
 
 from __future__ import annotations

@@ -221,7 +221,8 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
 def linear_maps(meta: ParamMeta, split: bool = True) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return boxes (offset, shape) of the global tensor, one per linear map.
 
-    All dims except the last index the map's rows. `fused` weights count as one map without `split`.
+    The last dim indexes the columns of the map, and all other dims index its rows. `fused` weights count as one map
+    without `split`.
     """
     spans = [[(i, 1) for i in range(size)] for size in meta.global_shape[: meta.stacked]]
     spans += [[(0, size)] for size in meta.global_shape[meta.stacked :]]

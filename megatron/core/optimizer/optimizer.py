@@ -205,7 +205,7 @@ class ShardUpdate:
         raise NotImplementedError
 
     def set_step_count(self, updates: int) -> None:
-        """Set the number of updates recorded in a checkpoint."""
+        """Set the number of earlier updates to the number recorded in a checkpoint."""
 
 
 def scale_gradients_(shards: Sequence[Shard], factor: Tensor) -> None:

@@ -135,7 +135,8 @@ class PlannedParam:
     states: tuple[State, ...]
 
     def part_within(self, first: int, last: int) -> tuple[int, int]:
-        """Return elements [start, stop) of the local tensor within [first, last) of the buffer; (0, 0) for none."""
+        """Return elements [start, stop) of the local tensor within [first, last) of the buffer; (0, 0) if there are
+        none."""
         start, stop = max(first, self.range.start), min(last, self.range.stop)
         return (start - self.range.start, stop - self.range.start) if start < stop else (0, 0)
 

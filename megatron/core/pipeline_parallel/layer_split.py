@@ -1,4 +1,4 @@
-"""Split of layers over pipeline stages by cost.
+"""Division of the layers among pipeline stages according to cost.
 
 The model builder, the printed plan and the planner all call this module.
 """
@@ -94,7 +94,7 @@ def _attention_cost(config: TransformerConfig, number: int) -> float:
 
 
 def _matrices(metas: Sequence[ParamMeta], config: TransformerConfig) -> float:
-    """Count the elements of the matrices that multiply a token. Of the experts, only the selected ones count."""
+    """Count the elements of the matrices that multiply a token. Only the selected experts count."""
     matrices = sum(meta.numel for meta in metas if meta.matrix)
     experts = sum(meta.numel for meta in metas if meta.expert)
     if experts and config.num_experts:

@@ -41,8 +41,8 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     by the messages of both passes.
 
     With `validates`, every list gets a VALIDATE at the first backward pass of the global order. No message crosses this
-    point, so all ranks can restart their lists there. A VALIDATE waits only for the previous step, which the other
-    ranks finish without this rank.
+    point, so all ranks can restart their lists there. A VALIDATE waits only for the previous step. The other ranks
+    finish that step without this rank.
     """
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]

@@ -33,7 +33,7 @@ class ChunkedSchedule(Protocol):
     """Pipeline schedule for v stages per rank."""
 
     def __call__(self, p: int, m: int, v: int, group: int | None) -> Schedule:
-        """Return the actions of each pipeline rank. `group` is the number of micro-batches per group, None means the
+        """Return the actions of each pipeline rank. `group` is the number of micro-batches per group; None means the
         default."""
 
 

@@ -43,7 +43,7 @@ def stage_metas(
     Args:
         config: The model.
         stage: Stage; None means the whole model.
-        sequence_parallel: True under sequence parallelism.
+        sequence_parallel: Whether sequence parallelism is used.
         tied_stages: Stages on different ranks that each hold a copy of the embedding.
     """
     stage = stage or whole_model(config)
@@ -162,8 +162,7 @@ def count_parameters(config: TransformerConfig) -> ParameterCount:
 
 
 def active_parameters(config: TransformerConfig) -> int:
-    """Count the active parameters, which are those that multiply a token. Of the experts, only the selected ones
-    count."""
+    """Count the active parameters, which are the parameters that multiply a token. Only the selected experts count."""
     count = count_parameters(config)
     if not count.experts or config.num_experts is None:
         return count.total

@@ -17,7 +17,7 @@ from megatron.core.config.model import TransformerConfig
 
 def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
     """Return the frequencies of channel pairs in radians per position, [rotary_dim / 2] fp32. Under --rope-type
-    proportional, they include unrotated pairs.
+    proportional, the frequencies of unrotated pairs are included.
 
     Interpolation divides positions (arXiv:2306.15595, section 2.3), which is equivalent to dividing frequencies.
     """
