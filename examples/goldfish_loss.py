@@ -24,7 +24,7 @@ class GoldfishConfig:
     """Number of tokens that the hash covers."""
 
 
-@LOSSES.register("goldfish", multi_token=True)
+@LOSSES.register("goldfish", multi_token=True, log_likelihood=True)
 class GoldfishLoss(CrossEntropy):
     @staticmethod
     def prepare(config: TransformerConfig, batch: Batch) -> Batch:

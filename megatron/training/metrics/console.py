@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
+from megatron.core.config.losses import has_perplexity
+from megatron.core.config.model import TransformerConfig
 from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import RunView
 from megatron.training.metrics.sinks import Record
@@ -41,10 +43,11 @@ class LogLines:
             iteration: Iteration of the evaluation.
             split: "valid" or "test".
             name: Name of one of several validation sets, or empty.
-            loss: Mean loss in nats.
+            loss: Mean loss, in nats if it is a cross-entropy.
         """
-        line = f" {f'{split} {name}'.strip()} after iteration {iteration} | loss: {loss:.6E}"
-        yield f"{line} | perplexity: {perplexity(loss):.6E}"
+        found = perplexity(loss, self.config.model)
+        shown = "" if found is None else f" | perplexity: {found:.6E}"
+        yield f" {f'{split} {name}'.strip()} after iteration {iteration} | loss: {loss:.6E}{shown}"
 
     def saving(self, iteration: int, stalled: float) -> str:
         """Return the line about a started save. Training waited `stalled` seconds for the start."""
@@ -56,7 +59,10 @@ class LogLines:
         return f" saved checkpoint at iteration {iteration} to {folder} in {seconds:.2f} s"
 
 
-def perplexity(loss: float) -> float:
+def perplexity(loss: float, model: TransformerConfig) -> float | None:
+    """Return exp(mean loss), or None if the model's loss is not a plain cross-entropy."""
+    if not has_perplexity(model.loss_func, model.z_loss_coeff):
+        return None
     return math.exp(loss) if loss < 700 else math.inf
 
 

@@ -6,7 +6,9 @@ import re
 from datetime import datetime
 
 from megatron.extensions.observe.logs.megatron_format import MegatronLines, evaluation_lines, progress_line
+from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig, TrainingConfig
+from megatron.training.metrics.log_formats import LOG_FORMATS
 from tests.pure.test_log_format import RECORD
 
 NOW = datetime(2030, 1, 2, 3, 4, 5)
@@ -34,6 +36,14 @@ def test_validation_lines_match_megatron() -> None:
     assert " at iteration 10 on validation set | " in evaluation_lines("valid", 10, 3.25)
     assert " at iteration 10 on test set | " in evaluation_lines("test", 10, 3.25)
     assert "PPL: 4.851652E+08" in evaluation_lines("valid", 10, 1e4)
+    assert evaluation_lines("", 10, 3.25, shows_perplexity=False).split("\n")[1].endswith("value: 3.250000E+00 | ")
+
+
+def test_a_loss_with_a_z_loss_has_no_perplexity() -> None:
+    for name, word in ("default", "perplexity"), ("megatron", "PPL"):
+        for flags, shows in ([], True), (["--z-loss-coeff", "1e-4"], False):
+            lines = LOG_FORMATS[name](parse_args(flags), 10)
+            assert (word in "".join(lines.evaluation(10, "test", "", 3.25))) == shows
 
 
 def test_a_step_without_loss_omits_the_loss_field() -> None:

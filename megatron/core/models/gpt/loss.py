@@ -93,7 +93,8 @@ class TokenLoss:
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits [s, b, V/tp], labels [s, b] -> losses [s, b] in fp32 or above, equal on all tensor-parallel ranks.
 
-        Columns of the unsharded logits from `config.vocab_size` on are padding.
+        V is `config.padded_vocab_size`. Columns of the unsharded logits from `config.vocab_size` on are padding:
+        `megatron.core.tensor_parallel.cross_entropy.local_columns` finds those of this rank.
         """
         raise NotImplementedError
 

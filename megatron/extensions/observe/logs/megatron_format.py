@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
+from megatron.core.config.losses import has_perplexity
 from megatron.extensions.observe.logs.flags import LogsConfig
 from megatron.training.hooks import RunView
 from megatron.training.metrics.console import LogLines, mtp_losses
@@ -101,16 +102,17 @@ class MegatronLines(LogLines):
             iteration: Iteration of the evaluation.
             split: "valid" or "test".
             name: Name of the validation set if there are several; otherwise empty.
-            loss: Mean loss in nats.
+            loss: Mean loss, in nats if it is a cross-entropy.
         """
-        training = self.config.training
+        training, model = self.config.training, self.config.model
+        shows = has_perplexity(model.loss_func, model.z_loss_coeff)
         if split == "test":
-            yield evaluation_lines("test", iteration, loss, name)
+            yield evaluation_lines("test", iteration, loss, name, shows)
             return
         if iteration % training.eval_interval == 0 and not training.skip_train:
-            yield evaluation_lines("", iteration, loss, name)
+            yield evaluation_lines("", iteration, loss, name, shows)
         if iteration == self.train_iters or training.skip_train:
-            yield evaluation_lines("valid", iteration, loss, name)
+            yield evaluation_lines("valid", iteration, loss, name, shows)
 
     def saving(self, iteration: int, stalled: float) -> str:
         return f"saving checkpoint at iteration {iteration:7d} to {self.config.checkpoint.save} in torch_dist format"
@@ -150,18 +152,20 @@ def progress_line(record: Record, train_iters: int, throughput: bool, now: datet
     return f" [{(now or datetime.now()):%Y-%m-%d %H:%M:%S}] " + " | ".join(parts) + " |"
 
 
-def evaluation_lines(split: str, iteration: int, loss: float, name: str = "") -> str:
+def evaluation_lines(split: str, iteration: int, loss: float, name: str = "", shows_perplexity: bool = True) -> str:
     """Return the three lines of an evaluation: a line with the loss, between two rulers.
 
     Args:
         split: "test", "valid", or "" for a validation during training, for which the line does not name a split.
         iteration: Iteration of the evaluation.
-        loss: Mean loss in nats.
+        loss: Mean loss, in nats if it is a cross-entropy.
         name: Name of the validation set if there are several; otherwise empty.
+        shows_perplexity: True if exp(loss) is the perplexity.
     """
     where = f"iteration {iteration}" + {"test": " on test set", "valid": " on validation set", "": ""}[split]
     where += f" on {name}" if name else ""
-    line = f" validation loss at {where} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity(loss):.6E} | "
+    shown = f"lm loss PPL: {perplexity(loss):.6E} | " if shows_perplexity else ""
+    line = f" validation loss at {where} | lm loss value: {loss:.6E} | {shown}"
     ruler = "-" * (len(line) + 1)
     return f"{ruler}\n{line}\n{ruler}"
 
