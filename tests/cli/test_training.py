@@ -9,7 +9,7 @@ import pytest
 from megatron.core.dist_checkpointing.path_kind import saved_folders
 from tests.apart import losses_in, read_records
 from tests.corpus import write_documents
-from tests.forked import run_forked, run_program
+from tests.forked import ROOT, run_forked, run_program
 
 MODEL = (
     "--cpu --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 200 "
@@ -72,13 +72,23 @@ def test_metrics_go_to_json_lines(tmp_path: Path) -> None:
     assert training[0]["mfu"] is None, "the peak rate of a CPU is unknown"
     assert [record["iteration"] for record in found if "valid_loss" in record] == [10, 20]
     assert sum("test_loss" in record for record in found) == 1
-    subjects = [line.split(":")[0] for line in result.stdout.splitlines()[:6]]
-    assert subjects == ["model", "layout", "precision", "batch", "length", "memory"]
+    lines = result.stdout.splitlines()
+    subjects = [line.split(":")[0] for line in lines[:7]]
+    assert subjects == ["model", "layout", "precision", "batch", "length", "memory", "metrics"]
+    assert lines[6] == f"metrics: {save}/metrics.jsonl"
     assert "start-up (s):" in result.stdout
     assert training[-1]["seconds_left"] == 0 < training[0]["seconds_left"]
     lines = [line for line in result.stdout.splitlines() if line.startswith(" iteration ")]
     assert len(lines) == 20 and max(map(len, lines)) < 200 and "MFU" not in result.stdout
     assert (save / "run_config.yaml").exists()
+
+
+def test_without_save_the_log_names_the_metrics_file(tmp_path: Path) -> None:
+    flags = [*MODEL, "--train-iters", "1", "--eval-iters", "0"]
+    said = run_program(ROOT / "pretrain_gpt.py", *flags, cwd=tmp_path, code=0).stdout
+    remedy = "--save or --metrics-file changes the folder"
+    assert f"metrics: metrics.jsonl in the current folder, {tmp_path}; {remedy}\n" in said
+    assert len(losses(tmp_path)) == 1
 
 
 def test_a_saved_configuration_runs_again_and_evaluation_does_not_change_it(tmp_path: Path) -> None:

@@ -130,7 +130,8 @@ class LoggingConfig:
     scripts that parse Megatron-LM's logs."""
 
     metrics_file: str | None = flag(None, path="stored", writes="file")
-    """File for metrics, one JSON object per line; default: metrics.jsonl in --save."""
+    """File for metrics, one JSON object per line; default: metrics.jsonl in --save, or in the current folder without
+    --save."""
 
     peak_tflops: float | None = None
     """Peak TFLOP/s of a device, for MFU; default: derived from the device name, unknown on CPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -10,6 +11,7 @@ from megatron.core.pipeline_parallel.stage_parameters import active_parameters, 
 from megatron.core.pipeline_parallel.stages import pipeline_layout
 from megatron.core.tensor_parallel.linear_formats import LINEAR_FORMATS, linear_format
 from megatron.training.config.batch_size import batch_line, byte_text, formats_of_states, shape_line
+from megatron.training.metrics.sinks import metrics_file
 from megatron.training.run import TrainingRun
 
 
@@ -36,6 +38,10 @@ def banner(run: TrainingRun) -> Iterator[str]:
     if device.type == "cuda":
         of = f", of {byte_text(torch.cuda.get_device_properties(device).total_memory)} on the device"
     yield f"memory: weights, gradients and optimizer take {byte_text(_state_bytes(run))} on this rank{of}"
+    base = run.plan.base
+    named = base.logging.metrics_file or base.checkpoint.save_root
+    where = "" if named else f" in the current folder, {Path.cwd()}; --save or --metrics-file changes the folder"
+    yield f"metrics: {metrics_file(base)}{where}"
 
 
 def _state_bytes(run: TrainingRun) -> int:

@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.layout import PipelineLayout, Stage
 from megatron.core.pipeline_parallel.schedules import build_schedule
 from megatron.extensions.plan.planner.commands import DryRun
 from megatron.extensions.plan.planner.device_file import DeviceFile, Link, read_device
+from megatron.extensions.plan.planner.dry_run import step_lines
 from megatron.extensions.plan.planner.fake_stage import PlannerCache
 from megatron.extensions.plan.planner.micro_batch import MicroBatch
 from megatron.extensions.plan.planner.time.events import (
@@ -178,6 +179,10 @@ def test_an_uneven_pipeline_is_bound_by_its_busiest_rank() -> None:
     step = predicted("--pp 2 --decoder-first-pipeline-num-layers 1", device)
     assert step.parts["pipeline_bubble"] < 0.5 * step.bubble * step.seconds and step.bubble > 0.1
     assert predicted("", read_device("h100")).bubble == 0.0
+    lines = [*step_lines(step)]
+    assert f"mean bubble {step.bubble:.1%} of the whole step: " in "\n".join(lines)
+    (own,) = (line.split() for line in lines if "bubble of this rank" in line)
+    assert own[-1] == f"{step.parts['pipeline_bubble'] / step.seconds:.1%}"
     assert sum(step.parts.values()) == pytest.approx(step.seconds)
 
 

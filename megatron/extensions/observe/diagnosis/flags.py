@@ -78,6 +78,18 @@ def _undumped(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
             f"needs the weights of the step, which are overwritten with --pipeline-schedule {config.parallel.schedule}"
         )
         yield Problem("--dump-step", own.dump_step, rule, "use --pipeline-schedule 1f1b")
+    dropout = [
+        f"{flag} {value:g}"
+        for flag, value in (
+            ("--hidden-dropout", config.model.hidden_dropout),
+            ("--attention-dropout", config.model.attention_dropout),
+        )
+        if value
+    ]
+    if dropout:
+        rule = f"dumps a step that tools/referee.py refuses, because the run has {' and '.join(dropout)}"
+        remedy = "use --hidden-dropout 0 --attention-dropout 0"
+        yield Problem("--dump-step", own.dump_step, rule, remedy, harmless=True)
 
 
 @extension_flags("diagnosis: layer statistics, stragglers, profiles", may_change=True, rules=rules)
@@ -105,7 +117,7 @@ class DiagnosisConfig:
 
     dump_step: int | None = flag(None, above=0)
     """Write the weights, samples, loss and gradients of this iteration to disk. tools/referee.py compares them with an
-    fp64 computation."""
+    fp64 computation, which needs --hidden-dropout 0 --attention-dropout 0."""
 
     dump_step_dir: str | None = flag(None, path="local", writes="folder", no_effect_without="--dump-step")
     """Folder of --dump-step; default: steps/iter_N in --save."""

@@ -49,11 +49,15 @@ def step_lines(time: StepTime) -> Iterator[str]:
         f"{time.tflops:.4g} TFLOP/s a device (causal), MFU {mfu} (causal), bound by {_title(time.bound_by)}"
     )
     if time.parts_of_pp_rank is not None:
-        yield f"bubble {time.bubble:.1%} of the step at these times, averaged over the pipeline ranks"
+        yield (
+            f"mean bubble {time.bubble:.1%} of the whole step: idle time and messages during the passes, averaged over "
+            "the pipeline ranks"
+        )
         yield f"the time of pp {time.parts_of_pp_rank}, which has the most work:"
     for subject, seconds in sorted(time.parts.items(), key=lambda part: -part[1]):
         if seconds:
-            yield f"    {_title(subject):<22}{1e3 * seconds:>12,.1f} ms{seconds / time.seconds:>8.1%}"
+            title = "bubble of this rank" if subject == "pipeline_bubble" else _title(subject)
+            yield f"    {title:<22}{1e3 * seconds:>12,.1f} ms{seconds / time.seconds:>8.1%}"
 
 
 def share_text(share: float | None) -> str:
@@ -290,7 +294,8 @@ def _experts_line(m: TransformerConfig) -> str:
 
 
 def _pipeline_line(config: RunConfig, microbatches: int) -> str:
-    """Describe the schedule and its bubble, assuming that times are proportional to FLOPs and messages take no time.
+    """Describe the schedule and its bubble as a share of the passes, assuming that times are proportional to FLOPs and
+    messages take no time.
 
     The step ends when the gradient norm is known. All ranks wait for the norm unless --optimizer-post-validation is
     given.
@@ -300,7 +305,8 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     layout, ahead = schedule.layout, late_update(config) is not None
     where = f"{layout.num_stages} stages, {layout.chunks} on each rank" if layout.chunks > 1 else f"{layout.pp} stages"
     unless = " that is neither clipped nor skipped" if ahead and PIPELINE_SCHEDULES.facts(schedule.name).flushes else ""
-    return f"pipeline {schedule.name}: {where}; bubble {bubble:.1%} of a step{unless}, by the FLOPs of the stages"
+    ideal = "if times are proportional to FLOPs"
+    return f"pipeline {schedule.name}: {where}; schedule bubble {bubble:.1%} of the passes of a step{unless}, {ideal}"
 
 
 def batch_lines(plan: RunPlan, dims: ParallelDims, cache: PlannerCache) -> Iterator[str]:
