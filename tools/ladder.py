@@ -53,13 +53,13 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder of the ladder")
     add("--widths", type=int, nargs="+", default=[], metavar="N", help="--hidden-size of each rung (default: target's)")
     add("--depths", type=int, nargs="+", default=[], metavar="N", help="--num-layers of each rung (default: target's)")
-    text = "tokens per parameter, one or more for each size (default: those of the target)"
+    text = "tokens per parameter, one or more values for each size (default: the target's)"
     add("--tokens-per-parameter", type=float, nargs="+", default=[], metavar="R", help=text)
     add("--rates", type=float, nargs="+", default=[], metavar="LR", help="learning rates of each rung (default: --lr)")
-    text = "widths trained with all --rates and --lr; others use only --lr (default: all widths use only --rates)"
+    text = "widths to train with --lr and --rates; other widths use only --lr (default: all widths use only --rates)"
     add("--sweep-widths", type=int, nargs="+", default=[], metavar="N", help=text)
     add("--evaluations", type=int, default=20, metavar="N", help="validations of each run (default: 20)")
-    text = 'command that starts a rung, instead of this Python; for example "torchrun --nproc-per-node 8"'
+    text = 'command that launches a rung, instead of this Python; for example "torchrun --nproc-per-node 8"'
     add("--launcher", type=shlex.split, default=[sys.executable], metavar="COMMAND", help=text)
     text = f"write {SCRIPT}, a SLURM array with a task for each rung, and train nothing"
     add("--sbatch", action="store_true", help=text)

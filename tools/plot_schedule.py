@@ -41,7 +41,8 @@ from .pictures.drawing import (
 
 INCHES_PER_ACTION, MOST_INCHES = 0.28, 20.0
 SMALLEST_INCHES = 0.17
-"""Width, in inches, of an action in a schedule that would otherwise not fit. Three small digits fit into this width."""
+"""Width, in inches, of an action in a schedule that would otherwise not fit. The width is that of three small
+digits."""
 
 LONG_RUN = 50
 COSTS: dict[str, tuple[float, str]] = {

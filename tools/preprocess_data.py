@@ -223,9 +223,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     group.add_argument("--overwrite", action="store_true", help="replace output files that exist")
     group.add_argument("--append-eod", action="store_true", help="end each document with the EOD token")
-    group.add_argument(
-        "--max-bad-lines", type=int, default=0, help="number of bad lines up to which the exit code is 0"
-    )
+    group.add_argument("--max-bad-lines", type=int, default=0, help="maximum number of bad lines for exit code 0")
     group.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     group.add_argument(
         "--bpe-backend",
@@ -236,11 +234,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "if it is installed and its ids are equal (default)",
     )
     group.add_argument(
-        "--log-interval", type=int, default=1000, help="documents between log lines if the output is no terminal"
+        "--log-interval", type=int, default=1000, help="documents between log lines if the output is not a terminal"
     )
     group.add_argument("--summary-file", help="also write the summary as JSON")
     add_config_flags(parser, "tokenizer", *TOKENIZER_FIELDS, "vocab_size")
-    other = parser.add_argument_group("flags of Megatron-LM that have no meaning here; each is accepted with a notice")
+    other = parser.add_argument_group("Megatron-LM flags that have no effect here; each is accepted with a notice")
     for flag, reason in MEANINGLESS.items():
         takes_value = flag not in ("--keep-sequential-samples", "--keep-newlines")
         extra: dict[str, object] = {"metavar": "VALUE"} if takes_value else {"action": "store_true"}

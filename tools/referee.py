@@ -105,7 +105,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     given = {"--model": args.model, **batches, "--gradients": args.gradients, "--loss": args.loss}
     if args.step is not None:
         if names := [name for name, value in given.items() if value is not None]:
-            rule = "holds the model, the batch, the gradients and the loss"
+            rule = "contains the model, the batch, the gradients and the loss"
             raise ValueError(f"--step {args.step} {rule}; leave out {', '.join(names)}")
         args.model = args.batch = args.gradients = args.step
         args.loss = loss_of(args.step)
@@ -115,7 +115,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.step is None and missing:
         raise ValueError(f"{', '.join(missing)} must be given, or --step instead of all")
     if len(chosen) > 1:
-        raise ValueError(f"{' and '.join(chosen)} each say which samples to take; give one of them")
+        raise ValueError(f"{' and '.join(chosen)} each select samples; use one of them")
     if args.json is not None:
         refuse_unwritable("--json", args.json)
     numbers = sample_numbers(args.samples) if args.samples is not None else ()

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--trace", type=Path, help="default: the newest in the folder trace of the run")
     add("--outcome", type=Path, help="status file of the run (OUTCOME_FILE); default: outcome in the run's folder")
     add("--plan", type=Path, help="file of --dry-run --json; default: computed, if the layout is known")
-    add("--no-plan", action="store_true", help="compute no plan of the memory")
+    add("--no-plan", action="store_true", help="do not compute a memory plan")
     add("--gpus-per-node", type=int, default=8, help="for the map of ranks without a trace (default: 8)")
     args = parser.parse_args(argv)
     refuse([*too_small(args, gpus_per_node=1), *_of_one_run(args)])
@@ -157,7 +157,7 @@ def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
     """Return the run's memory plan by pipeline rank, or None and the reason why there is no plan."""
     path, world_size = run.path / CONFIG, run.world_size
     if not path.is_file() or world_size is None:
-        return None, "the configuration or the number of ranks is not known"
+        return None, "the configuration or the number of ranks is unknown"
     try:
         given = parse_args(["--config", str(path)])
         from megatron.extensions.plan.planner.memory import memory_of_ranks

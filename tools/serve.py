@@ -104,8 +104,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = model_parser(__doc__, argv)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
-    add("--port", type=int, default=8000, help="port; 0 chooses a free one (default: 8000)")
-    add("--served-model-name", metavar="NAME", help="name of the model (default: that of its folder)")
+    add("--port", type=int, default=8000, help="port; 0 selects a free port (default: 8000)")
+    add("--served-model-name", metavar="NAME", help="name of the model (default: the name of its folder)")
     add(
         "--max-waiting", type=int, default=64, help="texts that may wait; further requests get status 429 (default: 64)"
     )

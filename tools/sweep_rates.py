@@ -169,7 +169,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     problems = too_small(args, extend=0)
     problems += [f"--case {name}: is given more than once" for name in {*names} if names.count(name) > 1]
     if len(rates) < max(2, len(args.rates)) or min(rates) <= 0:
-        problems.append("--rates: give two or more different ones above 0")
+        problems.append("--rates: give two or more different rates above 0")
     refuse(problems)
     refuse_unwritable("--output", args.output / "table")
     return args

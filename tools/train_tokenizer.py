@@ -127,7 +127,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--overwrite", action="store_true", help="replace output files that exist")
     add("--vocab-size", type=int, required=True, help="number of tokens, including special tokens and bytes")
     add("--model-type", choices=("unigram", "bpe", "char", "word"), default="bpe", help="default: bpe")
-    add("--character-coverage", type=float, default=0.9995, help="share of characters kept (default: 0.9995)")
+    add("--character-coverage", type=float, default=0.9995, help="fraction of characters to keep (default: 0.9995)")
     add("--byte-fallback", action=argparse.BooleanOptionalAction, default=True, help="bytes for unknown characters")
     add("--normalization-rule-name", default="identity", help="identity (default), nfkc, nmt_nfkc, ...")
     add("--split-digits", action="store_true", help="make each digit a separate token")
@@ -143,7 +143,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--pad-token", default="<pad>", help="token 3")
     add("--eod-token", default="<EOD>", help="token 4; SentencePieceTokenizer looks for <EOD>")
     add("--user-defined-symbols", nargs="+", default=[], help="strings that always become one token")
-    add("--max-bad-lines", type=int, default=0, help="number of unreadable lines that is tolerated (exit code 0)")
+    add("--max-bad-lines", type=int, default=0, help="maximum number of unreadable lines for exit code 0")
     add("--verbose", action="store_true", help="show SentencePiece's own log")
     return parser.parse_args(argv)
 

@@ -139,7 +139,7 @@ def end_callbacks(run: TrainingRun) -> str:
 
 
 class GarbageCollection:
-    """Garbage collection at the same steps on all ranks (--manual-gc). Otherwise, Python's thresholds apply.
+    """Garbage collection at the same steps on all ranks with --manual-gc, or at Python's thresholds without it.
 
     In a large run, a collection takes tenths of a second. With Python's thresholds, each rank collects at a different
     step, and all ranks wait for every rank's collections. Automatic collection is off until `resources` is closed."""

@@ -66,7 +66,7 @@ def test_a_command_runs_in_place_of_training(capsys: pytest.CaptureFixture[str])
     assert ended("--count --times 3 --tp 2 --dp 2") == 7
     out, err = capsys.readouterr()
     assert out == "3 times 4 ranks of 2 layers\n"
-    assert "planned for 4 ranks; --world-size sets another number" in err.splitlines()
+    assert "planned for 4 ranks; --world-size sets a different number" in err.splitlines()
     assert ended("--count --world-size 8") == 7
     assert capsys.readouterr().out == "None times 8 ranks of 2 layers\n"
 

@@ -48,7 +48,7 @@ def test_presets_range_from_10m_to_405b() -> None:
 def test_a_preset_is_valid_and_has_its_size(path: Path) -> None:
     ranks, parameters, vocabulary = stated(path)
     planned = command_line(["--config", str(path), "--dry-run", "--world-size", str(ranks)])
-    assert planned.notes == ("no data are named: planned with synthetic data, as with --mock-data",)
+    assert planned.notes == ("no data are given: the plan uses synthetic data, as with --mock-data",)
     config = planned.config
     assert config.model.default_vocab_size == vocabulary and config.model.vocab_size is None
     assert validate(config, ranks) == [] and notices(config, ranks) == []

@@ -99,9 +99,9 @@ def test_a_wrong_input_is_explained(inputs: Path, flag: str, value: str, message
     [
         ("--step empty", "--step empty holds no step of --dump-step: loss.json: .*; give the folder that a run"),
         ("--step none", "--step none does not exist; give the folder that a run with --dump-step names"),
-        ("--step none --batch batch.npz", "--step none holds the model, .*; leave out --batch"),
+        ("--step none --batch batch.npz", "--step none contains the model, .*; leave out --batch"),
         ("--gradients g", r"--model, --batch \(or --samples or --iteration\) must be given, or --step instead of all"),
-        ("--model m --gradients g --batch b --iteration 2", "--batch and --iteration each say which samples to take"),
+        ("--model m --gradients g --batch b --iteration 2", "--batch and --iteration each select samples; use one"),
     ],
 )
 def test_wrong_flags_are_explained(flags: str, message: str, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_a_checkpoint_gives_the_samples_of_its_run(
         (["--samples", "3-1"], "'3-1' must be a number or a range, as in 0-7,12"),
         (["--samples", "1,0-2"], "a sample is named twice"),
         (["--samples", "0-99999999999"], "names more than 100,000 samples; name the samples of one step"),
-        (["--samples", "1", "--iteration", "1"], "--samples and --iteration each say which samples to take"),
+        (["--samples", "1", "--iteration", "1"], "--samples and --iteration each select samples; use one"),
     ):
         with pytest.raises(ValueError, match=message):
             referee.main([*given, *chosen])

@@ -1,5 +1,5 @@
-"""Compare the memory of the output layer and loss for all tokens at once and in chunks. Figures are planned for a GPU
-and a CPU, and measured on this CPU.
+"""Compare the memory of the output layer and loss between all tokens at once and chunks of tokens. Figures are planned
+for a GPU and a CPU, and measured on this CPU.
 
     python tools/bench/head_memory.py
     python tools/bench/head_memory.py --vocab 131072 --tokens 2048 --chunks 0 512 128

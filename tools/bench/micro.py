@@ -6,8 +6,8 @@
 Shapes are those of one layer of the model with one sample in a micro-batch. Each row is a median over several rounds of
 calls: the milliseconds of one call on the device, TFLOP/s for GEMMs, and GB/s for the minimum number of bytes that the
 call must read and write. If the launch on the host takes longer than the call, the row also shows the launch time. A
-row that fails shows the error, and the other rows continue. They continue in another process if this process has lost
-its device.
+row that fails shows the error, and the other rows are still measured. If this process has lost its device, another
+process measures them.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan
     chart = curves("peak memory so far", "of the rank with the most memory", [peak], byte_text, zero=True)
     bars, text = planned_bars(plan or []), Markup()
     if run.older_trace:
-        why = f"The run was traced at another layout ({run.older_trace}): held memory is not drawn."
+        why = f"The run was traced under another layout ({run.older_trace}): held memory is not drawn."
         text = html.paragraph(why, "soft")
     elif run.trace is not None:
         bars += measured_bars(run.trace["otherData"]["ranks"])
@@ -215,7 +215,7 @@ def layout(run: RunFolder, gpus_per_node: int) -> Markup:
         found = planned_map(dims, gpus_per_node)
         source = f"Nodes of {gpus_per_node} consecutive ranks (--gpus-per-node); a trace records the hosts themselves."
     if found is None:
-        return html.paragraph(source or "The layout is not known: the configuration or the number of ranks is missing.")
+        return html.paragraph(source or "The layout is unknown: the configuration or the number of ranks is missing.")
     text = html.pre("\n".join(lines(found)))
     return html.paragraph(source, "soft") + wide_figures(partial(rank_picture, found)) + html.details("As text", text)
 
@@ -223,7 +223,7 @@ def layout(run: RunFolder, gpus_per_node: int) -> Markup:
 def timeline(run: RunFolder) -> Markup:
     """Draw the traced step as planned and as measured."""
     if run.trace is None and run.trace_path is not None:
-        return html.paragraph(f"The trace {run.trace_path.name} could not be read; the summary says why.")
+        return html.paragraph(f"The trace {run.trace_path.name} could not be read; see the summary.")
     if run.trace is None:
         how = "--trace --trace-step-start 10 --trace-step-end 12 records two steps of all ranks."
         return html.paragraph(f"No trace: {how}")
@@ -324,7 +324,7 @@ def faults(run: RunFolder) -> Markup:
     ]
     heads = ("until iteration", "skipped", "not finite", "spikes")
     text += html.table("log intervals with unusual steps", heads, bad[-MOST_ROWS:], (0, 1, 2, 3))
-    title = "pauses: time between log lines that training does not explain"
+    title = "pauses: time between log lines that step times do not explain"
     text += html.table(title, ("after iteration", "seconds"), pauses(run), (0, 1))
     told = [record["layer_alarms"] for record in run.records if isinstance(record.get("layer_alarms"), list)]
     alarms = [line for lines in told for line in lines if isinstance(line, str)]

@@ -101,7 +101,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     command = asked_command(reader, world_size)
     if command is not None and not command.reads_data and not names_data(config):
         config = replace(config, data=replace(config.data, mock_data=True))
-        reader.notes.append("no data are named: planned with synthetic data, as with --mock-data")
+        reader.notes.append("no data are given: the plan uses synthetic data, as with --mock-data")
     json_file = json_file_of({name: texts[-1] for name, texts in reader.options.items()})
     trained = max(1, launch.world_size - (spare_ranks(config) if command is None else 0))
     if world_size is None and trained < launch.world_size:
@@ -188,7 +188,7 @@ def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     try:
         kinds = [] if load is None or kind_of(load) == "checkpoint" else [PATH_KINDS[name] for name in PATH_KINDS]
     except OSError as error:
-        rule, remedy = f"cannot be read: {error}", "correct it, or mend the disk or storage that it is in"
+        rule, remedy = f"cannot be read: {error}", "correct it, or repair the disk or storage that contains it"
         reader.problems.append(Problem("--load", load, rule, remedy))
         return config
     models = (kind for kind in kinds if isinstance(kind, StatesFlags))

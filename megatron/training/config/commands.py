@@ -106,7 +106,7 @@ class Command:
     def note(self, world_size: int) -> str | None:
         """Return a line to print if the number of ranks is derived from the layout. This happens if neither flags nor a
         launcher set the number."""
-        return f"planned for {world_size} ranks; --world-size sets another number" if world_size > 1 else None
+        return f"planned for {world_size} ranks; --world-size sets a different number" if world_size > 1 else None
 
     def run(self, run: Prepared) -> int:
         """Run the command on every rank; only rank 0 prints. Returns the exit code."""
@@ -140,7 +140,7 @@ def options() -> dict[str, Option]:
     """Return all options by spelling."""
     of_commands = {name: option for each in COMMANDS for name, option in COMMANDS.facts(each).options.items()}
     return {
-        "--config": Option("YAML file of flags; may be given more than once, later files win.", "FILE"),
+        "--config": Option("YAML file of flags; may be given more than once, later files take precedence.", "FILE"),
         **of_commands,
         "--world-size": Option("Number of ranks to validate and plan for, if no launcher sets it.", "INT"),
     }

@@ -60,7 +60,7 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
     if not (options.finetune or options.exit_on_missing_checkpoint):  # these flags need a checkpoint
         remedy += ", or add --allow-missing-checkpoint to start from scratch"
     if HUB_NAME.fullmatch(load) and not Path(load).parent.exists():
-        remedy += f"; a model of the Hugging Face hub is downloaded first: hf download {load} --local-dir FOLDER"
+        remedy += f"; download a model from the Hugging Face hub first: hf download {load} --local-dir FOLDER"
     return [Problem("--load", load, "does not exist and is not the --save folder", remedy)]
 
 

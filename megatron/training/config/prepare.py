@@ -158,7 +158,7 @@ def _vocabulary(
         return None, unread
     if stated := config.model.vocab_size or config.model.default_vocab_size:
         return stated, unread
-    remedy = "for a plan without it, add --vocab-size with its number of tokens"
+    remedy = "to plan without it, add --vocab-size with its number of tokens"
     return None, [replace(each, remedy=f"{each.remedy}; {remedy}") for each in unread]
 
 

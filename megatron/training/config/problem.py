@@ -31,7 +31,7 @@ NO_STORAGE = "use a path of a mounted file system, or the --extension that regis
 
 SECRET = (
     "has credentials, which would be saved with the run",
-    "give them to the storage in the environment (docs/extending.md)",
+    "pass them to the storage in the environment (docs/extending.md)",
 )
 """Rule and remedy for a storage URL that contains a password, a token or a signature."""
 

@@ -233,7 +233,7 @@ class ExtensionConfig:
 
 @dataclass(frozen=True)
 class RunConfig(Section):
-    """Complete configuration of a command line. All sections share its `extension_options`."""
+    """Complete configuration of a command line. All sections share the `extension_options` of this object."""
 
     parallel: ModelParallelConfig = field(default_factory=ModelParallelConfig)
     model: TransformerConfig = field(default_factory=TransformerConfig)

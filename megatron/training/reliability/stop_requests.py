@@ -35,8 +35,8 @@ class StopRequests:
         """Request to carry out now. All ranks have agreed on its tick and have performed all earlier ticks."""
 
         self.undecided = False
-        """True on all ranks until it is known whether the run starts with a state that is not on disk. While it is
-        True, ranks answer no request. Set this attribute before the watchdog starts."""
+        """True on all ranks until it is known whether the run starts with a state that is not on disk. While this
+        attribute is True, ranks answer no request. Set this attribute before the watchdog starts."""
 
         self._ticks, self._number = 0, 0
         self._asked: Request | None = None
@@ -160,8 +160,8 @@ class SignalListener:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see hold_ignored_signals
 
     def wait(self, seconds: float) -> list[tuple[signal.Signals, bool]]:
-        """Wait for signals. Returns (signal, whether a second one) for each signal. Repetitions of the first signal are
-        omitted."""
+        """Wait for signals. Returns pairs of a signal and True if it is a second signal. Repetitions of the first
+        signal are omitted."""
         _, receives = self._sockets
         ready, _, _ = select.select([receives], [], [], seconds)
         found = []

@@ -253,7 +253,7 @@ REMAINS: list[Any] = [
     ({"outcome": "name=FAILED"}, "metrics.jsonl: is missing"),
     ({"metrics.jsonl": ""}, "has no record with an iteration"),
     ({"metrics.jsonl": "\x00\x01\n[1]\n{}\n" + '"text"\n', "run_config.yaml": "a: [1"}, "3 damaged lines skipped"),
-    ({"run_config.yaml": "- 1\n", "run_events.jsonl": '{"event": 3}\n{"event": "end"}'}, "The layout is not known"),
+    ({"run_config.yaml": "- 1\n", "run_events.jsonl": '{"event": 3}\n{"event": "end"}'}, "The layout is unknown"),
     (
         {
             "metrics.jsonl": f'{{"iteration": 1, "lm_loss": {LARGE}, "layer_alarms": 5}}\n{{"iteration": {LARGE}}}\n'
@@ -269,7 +269,7 @@ REMAINS: list[Any] = [
     (
         {"metrics.jsonl": '{"iteration": 1, "lm_loss": "Infinity", "time": "x"}', "trace/iterations-1-2.json.gz": "x"},
         "is not a trace",
-        "The trace iterations-1-2.json.gz could not be read; the summary says why.",
+        "The trace iterations-1-2.json.gz could not be read; see the summary.",
     ),
     ({"metrics.jsonl": '{"iteration": 1, "lm_loss": [1], "grad_norm": true}', "outcome": "name=FAILED\n"}, "failed"),
 ]

@@ -53,7 +53,7 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     stage = world_size // pp if pp > 0 and world_size % pp == 0 else 0
     if stage and ep > 0 and etp > 0 and stage % (ep * etp):
         rule = f"times --expert-tensor-parallel-size {etp} must divide the {stage} ranks of a pipeline stage"
-        divided = stage % ep == 0  # unsharded experts would fit
+        divided = stage % ep == 0  # without --expert-tensor-parallel-size, the sizes would fit
         remedy = "use --expert-tensor-parallel-size 1" if divided or stage % etp else ""
         if stage % etp == 0:
             remedy = ", or ".join(filter(None, [f"nearest: {nearest_divisor(stage // etp, ep)}", remedy]))
