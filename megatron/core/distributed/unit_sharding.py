@@ -273,8 +273,8 @@ class UnitSharding(WholeUnits):
                 after.takes_pending = True  # type: ignore[attr-defined]
                 module.register_forward_hook(after, always_call=True)
         self._last_users: dict[UnitBucket, int] = {}
-        """Number of the last unit to add gradients to a bucket in the backward pass, which is the bucket's first unit
-        in the model on this rank."""
+        """Number of the last unit whose backward pass adds gradients to a bucket. It is the bucket's first unit in the
+        forward order."""
 
     def begin_step(self, microbatches: int) -> None:
         self.order.begin(microbatches)

@@ -167,7 +167,7 @@ class GroupedGemms:
 
 
 GROUPED = GroupedGemms(gemm_grouped, add_products_grouped_)
-"""GEMMs that run in one kernel for all experts, which reads the row counts on the device."""
+"""GEMMs that run in a single kernel for all experts. The kernel reads the row counts on the device."""
 
 EACH = GroupedGemms(gemm_each, add_each_product_)
 """One GEMM per expert. The host splits the rows."""

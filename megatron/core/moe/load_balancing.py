@@ -187,7 +187,7 @@ class Balance(nn.Module):
             logits: [s, b, E].
             probabilities: [s, b, E].
             chosen: Selected experts [s, b, k].
-            unbiased: Selection without expert bias [s, b, k], with which the losses compare the probabilities.
+            unbiased: Selection without expert bias [s, b, k]. The balancing losses are computed from this selection.
             kept: Mask of the kept assignments [s, b, k]; None if no token is dropped.
             context: The micro-batch's context.
         """

@@ -36,9 +36,9 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     continues with its next actions.
 
     The lists cannot deadlock, even if sends and receives block until both ends have reached them. Each list is part of
-    one global order, in which every send directly precedes its receive and follows all its dependencies, so the first
-    unfinished action of this order can always run. Two passes that run in turns form one step of this order, followed
-    by the messages of both passes.
+    one global order. In this order, every send directly precedes its receive and follows all its dependencies. The
+    first unfinished action of the global order can therefore always run. Two passes that run in turns form one step of
+    this order, followed by the messages of both passes.
 
     With `validates`, every list gets a VALIDATE at the first backward pass of the global order. No message crosses this
     point, so all ranks can restart their lists there. A VALIDATE waits only for the previous step. The other ranks
@@ -89,7 +89,7 @@ def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
 
 
 def _message_of(action: Action) -> Action | None:
-    """Return the send that must follow an action, if any."""
+    """Return the send that must follow an action, or None."""
     kind, stage, microbatch = action
     if kind is Kind.F:
         return Action(Kind.SEND_F, stage, microbatch)

@@ -96,7 +96,7 @@ def build_format(config: ModelParallelConfig, layers: int, modules: int, casts: 
         config: Parallelism settings.
         layers: Number of layers of the model.
         modules: Number of multi-token prediction modules, which are numbered after the layers.
-        casts: Weight copies in the format.
+        casts: Weight copies in the number format.
     """
     name = linear_format(config)
     used = range(0) if name is None else LINEAR_FORMATS.facts(name).layers(config, layers)

@@ -45,7 +45,7 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Cuts:
-    """Operands of a linear layer that are sharded over the tensor-parallel ranks."""
+    """Sharding of a linear layer's operands over the tensor-parallel ranks."""
 
     sequence: bool = False
     """True if the input is sharded along the sequence and gathered before the GEMM."""

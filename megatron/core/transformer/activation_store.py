@@ -104,7 +104,7 @@ def saving_by(saver: Saver | None) -> Iterator[None]:
 
 
 def nothing_saved() -> AbstractContextManager[None]:
-    """Store nothing within the block, for a function that will be recomputed."""
+    """Disable the store within the block. This is for functions that will be recomputed."""
     return saving_by(None)
 
 

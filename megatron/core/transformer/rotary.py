@@ -48,7 +48,7 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: T
     """Divide low frequencies by the scaling factor, keep high frequencies, and interpolate linearly in between (YaRN,
     arXiv:2309.00071, section 3.2).
 
-    The bounds are optionally rounded to pairs, as in most published models.
+    Most published models round the bounds to whole channel pairs, which is optional here.
     """
 
     def pair(rotations: float) -> float:
