@@ -1,4 +1,4 @@
-"""PyTorch's own parallel training, as its documentation shows it, for a Llama in plain PyTorch."""
+"""Parallel training of a Llama in plain PyTorch, as shown in PyTorch's documentation."""
 
 from __future__ import annotations
 

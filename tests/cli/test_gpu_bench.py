@@ -1,4 +1,4 @@
-"""tools/bench/gpu.py without a GPU: which models fit, a whole run, and the grouping of a profile."""
+"""tools/bench/gpu.py without a GPU: choice of models that fit, a whole run, and the grouping of a profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between two log lines, training steps neither read values from the device nor wait for it.
+"""Between two log lines, training steps neither read values from the device nor wait for the device.
 
 A run on CPU makes the same calls, so the test records every operation that reads values, needs values for a shape, or
 copies Python numbers. `tests/gpu/test_host_waits.py` has torch itself report such operations on a GPU.

@@ -1,5 +1,5 @@
-"""Weight gradients: the precision of their sums, and the queue that defers them. Also tests token ids that no rank
-owns.
+"""Weight gradients: the precision of accumulation, and the queue for deferred weight gradients. Also tests token ids
+that no rank owns.
 
 tests/parity/test_matrix.py shows that the layers compute the same as one process.
 """

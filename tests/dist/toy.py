@@ -123,7 +123,7 @@ class Oracle:
         self.optimizer = make_optimizer(groups)
 
     def step(self, step: int, tokens: float, clip: float, weight_decay: float) -> float:
-        """Make one update and return the norm before clipping."""
+        """Take one optimizer step and return the gradient norm before clipping."""
         for name, param in self.params.items():
             members = self.state.dims.expt_dp if self.metas[name].expert else self.state.dims.dp * self.state.dims.cp
             total = sum(noise(tuple(param.shape), name, step, member) for member in range(members))

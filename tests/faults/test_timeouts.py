@@ -109,7 +109,7 @@ def test_the_program_at_the_port_of_the_store_is_described() -> None:
         port = server.getsockname()[1]
         assert describe_port("127.0.0.1", port) == "a program listens there, and has not answered as the store yet"
         greeter = threading.Thread(target=lambda: [server.accept()[0].sendall(b"SSH-2.0-x\r\n") for _ in range(2)])
-        greeter.start()  # this is not the first connection
+        greeter.start()  # an earlier connection to this port has already been made
         with pytest.raises(ForeignPortError, match=r"another program uses the port: it sends b'SSH-2\.0"):
             describe_port("127.0.0.1", port)
         greeter.join()

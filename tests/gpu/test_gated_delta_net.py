@@ -40,7 +40,7 @@ def number() -> Tensor:
 
 
 def results(rule: str, packed: bool, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """Return the output and the gradients of all operands as fp64 CPU tensors."""
+    """Return the output and all operand gradients as fp64 CPU tensors."""
     q, k, v, g, beta = (x.to(device, dtype).requires_grad_() for x in operands())
     tokens = (q, k, v, g if dtype == torch.float64 else g.float(), beta)
     counts = number().to(device) if packed else None

@@ -53,7 +53,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, only_under_tp: bool) -> None:
 
 
 def verdicts(out: str) -> dict[str, str]:
-    """Return the text after the number of ranks in each row, keyed by the row's name."""
+    """Return the text that follows the number of ranks in each row, keyed by row name."""
     rows = [line.split(maxsplit=2) for line in out.splitlines() if line.split()[1:2] and line.split()[1].isdigit()]
     return {name: rest for name, _, rest in rows}
 

@@ -150,7 +150,8 @@ def names_in(tree: ast.AST) -> Iterator[str]:
 
 
 def exists(name: str, packages: dict[str, ast.Module]) -> bool:
-    """Return True if a dotted name is a module, or if its rest is a name in its longest module prefix."""
+    """Return True if a dotted name is a module, or if the part after the longest module prefix is a name in that
+    module."""
     parts = re.split("[.:]", name)
     found = max((n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in packages), default=0)
     named = set(names_in(packages[".".join(parts[:found])])) if found else set()

@@ -67,7 +67,7 @@ def test_every_path_flag_declares_whether_it_accepts_urls() -> None:
         said = f"{flag.name} none://a/b: is a URL, but no storage is registered for none://; {NO_STORAGE}"
         assert said in map(str, read_flags([flag.name, "none://a/b"]).problems)
     for flag in local:
-        if flag.field != "extension":  # imported before anything is validated
+        if flag.field != "extension":  # the module is imported before anything is validated
             said = (
                 f"{flag.name} gs://a/b: is a URL, but only paths of mounted file systems are accepted here; "
                 "use such a path, and copy from or to the other storage yourself"

@@ -75,8 +75,8 @@ class WideningLayer(TransformerLayer):
 
 
 def test_a_plan_builds_all_layers_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Memory, FLOPs and times use the same kinds of layers, each of which is built once. Layers that depend on their
-    number are different kinds."""
+    """Memory, FLOPs and times use the same kinds of layers, each of which is built once. Layers that depend on the
+    layer number count as different kinds."""
     monkeypatch.setattr(LAYERS, "_entries", dict(LAYERS._entries))
     LAYERS.register("widening", WideningLayer)
     numbers: list[list[int]] = []

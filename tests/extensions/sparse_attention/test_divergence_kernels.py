@@ -152,7 +152,7 @@ TYPES: dict[str, Any] = {
 @pytest.mark.grid(("heads", "capabilities"), [([16], [90])], [([16, 64], [80, 90, 100])])
 @apart(interpret=False)
 def test_kernels_compile_to_tensor_core_instructions(heads: Sequence[int], capabilities: Sequence[int]) -> None:
-    """The indexer has the width of DeepSeek-V3.2's. The compiled kernels fit into the registers."""
+    """The indexer has the same width as in DeepSeek-V3.2. The compiled kernels fit into the registers."""
     from megatron.extensions.attention.sparse_attention.kernels import divergence_triton as triton
 
     for capability in capabilities:

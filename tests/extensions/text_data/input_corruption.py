@@ -340,7 +340,8 @@ def _limit_memory(rank: int) -> None:
 
 
 def run_trial(trial: Trial, dice: Random, folder: Path) -> tuple[str, str]:
-    """Return (outcome: damage reported, file read, or failure; description of the failure, or None)."""
+    """Run a trial, and return its outcome and a description of the failure. The outcome is "told" if the damage was
+    reported, "read" if the file was read, and "failed" otherwise. The description is empty unless the trial failed."""
     name = next(iter(trial.files))
     damage = damaged(dice, trial.files[name])
     folder.mkdir()
