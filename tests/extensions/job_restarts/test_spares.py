@@ -43,7 +43,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 def test_a_spare_takes_the_place_of_a_lost_rank(begin: Callable[..., Run], undisturbed: Run) -> None:
     run = begin(3, 1)
     said = run.start(Planned("host 1", 0, 2))
-    assert "no start of the same ranks: the processes of 1 are gone" in said
+    assert "no start of the same ranks: the processes of 1 are lost" in said
     assert "rank 1 is now process 2 of the launcher, a spare" in said
     run.assert_equal(undisturbed)
     (event,) = run.events("recovery")

@@ -36,8 +36,8 @@ def new_folder(final: Path, force: bool | None = False) -> Iterator[Path]:
     """Yield a temporary folder beside `final`, and rename it to `final` if the body succeeds.
 
     If the body fails, the temporary folder is deleted. If the process is killed, the next conversion deletes the
-    folder. `final` therefore never contains a partial output. Raises ValueError if `final` exists, unless it contains a
-    model and `force` permits replacing it.
+    folder. `final` therefore never contains a partial output. Raises ValueError if `final` exists, unless `final`
+    contains a model and `force` permits replacing this model.
     """
     refuse(final, force)
     scratch = final.with_name(f".{final.name}.incomplete")
@@ -59,7 +59,7 @@ def new_folder(final: Path, force: bool | None = False) -> Iterator[Path]:
 def refuse(final: Path, force: bool | None) -> None:
     """Raise ValueError if `final` cannot be written or must not be replaced.
 
-    `force` permits replacing a model folder, but no other folder. It is None if the program has no flag --force.
+    `force` permits replacing a model folder, but no other folder. `force` is None if the program has no flag --force.
     """
     try:
         vacant = not final.exists() or (final.is_dir() and not any(final.iterdir()))

@@ -91,9 +91,9 @@ class DCPSource(Source):
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
         """Return a whole parameter.
 
-        If the wanted dtype is the stored dtype, this is the model's parameter. For any other dtype, it is the
-        optimizer's main parameter if there is one. If averages were requested, trained parameters are read from the
-        averages.
+        If the wanted dtype is the stored dtype, the model's parameter is returned. For any other wanted dtype, the
+        optimizer's main parameter is returned if there is one. If averages were requested, trained parameters are read
+        from the averages.
         """
         if self.averages is not None and (average := f"{self.averages}{name}") in self.checkpoint.tensors:
             return self.checkpoint.read(average).to(self.dtype(name, wanted))

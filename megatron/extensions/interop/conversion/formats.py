@@ -1,6 +1,6 @@
 """Interfaces of checkpoint formats: sources, which provide a model, and targets, which write it.
 
-A format provides a `Source`, a `Target`, or both. They exchange parameters under this program's names
+A format provides a `Source`, a `Target`, or both. Sources and targets exchange parameters under this program's names
 (`ParamMeta.name`). A source reads whole parameters. A target requests the parameters one by one, and frees each
 parameter after writing it. A source also provides the tokenizer files of the model's folder, under Hugging Face's
 names. This module does not import torch.
@@ -120,7 +120,8 @@ class Source(ABC):
     lacks."""
 
     origin: Origin = Origin()
-    """Hugging Face model from which the weights were loaded. Its family is None if there is no such model."""
+    """Hugging Face model from which the weights were loaded. The family of the origin is None if there is no such
+    model."""
 
     side_files: Mapping[str, Path] = {}
     """Maps the names of tokenizer and generation files in a Hugging Face folder to the files to copy."""
@@ -135,7 +136,7 @@ class Source(ABC):
     """Description of the merged checkpoints for the output's metadata, in JSON types; None if none were merged."""
 
     def training(self) -> TrainingState | None:
-        """Return the training state, if the source has one. Raises ValueError if it cannot be read."""
+        """Return the training state, if the source has one. Raises ValueError if the training state cannot be read."""
         return None
 
     @abstractmethod
@@ -207,7 +208,7 @@ class Format(Protocol):
 
 
 MERGE_FILE = "merge.json"
-"""Name of the file in the output that describes the merged checkpoints (`Source.merged`). It is the same for all
+"""Name of the file in the output that describes the merged checkpoints (`Source.merged`). The name is the same for all
 formats."""
 
 GENERATION_CONFIG = "generation_config.json"

@@ -1,4 +1,4 @@
-"""Conversion source that is the weighted mean of several models. It reads each tensor from the models one by one."""
+"""Conversion source that is the weighted mean of several models. Each tensor is read from the models one by one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MergedSource(Source):
     fp64, and otherwise in fp32. A process holds the sum and one model's tensor in memory, regardless of the number of
     models. For a 16-bit run, the optimizer's fp32 weights are used. The configuration and progress come from the last
     part that records progress, or from the last part if there is none. The tokenizer files come from the newest part
-    that has any.
+    that has tokenizer files.
 
     Raises ValueError if the models differ. Reading raises ValueError if a tensor is not finite.
     """

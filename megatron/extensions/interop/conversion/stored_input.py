@@ -12,7 +12,8 @@ from megatron.core.dist_checkpointing.file_storage import local_folder
 
 
 def local_model(folder: PurePath) -> Path:
-    """Return a model's folder on the local disk. For a remote folder, it contains links to local copies of the files.
+    """Return a model's folder on the local disk. For a remote folder, the returned folder contains links to local
+    copies of the files.
 
     Raises ValueError.
     """

@@ -1,4 +1,5 @@
-"""Output folders in storages other than the local disk. They are written to a temporary folder and then uploaded.
+"""Output folders in storages other than the local disk. Output folders are written to a temporary folder and then
+uploaded.
 
 The output contains a file `.unfinished` until all files are uploaded. A failed upload leaves no folder.
 """
@@ -21,8 +22,8 @@ def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Pa
     """Yield the folder to write: `output` if it is local, otherwise a temporary folder that is uploaded if the body
     succeeds.
 
-    Raises ValueError if `output` cannot be written. Also raises it if `output` exists, unless `output` is a model and
-    `force` permits replacing it.
+    Raises ValueError if `output` cannot be written. Also raises ValueError if `output` exists, unless `output` is a
+    model and `force` permits replacing it.
     """
     if isinstance(output, Path):
         yield output

@@ -38,7 +38,7 @@ def made_ahead(jobs: Sequence[tuple[int, Callable[[], T]]]) -> Iterator[T]:
     """Call functions in order and yield their results, while a thread computes the next result.
 
     `jobs` contains pairs (size of the result in bytes, function). Results of more than AHEAD_BYTES are not computed
-    ahead. If a function raises an exception, it is raised when the function's result would be yielded.
+    ahead. If a function raises an exception, the iterator raises the exception in place of the function's result.
     """
     with ThreadPoolExecutor(1, "made-ahead") as pool:
         waiting: Future[T] | None = None
@@ -60,7 +60,7 @@ class StreamingWriter(DataWriter):
 
 
 class StreamedTensor(ShardedBoxes):
-    """Tensor to save. Its parts are created only when they are written.
+    """Tensor to save, with parts that are created only when the writer writes them.
 
     `make` returns the whole tensor. Alternatively, `parts` maps indices of the first dim to functions. Each function
     returns one entry that this process writes. Use a writer that frees tensors after writing: `storage.save(...,

@@ -88,7 +88,7 @@ class ExportProcess:
         return self._process.returncode, said.strip().splitlines()
 
     def progress(self) -> tuple[int, int]:
-        """Return the numbers of written and total bytes. Both are 0 until the first bytes are written."""
+        """Return the numbers of written and total bytes. Both numbers are 0 until the first bytes are written."""
         counts = os.pread(self._counts.fileno(), COUNTS.size, 0)
         return COUNTS.unpack(counts) if len(counts) == COUNTS.size else (0, 0)
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class Rule:
     """Parameter of this program, and the Hugging Face tensors that form it.
 
-    `{i}` is the layer number. `{i/2}` and `{i%2}` are its quotient and remainder on division by 2. `{e}` stands for
-    every expert. In a multi-token prediction module, `{i}` is the depth, counted from 0, and `{n}` is the depth plus
-    the number of layers.
+    `{i}` is the layer number. `{i/2}` and `{i%2}` are the quotient and the remainder of the layer number divided by 2.
+    `{e}` stands for every expert. In a multi-token prediction module, `{i}` is the depth, counted from 0, and `{n}` is
+    the depth plus the number of layers.
     """
 
     ours: str
@@ -84,7 +84,7 @@ class Family:
     """Maps alternative key names in the family's configuration class to the usual names."""
 
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    """Maps keys to their supported values. The first value is written."""
+    """Maps keys to their supported values. When config.json is written, the first value is used."""
 
     ignored: Sequence[str] = (".rotary_emb.inv_freq",)
     """Name suffixes of tensors that are not weights."""
@@ -119,7 +119,7 @@ class Family:
     """Key with the number of multi-token prediction modules."""
 
     unwritten: Sequence[str] = ()
-    """Keys that are not written. They only affect how a config.json without newer keys is read."""
+    """Keys that are not written, because they only affect how a config.json without newer keys is read."""
 
     layers_each: int = 1
     """Number of this program's layers per layer in config.json."""
@@ -138,7 +138,7 @@ class Family:
     """Key with the MLP width of models without experts. In MoE models, its value is the shared expert's width."""
 
     adapters: Sequence[Adapter] = ()
-    """Adapters that read and write keys with special rules. They are called in this order.
+    """Adapters that read and write keys with special rules, in the order in which they are called.
 
     A family file contains names from `ADAPTERS` in `config_json.adapters`; "like" stands for the base's adapters.
     """
@@ -148,7 +148,8 @@ class Family:
 
     rotary_layers: str = "all"
     """Layers with a rotary embedding. "all" selects all layers, and "windows" selects only layers with a sliding
-    window. "windows, if any" is the same as "windows" if the model has such layers, and otherwise as "all"."""
+    window. "windows, if any" selects layers with a sliding window if the model has such layers, and otherwise all
+    layers."""
 
     equal: Mapping[str, str] = field(default_factory=dict)
     """Maps a key to another key. Both keys must have the same value if config.json contains both."""
@@ -193,7 +194,7 @@ FAMILIES = Registry("model_type", NoFacts, protocol=Family)
     FAMILIES.register("pebble", replace(FAMILIES["llama"], model_type="pebble", rules=RULES))
 """
 
-# Values of keys that a config.json lacks. The transformers configuration class sets or derives them.
+# Values of keys that a config.json lacks. The transformers configuration class sets or derives these values.
 
 ROTARY = "rope_parameters"
 
@@ -231,8 +232,8 @@ def _stands(key: str, value: object, family: Family) -> bool:
 
 
 def inner_values(hf_config: Values, family: Family) -> Fields:
-    """Return the values in those objects whose keys the family reads individually. Their names have the form
-    `object.key`."""
+    """Return the values in those objects whose keys the family reads individually. The names of these values have the
+    form `object.key`."""
     found: Fields = {}
     nested = (known for known in (*family.keys, *family.defaults, *family.aliases) if "." in known)
     for outer in {known.partition(".")[0] for known in nested}:

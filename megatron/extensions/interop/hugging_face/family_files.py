@@ -1,9 +1,10 @@
 """Reader of Hugging Face families, in the folder `families` and in user files (--hf-family). This module does not
 import torch.
 
-A file NAME.json describes the `model_type` NAME: keys of `Family`, and the rules of its weights. It extends the base or
-family that it names in `like`. An unknown key, a wrong type, or an unknown name raises ValueError with a one-line
-message that contains the file, the key and the rule. The default of a key with listed values is the first value.
+A file NAME.json describes the `model_type` NAME: keys of `Family`, and the rules of its weights. The file extends the
+base or family that its key `like` names. An unknown key, a wrong type, or an unknown name raises ValueError with a
+one-line message that contains the file, the key and the rule. The default of a key with listed values is the first
+value.
 """
 
 from __future__ import annotations

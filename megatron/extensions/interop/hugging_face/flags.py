@@ -22,8 +22,8 @@ CONFIG = "config.json"
 @dataclass(frozen=True)
 class HuggingFaceConfig:
     export_hf_interval: int | None = flag(None, above=0, no_effect_without="--save")
-    """Number of iterations between exports of checkpoints to Hugging Face folders. Exports run in the background. It
-    must be a multiple of --save-interval."""
+    """Number of iterations between exports of checkpoints to Hugging Face folders. Exports run in the background. This
+    number must be a multiple of --save-interval."""
 
     export_hf_dir: str | None = flag(None, path="stored", writes="folder", no_effect_without="--export-hf-interval")
     """Folder for the exports of --export-hf-interval; default: hf in --save."""

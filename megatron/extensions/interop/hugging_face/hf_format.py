@@ -1,7 +1,6 @@
 """Hugging Face folders as sources and targets of conversions.
 
-`compare_logits` checks a conversion. It compares the fp32 logits of the transformers model with those of the
-checkpoint.
+To check a conversion, `compare_logits` compares the fp32 logits of the transformers model with those of the checkpoint.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 For example, `"QueryGroups: .q_proj.weight .k_proj.weight .v_proj.weight"` in a family's weights table names the layout
 QueryGroups. Comments list the families that use a layout, and show tensor shapes that are not obvious. A weight and its
-bias share a layout. The bias has only the first dims.
+bias share a layout. The bias has only the first dims of the weight.
 """
 
 from __future__ import annotations
@@ -265,8 +265,8 @@ def _mamba_groups(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def mamba_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
-    """Return the numbers of rows per group in Mamba-2's projection: gates, inputs, B, C and step sizes. They are read
-    from the options of the extension that defines this layer.
+    """Return the numbers of rows per group in Mamba-2's projection: gates, inputs, B, C and step sizes. These numbers
+    are read from the options of the extension that defines the layer.
     """
     channels, states = option(config, "mamba_head_dim"), option(config, "mamba_state_dim")
     all_heads = option(config, "mamba_num_heads") or 2 * config.hidden_size // channels

@@ -32,7 +32,7 @@ def _has_config(folder: PurePath) -> bool:
 
 
 class HuggingFaceFolder:
-    """Path kind for model folders. It implements `StatesFlags`, `LoadsModels` and `Format`."""
+    """Path kind for model folders, an implementation of `StatesFlags`, `LoadsModels` and `Format`."""
 
     format = "hf"
     usual = True

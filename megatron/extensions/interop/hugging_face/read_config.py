@@ -165,7 +165,7 @@ def _is_derived(key: str, whole: Values) -> bool:
 
 
 def config_from_hf(hf_config: Values) -> TransformerConfig:
-    """Convert a config.json to a model configuration. Its seq_length is the longest context.
+    """Convert a config.json to a model configuration. The seq_length of the configuration is the longest context.
 
     Raises ValueError with a list of all unsupported settings.
     """

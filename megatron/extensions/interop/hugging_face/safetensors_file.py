@@ -4,8 +4,8 @@
     n bytes   header, JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, counted from the header's end
     the rest  the elements of the tensors, row-major, without gaps
 
-The safetensors package maps files into memory, so that a process that has read a whole file holds all of it. This
-module holds only the slice that it reads or the tensor that it writes.
+The safetensors package maps files into memory, so a process that has read a whole file keeps all of it in memory. This
+module keeps only the slice that it reads or the tensor that it writes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ MAX_HEADER = 100_000_000
 """Largest header length in bytes that the format allows."""
 
 BLOCK = 1 << 24
-"""Number of bytes that are read together if a slice is not contiguous in the file."""
+"""Number of bytes that are read at a time if a slice is not contiguous in the file."""
 
 
 class Sliceable(Protocol):
-    """Tensor in memory or on disk; indexing it with slices returns a tensor in memory."""
+    """Tensor in memory or on disk. Indexing with slices returns a tensor in memory."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -79,7 +79,7 @@ class FileTensor(TensorSpec):
     start: int
 
     def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
-        """Read a box, given by one slice without a step for each dim; omitted dims are read completely. Raises
+        """Read a box, given by one slice without a step for each dim. Omitted dims are read completely. Raises
         ValueError if the file is truncated."""
         slices = [*box, *[slice(None)] * (len(self.shape) - len(box))]
         bounds = [each.indices(size)[:2] for each, size in zip(slices, self.shape, strict=True)]
@@ -164,7 +164,7 @@ def _entry(path: Path, name: str, entry: Mapping[str, object], base: int) -> Fil
 class SafetensorsWriter:
     """Writer of a file whose tensors are added one at a time, in any order. Use it as a context manager.
 
-    Raises OSError. On a normal exit, every tensor of `specs` must have been added; the file is then synced to disk.
+    Raises OSError. Every tensor in `specs` must be added before a normal exit, which syncs the file to disk.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:

@@ -1,4 +1,5 @@
-"""Conversion of weights between Hugging Face's names and layouts and ours, with the tables of `families`.
+"""Conversion of weights between the names and layouts of Hugging Face and of this program, with the tables in
+`families`.
 
 This module opens no files: tensors may be in memory, or on disk and read in slices.
 """
@@ -27,7 +28,7 @@ from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 
 @dataclass(frozen=True)
 class Placement:
-    """One of our parameters or states, and the names of the Hugging Face tensors that form it."""
+    """Parameter or untrained state of this program, and the names of the Hugging Face tensors that form it."""
 
     meta: ParamMeta
     theirs: tuple[str, ...]
@@ -40,15 +41,16 @@ class Placement:
     """Dtype of an untrained state; None for a parameter."""
 
     def to_theirs(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """Convert our parameter to their tensors, in the order of `theirs`."""
+        """Convert the parameter to Hugging Face tensors, in the order of `theirs`."""
         return self.layout.theirs(self.config, parameter)
 
 
 class HFWeights:
-    """Hugging Face tensors that are read as our parameters, one at a time, whole or in part.
+    """Hugging Face tensors that are read as parameters of this program, one parameter at a time, whole or in part.
 
     The constructor checks names, shapes and dtypes without reading data, and raises ValueError with a list of all
-    mismatches. Multi-token prediction modules are read up to the smaller depth of the files and the model.
+    mismatches. The number of multi-token prediction modules that are read is the smaller of those in the files and in
+    the model.
     """
 
     def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
@@ -84,7 +86,7 @@ class HFWeights:
             raise ValueError(f"weights of model_type {model_type}: {few(problems, 8)}")
 
     def _misfit(self, placement: Placement) -> list[str]:
-        """Return a list with the problem of a parameter's tensors; empty if there is none."""
+        """Return a list with the mismatch of a parameter's tensors; empty if they match."""
         tensors, names = [self._tensors[name] for name in placement.theirs], ", ".join(placement.theirs)
         try:
             found = [list(tensor.shape) for tensor in tensors]
@@ -106,7 +108,7 @@ class HFWeights:
         return {self._tensors[part].dtype for part in self.placements[name].theirs}
 
     def read(self, name: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a parameter, or a box of it. The default dtype is the stored one."""
+        """Read a parameter or a box of a parameter. The default dtype is the stored dtype."""
         placement = self.placements[name]
         tensors: Sequence[Sliceable] = [self._tensors[part] for part in placement.theirs]
         if dtype is not None:
@@ -117,8 +119,8 @@ class HFWeights:
     def check_copies(self) -> None:
         """Raise ValueError if a stored copy differs from its original.
 
-        Copies are a tied head, and the embedding or head in a multi-token prediction module. This method reads these
-        tensors.
+        Copies are a stored head that is tied to the embedding, and the embedding or head in a multi-token prediction
+        module. This method reads these tensors.
         """
         for copy in self.copies:
             (name,), (original,) = copy.theirs, self.placements[copy.meta.name].theirs
@@ -132,8 +134,8 @@ class HFWeights:
 
 
 def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[str, Sliceable]:
-    """Return a parameter's tensors with the expected sizes, for a file that divides all their rows into equal parts;
-    empty for other files."""
+    """Return a parameter's tensors with the expected sizes, if a file stores all their rows in tensors of equal size.
+    The result is empty for other files."""
     parts = [tensors[name] for name in placement.theirs if name in tensors]
     whole = placement.to_theirs(torch.empty(placement.meta.global_shape, device="meta"))
     expected = [tuple(tensor.shape) for tensor in whole]
@@ -150,7 +152,7 @@ def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[st
 
 @dataclass(frozen=True)
 class RowsOfSeveral:
-    """Rows, from `start` on, of the concatenation of several tensors of equal shape, presented as one tensor."""
+    """View of several tensors of equal shape as one tensor: rows of their concatenation, from `start` on."""
 
     parts: tuple[Sliceable, ...]
     start: int
@@ -227,7 +229,7 @@ def _layout(rule: Rule, family: Family) -> Layout:
 
 
 def copies(config: TransformerConfig, model_type: str) -> list[Placement]:
-    """Return the Hugging Face tensors of each multi-token prediction module that are copies of the embedding and
+    """Return the Hugging Face tensors in multi-token prediction modules that are copies of the embedding and the
     head."""
     family = family_of({"model_type": model_type})
     originals = {each.meta.name: each for each in placements(config, model_type)} if config.mtp_depths else {}
@@ -263,7 +265,7 @@ def _numbered(name: str, number: str, config: TransformerConfig) -> str:
 
 
 def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[str, Sliceable]:
-    """Return the tensors under their usual names, with the family's prefix, without tensors that are not weights."""
+    """Rename tensors to their usual names with the family's prefix, and omit tensors that are not weights."""
     for other, usual in family.renamed.items():
         tensors = {name.replace(other, usual): tensor for name, tensor in tensors.items()}
     bare = not any(name.startswith(family.prefix) for name in tensors)
@@ -275,8 +277,8 @@ def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[
 
 
 def _too_few(tensors: Mapping[str, Sliceable], config: TransformerConfig, family: Family) -> list[str]:
-    """Return problems if there are fewer tensors than layers or experts. This prevents a wrong number from allocating
-    memory."""
+    """Return problems if there are fewer tensors than layers or experts. This check prevents a wrong number of layers
+    or experts from causing huge allocations."""
     counts = {"num_layers": config.num_layers}
     if any("{e}" in name for rule in family.rules for name in rule.theirs):
         counts["num_experts"] = config.num_experts or 0
@@ -302,10 +304,10 @@ def _names(rule: Rule, layer: str, config: TransformerConfig) -> Iterator[str]:
 # sections 5.3 and 6.3).
 
 POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the lower three bits; the fourth bit is the sign."""
+"""Magnitudes of 4-bit floats, indexed by the lower three bits. The fourth bit is the sign."""
 
 BLOCK = 32
-"""Number of values that share a power of two."""
+"""Number of values in a block, which share a power of two as their scale."""
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of the names of the two parts of an MXFP4 tensor."""

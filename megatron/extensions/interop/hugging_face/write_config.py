@@ -1,7 +1,8 @@
 """Conversion of a model configuration to Hugging Face's config.json, with the tables of `families`. This module does
 not import torch.
 
-A setting that a family cannot express is an error; it is never approximated. The output is read back and compared.
+A setting that a family cannot express is an error and is never approximated. The written keys are read back and
+compared with the model's configuration.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ OF_MIXERS = {
     "lightning_": ("lightning_attention",),
     "kda_": ("kimi_delta_attention",),
 }
-"""Maps a field prefix to the mixers that use such fields; no other layers do."""
+"""Maps a field prefix to the mixers that use fields with this prefix. No other layers use these fields."""
 
 
 class Inexpressible(ValueError):
@@ -109,8 +110,8 @@ def _of_tables(config: TransformerConfig, stated: Values, family: Family) -> Fie
 
 
 def _positions_to_hf(config: TransformerConfig, family: Family) -> Fields:
-    """Return the keys of the rotary embedding. For a model without a rotary embedding, return the keys that disable it
-    if the family has such keys, and otherwise none."""
+    """Return the keys of the rotary embedding. For a model without a rotary embedding, return the keys that disable the
+    embedding, if the family has such keys."""
     positions = family.fixed.get("position_embedding_type", "any")
     if (config.position_embedding_type if positions in (None, "any") else positions) == "rope":
         return _rotary_to_hf(config, family)
@@ -163,8 +164,8 @@ def _as_class(value: object, key: str, family: Family) -> object:
 
 
 def _factor(hf: Values, stated: Values, field: str, powers: Mapping[str, float]) -> Fields:
-    """Return the first key of a product of powers and its value, computed from the field and the other keys; empty if
-    the field or another key is unset."""
+    """Return the first key of a product of powers, with the value that follows from the field and the other keys. The
+    result is empty if the field or another key is unset."""
     (key, power), *others = powers.items()
     if stated[field] is None or any(hf.get(other) is None for other, _ in others):
         return {}
@@ -184,8 +185,8 @@ def _lost(config: TransformerConfig, hf: Values) -> list[str]:
 
 
 def _unconditional_parts(config: TransformerConfig) -> list[str]:
-    """Return routers and residual streams that extensions add to every model, regardless of flags, and that no key
-    represents."""
+    """Return the routers and residual streams that extensions add to every model regardless of flags. No config.json
+    key represents them."""
     plain = replace(config, extension_options=())
     of_experts = (number for number, kind in enumerate(plain.layers) if kind.experts)
     routers = {router_of(plain, number, in_training=False) for number in of_experts}
@@ -195,8 +196,8 @@ def _unconditional_parts(config: TransformerConfig) -> list[str]:
 
 
 def _value_in_hf(family: Family, key: str, value: object) -> object:
-    """Return the config.json value that corresponds to `value` of our field, or the first supported value if none
-    does."""
+    """Return the config.json value for the field's value `value`. If there is none, return the first supported
+    value."""
     if key not in family.values:
         return list(value) if isinstance(value, tuple) else value
     values = family.values[key]
@@ -233,7 +234,7 @@ def _rotary_to_hf(config: TransformerConfig, family: Family) -> Fields:
 
 
 def _scaling_to_hf(config: TransformerConfig) -> Fields:
-    """Return the rotary scaling for contexts longer than in pretraining; empty if there is no scaling."""
+    """Return the rotary scaling keys, for contexts longer than those of pretraining; empty if there is no scaling."""
     if config.use_rope_scaling:
         return {key: getattr(config, ours) for key, ours in LLAMA3_SCALING.items()} | {"rope_type": "llama3"}
     if _stretches(config):
@@ -251,7 +252,7 @@ def _scaling_to_hf(config: TransformerConfig) -> Fields:
 
 
 def _rotary_by_kind(config: TransformerConfig, hf: Fields, scaling: Fields) -> Fields:
-    """Return the rotary embeddings of layers with a sliding window and of other layers. Only the other layers are
+    """Return the rotary embeddings of layers with a sliding window and of layers without one. Only the latter are
     scaled."""
     full = {"rope_type": "default", **scaling, "rope_theta": config.rotary_base}
     local: Fields = {"rope_type": "default", "rope_theta": config.window_rotary_base}
@@ -269,7 +270,7 @@ def _stretches(config: TransformerConfig) -> bool:
 
 
 def _in_proportion(config: TransformerConfig) -> bool:
-    """Return True if proportional frequencies differ from the default ones."""
+    """Return True if proportional frequencies differ from the default frequencies."""
     return config.rotary_type == PROPORTIONAL and config.rotary_percent != 1
 
 

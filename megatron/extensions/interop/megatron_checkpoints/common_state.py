@@ -1,5 +1,5 @@
 """Reader of the non-tensor content of Megatron-LM's checkpoints. This content is stored in pickles. Only plain data is
-accepted from them."""
+accepted from these pickles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from megatron.extensions.interop.megatron_checkpoints.megatron_args import DATA
 
 
 class _Plain:
-    """Replacement for another program's class. It keeps the attributes of an instance but has no methods."""
+    """Replacement for another program's class. The replacement keeps the attributes of an instance but has no
+    methods."""
 
     def __init__(self, *args: object) -> None:
         self.args = args

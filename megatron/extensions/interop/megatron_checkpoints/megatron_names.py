@@ -2,10 +2,10 @@
 
 Identical layers may be stacked along a new first dim under one name. Otherwise, each layer has separate names. Each
 Megatron-LM tensor is a parameter of this program in a different shape. Megatron-LM merges query groups, heads and
-channels into one dim. It also merges gate and up into one dim. In a HybridModel, each sublayer is a separate layer,
-also in multi-token prediction modules, and hyper-connections wrap each of these layers. `names.json` lists the names
-that differ, in three tables. Rows of `renamed` replace the beginning of a name in a layer, if the layer also has a
-parameter whose name begins with `beside`. A tensor is written under all names in `theirs` and can be read from any of
+channels into one dim. Megatron-LM also merges gate and up into one dim. In a HybridModel, each sublayer is a separate
+layer, also in multi-token prediction modules, and hyper-connections wrap each of these layers. `names.json` lists the
+names that differ, in three tables. Rows of `renamed` replace the beginning of a name in a layer, if the layer also has
+a parameter whose name begins with `beside`. A tensor is written under all names in `theirs` and can be read from any of
 these names. Rows of `kinds` describe parameters that Megatron-LM divides into one tensor for each kind of channel. Such
 a tensor contains all groups, whereas the parameter of this program keeps all channels of a group together. For some
 kinds, the number of channels per group is the last dim of another parameter of the module, divided by the number of

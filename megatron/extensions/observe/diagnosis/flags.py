@@ -116,8 +116,8 @@ class DiagnosisConfig:
     """--log-straggler: number of ranks reported for each phase."""
 
     dump_step: int | None = flag(None, above=0)
-    """Write the weights, samples, loss and gradients of this iteration to disk. tools/referee.py compares them with an
-    fp64 computation, which needs --hidden-dropout 0 --attention-dropout 0."""
+    """Write the weights, samples, loss and gradients of this iteration to disk. tools/referee.py compares the written
+    values with an fp64 computation, which needs --hidden-dropout 0 --attention-dropout 0."""
 
     dump_step_dir: str | None = flag(None, path="local", writes="folder", no_effect_without="--dump-step")
     """Folder of --dump-step; default: steps/iter_N in --save."""
@@ -164,8 +164,8 @@ class DiagnosisConfig:
     record_memory_history: bool = flag(
         False, no_effect_without=Condition("GPUs", lambda config: not config.parallel.cpu)
     )
-    """GPUs: record memory allocations for torch's memory viewer. They are written at --profile-step-end, at the end of
-    a run that ends earlier, and when memory runs out."""
+    """GPUs: record memory allocations for torch's memory viewer. The record is written at --profile-step-end, at the
+    end of a run that ends earlier, and when memory runs out."""
 
     memory_snapshot_path: str = flag("snapshot.pickle", path="local")
     """--record-memory-history: file to write. The rank is appended to the file name."""

@@ -35,8 +35,8 @@ class Entered:
     axis: str
     ranks: tuple[int, ...]
     number: int
-    """Number of collectives that the rank has entered in this group. It identifies the collective, because all ranks of
-    the group count the same collectives."""
+    """Number of collectives that the rank has entered in this group. The number identifies the collective, because all
+    ranks of the group count the same collectives."""
 
     what: str
     """Description of the collective, such as `all_reduce [4, 8] Float`."""

@@ -89,8 +89,8 @@ class Profiler(Callback):
             ranges.__exit__(None, None, None)
 
     def _write_memory(self) -> None:
-        """Write the allocations that have been recorded. They are written only once: at the end of the profile or run,
-        or when memory runs out."""
+        """Write the allocations that have been recorded. This record is written only once: at the end of the profile or
+        run, or when memory runs out."""
         recording, self._recording = self._recording, False
         if recording:
             path = f"{self.options.memory_snapshot_path}.rank{self.rank}"
@@ -99,6 +99,6 @@ class Profiler(Callback):
 
 
 def output_folder(config: RunConfig, name: str) -> Path:
-    """Return the folder for profiles or traces. It is in --tensorboard-dir, in --save if --tensorboard-dir is not set,
-    or in the current folder if neither is set."""
+    """Return the folder for profiles or traces. The folder is in --tensorboard-dir, in --save if --tensorboard-dir is
+    not set, or in the current folder if neither flag is set."""
     return Path(named_value(config, "tensorboard_dir") or config.checkpoint.save_folder or ".") / name

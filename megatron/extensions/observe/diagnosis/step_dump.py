@@ -54,7 +54,7 @@ NEWER_WEIGHTS = (
     "run again, with the weights after the update that overlapped with the step, everything is finite: the older "
     "weights or the hardware are the cause"
 )
-"""Advice for pipeline schedules without a flush. They do not keep the weights that the step used."""
+"""Advice for pipeline schedules without a flush. Such schedules do not keep the weights that the step used."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SavedStep:
 
     @classmethod
     def read(cls, folder: Path) -> SavedStep:
-        """Read the saved step in a folder. Raises ValueError if the folder contains none."""
+        """Read the saved step in a folder. Raises ValueError if the folder contains no saved step."""
         try:
             values = parse_json((folder / FINDING).read_text())
             finding = values["finding"]
@@ -201,7 +201,7 @@ class SavedSamples:
 
     def deal(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
         """Return the sample indices of the micro-batches, [micro-batches, replicas, micro_batch_size]. The number of
-        replicas may differ from the run's. Samples keep their order, also with a different micro-batch size.
+        replicas may differ from the run's. Samples keep their order even if the micro-batch size differs.
         """
         dealt: NDArray[np.int64] = self.order.reshape(-1, replicas, micro_batch_size)
         return dealt

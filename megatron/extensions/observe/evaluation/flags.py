@@ -57,8 +57,8 @@ class EvalTasksConfig:
     """Number of documents evaluated per task, from the start of its split. Default: all."""
 
     eval_tasks_num_fewshot: int | None = flag(None, at_least=0)
-    """Number of few-shot examples. It overrides num_fewshot in the task files, except for tasks that set num_fewshot to
-    0."""
+    """Number of few-shot examples. This number overrides num_fewshot in the task files, except for tasks that set
+    num_fewshot to 0."""
 
     eval_tasks_batch_tokens: int | None = flag(None, above=0)
     """Number of tokens in one forward pass of one model replica. Default: micro-batch-size * seq-length."""

@@ -142,7 +142,7 @@ class Results(TypedDict):
 
 @dataclass(frozen=True)
 class Suite:
-    """Evaluation tasks and task groups of a run. They are the same on every rank."""
+    """Evaluation tasks and task groups of a run, which are the same on every rank."""
 
     tasks: dict[str, Task]
     groups: dict[str, Group]
@@ -225,8 +225,8 @@ class Suite:
         return cut
 
     def evaluate(self, model: ParallelLM) -> Results:
-        """Run the harness, and return its "results" and the "samples" of each document. This is a collective. It does
-        not change the state of random number generators.
+        """Run the harness, and return its "results" and the "samples" of each document. This is a collective. The state
+        of random number generators does not change.
         """
         for task in self.tasks.values():
             task.set_fewshot_seed(SEED)

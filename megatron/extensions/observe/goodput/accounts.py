@@ -6,8 +6,8 @@ Goodput is useful step time over wall time:
     goodput = useful / wall
 
 Each start writes `goodput` events to `run_events.jsonl`. An event contains the seconds of every part since the first
-start. The next start continues from the last `goodput` event. It also reads the event of the iteration from which it
-resumes. Step time after this event is counted as `repeated`, because these steps run again.
+start. The next start continues from the last `goodput` event. A start also reads the event of the iteration from which
+it resumes. Step time after this event is counted as `repeated`, because these steps run again.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ ADDED = ("rolled_back",)
 """Parts that are missing in events of older runs. A missing part is 0."""
 
 EVENT = "goodput"
-"""Name of the event in `run_events.jsonl`. Its fields are the iteration, "began" (time of the first start in seconds
-since 1970), and "seconds" by part."""
+"""Name of the event in `run_events.jsonl`. The fields of the event are the iteration, "began" (time of the first start
+in seconds since 1970), and "seconds" by part."""
 
 Seconds = dict[str, float]
 

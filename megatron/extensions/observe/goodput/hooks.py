@@ -90,8 +90,8 @@ class Goodput(Callback, Meter):
         own["rolled_back"] += max(0.0, self._unmeasured(self._with_steps(self._at_step[1])) - self._other)
 
     def take(self) -> Tensor:
-        """Return the seconds of each part since the first start as a float64 tensor [parts]. It contains zeros on ranks
-        that do not measure."""
+        """Return the seconds of each part since the first start as a float64 tensor [parts]. On ranks that do not
+        measure, the tensor contains zeros."""
         spent = torch.zeros(len(PARTS), dtype=torch.float64)
         if self._measures:
             self._notice_rollback()
@@ -143,8 +143,8 @@ class Goodput(Callback, Meter):
         self._record_event()
 
     def _with_steps(self, step_seconds: float) -> Seconds:
-        """Return the seconds of this start, including the steps since the last log line. Their time is divided between
-        `useful` and `skipped` in proportion to the numbers of steps."""
+        """Return the seconds of this start, including the steps since the last log line. The time of these steps is
+        divided between `useful` and `skipped` in proportion to the numbers of steps."""
         interval, own = self._run.interval, dict(self._own)
         if interval is self._counted:
             return own

@@ -33,8 +33,8 @@ MOST_RECENT = 10_000
 
 
 class TensorBoardSink:
-    """TensorBoard sink. It writes the numbers of each record as scalars with Megatron-LM's tags, and the configuration
-    as text.
+    """TensorBoard sink. The numbers of each record are written as scalars with Megatron-LM's tags, and the
+    configuration as text.
 
     When a run resumes, TensorBoard hides the iterations of earlier starts that run again. TensorBoard hides all values
     from a step on, regardless of their tag, so it also hides part of the curves over samples. These values are written

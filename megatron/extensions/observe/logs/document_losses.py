@@ -78,8 +78,7 @@ class DocumentLosses(Callback, Meter):
 
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
-        """Write the losses. This is a collective over the world. It runs at the end of an evaluation that was not
-        stopped."""
+        """Write the losses. At the end of an evaluation that was not stopped, this is a collective over the world."""
         self.evaluation, self.found = evaluation, defaultdict[Document, list[float]](lambda: [0.0, 0.0])
         try:
             yield

@@ -1,6 +1,6 @@
 """Megatron-LM's tags for TensorBoard and Weights & Biases, and its console lines (--log-format megatron).
 
-They are for dashboards and programs that were written for Megatron-LM. This module does not import torch.
+These formats are for dashboards and programs that were written for Megatron-LM. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ class ModelSums(Callback, Meter):
     @torch.no_grad()
     def take(self) -> Tensor:
         """Return a float64 tensor with two values for this rank's share: the sum of squares of parameters, and the
-        number of zeros in gradients. This method is called after an update. It uses main parameters, and gradients
-        after clipping.
+        number of zeros in gradients. This method is called after an update. The values are those of main parameters,
+        and of gradients after clipping.
         """
         squares = zeros = torch.zeros((), dtype=torch.float64, device=self.run.runtime.device)
         for parameter, grad in self._shards():

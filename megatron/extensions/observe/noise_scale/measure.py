@@ -68,7 +68,8 @@ class Watched:
     """Number of gradient contributions in the current step."""
 
     of_microbatch: int = 0
-    """Number of gradient contributions per micro-batch. It is determined in the first step; before that, it is 0."""
+    """Number of gradient contributions per micro-batch. This number is determined in the first step, and is 0
+    before."""
 
     def added(self) -> None:
         """Count a gradient contribution."""

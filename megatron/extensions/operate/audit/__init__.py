@@ -4,7 +4,7 @@ tensor by tensor. This comparison identifies a rank that computes or sends wrong
 Flags: --audit-interval, --audit-by.
 
 Read `verdict` first, which determines the rank that caused the differences. `sketch` summarizes a tensor in a few
-numbers. From these numbers of two tensors, it determines whether the tensors are equal and estimates their distance.
-`tape` records the sketches of module outputs, messages and gradients in a pass, in order of computation. `peer`
-contains the callbacks.
+numbers. The numbers of two tensors show whether the tensors are equal, and suffice to estimate their distance. `tape`
+records the sketches of module outputs, messages and gradients in a pass, in order of computation. `peer` contains the
+callbacks.
 """

@@ -285,4 +285,4 @@ class BackgroundAudit(Callback, Meter):
 
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Environment variables of the launcher. They are removed from the environment of the audit process."""
+"""Environment variables of the launcher that are removed from the environment of the audit process."""

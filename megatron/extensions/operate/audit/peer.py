@@ -38,17 +38,17 @@ ALLOWED = {"torch.float64": 1e-10, "torch.float32": 1e-4, "torch.bfloat16": 4e-2
 fixed."""
 
 ALLOWED_SUMS = {"torch.float64": 1e-12, "torch.float32": 1e-5, "torch.bfloat16": 2e-2, "torch.float16": 5e-3}
-"""Allowed relative difference between two reductions over ranks of the same terms, by dtype of the reduction."""
+"""Allowed relative difference between two reductions of the same terms over ranks, by dtype of the reduction."""
 
 
 FLOOR = 1e-3
-"""Lower bound of the norm by which differences of gradients are divided, as a fraction of the largest gradient norm. It
-is needed because some gradients consist only of rounding errors."""
+"""Lower bound of the norm by which differences of gradients are divided, as a fraction of the largest gradient norm. A
+lower bound is needed because some gradients consist only of rounding errors."""
 
 
 class Recording:
-    """Recording of one computation of a step on this rank. It contains the passes, and the reduced gradients by
-    parameter."""
+    """Recording of one computation of a step on this rank. A recording contains the passes, and the reduced gradients
+    by parameter."""
 
     sums: Sums
 

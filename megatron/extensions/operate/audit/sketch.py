@@ -75,7 +75,7 @@ def _blocks(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def sums_of(x: Tensor) -> Tensor:
-    """Compute the random-sign sums of a tensor, float64 [SIGNS]. They are linear in `x`."""
+    """Compute the random-sign sums of a tensor, float64 [SIGNS]. Random-sign sums are linear in `x`."""
     return sketch_of(x)[2:].view(torch.float64)
 
 

@@ -50,7 +50,7 @@ class Difference:
     """Relative difference: the norm of the difference, divided by the larger norm of the two tensors."""
 
     key: str = ""
-    """Key of a message. It is the same on all ranks that take part in the message; empty for other tensors."""
+    """Key of a message. The key is the same on all ranks that take part in the message, and empty for other tensors."""
 
     of_own: bool = True
     """True if the rank's second recording of its part equals its first recording."""

@@ -17,8 +17,8 @@ class RestartConfig:
     After that, the failure is reported to the launcher. 0 reports every failure to the launcher."""
 
     spare_ranks: int = flag(0, at_least=0, no_effect_without="--restarts-in-job above 0")
-    """Number of spare processes. The last processes of the launcher have no rank at first. They wait with all modules
-    imported, and replace ranks whose processes or hosts are lost."""
+    """Number of spare processes. The last processes of the launcher have no rank at first. Spare processes wait with
+    all modules imported, and replace ranks whose processes or hosts are lost."""
 
     @property
     def starter(self) -> str | None:

@@ -62,7 +62,8 @@ class Choice(NamedTuple):
 
 def smaller_layout(config: RunConfig, ranks: int, device: DeviceFile) -> Choice | None:
     """Return the fastest legal layout for at most `ranks` ranks; None if no layout is legal. `config` is the
-    configuration with all defaults filled in. It may have been resolved for a different number of ranks."""
+    configuration with all defaults filled in. This configuration may have been resolved for a different number of
+    ranks."""
     until = time.monotonic() + SEARCH
     found = list(islice(_with_fewer_replicas(config, ranks, device), 1))
     searched = 0

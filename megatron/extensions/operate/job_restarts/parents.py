@@ -3,12 +3,21 @@
 A parent is a process that the launcher starts. `roster` calls parents workers, and identifies them by the numbers that
 the launcher assigns.
 
-The store has these keys for worker W and start N. parent/W: host and process of W. beat/W: heartbeat counter of W.
-again/N: request for start N. here/N/W: W has arrived at start N. decides/N: the parent that plans start N. start/N: the
-plan of start N. over: exit code of a parent that has ended permanently. left/W: W no longer needs the store. offer/N/W:
-copies of the training state on the host of W, if W has no rank in start N. newest: number of the newest start. The keys
-of a start, including the keys that its ranks set, are deleted during the next start. The launcher serves the store if
-it can; otherwise, a process that worker 0 forks serves it.
+The store has these keys for worker W and start N:
+
+    parent/W     host and process of W
+    beat/W       heartbeat counter of W
+    again/N      request for start N
+    here/N/W     present if W has arrived at start N
+    decides/N    the parent that plans start N
+    start/N      the plan of start N
+    over         exit code of a parent that has ended permanently
+    left/W       present if W no longer needs the store
+    offer/N/W    copies of the training state on the host of W, if W has no rank in start N
+    newest       number of the newest start
+
+The keys of a start, including the keys that its ranks set, are deleted during the next start. The launcher serves the
+store if it can. Otherwise, worker 0 forks a process that serves the store.
 """
 
 from __future__ import annotations
@@ -154,7 +163,7 @@ class Start:
 
 
 Decide = Callable[[Collection[int], "dict[int, str]"], Start]
-"""Function that plans the next start. Its arguments are the workers that have arrived, and a mapping from workers to
+"""Function that plans the next start. The arguments are the workers that have arrived, and a mapping from workers to
 hosts."""
 
 

@@ -1,11 +1,12 @@
 """Restarts of failed ranks within the launcher's processes (--restarts-in-job).
 
-The process that the launcher starts is a parent. It imports torch and forks a child process for each start of its rank.
-The parent does not end with the rank, so the launcher does not notice a failure. In a new child, all modules are
+The process that the launcher starts is a parent. A parent imports torch and forks a child process for each start of its
+rank. The parent does not end with the rank, so the launcher does not notice a failure. In a new child, all modules are
 already imported. When the child of any rank fails, all children end. All parents then meet at the store before they
-fork again, so no process of the previous start is left. The last --spare-ranks parents have no rank. They wait with all
-modules imported until a rank is lost together with its parent, for example on a lost host. If there are not enough
-spares, the run continues on fewer ranks if possible. Otherwise, all parents end, and the launcher restarts the ranks.
+fork again, so no process of the previous start is left. The last --spare-ranks parents have no rank. These spares wait
+with all modules imported until a rank is lost together with its parent, for example on a lost host. If there are not
+enough spares, the run continues on fewer ranks if possible. Otherwise, all parents end, and the launcher restarts the
+ranks.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ MET = 9
 """Index of the byte in `_progress` that is 1 once the child has connected to the other ranks."""
 
 _progress: mmap.mmap | None = None
-"""Memory that the parent and the child share. It contains the last completed iteration of the child, and the bytes
-`IN_ORDER` and `MET`."""
+"""Memory that the parent and the child share. The memory contains the last completed iteration of the child, and the
+bytes `IN_ORDER` and `MET`."""
 
 
 def end_in_order() -> None:

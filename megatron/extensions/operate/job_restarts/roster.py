@@ -30,9 +30,9 @@ def lost_ranks(roster: Roster, living: Collection[int], host_of: Mapping[int, st
 def replaced(roster: Roster, living: Collection[int], host_of: Mapping[int, str]) -> Roster | None:
     """Replace each lost worker in a roster with a spare. Returns None if there are too few spares.
 
-    Ranks with living workers keep them. If possible, all ranks that a host lost are assigned to spares of a single
-    host, so that these ranks still share a host. The same host is preferred if it has enough spares. Otherwise, the
-    host with the fewest spares that suffice is chosen.
+    Ranks with living workers keep these workers. If possible, all ranks that a host lost are assigned to spares of a
+    single host, so that these ranks still share a host. The same host is preferred if it has enough spares. Otherwise,
+    the host with the fewest spares that suffice is chosen.
     """
     free: dict[str, list[int]] = {}
     for worker in spares_of(roster, living):

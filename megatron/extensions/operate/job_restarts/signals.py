@@ -18,8 +18,9 @@ class SecondSignalError(Exception):
 
 
 class ParentSignals:
-    """Signal handlers of a parent. They forward each signal to the child. They also store the first signal for the next
-    child, because a failing child may not have handled the signal, and because there is no child between two starts."""
+    """Signal handlers of a parent. The handlers forward each signal to the child. The first signal is also stored for
+    the next child, because a failing child may not have handled the signal, and because there is no child between two
+    starts."""
 
     def __init__(self) -> None:
         self.first: int | None = None

@@ -5,13 +5,13 @@ A store may execute a request long after the process that sent the request has d
 the request. Therefore, each attempt to write the checkpoint `iter_0000100` uses its own subfolder, such as
 `iter_0000100/attempt-5b0ea3c1d2f4`. The first line of the object `iter_0000100/published.txt` names the attempt that is
 the valid checkpoint. The second line names the attempt that is in progress. This object is written when an attempt
-begins and when the attempt completes. Both writes are conditional: they fail if another process has changed the object.
-A late write of an earlier attempt is therefore refused, or writes to a folder that is no longer referenced. The next
-process that saves removes such a folder.
+begins and when the attempt completes. Both writes of this object are conditional: they fail if another process has
+changed the object. A late write of an earlier attempt is therefore refused, or writes to a folder that is no longer
+referenced. The next process that saves removes such a folder.
 
 Readers use the same file names as on a disk: `iter_0000100/metadata.json` is read from the folder of the published
-attempt. Folders that other programs read, such as Hugging Face exports, do not use attempts. They contain `.unfinished`
-until they are complete. The same holds for checkpoints of earlier versions of this program.
+attempt. Folders that other programs read, such as Hugging Face exports, do not use attempts. Such a folder contains
+`.unfinished` until the folder is complete. The same holds for checkpoints of earlier versions of this program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cache for blocks of stored files. It is on the local disk, and all processes of a host share it. This module does not
+"""Cache for blocks of stored files on the local disk. All processes of a host share this cache. This module does not
 import torch.
 
 A cache file contains one block of a stored file and a checksum, so that a block that was damaged by a power cut or the

@@ -54,7 +54,7 @@ def local_root(folder: str, save: str) -> Path:
 
 
 class Uploads:
-    """Uploader of complete checkpoints. It runs on one rank and uploads one checkpoint at a time. If several
+    """Uploader of complete checkpoints. The uploader runs on one rank and uploads one checkpoint at a time. If several
     checkpoints are waiting, only the newest one is uploaded."""
 
     doing = "uploading the last checkpoint"

@@ -4,10 +4,15 @@ state to other hosts.
 The copies of a step are valid once all ranks have completed their copies. Ranks report this through the store. Until
 then, the copies of the previous step remain in the other slot of each part.
 
-The store has these keys. copied/COPY: number of ranks that have stored and sent their parts. failed/COPY: reason why a
-rank failed to store or send a part. copied-by/RANK: number of the last copy of a rank. holder/HOST: address of a
-restarted holder. COPY is the number of the copy in this start. It is used instead of the iteration because a run may go
-back to an iteration and copy it again.
+The store has these keys:
+
+    copied/COPY       number of ranks that have stored and sent their parts
+    failed/COPY       reason why a rank failed to store or send a part
+    copied-by/RANK    number of the last copy of a rank
+    holder/HOST       address of a restarted holder
+
+COPY is the number of the copy in this start. COPY is not the iteration, because a run may go back to an iteration and
+copy this iteration again.
 """
 
 from __future__ import annotations

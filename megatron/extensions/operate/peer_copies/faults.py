@@ -104,8 +104,8 @@ class Recovery:
     copies."""
 
     def record(self, now: float, resumed: int) -> dict[str, object]:
-        """Return the recovery as an event for `run_events.jsonl`. It is recorded after the first step of a run that
-        resumed at iteration `resumed`. Times are in seconds after the failure."""
+        """Return the recovery as an event for `run_events.jsonl`. The event is recorded after the first step of a run
+        that resumed at iteration `resumed`. Times are in seconds after the failure."""
         fault = self.fault
         return {
             "what": fault.what,

@@ -1,5 +1,5 @@
-"""Holder, a small process on each host that outlives the ranks. It serves the host's copies of the training state to
-other hosts.
+"""Holder, a small process on each host that outlives the ranks. The holder serves the host's copies of the training
+state to other hosts.
 
 The copies are files in an in-memory folder (/dev/shm). Therefore, the copies also outlive this process, and the ranks
 of the host write their copies directly:

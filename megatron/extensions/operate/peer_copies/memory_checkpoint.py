@@ -1,5 +1,5 @@
-"""Checkpoint that consists of a complete set of copies in memory. It can be loaded under any layout. The checksum of
-every box is verified."""
+"""Checkpoint that consists of a complete set of copies in memory. This checkpoint can be loaded under any layout. The
+checksum of every box is verified."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ class StoredBox:
 
 
 class MemoryCheckpoint(Checkpoint):
-    """Checkpoint that consists of a complete set of copies. The constructor is a collective over `world`. It raises
-    CopyError on every rank if headers are lost."""
+    """Checkpoint that consists of a complete set of copies. The constructor is a collective over `world`. If headers
+    are lost, the constructor raises CopyError on every rank."""
 
     def __init__(self, found: CompleteSet, readers: Readers, reads_headers: bool, world: Axis) -> None:
         """Read the headers. `reads_headers` must be True on one rank of each host. This rank reads the headers of the

@@ -89,7 +89,8 @@ def lines(run: PlannedRun) -> Iterator[str]:
 
 def goodput_line(expected: Expected, interval: int, staging: float, sending: float) -> str:
     """Return a line that compares the goodput with copies, if copies survive every failure, and without copies. The
-    time from a failure to the next step is assumed to be equal. A copy pauses the run while the copy is staged."""
+    time from a failure to the next step is assumed to be equal with and without copies. A copy pauses the run while the
+    copy is staged."""
     copied = replace(expected, save=SaveCost(staging, staging + sending, ""))
     with_copies, without = copied.shares(interval), expected.best()
     return (

@@ -29,8 +29,8 @@ class Copy:
     """Name of the data file in the folder of the generation."""
 
     number: int = 0
-    """Sequence number of the step's copies within the generation. It distinguishes copies of the same iteration,
-    because a run that goes back to an earlier step copies an iteration again, with different content."""
+    """Sequence number of the step's copies within the generation. The number distinguishes copies of the same
+    iteration. A run that goes back to an earlier step copies an iteration again, with different content."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Stored:
 
     @property
     def name(self) -> str:
-        """Name of the part. It is equal on all ranks that hold the part."""
+        """Name of the part. All ranks that hold the part use the same name."""
         if len(self.part.replicas) == 1:
             return f"{self.part.writer}-own"
         return f"{self.part.writer}-of-{zlib.crc32(repr(self.part.replicas).encode()):08x}"
@@ -129,7 +129,8 @@ def _padded(data: Tensor) -> int:
 
 
 class Slot:
-    """File in memory that is mapped as a tensor. Its memory is page-locked if it receives copies from a GPU."""
+    """File in memory that is mapped as a tensor. The memory of the file is page-locked if copies from a GPU are stored
+    in it."""
 
     def __init__(self, path: Path, nbytes: int, pin: bool) -> None:
         self.path, self.nbytes = path, nbytes

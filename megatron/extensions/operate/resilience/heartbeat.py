@@ -62,7 +62,7 @@ BURST = 256
 does not delay heartbeats."""
 
 ENDS = ("", "bye", "failed", "lost", "gone")
-"""Values of the field `end` in a message. They are explained at `Peer.end`."""
+"""Values of the field `end` in a message. `Peer.end` explains these values."""
 
 
 Address = tuple[str | int, ...]
@@ -275,9 +275,9 @@ class Heartbeat:
         self._network.setblocking(False)
         self.port: int = self._network.getsockname()[1]
         self._doors = list[socket.socket]()
-        """List with the socket that accepts TCP connections. They show that this host is alive even if its UDP
-        datagrams do not arrive. The list is empty if another program uses the port; in this case, that program accepts
-        connections."""
+        """List with the socket that accepts TCP connections. Such connections show that this host is alive even if its
+        UDP datagrams do not arrive. The list is empty if another program uses the port; in this case, that program
+        accepts connections."""
 
         with suppress(OSError):
             self._doors.append(socket.create_server(("", self.port), family=socket.AddressFamily(family)))

@@ -1,8 +1,11 @@
-"""Watch of a rank over the other hosts. It starts the host's heartbeat, and ends the rank with a report when other
-hosts are lost. Before the heartbeat processes of two hosts know each other's addresses, a lost connection is detected
-without heartbeats: the store does not answer, and its host does not accept connections.
+"""Watch of a rank over the other hosts. The watch starts the host's heartbeat, and ends the rank with a report when
+other hosts are lost. Before the heartbeat processes of two hosts know each other's addresses, a lost connection is
+detected without heartbeats: the store does not answer, and its host does not accept connections.
 
-The store has these keys. link/R: the `Link` of rank R. heartbeats: the token for the heartbeats of this start.
+The store has these keys:
+
+    link/R        the `Link` of rank R
+    heartbeats    the token for the heartbeats of this start
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ class Link:
 
 
 class AskedStore:
-    """Wrapper around a store. It records since when each thread has been waiting for an answer."""
+    """Wrapper around a store. The wrapper records since when each thread has been waiting for an answer."""
 
     def __init__(self, store: object) -> None:
         self._store, self._since = store, dict[int, float]()
@@ -138,8 +141,8 @@ class HostWatch(Watch):
         """True if this rank ends because other hosts are lost."""
 
         self._place, self._since = "", 0.0
-        """Position of this rank in the run, and the time at which the rank reached the position. They are recorded
-        after the run has ended on another host."""
+        """Position of this rank in the run, and the time at which the rank reached the position. These values are
+        recorded after the run has ended on another host."""
 
         self._closed = threading.Event()
         self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -376,7 +379,8 @@ def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:
 
 
 def _answers(address: tuple[str, int], seconds: float) -> bool:
-    """Return True if the kernel of a host accepts or refuses a connection. Both show that the host is alive."""
+    """Return True if the kernel of a host accepts or refuses a connection. Either response shows that the host is
+    alive."""
     try:
         with socket.create_connection(address, seconds):
             return True

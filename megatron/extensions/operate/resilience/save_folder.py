@@ -27,8 +27,8 @@ from megatron.training.reliability.visible_text import visible
 from megatron.training.reliability.watchdog import Watch, Watchdog
 
 PATIENCE = 10.0
-"""Maximum time in seconds until a file from one host becomes visible on the other hosts. It takes time because network
-file systems cache folders."""
+"""Maximum time in seconds until a file from one host becomes visible on the other hosts. Network file systems cache
+folders, which causes this delay."""
 
 
 class SharedFolder(Callback):

@@ -54,8 +54,8 @@ T = TypeVar("T")
 
 
 def bounded(call: Callable[P, T], seconds: float = ANSWER) -> Callable[P, T]:
-    """Wrap `call` with a time limit. The wrapper raises RendezvousConnectionError if `call` does not return in time. It
-    raises the error immediately while an earlier call hangs."""
+    """Wrap `call` with a time limit. The wrapper raises RendezvousConnectionError if `call` does not return in time.
+    While an earlier call hangs, the wrapper raises this error immediately."""
     hanging = list[threading.Thread]()
 
     def within(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -74,7 +74,7 @@ class RunFiles:
         return saved_folders(self.folder)[self.checkpoint]
 
     def losses_before(self, iteration: int) -> dict[int, float]:
-        """Return the recorded losses up to and including an iteration, by iteration."""
+        """Return the recorded losses by iteration, up to and including the given iteration."""
         return {each["iteration"]: float(each["lm_loss"]) for each in self.records if each["iteration"] <= iteration}
 
     def difference(self, base: Outcome, suspect: int) -> float | None:
@@ -159,8 +159,8 @@ def suspect_of(base: Outcome, spike: int) -> int:
 
 
 def held_rate(base: Outcome, files: RunFiles, spike: int) -> float:
-    """Return the upper bound on the learning rate in the branch with a held rate. It is the checkpoint's rate, or a
-    lower rate if the learning rate has not risen since the checkpoint."""
+    """Return the upper bound on the learning rate in the branch with a held rate. The bound is the checkpoint's
+    learning rate, or a lower rate if the learning rate has not risen since the checkpoint."""
     highest = max(rate for iteration, rate in base.rates.items() if iteration <= spike)
     before = files.value("learning_rate", files.checkpoint)
     return before if before and highest > ROSE * before else LOWER * highest

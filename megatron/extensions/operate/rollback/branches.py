@@ -117,8 +117,9 @@ class HeldRate:
 
 
 def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
-    """Return the unresolved configuration for branches of a run. It consists of the run's configuration, with the
-    precision but without the rest of the parallel layout, and `flags`. Raises ValueError if the flags are invalid."""
+    """Return the unresolved configuration for branches of a run. The result consists of the run's configuration, with
+    the precision but without the rest of the parallel layout, and `flags`. Raises ValueError if the flags are
+    invalid."""
     config = parse_args(["--config", str(run / RUN_CONFIG)])
     kept = {each.name: getattr(config.parallel, each.name) for each in fields(PrecisionConfig)}
     config = replace(

@@ -1,7 +1,7 @@
 """Decision at a spike: the state that a run returns to, and the batches to skip. This module does not import torch.
 
-The decision depends only on the iteration of the spike and the flags. It does not depend on the states that a process
-holds, so that a resumed or repeated run makes the same decision.
+The decision depends only on the iteration of the spike and the flags. The states that a process holds do not matter, so
+that a resumed or repeated run makes the same decision.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def decide(spike: int, steps: int, batches: int | None, interval: int, last_to: 
         batches: Number of batches to skip, ending with the spike's batch. If the run goes back fewer steps, batches
             after the spike are also skipped. None skips all batches since the state.
         interval: Interval in iterations between states. The run returns to a multiple of this interval.
-        last_to: Iteration that the run returned to at the last rollback. The run does not go back further.
+        last_to: Iteration that the run returned to at the last rollback. The run does not go back beyond this
+            iteration.
     """
     to = max(0, last_to, (spike - steps) // interval * interval)
     count = spike - to if batches is None else batches

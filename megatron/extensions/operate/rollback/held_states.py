@@ -24,7 +24,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class HeldState:
-    """Copies of this rank's boxes after one step. They are in host memory, which is reused for later steps."""
+    """Copies of this rank's boxes after one step, in host memory. Later steps reuse this memory."""
 
     iteration: int = -1
     payload: dict[str, object] = field(default_factory=dict)
@@ -53,7 +53,8 @@ def tensors_of_world(tensors: StateDict, world: Axis) -> dict[str, TensorInfo]:
 
 
 class HeldCheckpoint(Checkpoint):
-    """Held state as a checkpoint. It can be loaded only under the layout of the process that holds the state."""
+    """Held state as a checkpoint. The checkpoint can be loaded only under the layout of the process that holds the
+    state."""
 
     def __init__(self, held: HeldState, tensors: Mapping[str, TensorInfo]) -> None:
         self.folder = PurePath(f"memory/iter_{held.iteration:07d}")
@@ -67,7 +68,7 @@ class HeldCheckpoint(Checkpoint):
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
         """Load tensors in the same way as `Checkpoint.load`. If a rank holds only a part of a main parameter, the
-        parameter itself is loaded, which is the main parameter rounded to lower precision."""
+        parameter itself is loaded instead. Its value is the main parameter, rounded to lower precision."""
         self._check(targets, world, ignore)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()

@@ -56,7 +56,8 @@ class Mark:
 
 
 class Rollback(Callback):
-    """Callback that rolls back at spikes. It must process the verdict on each step before other callbacks do."""
+    """Callback that rolls back at spikes. This callback must process the verdict on each step before other callbacks
+    do."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)

@@ -24,7 +24,7 @@ class MeanOfExperts(Adapter):
     """Sum or mean of shared and routed experts, RMSNorm or LayerNorm, and sliding windows with a period that restarts
     after the dense layers.
 
-    The first layers are dense. They may have a rotary embedding even if they have no sliding window.
+    The first layers are dense. Dense layers may have a rotary embedding even if they have no sliding window.
     """
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
@@ -85,7 +85,8 @@ def _first(hf: Values) -> int:
 def _usual_windows(hf: Values, layers: int) -> Iterator[bool]:
     """Yield whether each layer has a sliding window, for a config.json that does not list the layers.
 
-    Every N-th of the first dense layers and every M-th of the other layers have no sliding window. The others have one.
+    Every N-th of the first dense layers and every M-th of the other layers have no sliding window. All other layers
+    have a sliding window.
     """
     counts: Sequence[int] = _first(hf), layers - _first(hf)
     for key, number in zip(("prefix_dense_sliding_window_pattern", "sliding_window_pattern"), counts, strict=True):

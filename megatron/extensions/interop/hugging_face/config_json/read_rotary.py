@@ -154,8 +154,8 @@ def yarn_from_hf(scaling: Values, hf: Values) -> Fields:
 
 
 def bases_from_hf(hf: Values, family: Family) -> Fields:
-    """Return the fields for rotary bases and for layers without rotary embedding. They are read from a list with one
-    base per layer, where 0 means no rotary embedding."""
+    """Return the fields for rotary bases and for layers without rotary embedding. These fields are read from a list
+    with one base per layer, where 0 means no rotary embedding."""
     full, local = by_kind(hf, family, "layer_rope_theta", without=0)
     scaling = table(hf, "rope_scaling") or table(hf, "rope_parameters")
     if scaling.get("rope_type", "default") != "default" and full and local and full != local:

@@ -101,8 +101,8 @@ def _sum_of_rows(rows: Tensor) -> Tensor:
 def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
     """Return how many rows of a folder's vocabulary belong to tokens, and a description of these rows.
 
-    If the folder has a readable tokenizer, these are as many rows as the tokenizer has tokens. Otherwise, these are all
-    rows.
+    If the folder has a readable tokenizer, as many rows belong to tokens as the tokenizer has tokens. Otherwise, all
+    rows are assumed to belong to tokens.
     """
     named = tokenizer_config(path)
     if named.tokenizer_type is None:

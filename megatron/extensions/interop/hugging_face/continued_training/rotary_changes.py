@@ -57,7 +57,7 @@ def longest_sequence(
     model: TransformerConfig, own: Mapping[str, object], source: Path, given: Collection[str]
 ) -> tuple[dict[str, object], list[Problem]]:
     """Return a new max_position_embeddings, if sequences are longer than the folder's config.json allows, and the
-    problems. It is a problem if sequences exceed a learned table, or if no flag confirms that longer sequences are
+    problems. Longer sequences are a problem if they exceed a learned table, or if no flag confirms that they are
     intended.
 
     Args:

@@ -76,7 +76,7 @@ class LayerRecord:
         Args:
             name: Name of the parameter.
             parameter: Properties of the parameter.
-            quantity: The measured quantity, such as its gradient.
+            quantity: Measured quantity, such as the gradient norm.
             squares: Sum of squares on each tensor-parallel rank. For experts, the sums on the ranks that hold them.
         """
         copies = not (parameter.expert or parameter.sharded)
@@ -220,7 +220,7 @@ class LayerAlarms:
     """Alarms of a run. Records are processed in order. A resumed run starts without history."""
 
     def __init__(self, threshold: float) -> None:
-        """Create the alarms. `threshold` is --layer-growth-threshold; 0 disables them."""
+        """Create the alarms. `threshold` is --layer-growth-threshold; 0 disables all alarms."""
         self.threshold = threshold
         self._layers: dict[str, GrowthRule[int]] = {}
         self._ranks: dict[str, GrowthRule[tuple[str, int]]] = {}

@@ -26,7 +26,8 @@ QUANTITIES = ("weight_norm", "grad_norm", "update_norm")
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements [start, stop) of the optimizer's shard of one bucket. They are this rank's contribution to the sums."""
+    """Elements [start, stop) of the optimizer's shard of one bucket. These elements are this rank's contribution to the
+    sums."""
 
     shard: Shard
     start: int
@@ -59,8 +60,8 @@ class ParameterSquares:
 
     @torch.no_grad()
     def before_update(self, factor: Tensor) -> None:
-        """Measure the gradients. The optimizer will multiply them by `factor`. A copy of this rank's main parameters is
-        kept until `after_update` is called.
+        """Measure the gradients, scaled by `factor` as in the optimizer. A copy of this rank's main parameters is kept
+        until `after_update` is called.
         """
         grads = [part.shard.bucket.owned_grads[part.start : part.stop] for part in self._parts]
         self._gradients = self._squares(grads) * factor.square()

@@ -152,7 +152,7 @@ class LayerStatistics(Callback, Meter):
 
     def records(self, summed: Tensor) -> list[LayerRecord]:
         """Return the records. `summed` is the sum of `take` over the world. This is a collective over the world if
-        there are maxima. It waits for the device.
+        there are maxima. This method waits for the device.
         """
         measured, self._measured = self._measured, []
         if not measured:

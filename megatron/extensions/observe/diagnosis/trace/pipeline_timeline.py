@@ -305,8 +305,8 @@ def _add_arrows(trace: Trace) -> None:
 
 
 def _add_plan(trace: Trace, step: MeasuredStep, at: float, plan: Simulation, tracks: Sequence[int]) -> None:
-    """Add the simulated actions of a step to a separate track of each rank. `at` is the start of the measured step. It
-    is later if the simulation of the previous step ends later.
+    """Add the simulated actions of a step to a separate track of each rank. `at` is the start of the measured step.
+    `at` is later than this start if the simulation of the previous step ends later.
     """
     for rank, track, timeline in zip(step.ranks, tracks, plan.timeline, strict=True):
         for action, start, stop in timeline:
