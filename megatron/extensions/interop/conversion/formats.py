@@ -110,7 +110,7 @@ class Source(ABC):
     expressed."""
 
     config: RunConfig
-    """Configuration of the model, the tokenizer and the number format. All other sections are meaningless."""
+    """Configuration of the model, the tokenizer and the number format. All other sections must be ignored."""
 
     metas: Mapping[str, ParamMeta]
     """All parameters by name."""

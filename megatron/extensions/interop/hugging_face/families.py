@@ -179,7 +179,8 @@ class Family:
     """Value in layer_types for a layer with linear attention."""
 
     values: Mapping[str, Mapping[object, object]] = field(default_factory=dict)
-    """Maps each config.json key to a mapping from its supported values to values of the TransformerConfig field.
+    """Translation tables by config.json key. Each table maps the supported values of the key to values of the
+    TransformerConfig field.
 
     If several values have the same meaning, the first one is written.
     """

@@ -300,7 +300,7 @@ class Parents:
             self._answered(lambda: [store.delete_key(key) for store, key in some])
 
     def offer(self, number: int, offer: str) -> None:
-        """Report the copies of the training state on this host, which may have no ranks, for a start."""
+        """Offer the copies of the training state on this host for a start. The host may have no ranks."""
         self._answered(lambda: self.store.set(f"offer/{number}/{self.worker}", offer))
 
     def offers(self, number: int, workers: Collection[int]) -> list[str]:

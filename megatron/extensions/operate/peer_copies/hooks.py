@@ -343,8 +343,9 @@ class PeerCopies(Callback):
         )
 
     def _check_room(self, nbytes: int, say: Callable[[str], None], world: Axis) -> None:
-        """Raise ValueError on every rank if the memory of a host is too small for the copies of two steps. One of them
-        may be the loaded step. If the memory would suffice without other files, only print a warning. Collective."""
+        """Raise ValueError on every rank if the memory of a host is too small for the copies of two steps. The loaded
+        step may be one of the two. If the memory would suffice without other files, only print a warning.
+        Collective."""
         disk = shutil.disk_usage(self._folder)
         needed = (1 if any(self._folder.glob("g*")) else 2) * nbytes
         has = (

@@ -68,7 +68,7 @@ class HeldCheckpoint(Checkpoint):
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
         """Load tensors in the same way as `Checkpoint.load`. If a rank holds only a part of a main parameter, the
-        parameter itself is loaded instead. Its value is the main parameter, rounded to lower precision."""
+        parameter itself is loaded instead. The parameter is equal to the main parameter, rounded to lower precision."""
         self._check(targets, world, ignore)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
