@@ -157,7 +157,7 @@ def test_a_string_that_is_not_utf_8_affects_only_its_row(tmp_path: Path) -> None
 def test_another_encoding_is_reported_with_the_remedy(tmp_path: Path, codec: str, found: str) -> None:
     (tmp_path / "a.jsonl").write_bytes('{"text": "é"}'.encode(codec))
     (chunk,) = read_chunks(find_inputs([str(tmp_path / "a.jsonl")]), Reading(), 1 << 20)
-    with pytest.raises(ValueError, match=f"^not UTF-8: .*, such as by iconv -f {found} -t UTF-8$"):
+    with pytest.raises(ValueError, match=f"^not UTF-8: .*, such as with iconv -f {found} -t UTF-8$"):
         texts_of(chunk.records[0], chunk, Reading())
 
 

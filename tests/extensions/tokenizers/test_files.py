@@ -303,7 +303,7 @@ def test_a_file_of_another_kind_is_named(tmp_path, gpt2_files, foreign_model):
     for file in (*(str(tmp_path / name) for name in files), *others):
         for kind, own in (("HuggingFaceTokenizer", "tokenizer.json"), ("SentencePieceTokenizer", "foreign.model")):
             if Path(file).name != own:
-                with pytest.raises(ValueError, match=r"; (give|use|get|download) ") as caught:
+                with pytest.raises(ValueError, match=r"; (give|pass|use|get|download) ") as caught:
                     build(kind, tokenizer_model=file)
                 assert f"--tokenizer-model {file}: {kinds[Path(file).name]}, not a" in str(caught.value)
 
