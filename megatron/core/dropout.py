@@ -25,7 +25,8 @@ def dropout(
     Args:
         x: Hidden states [s, b, h].
         p: Probability of dropping a value.
-        key: The `site_key`. sample_index: Sample numbers in the run [b].
+        key: Key of the dropout layer, from `site_key`.
+        sample_index: Sample numbers in the run [b].
         seq_offset: Position of x[0] in the whole sequence, or the positions [s] of all rows. Ranks that hold parts of a
             sequence apply the corresponding parts of a single mask.
         compiled: Whether to use a compiled kernel.
