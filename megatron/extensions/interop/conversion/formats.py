@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """User options of a conversion's output."""
+    """Options that the user can set for the output of a conversion."""
 
     dtype: torch.dtype | None = None
     """Dtype of all weights; None keeps the stored dtypes."""
@@ -116,8 +116,8 @@ class Source(ABC):
     """All parameters by name."""
 
     states: Collection[str] = ()
-    """Names of the model's untrained tensors that the source contains. A target initializes the tensors that the source
-    lacks."""
+    """Names of the model's untrained tensors that the source contains. The target format initializes the untrained
+    tensors that the source lacks."""
 
     origin: Origin = Origin()
     """Hugging Face model from which the weights were loaded. The family of the origin is None if there is no such

@@ -13,9 +13,9 @@ w_i is the mean of this ratio over the updates between theta_{i-1} and theta_i, 
     c_0 = 1 - w_1,    c_j = w_j - w_{j+1},    c_k = w_k
 
 The merged weights equal the decayed run's weights if updates are proportional to the learning rate and independent of
-the weights, and if the ratio or the update is constant between two checkpoints. Otherwise, the merged weights are an
-approximation. The approximation ignores that a decayed run computes different gradients, and that momentum delays
-updates.
+the weights, and if the ratio or the update is constant between two checkpoints. If these conditions do not hold, the
+merged weights approximate the decayed run's weights. The approximation ignores that a decayed run computes different
+gradients, and that momentum delays updates.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def decay_weights(decay: Decay, positions: Sequence[float], iterations: Sequence
     """Return checkpoint weights that emulate a decay from the first to the last checkpoint of a run with a constant
     rate.
 
-    Learning rates are those of a run whose --lr-wsd-decay-samples span the checkpoints. The rate of an update depends
-    on the samples before it, as in training. The formula is in the docstring of this module.
+    The emulated learning rates are those of a run whose --lr-wsd-decay-samples span the checkpoints. The rate of an
+    update depends on the samples before it, as in training. The formula is in the docstring of this module.
 
     Args:
         positions: Samples, or iterations, at which each checkpoint was saved; increasing.

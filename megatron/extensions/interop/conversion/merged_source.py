@@ -32,10 +32,10 @@ class MergedSource(Source):
     """Weighted mean of models that differ only in their weights.
 
     Each tensor is summed in the order of the parts and rounded once. The sum is in fp64 if a model stores the tensor in
-    fp64, and otherwise in fp32. A process holds the sum and one model's tensor in memory, regardless of the number of
-    models. For a 16-bit run, the optimizer's fp32 weights are used. The configuration and progress come from the last
-    part that records progress, or from the last part if there is none. The tokenizer files come from the newest part
-    that has tokenizer files.
+    fp64, and otherwise in fp32. For each tensor, a process holds only the sum and the tensor of one model in memory,
+    regardless of the number of models. For a 16-bit run, the optimizer's fp32 weights are used. The configuration and
+    progress come from the last part that records progress, or from the last part if there is none. The tokenizer files
+    come from the newest part that has tokenizer files.
 
     Raises ValueError if the models differ. Reading raises ValueError if a tensor is not finite.
     """

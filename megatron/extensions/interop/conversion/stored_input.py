@@ -15,7 +15,7 @@ def local_model(folder: PurePath) -> Path:
     """Return a model's folder on the local disk. For a remote folder, the returned folder contains links to local
     copies of the files.
 
-    Raises ValueError.
+    Raises ValueError if the model cannot be read.
     """
     return _local(folder, _of_model)
 

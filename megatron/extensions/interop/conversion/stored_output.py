@@ -19,8 +19,8 @@ from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
 
 @contextmanager
 def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Path]:
-    """Yield the folder to write: `output` if it is local, otherwise a temporary folder that is uploaded if the body
-    succeeds.
+    """Yield a local folder for the output of the `with` block: `output` if it is local, otherwise a temporary folder
+    that is uploaded if the block succeeds.
 
     Raises ValueError if `output` cannot be written. Also raises ValueError if `output` exists, unless `output` is a
     model and `force` permits replacing it.

@@ -88,7 +88,8 @@ class ExportProcess:
         return self._process.returncode, said.strip().splitlines()
 
     def progress(self) -> tuple[int, int]:
-        """Return the numbers of written and total bytes. Both numbers are 0 until the first bytes are written."""
+        """Return the number of bytes that the export has written and the number of bytes that it will write in total.
+        Both numbers are 0 until the first bytes are written."""
         counts = os.pread(self._counts.fileno(), COUNTS.size, 0)
         return COUNTS.unpack(counts) if len(counts) == COUNTS.size else (0, 0)
 

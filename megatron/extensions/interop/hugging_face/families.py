@@ -49,7 +49,7 @@ class Adapter(ABC):
             hf: Keys from the family's tables.
             config: The model.
             stated: All fields of `config`, including derived values.
-            family: The family to write.
+            family: Family whose config.json is written.
         """
         return hf
 
@@ -84,7 +84,8 @@ class Family:
     """Maps alternative key names in the family's configuration class to the usual names."""
 
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    """Maps keys to their supported values. When config.json is written, the first value is used."""
+    """Maps config.json keys to their supported values. When config.json is written, the first supported value of each
+    key is used."""
 
     ignored: Sequence[str] = (".rotary_emb.inv_freq",)
     """Name suffixes of tensors that are not weights."""
@@ -100,7 +101,7 @@ class Family:
     """Maps alternative spellings of parts of tensor names to the usual spellings."""
 
     left_out: Sequence[str] = ()
-    """Name prefixes of tensors to ignore. The transformers class does not have the modules of these tensors either."""
+    """Name prefixes of tensors to ignore. The model class of transformers also lacks the modules of these tensors."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps alternative spellings of config.json keys to the usual spellings."""
@@ -213,7 +214,7 @@ def usual_names(family: Family) -> dict[str, str]:
 def by_precedence(given: Iterable[str], family: Family) -> list[str]:
     """Return the keys in order of increasing precedence.
 
-    Alternative names come last, because the classes read them after the usual names.
+    Alternative key names come last, because the model classes read them after the usual key names.
     """
     return sorted(given, key=lambda key: key in family.aliases or key in family.class_names)
 

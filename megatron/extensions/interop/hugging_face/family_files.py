@@ -47,8 +47,8 @@ for _computed in ("model_type", "rules", "multi_token", "file", "class_defaults"
     del SCHEMA[_computed]
 
 OF_OUR_FIELDS = {"keys": True, "powers": False, "fixed": False, "same": False}
-"""Tables that refer to TransformerConfig fields. True means that the values of the table are fields, and False means
-that the keys are."""
+"""Tables that refer to TransformerConfig fields. True means that the values of the table are field names, and False
+means that the keys of the table are field names."""
 
 
 @cache

@@ -1,8 +1,8 @@
 """Hugging Face model folders: config.json, and weights in one file or in shards with an index.
 
 Folders may come from untrusted sources. Weights are read from safetensors files, or from .bin files with
-`weights_only`. No other pickles are read. An index may name only files in the model's folder. Every problem raises
-ValueError with a one-line message.
+`weights_only`. Pickle files other than these .bin files are never read. A weights index may name only files in the
+model's folder. Every problem raises ValueError with a one-line message.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def _load_bin(path: Path) -> dict[str, Tensor]:
 
 
 def plan_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> dict[str, dict[str, TensorSpec]]:
-    """Assign tensors, in order, to files of at most `max_bytes`. A larger tensor gets a separate file."""
+    """Assign tensors, in order, to files of at most `max_bytes`. A tensor larger than `max_bytes` gets a separate
+    file."""
     shards: list[dict[str, TensorSpec]] = [{}]
     size = 0
     for name, spec in specs.items():

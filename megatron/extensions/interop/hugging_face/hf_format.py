@@ -207,8 +207,8 @@ def stated_token_ids(hf_config: Mapping[str, object]) -> dict[str, object]:
 def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
     """Return the ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read.
 
-    An unknown id is None. A key must not be omitted, because transformers would then use the class's default, which may
-    be a different token.
+    The value of a key is None if the id is unknown. No key is omitted, because transformers would then use the default
+    of its configuration class, which may be a different token.
     """
     config, known = source.config, {key: source.origin.token_ids.get(key) for key in TOKEN_IDS}
     if config.tokenizer.tokenizer_type is None:

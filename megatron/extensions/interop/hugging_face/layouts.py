@@ -31,8 +31,8 @@ class Layout:
         raise NotImplementedError
 
     def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
-        """Return a box of a parameter. The Hugging Face tensors may be on disk. Subclasses override this method to read
-        only parts of the tensors.
+        """Return the elements of a parameter that lie in a box. The Hugging Face tensors may be on disk. Subclasses
+        override this method to read only parts of the tensors.
         """
         return self.ours(config, [tensor[()] for tensor in tensors])[box]
 
@@ -49,8 +49,8 @@ class Pieces(Layout):
     pattern: str | tuple[str, ...] = "... -> ..."
     """Dims of the Hugging Face tensor and dims of the piece, such as "(g n d) ... -> g n d ...".
 
-    Axes in parentheses form one dim in row-major order. "1" is a dim of size 1. "..." stands for all other dims. A
-    tuple contains one pattern per piece.
+    Axes in parentheses form one dim in row-major order. In a pattern, "1" is a dim of size 1, and "..." stands for all
+    other dims. A tuple contains one pattern per piece.
     """
 
     sizes: Callable[[TransformerConfig], Mapping[str, int]] = lambda config: {}
@@ -245,9 +245,9 @@ class OneOfThree(Layout):
 
 @dataclass(frozen=True)
 class RowsOfEachHead(Layout):
-    """Layout of a parameter that is some rows of each attention head in a Hugging Face tensor. The other rows belong to
-    other parameters. When files are written, tensors with the same name are summed. The other rows are -0.0, because
-    adding -0.0 changes no number.
+    """Layout of a parameter that consists of some rows of each attention head in a Hugging Face tensor. The other rows
+    of the tensor belong to other parameters. When files are written, each parameter contributes a tensor in which the
+    rows of the other parameters are -0.0. The contributions are summed; adding -0.0 changes no number.
     """
 
     rows: Callable[[TransformerConfig], tuple[int, int, int]]
@@ -268,9 +268,9 @@ class RowsOfEachHead(Layout):
 
 @dataclass(frozen=True)
 class PartOfLayer(Layout):
-    """Layout of a layer's parameter that is a part of a Hugging Face tensor. The tensor contains equal parts of all
-    layers along one dim. When files are written, tensors with the same name are summed. The other parts are -0.0,
-    because adding -0.0 changes no number.
+    """Layout of a layer's parameter that is a part of a Hugging Face tensor. Along one dim, the Hugging Face tensor
+    contains a part of the same size for each layer. When files are written, each layer contributes a tensor in which
+    the parts of all other layers are -0.0. The contributions are summed; adding -0.0 changes no number.
     """
 
     dim: int

@@ -265,8 +265,8 @@ def _mamba_groups(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def mamba_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
-    """Return the numbers of rows per group in Mamba-2's projection: gates, inputs, B, C and step sizes. These numbers
-    are read from the options of the extension that defines the layer.
+    """Return the numbers of rows per group in Mamba-2's projection: gates, inputs, B, C and step sizes. The numbers are
+    computed from the options of the extension that defines the Mamba-2 layer.
     """
     channels, states = option(config, "mamba_head_dim"), option(config, "mamba_state_dim")
     all_heads = option(config, "mamba_num_heads") or 2 * config.hidden_size // channels

@@ -143,7 +143,8 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _sizes(name: str, listed: object) -> tuple[int, ...]:
-    """Return a list of non-negative integers in a header. Raises ValueError for anything else."""
+    """Return a list of non-negative integers in a header as a tuple. Raises ValueError if `listed` is not such a
+    list."""
     found = tuple(each for each in listed if type(each) is int and each >= 0) if isinstance(listed, list) else ()
     if not isinstance(listed, list) or len(found) < len(listed):
         raise ValueError(f"{name} has a size that is not a non-negative integer")

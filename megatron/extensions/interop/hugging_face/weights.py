@@ -119,8 +119,8 @@ class HFWeights:
     def check_copies(self) -> None:
         """Raise ValueError if a stored copy differs from its original.
 
-        Copies are a stored head that is tied to the embedding, and the embedding or head in a multi-token prediction
-        module. This method reads these tensors.
+        A stored copy is an output head that is tied to the embedding, or the embedding or output head in a multi-token
+        prediction module. This method reads the copies and the originals.
         """
         for copy in self.copies:
             (name,), (original,) = copy.theirs, self.placements[copy.meta.name].theirs
@@ -135,7 +135,7 @@ class HFWeights:
 
 def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[str, Sliceable]:
     """Return a parameter's tensors with the expected sizes, if a file stores all their rows in tensors of equal size.
-    The result is empty for other files."""
+    Return an empty dict for files with any other sizes."""
     parts = [tensors[name] for name in placement.theirs if name in tensors]
     whole = placement.to_theirs(torch.empty(placement.meta.global_shape, device="meta"))
     expected = [tuple(tensor.shape) for tensor in whole]

@@ -196,8 +196,8 @@ def _unconditional_parts(config: TransformerConfig) -> list[str]:
 
 
 def _value_in_hf(family: Family, key: str, value: object) -> object:
-    """Return the config.json value for the field's value `value`. If there is none, return the first supported
-    value."""
+    """Return the config.json value for the field's value `value`. If no config.json value corresponds to `value`,
+    return the first supported value."""
     if key not in family.values:
         return list(value) if isinstance(value, tuple) else value
     values = family.values[key]
@@ -334,7 +334,8 @@ def _with_derived(config: TransformerConfig) -> Fields:
 
 
 def settings_of(config: TransformerConfig) -> Fields:
-    """Return the fields that affect the model's outputs, with derived values. Other fields are omitted."""
+    """Return the fields that affect the model's outputs, with derived values. Fields that do not affect the outputs are
+    omitted."""
     fields = _with_derived(config)
     rotary, attends = config.position_embedding_type == "rope", any(layer.attends for layer in config.layers)
     if not rotary:

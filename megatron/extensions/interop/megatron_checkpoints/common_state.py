@@ -43,7 +43,7 @@ def load_pickle(path: Path, kind: type | UnionType) -> object:
     """Read a file of torch.save from an untrusted source, with weights_only and a list of harmless classes.
 
     Raises ValueError with a one-line message if the file is missing or damaged, or if it refers to any other class or
-    function. Also raises it if the content is not an instance of `kind`.
+    function, or if the content is not an instance of `kind`.
     """
     import numpy
 
@@ -93,7 +93,7 @@ def args_of(common: Mapping[str, object], path: Path) -> dict[str, object]:
 
 def update_count(optimizer: object) -> int | None:
     """Return the number of optimizer updates, which every key `step` or `common_step` contains, at any depth. Returns
-    None if there are no such keys. Raises ValueError if their values differ."""
+    None if there are no such keys. Raises ValueError if the values of these keys differ."""
     counts: set[int] = set()
 
     def search(value: object) -> None:

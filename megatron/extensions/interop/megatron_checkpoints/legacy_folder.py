@@ -291,9 +291,9 @@ class LegacyTensors:
         return tuple(self.states)
 
     def check_states(self) -> None:
-        """Raise ValueError if a main parameter is not the parameter in higher precision. These files store states
-        without names, in a fixed order. This comparison checks the order. Only the two ends of large tensors are
-        compared."""
+        """Raise ValueError if a main parameter is not the parameter in higher precision. Files of this format store
+        states without names, in a fixed order. Comparing main parameters with the parameters detects a different order.
+        For large tensors, only the first and last elements are compared."""
         for rank, table in self.states.get("main_param", {}).items():
             for name, main in table.items():
                 weight, main = self.tables[rank][name].flatten(), main.flatten()

@@ -1,9 +1,9 @@
 """Conversion between Megatron-LM's arguments and this program's configuration. This module does not import torch.
 
 Configuration fields have the names of Megatron-LM's arguments, so most values are copied unchanged. `arguments.json`
-lists the exceptions. `also` maps arguments to fields with a different name. `refused` lists arguments that request an
-unsupported part of a model. `lacking` lists model fields that Megatron-LM lacks, so that only their defaults can be
-expressed. `written` lists values that every checkpoint contains.
+lists the exceptions. Its table `also` maps arguments to fields with a different name. `refused` lists arguments that
+request an unsupported part of a model. `lacking` lists model fields that Megatron-LM lacks, so that only their defaults
+can be expressed. `written` lists values that every checkpoint contains.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _check(args: Mapping[str, object]) -> None:
 
 
 def _translated(args: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments under this program's names and with its values."""
+    """Return Megatron-LM's arguments with the names and values that this program uses."""
     found = dict(args)
     for name, ours in DATA["also"].items():
         if args.get(name) is not None and not found.get(ours):

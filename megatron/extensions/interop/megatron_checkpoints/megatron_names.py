@@ -51,7 +51,8 @@ TABLES = json.loads(Path(__file__).with_name("names.json").read_text())
 
 @dataclass(frozen=True)
 class Rule:
-    """Row of the tables `renamed` and `kinds`."""
+    """Rule that maps a parameter name of this program to a Megatron-LM name: a row of the tables `renamed` and
+    `kinds`."""
 
     ours: str
     theirs: Sequence[str] | Mapping[str, str | None]
@@ -60,7 +61,7 @@ class Rule:
 
     def holds(self, inside: str, siblings: Iterable[str], hybrid: bool) -> bool:
         """Return True if the rule applies to a parameter. `inside` is the parameter's name within its layer. `siblings`
-        are all names in the layer."""
+        contains the names of all parameters in the layer."""
         same = inside.startswith(self.ours) and self.hybrid in (None, hybrid)
         return same and any(sibling.startswith(self.beside) for sibling in siblings)
 
@@ -75,7 +76,7 @@ class Way:
     names: tuple[str, ...]
     """Names of the tensors that form the parameter, in order."""
     shape: tuple[int, ...] = ()
-    """Shape of each tensor in the files of one rank."""
+    """Shape of each tensor of the parameter, as stored in the files of one rank."""
     layer: int | None = None
     """Index along the first dim of stacked tensors; None if the tensors are not stacked."""
     transposed: bool = False
@@ -103,7 +104,7 @@ def find_ways(
 ) -> dict[str, Way]:
     """Return, for each parameter, the first way to store it whose tensors are all present. Raises ValueError with a
     list of problems: missing parameters that are not `optional`, tensors of the wrong shape, and unknown tensors. A
-    tensor is unknown if it is neither part of a way nor in `used`."""
+    tensor is unknown if it is not in `used` and no way to store a parameter contains it."""
     found = dict[str, Way]()
     problems = []
     known = set(used)

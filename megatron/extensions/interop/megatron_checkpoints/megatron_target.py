@@ -214,7 +214,7 @@ def _rows(read: Callable[[], Tensor], rows: int) -> Tensor:
 
 
 def scheduler_state(config: RunConfig, training: TrainingState) -> dict[str, object]:
-    """Return the state of Megatron-LM's learning rate and weight decay scheduler, in samples."""
+    """Return the state of Megatron-LM's learning rate and weight decay scheduler, which counts steps in samples."""
     options, run = config.optimizer, config.training
     state: dict[str, object] = {"num_steps": training.progress.scheduled_samples}
     if (run.train_iters is None) == (run.train_samples is None) or run.global_batch_size is None:

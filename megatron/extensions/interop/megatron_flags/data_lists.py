@@ -64,7 +64,7 @@ def _words(split: str, words: object) -> tuple[str, ...]:
 def weighted_ranges(text: str) -> tuple[str, ...]:
     """Parse `NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX` and return the words of a data path.
 
-    Raises ValueError if the text is invalid or contains several names. Each name would be a separate data set.
+    Raises ValueError if the text is invalid or contains several names, because each name would be a separate data set.
     """
     sections = re.split(r"""(?:^|[\s"'])([\w.-]+):(?=\s)""", text.strip())
     if len(sections) < 3 or sections[0].strip(" \"'"):

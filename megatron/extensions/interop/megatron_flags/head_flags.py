@@ -92,7 +92,7 @@ def table_text(parsers: Mapping[str, Sequence[TheirFlag]], sources: Iterable[str
 
 
 def treatment(flag: TheirFlag) -> str:
-    """Return the treatment of a flag. Individual values of the flag may be treated differently; see
+    """Return how this program treats a Megatron-LM flag. Individual values of the flag may be treated differently; see
     `unknown_values`."""
     name = known_spelling(flag.name)
     if name in options() or name in spelling_table():

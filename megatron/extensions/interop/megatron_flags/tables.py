@@ -25,7 +25,7 @@ class Accepted:
     """Reason why the flag has no effect. The reason is logged."""
 
     arity: int | None = 0
-    """Number of values that the flag takes; None for any number."""
+    """Number of values that the flag accepts; None for any number."""
 
     values: tuple[str, ...] = ()
     """Values that have no effect. Any other value requests `feature`. An empty tuple means that no value has an
@@ -45,7 +45,7 @@ class SameAs:
     """True to log no notice, because the flag is a common spelling."""
 
     cost: str = ""
-    """Disadvantage of the translation. The disadvantage is logged."""
+    """Disadvantage of the translated flags compared with the original flag. The disadvantage is logged."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Exchange:
 
     flag: str
     before: str
-    """Value to replace, or "any"."""
+    """Value of the flag to replace; "any" replaces every value."""
 
     after: str
 
@@ -67,11 +67,11 @@ class NotBuilt:
     feature: str
     remedy: str = "remove it"
     switch: tuple[str, ...] = ()
-    """Flags, possibly with a value, that request the feature. If this tuple contains flags and the user sets none of
-    them, this flag has no effect, because it is only a setting of the feature."""
+    """Flags, possibly with a value, that request the feature. If the tuple is not empty and the user sets none of these
+    flags, the flag of this row has no effect, because it only configures the feature."""
 
     beside: tuple[str, ...] = ()
-    """Flags with the same meaning. If the user sets one of them, this flag has no effect."""
+    """Flags with the same meaning. If the user also sets one of these flags, the flag of this row has no effect."""
 
     reason: str = ""
     """Reason why this flag has no effect if the user also sets a flag in `beside`."""

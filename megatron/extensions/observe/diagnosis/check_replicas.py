@@ -76,8 +76,8 @@ def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimiz
 def replicas_of(
     modules: Collection[nn.Module], optimizer: DistributedOptimizer, state: ParallelState
 ) -> Iterator[Replica]:
-    """Yield this rank's replicated parameters, followed by its replicated optimizer states. All ranks of a group use
-    the same order."""
+    """Yield this rank's replicated parameters, followed by its replicated optimizer states. The order is the same on
+    all ranks of a group."""
     params: list[Any] = [param for module in modules for param in module.parameters()]
     parts = list(optimizer.ddp.sharded_params())
     sharded = {part.meta.name for part in parts}

@@ -34,7 +34,7 @@ SHAPES = "shapes"
 
 
 class GradientDump(Callback, Meter):
-    """Callback that writes one step to disk. Training continues afterwards."""
+    """Callback that writes the gradients, weights and samples of one step to disk. Training continues afterwards."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.run, own = run, run.config.options(DiagnosisConfig)
@@ -73,7 +73,7 @@ class GradientDump(Callback, Meter):
         gather_objects(file.name, run.runtime.state.world)  # wait for all ranks, so that the dump is complete on return
 
     def _boxes(self, factor: Tensor) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-        """Return the gradient parts of which this rank holds the first replica, and the global shapes."""
+        """Return the gradient parts whose first replica is on this rank, and the global shapes of the parameters."""
         boxes: dict[str, Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         state = self.run.runtime.state

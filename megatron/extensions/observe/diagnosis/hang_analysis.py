@@ -134,7 +134,8 @@ class Waiting:
 
     @classmethod
     def of(cls, standing: Standing) -> Waiting:
-        """Parse the evidence of a rank. If the evidence is malformed, the rank is assumed to wait for no other rank."""
+        """Parse the evidence of a rank. If the evidence is malformed, assume that the rank does not wait for another
+        rank."""
         if not isinstance(standing.evidence, list | tuple):
             return cls(standing.place)
         try:

@@ -104,7 +104,7 @@ class Finding:
 
 def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale: float) -> Finding | None:
     """Run a step again and find the first non-finite value; return None if all values are finite this time. This is a
-    collective, and returns the same result on every rank. The gradients in the buffers are discarded.
+    collective that returns the same result on every rank. The search discards the gradients in the gradient buffers.
 
     Args:
         passes: Forward and backward passes of the run.

@@ -5,7 +5,7 @@
     SAVE/nan/iter_0000012/samples-00000.npz         the samples, one file per data-parallel rank
     SAVE/nan/iter_0000012/iter_0000011/             the checkpoint of the previous step
 
---load also accepts the folder of a step. In this case, the run resumes immediately before the step.
+--load also accepts the folder of a step. A run that loads such a folder resumes immediately before the step.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def save_step(
         before: Progress of the run before the step.
 
     Raises:
-        CheckpointError: A rank cannot write. The error is raised on every rank.
+        CheckpointError: A rank cannot write its files. Every rank raises the error.
     """
     state, plan = checkpoint.state, checkpoint.plan
     own = checkpoint.config if plan is None else plan.at(saved.step.first_sample).config
@@ -179,7 +179,7 @@ def write_samples(batches: Sequence[MicroBatch], path: Path) -> str | None:
 
 
 class SavedSamples:
-    """Dataset of the samples of a saved step. Samples keep the indices that they have in the run."""
+    """Dataset of the samples of a saved step. Each sample has the same index as in the run."""
 
     def __init__(self, folder: Path, micro_batch_size: int) -> None:
         self.samples: dict[int, Sample] = {}

@@ -91,7 +91,7 @@ def without_data_flags(config: RunConfig) -> RunConfig:
 
 def without_callbacks(config: RunConfig) -> RunConfig:
     """Remove the flags of extensions that request a callback, because a replay lacks the inputs of callbacks. Flags
-    that affect the model are kept, even if a callback logs its values."""
+    that affect the model are kept, even if a callback logs values of the model."""
     asked = [facts.when for facts in map(CALLBACKS.facts, CALLBACKS) if facts.when(config)]
     of_model = {section.cls for section in EXTENSION_SECTIONS.values() if section.part_of == "model"}
     for options in (options for options in config.extension_options if type(options) not in of_model):

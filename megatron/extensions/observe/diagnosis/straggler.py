@@ -1,13 +1,14 @@
 """Detection of slow ranks in each phase of a step.
 
 Ranks that wait for each other take the same total time. Therefore, only the time of each rank's own work is compared.
-On CPUs, this is the time of a phase without its waits for messages and collectives. On CUDA, it is the time between
-device events. Waits for pipeline messages and data parallelism lie outside these events. Collectives within a layer
-(TP, CP, EP) lie between these events, so a slow rank increases the measured times of its whole group.
+On CPUs, the measured time is the duration of a phase without its waits for messages and collectives. On CUDA, the
+measured time is the time between device events. Waits for pipeline messages and data parallelism lie outside these
+events. Collectives within a layer (TP, CP, EP) lie between these events, so a slow rank increases the measured times of
+its whole group.
 
-Only the end of the gradient reduction is timed including its waits. In this phase, the rank that waits the shortest
-time is the slow rank. No measurement synchronizes with the device, because events are read only after they have
-completed.
+Only the end of the gradient reduction is timed including its waits. At the end of the gradient reduction, the slow rank
+is the rank that waits the shortest time. No measurement synchronizes with the device, because events are read only
+after they have completed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Waits:
     @classmethod
     @functools.cache
     def install(cls) -> None:
-        """Measure every wait of this thread from now on. A second call has no effect."""
+        """Start to measure every wait of the calling thread for a collective or message. A second call has no
+        effect."""
         wait, thread = dist.Work.wait, threading.get_ident()
 
         @functools.wraps(wait)

@@ -114,7 +114,7 @@ class ParallelLM(LM):
         return [(sum(each.log_likelihood for each in rows), all(each.is_greedy for each in rows)) for rows in scores]
 
     def _cached(self, requests: Sequence[Instance], results: list[T]) -> list[T]:
-        """Pass the results to the harness, which may cache them."""
+        """Pass the results of requests to the harness, which may cache the results."""
         for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial(request.request_type, request.args, result)
         return results
@@ -212,7 +212,8 @@ class Suite:
         self.groups.update(groups)
 
     def _cut(self, task: Task, tokenizer: Tokenizer, longest: int) -> int:
-        """Build the requests of a task, and return how many of them are truncated. Raises the first error."""
+        """Build the requests of a task, and return how many of them are truncated. If requests are invalid, raise the
+        error of the first one."""
         task.set_fewshot_seed(SEED)
         with _quietly():
             task.build_all_requests(limit=self.limit, rank=0, world_size=1)
@@ -225,8 +226,8 @@ class Suite:
         return cut
 
     def evaluate(self, model: ParallelLM) -> Results:
-        """Run the harness, and return its "results" and the "samples" of each document. This is a collective. The state
-        of random number generators does not change.
+        """Run the harness, and return its "results" and the "samples" of each document. The state of random number
+        generators does not change. Collective.
         """
         for task in self.tasks.values():
             task.set_fewshot_seed(SEED)

@@ -59,7 +59,7 @@ class EvalTasks(Callback):
 def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
     """Evaluate all tasks and log their scores. The evaluation is aborted if the run is requested to stop. Collective.
 
-    Dropout is disabled. Gradients and training state do not change.
+    Dropout is disabled. The evaluation does not change gradients or training state.
     """
     config = run.config
     runtime = run.runtime

@@ -1,9 +1,9 @@
 """Token rows for a model, which are created from contexts and continuations, and batches of rows. This module does not
 import torch.
 
-A row contains the model's input tokens. The label of a token is the next token. Log-likelihoods are computed for the
-last `scored` labels. As in lm-evaluation-harness, long rows are truncated on the left. Batches contain rows of similar
-length and are the same on every rank.
+A row is a sequence of input tokens for the model. The label of a token is the next token. Log-likelihoods are computed
+for the last `scored` labels. As in lm-evaluation-harness, long rows are truncated on the left. Batches contain rows of
+similar length and are the same on every rank.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def plan_rounds(
     Args:
         lengths: Length of each row.
         allowed: Permitted batch lengths.
-        budget: Maximum number of tokens per batch. A batch with a single row may exceed it.
+        budget: Maximum number of tokens per batch. A batch with a single row may exceed this maximum.
         replicas: Number of model replicas. Batches are distributed to them in turn.
         per_round: Number of micro-batches per replica in one round.
     """

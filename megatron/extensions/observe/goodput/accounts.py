@@ -31,7 +31,7 @@ PARTS = {
 """Maps the parts of the wall time to their names in the log."""
 
 ADDED = ("rolled_back",)
-"""Parts that are missing in events of older runs. A missing part is 0."""
+"""Parts of the wall time that were added later, so events of older runs lack them. A missing part counts as 0."""
 
 EVENT = "goodput"
 """Name of the event in `run_events.jsonl`. The fields of the event are the iteration, "began" (time of the first start

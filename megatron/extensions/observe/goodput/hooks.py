@@ -22,10 +22,11 @@ from megatron.training.reliability.run_status import each_event, record_event
 from megatron.training.run import TrainingRun
 
 KEPT = 10_000
-"""Number of recent steps for which the time is stored. A run may roll back to any of these steps."""
+"""Number of recent steps for which the time is stored. A run may roll back to any of these recent steps."""
 
 EVENT_SECONDS = 30.0
-"""Minimum number of seconds between two events that log lines trigger. Every save also writes an event."""
+"""Minimum number of seconds between two goodput events that log lines trigger. In addition, every save writes a goodput
+event."""
 
 
 class Goodput(Callback, Meter):
@@ -106,7 +107,7 @@ class Goodput(Callback, Meter):
         return [accounts.line(record)]
 
     def on_log(self, run: RunView, record: Record) -> None:
-        """End the log interval. Time after this call belongs to the next interval."""
+        """End the log interval. The time after this call belongs to the next log interval."""
         if self._measures:
             interval = self._run.interval
             steps = record["step_time"] * max(1, len(interval.results))
@@ -143,8 +144,8 @@ class Goodput(Callback, Meter):
         self._record_event()
 
     def _with_steps(self, step_seconds: float) -> Seconds:
-        """Return the seconds of this start, including the steps since the last log line. The time of these steps is
-        divided between `useful` and `skipped` in proportion to the numbers of steps."""
+        """Return the seconds of this start, including the steps since the last log line. The time of the steps since
+        the last log line is divided between `useful` and `skipped` in proportion to the numbers of steps."""
         interval, own = self._run.interval, dict(self._own)
         if interval is self._counted:
             return own
@@ -163,7 +164,7 @@ class Goodput(Callback, Meter):
         return {part: self._earlier.seconds[part] + own[part] for part in PARTS}
 
     def _unmeasured(self, own: Seconds) -> float:
-        """Return the seconds of this start that no part contains."""
+        """Return the seconds of this start that are not attributed to any part of the wall time."""
         return max(0.0, time.perf_counter() - self._began - sum(own.values()))
 
     def _record_event(self) -> None:

@@ -55,8 +55,8 @@ def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
 
 def _of_table(columns: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield a tuple (COLUMN/ROW, value) for each value in a table of a record. A table is a mapping to lists of equal
-    length, of which the first list contains the row numbers. If a value is a list, its maximum is used. Null values are
-    skipped. Mappings that are not tables yield nothing.
+    length, of which the first list contains the row numbers. If an entry of such a list is itself a list, its maximum
+    is used. Null values are skipped. Mappings that are not tables yield nothing.
     """
     if not all(isinstance(values, list) for values in columns.values()):
         return
@@ -122,8 +122,8 @@ class MegatronLines(LogLines):
 
 
 def progress_line(record: Record, train_iters: int, throughput: bool, now: datetime | None = None) -> str:
-    """Return the line of a log interval. A loss that is not positive is omitted, for example in an interval without
-    updates."""
+    """Return the progress line of a log interval. A loss that is not positive is omitted, for example in an interval
+    without updates."""
     parts = [
         f"iteration {record['iteration']:8d}/{train_iters:8d}",
         f"consumed samples: {record['consumed_samples']:12d}",

@@ -45,7 +45,7 @@ def _fits(parts: list[str], width: int) -> bool:
 
 
 def _rows(parts: list[str], width: int) -> list[str]:
-    """Join parts into rows. Each row contains as many parts as fit."""
+    """Join parts of a line into rows. Each row contains as many parts as fit into the terminal's width."""
     rows: list[str] = []
     for part in parts:
         longer = f"{rows[-1]} | {part}" if rows else f" {part}"

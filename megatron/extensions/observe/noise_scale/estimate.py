@@ -8,8 +8,8 @@ Therefore, two batch sizes yield unbiased estimates of both terms (McCandlish et
     tr(S) = (|G_small|^2 - |G_large|^2) / (1 / B_small - 1 / B_large)
     |G|^2 = (B_large |G_large|^2 - B_small |G_small|^2) / (B_large - B_small)
 
-The ratio of the two estimates from a single step is meaningless. Therefore, both estimates are averaged over many steps
-before the ratio is computed.
+The ratio of the two estimates from a single step is meaningless. Therefore, the estimates of tr(S) and |G|^2 are
+averaged over many steps before their ratio is computed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class Coefficients:
 
     @classmethod
     def of_noise(cls, small: float, large: float) -> Coefficients:
-        """Return the coefficients for tr(S). The arguments are batch sizes in samples."""
+        """Return the coefficients of the two squared gradient norms in the estimate of tr(S). The arguments are batch
+        sizes in samples."""
         return cls(1 / (1 / small - 1 / large), -1 / (1 / small - 1 / large))
 
     @classmethod

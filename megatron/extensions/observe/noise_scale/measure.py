@@ -1,15 +1,15 @@
 """Measurement of two squared gradient norms in each step, without an extra pass.
 
 The small batch is the first micro-batch of each replica. `main_grad` contains the gradient of the small batch from the
-first backward pass until the second backward pass or the reduction. The large batch is the global batch. Before the
-update, its gradient is in the reduced buffers. Sums over shards and the mean over replicas are computed in the
-reduction of logged values.
+first backward pass until the second backward pass or the reduction. The large batch is the global batch. The reduced
+buffers contain the gradient of the large batch until the update. Sums over shards and the mean over replicas are
+computed in the reduction of logged values.
 
-Only matrices that are sharded by tensor parallelism are counted, because their gradients are complete on each rank. In
-contrast, gradients of vectors (biases and norm weights) are partial sums under sequence parallelism. Gradients of tied
-embeddings are partial sums under pipeline parallelism. The estimate therefore covers the same parameters under every
-layout. An expert processes tokens of all ranks of its expert-parallel group, so its small batch consists of one
-micro-batch per rank of this group.
+Only matrices that are sharded by tensor parallelism are counted, because their gradients are complete on each rank.
+Vectors (biases and norm weights) are not counted, because their gradients are partial sums under sequence parallelism.
+Tied embeddings are not counted, because their gradients are partial sums under pipeline parallelism. With these rules,
+the estimate of the noise scale covers the same parameters under every parallel layout. An expert processes tokens of
+all ranks of its expert-parallel group, so its small batch consists of one micro-batch per rank of this group.
 """
 
 from __future__ import annotations

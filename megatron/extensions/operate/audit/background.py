@@ -42,7 +42,7 @@ from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 
 LOOKS = 10
-"""Number of times that a run polls for the result of an audit before the next audit."""
+"""Number of times that a run polls for the result of an audit during the interval between two audits."""
 
 LONGEST_WAIT = 600.0
 """Maximum time in seconds that a finished run waits for the last audit."""

@@ -51,7 +51,7 @@ class Outcome:
 
     def _end_if_due(self, iteration: int, finding: Finding) -> None:
         """Raise AuditError if a rank has disagreed twice, or after the first disagreement if weights are wrong. Every
-        rank raises the error. The faulty rank raises it first."""
+        rank raises the error; the faulty rank raises the error first."""
         due = [rank for rank in finding.ranks if self._counts[rank] >= TWICE]
         if not due and not finding.damages_state:
             return

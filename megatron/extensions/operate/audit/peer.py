@@ -2,8 +2,9 @@
 weights in another data-parallel replica. Then the step runs, and the recordings of both computations are compared.
 
 A rank's part of a step consists of its micro-batches. Random numbers depend only on samples and positions, so both
-ranks compute the same values. In deterministic mode, the values are bitwise equal. If the recordings differ, all ranks
-compute the step once more. The third recording decides which rank erred, and the update uses its gradients.
+ranks compute the same values. In deterministic mode, the values are bitwise equal. If the recordings of a rank and its
+peer differ, all ranks compute the step once more. The recording of this third computation shows which rank erred, and
+the update uses the gradients of the third computation.
 """
 
 from __future__ import annotations
@@ -243,8 +244,8 @@ class PeerAudit(Callback, Meter):
         return table[f"torch.{self.config.parallel.params_dtype}"]
 
     def _reduced_differences(self) -> tuple[tuple[str, float], ...]:
-        """Return pairs (parameter, relative difference) for this rank's reduced gradients that differ between the two
-        computations."""
+        """Return pairs (parameter name, relative difference) for the reduced gradients of this rank that differ between
+        the first and the repeated computation of the step."""
         assert self._now is not None and self._before is not None
         now, before = self._now.reduced, self._before.reduced
         if not now:

@@ -4,7 +4,7 @@
 
 reads the names of snapshots from standard input, one per line, and writes `result.json` to each snapshot. Snapshots are
 folders in FOLDER. A step is computed in the run's number format and in a wider number format. The difference between
-these two computations shows how much rounding changes each gradient, and determines the tolerance.
+the gradients of the two computations shows the effect of rounding on each gradient, and determines the tolerance.
 
     FOLDER/run_config.yaml                       the configuration of the run
     FOLDER/pieces.json                           which part of which gradient each rank computes, and owns
@@ -72,7 +72,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def read(cls, values: Sequence[object]) -> Piece:
-        """Convert a JSON list to a piece."""
+        """Create a piece from its JSON list."""
         rank, name, offset, shape, start, stop = values
         assert isinstance(offset, list) and isinstance(shape, list)
         return cls(rank, name, tuple(offset), tuple(shape), start, stop)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ class Result:
     relative: float = 0.0
     allowed: float = 0.0
     ranks: tuple[int, ...] = ()
-    """Ranks that own the parts of the gradient of `first` with the largest differences."""
+    """Ranks that own the parts with the largest differences in the gradient of the parameter `first`."""
 
     where: str = ""
     """Kind of the gradient that differs: a term of one replica, or the sum over ranks."""

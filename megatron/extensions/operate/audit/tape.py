@@ -33,7 +33,7 @@ REPLICA_AXES = ("tp", "cp", "pp", "ep", "expt_tp", "expt_tp_ep", "tp_cp", "mp", 
 """Axes along which ranks process the same micro-batches."""
 
 DATA_AXES = ("dp", "dp_cp", "expt_dp", "stage", "world")
-"""Axes along which ranks process different micro-batches. Collectives over these axes are not recorded."""
+"""Axes along which ranks process different micro-batches. Collectives over data axes are not recorded."""
 
 COLLECTIVES = (
     "all_reduce",
@@ -92,7 +92,7 @@ class Tape:
     @contextmanager
     def of_passes(self, run: TrainingRun, microbatches: int) -> Iterator[None]:
         """Record the passes of a step within the `with` block. Gradients are recorded only in the last micro-batch,
-        because they are complete then."""
+        because the accumulated gradients are complete after it."""
         self._microbatches = microbatches
         with ExitStack() as stack:
             for name, module in modules_of(run):
@@ -153,8 +153,8 @@ class Tape:
             yield
 
     def message(self, operands: Sequence[Tensor], axis: str, ranks: str) -> Callable[[Sequence[Tensor]], None] | None:
-        """Record the operands of a message, and return the function that records its result. Returns None if the
-        message is not recorded."""
+        """Record the operands of a message, and return the function that records the message's result. Return None if
+        the message is not recorded."""
         if not self._recording:
             return None
         self._count += 1
@@ -225,7 +225,7 @@ class Taps:
 
     def _collective(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
         """Wrap a collective. The first argument of the collective is the result, and the second argument is the
-        operand. If there is only one tensor, it is both."""
+        operand. If the collective has only one tensor argument, that tensor is both operand and result."""
 
         @functools.wraps(function)
         def tap(*args: P.args, **kwargs: P.kwargs) -> T:

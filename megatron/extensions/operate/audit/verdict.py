@@ -5,7 +5,8 @@ Each rank compares its own recording of a step with its peer's recording of the 
 the rank records the work a second time. A rank is the source of a difference if its computed values are the first to
 differ, or if its received values differ although the other ranks sent equal values. All other differences are caused by
 wrong inputs. The third recording shows whether the rank or its peer computed wrong values. A rank with a permanent
-fault computes wrong values in its own part and in the part that it computes as a peer. Therefore, it gets two votes.
+fault computes wrong values in its own part and in the part that it computes as a peer. Therefore, such a rank gets two
+votes.
 """
 
 from __future__ import annotations

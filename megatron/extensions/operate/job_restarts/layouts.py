@@ -31,8 +31,7 @@ FAMILIES = 8
 """Number of layout families for which the step time is predicted."""
 
 SIZES = 3
-"""Number of world sizes that are compared. The comparison starts with the largest world size that has a legal
-layout."""
+"""Number of world sizes that are compared, starting with the largest world size that has a legal layout."""
 
 LISTED = 200
 """Maximum number of layouts per world size that are validated to find a legal layout."""

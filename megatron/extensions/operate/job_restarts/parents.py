@@ -16,8 +16,8 @@ The store has these keys for worker W and start N:
     offer/N/W    copies of the training state on the host of W, if W has no rank in start N
     newest       number of the newest start
 
-The keys of a start, including the keys that its ranks set, are deleted during the next start. The launcher serves the
-store if it can. Otherwise, worker 0 forks a process that serves the store.
+The keys of a start, including the keys that its ranks set, are deleted during the next start. If possible, the launcher
+serves the store. Otherwise, worker 0 forks a process that serves the store.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Parents:
         return bool(peer.namespace) and peer.namespace == Peer.here().namespace and peer.state() == "T"
 
     def kill(self, worker: int) -> None:
-        """Kill a worker on this machine. The worker may have ended already."""
+        """Kill a worker on this machine. If the worker has already ended, do nothing."""
         with suppress(ProcessLookupError):
             os.kill(self._peer(worker)[1].pid, signal.SIGKILL)
 
@@ -277,8 +277,8 @@ class Parents:
             time.sleep(LOOK)
 
     def forget(self, number: int) -> None:
-        """Find the keys of earlier starts, which `tidy` deletes, and record that `number` is the newest start. A worker
-        that arrives late at an earlier start reads this number.
+        """Record that `number` is the newest start, and find the keys of earlier starts for `tidy` to delete. A worker
+        that arrives late at an earlier start reads the number of the newest start.
         """
         self._answered(lambda: self.store.set("newest", str(number)))
         whole = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
@@ -294,7 +294,7 @@ class Parents:
                 self._old.append((self.store, key))
 
     def tidy(self) -> None:
-        """Delete some of the keys that `forget` found."""
+        """Delete some of the keys of earlier starts that `forget` found."""
         some, self._old = self._old[:DELETED], self._old[DELETED:]
         if some:
             self._answered(lambda: [store.delete_key(key) for store, key in some])
@@ -369,9 +369,9 @@ class Parents:
         return self._clock.seconds() < self.startup and not self._there(f"parent/{worker}")
 
     def _is_gone(self, worker: int, silence: dict[int, tuple[int, float]], seconds: float | None = None) -> bool:
-        """Return True if a worker is lost. On this machine, the state of its process is known. On other machines, a
-        worker is considered lost after `seconds` without a heartbeat (default: `SILENT`). `silence` maps a worker to
-        its last heartbeat and the time at which this heartbeat was first seen."""
+        """Return True if a worker is lost. For a worker on this machine, the state of the worker's process decides. A
+        worker on another machine is considered lost after `seconds` without a heartbeat (default: `SILENT`). `silence`
+        maps a worker to its last heartbeat and the time at which this heartbeat was first seen."""
         peer, now = self._peer(worker)[1], self._clock.seconds()
         if not peer.pid and self._is_awaited(worker):
             return False

@@ -3,10 +3,10 @@
 The process that the launcher starts is a parent. A parent imports torch and forks a child process for each start of its
 rank. The parent does not end with the rank, so the launcher does not notice a failure. In a new child, all modules are
 already imported. When the child of any rank fails, all children end. All parents then meet at the store before they
-fork again, so no process of the previous start is left. The last --spare-ranks parents have no rank. These spares wait
-with all modules imported until a rank is lost together with its parent, for example on a lost host. If there are not
-enough spares, the run continues on fewer ranks if possible. Otherwise, all parents end, and the launcher restarts the
-ranks.
+fork again, so that no process of the previous start is left. The last --spare-ranks parents have no rank. These spares
+wait with all modules imported until a rank is lost together with its parent, for example on a lost host. If there are
+not enough spares, the run continues on fewer ranks if possible. Otherwise, all parents end, and the launcher restarts
+the ranks.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ SIGNAL_NAMES = {each.value: each.name for each in signal.Signals}
 """Maps signal numbers to names. Most real-time signals have no name."""
 
 IMPORTED_LATE = ("torch._dynamo", "megatron.training.training")
-"""Modules that torch and this program normally import on first use. The parent imports them, because this takes
-seconds."""
+"""Modules that torch and this program normally import on first use. The parent imports these modules before it forks,
+because their import takes seconds."""
 
 IN_ORDER = 8
 """Index of the byte in `_progress` that is 1 if the run itself chose the exit code of the child."""
@@ -289,13 +289,13 @@ class Parent:
         return code, ""
 
     def _begin(self, config: RunConfig, launch: Launch) -> int:
-        """Train as a rank. This runs in a child process."""
+        """Train as a rank. This method runs in a child process."""
         self._signals.give_back()
         return self._attempt(config, launch)
 
     def _wait(self, number: int) -> tuple[int, str]:
         """Wait as a spare during a start, and return the same values as `_one_start`. Spares ignore signals that
-        request the ranks to save and exit. A spare ends when the ranks end."""
+        request the ranks to save and exit. A spare parent ends when the ranks end."""
         offer, lease = offered(self.config)
         self._parents.offer(number, offer)
         with closing(lease) if lease is not None else nullcontext():
@@ -352,7 +352,7 @@ class Parent:
         return code
 
     def _next_worker(self) -> int:
-        """Return the worker of the next rank. Each parent watches one other parent."""
+        """Return the worker of the next rank. Each parent watches the parent of the next rank."""
         roster = self._start.roster
         return roster[(roster.index(self.launch.rank) + 1) % len(roster)]
 

@@ -7,11 +7,11 @@ the request. Therefore, each attempt to write the checkpoint `iter_0000100` uses
 the valid checkpoint. The second line names the attempt that is in progress. This object is written when an attempt
 begins and when the attempt completes. Both writes of this object are conditional: they fail if another process has
 changed the object. A late write of an earlier attempt is therefore refused, or writes to a folder that is no longer
-referenced. The next process that saves removes such a folder.
+referenced. The next process that saves removes folders that are no longer referenced.
 
 Readers use the same file names as on a disk: `iter_0000100/metadata.json` is read from the folder of the published
 attempt. Folders that other programs read, such as Hugging Face exports, do not use attempts. Such a folder contains
-`.unfinished` until the folder is complete. The same holds for checkpoints of earlier versions of this program.
+`.unfinished` until the folder is complete. Checkpoints of earlier versions of this program do not use attempts either.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class AttemptStorage(FsspecStorage):
         super().withdraw(final)
 
     def _clean(self, checkpoint: PurePath) -> None:
-        """Remove what killed writers have left in a checkpoint's folder. For a published checkpoint, do this only once
-        per process."""
+        """Remove the files that killed writers have left in a checkpoint's folder. Clean the folder of a published
+        checkpoint only once per process."""
         if not self.finished(checkpoint):
             self.withdraw(checkpoint)
         elif checkpoint not in self._cleaned and (attempt := self._attempt(checkpoint)):

@@ -130,8 +130,8 @@ class BlockCache:
         return self.folder / f"{stored.key}-{size >> 10}" / f"{number % 256:02x}" / f"{number:x}"
 
     def whole(self, stored: Stored) -> Path:
-        """Return a local copy of a whole file. The copy is never deleted automatically, and is not included in the
-        limit."""
+        """Return a local copy of a whole file. The copy is never deleted automatically, and does not count toward the
+        size limit of the cache."""
         path = self.folder / "whole" / stored.key
         with self._locked(f"whole-{stored.key}"):
             if not path.exists() or path.stat().st_size != stored.size:
@@ -183,8 +183,8 @@ class BlockCache:
         return kept
 
     def _blocks(self) -> Iterator[tuple[int, int, str]]:
-        """Yield a tuple (time of last use, size in bytes, path) for each block. Incomplete blocks of killed processes
-        are included."""
+        """Yield a tuple (time of last use, size in bytes, path) for each block. Also yield the incomplete blocks of
+        killed processes."""
         for folder in self.folder.glob("*-*/*"):
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
                 for entry in entries:

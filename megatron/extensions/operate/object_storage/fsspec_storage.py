@@ -247,7 +247,7 @@ class FsspecStorage(Storage):
             print(visible(f"{path}: {rule}; {remedy}"), file=sys.stderr, flush=True)
 
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
-        """Begin to write a folder, and delete the uploaded parts of interrupted uploads."""
+        """Begin to write a folder, and abort interrupted multipart uploads, so that the storage deletes their parts."""
         super().begin(final, keeps_names)
         self._abort_uploads(final)
 

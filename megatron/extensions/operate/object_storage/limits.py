@@ -80,9 +80,8 @@ class Limits:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def within(self, fs: AbstractFileSystem, nbytes: int) -> dict[str, float]:
-        """Return the fsspec arguments that limit the duration of a request with a body of `nbytes` bytes. Without these
-        arguments, fsspec's packages limit the time until a response arrives, but not the time that sending the body
-        takes."""
+        """Return the fsspec arguments that limit the duration of a request with a body of `nbytes` bytes. By default,
+        fsspec's packages limit the time until a response arrives, but not the time for sending the body."""
         return {"timeout": self.timeout_seconds + nbytes / self.slowest} if fs.async_impl else {}
 
     def move(self, nbytes: int) -> None:
@@ -95,7 +94,7 @@ class Limits:
         time.sleep(max(0.0, begins - time.monotonic()))
 
     def count(self, read: int = 0, written: int = 0, repeated: int = 0, seconds: float = 0.0) -> None:
-        """Add to the traffic counts."""
+        """Add bytes, repeated requests and seconds to the traffic counts."""
         with self._lock:
             self.traffic.read += read
             self.traffic.written += written
@@ -171,4 +170,4 @@ def _told(error: Exception) -> str:
 
 
 LIMITS = Limits()
-"""Limits for this process. The flags of a run set these limits."""
+"""Limits on object storage requests of this process, set by the run's flags."""

@@ -50,7 +50,7 @@ class S3(NamedTuple):
 
     def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> bool:
         """Write an object if its current content is `expected`. If `expected` is None, write the object if it does not
-        exist. Returns False if the condition is not met."""
+        exist. Returns False if the object has different content or already exists."""
         condition = {"IfNoneMatch": "*"}
         if expected is not None:
             try:
@@ -88,7 +88,8 @@ class S3(NamedTuple):
         return bytes(sync(self.fs.loop, content, **LIMITS.within(self.fs, length)))
 
     def append(self, path: PurePath, data: bytes) -> None:
-        """Append to a large object. The store copies the existing content, and only the new content is uploaded."""
+        """Append to a large object. The store copies the existing content of the object, so only the new content is
+        uploaded."""
         upload = self.call("create_multipart_upload", path)["UploadId"]
         try:
             old = {"CopySource": self.place(path), "PartNumber": 1, "UploadId": upload}
@@ -233,5 +234,6 @@ class Parts(io.RawIOBase):
 
 
 def _freed(nbytes: int, sent: Future[str]) -> None:
-    """Subtract a part that was sent or discarded from the number of upload bytes in memory."""
+    """Subtract the size of a part that was sent or discarded from the number of bytes in memory that wait for
+    upload."""
     LIMITS.hold(-nbytes)

@@ -107,8 +107,8 @@ class Uploads:
         return found
 
     def abandon(self) -> list[str]:
-        """Abandon the work of `others`. The upload of the newest checkpoint is not abandoned, because the local disk
-        may be lost when the job ends."""
+        """Abandon the pending work of the objects in `others`. The upload of the newest checkpoint is not abandoned,
+        because the local disk may be lost when the job ends."""
         return [line for other in self.others for line in other.abandon()]
 
     def _upload(self, iteration: int) -> None:

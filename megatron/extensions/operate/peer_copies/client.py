@@ -35,7 +35,7 @@ OPENS = 120.0
 """Timeout in seconds for the start of a holder."""
 
 ABANDONED = 3600.0
-"""Minimum age in seconds at which copies without a holder are deleted. The age is that of the newest copy."""
+"""Age in seconds of the newest copy at which copies without a holder are deleted."""
 
 RESPONDS = 5.0
 """Maximum time in seconds in which a living holder accepts a connection and answers a request. Accepting a connection
@@ -207,7 +207,7 @@ class Link:
         self._stream = cast("BinaryIO", self._socket.makefile("rb"))
 
     def put(self, generation: str, name: str, header: bytes, data: memoryview, pace: Pace) -> None:
-        """Store a part on the holder's host. Returns when the whole part is stored."""
+        """Store a part on the holder's host. Return only after the holder has stored the whole part."""
         self._ask(op="put", generation=generation, name=name, header=len(header), nbytes=len(data))
         self._socket.sendall(header)
         for start in range(0, len(data), CHUNK):

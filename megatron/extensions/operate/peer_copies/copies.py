@@ -49,7 +49,7 @@ AGAIN = 10.0
 failed."""
 
 MOST_PASSED_OVER = 31
-"""Maximum number of consecutive copies that are skipped after failures."""
+"""Maximum number of consecutive copies that the backoff skips after failed copies."""
 
 
 class Backoff:
@@ -165,8 +165,8 @@ class Copies:
         return []
 
     def copy(self, iteration: int, tensors: StateDict, payload: Mapping[str, object] | None) -> None:
-        """Wait until the previous copies have ended, and start the copies of a step. After this method returns, work
-        that is enqueued on the current stream may change `tensors`."""
+        """Wait until the copies of the previous step have ended, and start to copy the state of a step. After this
+        method returns, work that is enqueued on the current stream may change `tensors`."""
         self.wait()
         if not self._backoff.is_due():
             return

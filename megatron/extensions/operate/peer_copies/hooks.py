@@ -106,7 +106,8 @@ class PeerCopies(Callback):
         self._recovery: Recovery | None = None
         self._resumed, self._taken_back = False, False
         self._met = False
-        """True after the ranks have connected. From then on, the first rank holds the lease on --save."""
+        """True after the ranks have connected. Once the ranks have connected, the first rank holds the lease on
+        --save."""
 
         self._saved: int | None = None
         """Iteration that this start had last saved when the last copy was made."""
@@ -128,8 +129,8 @@ class PeerCopies(Callback):
         return f"copies are kept for {minutes:g} minutes after the last rank of a host (--peer-copy-keep-minutes)"
 
     def _advice(self) -> str:
-        """Return advice about resuming after a failure: until when the same command resumes from copies. The text is
-        empty if there are no copies."""
+        """Return advice about resuming after a failure: until when the same command resumes from copies. Return an
+        empty text if there are no copies."""
         if not self._resumed and (self._copies is None or self._copies.complete is None):
             return ""
         return f"within {self._options.peer_copy_keep_minutes:g} minutes: it resumes from copies in memory"
@@ -225,7 +226,7 @@ class PeerCopies(Callback):
         foreign: bool,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
         """Load the newest complete set of copies. If all copies of a part are damaged, load the set of an earlier step.
-        `foreign` is True if all copies that were found do not belong to --save.
+        `foreign` is True if copies were found but none of them belong to --save.
 
         Returns the loaded set, the progress of the run at this set, and an empty string. If no set is loaded, returns
         None, None and the reason."""
@@ -343,9 +344,9 @@ class PeerCopies(Callback):
         )
 
     def _check_room(self, nbytes: int, say: Callable[[str], None], world: Axis) -> None:
-        """Raise ValueError on every rank if the memory of a host is too small for the copies of two steps. The loaded
-        step may be one of the two. If the memory would suffice without other files, only print a warning.
-        Collective."""
+        """Raise ValueError on every rank if the memory of a host is too small for the copies of two steps. Copies of
+        the loaded step, if present, count as one of the two steps. If the memory would suffice without other files,
+        only print a warning. Collective."""
         disk = shutil.disk_usage(self._folder)
         needed = (1 if any(self._folder.glob("g*")) else 2) * nbytes
         has = (
@@ -395,8 +396,8 @@ class PeerCopies(Callback):
         copies.copy(run.progress.iteration, tensors, payload if first else None)
 
     def _note_save(self) -> None:
-        """After a save, store the identity again in case --save was deleted before the save, and read the iteration of
-        the latest checkpoint. Local checkpoints are not in --save until they are uploaded."""
+        """After a save, read the iteration of the latest checkpoint in --save. Also store the identity again, in case
+        --save was deleted before the save. Local checkpoints are not in --save until they are uploaded."""
         assert self._identity is not None
         with suppress(OSError, ValueError):  # the next save reports the error
             keep_identity(self._save, self._identity)
@@ -430,7 +431,8 @@ class PeerCopies(Callback):
         record_event(self.config.checkpoint.save, "recovery", **recovery.record(time.time(), resumed))
 
     def on_end(self, run: RunView) -> None:
-        """End the holder, because the state is on disk and no later start needs the copies."""
+        """End the holder process at the end of the run, because the state is on disk and no later start needs the
+        copies."""
         self._await_copies()
         if self._run is not None:
             if self._run.runtime.is_main:

@@ -3,9 +3,9 @@
 Copies outlive the ranks. Copies may also outlive the folder, because a user may delete the folder or replace it with
 the folder of another run. Therefore, a start that does not continue from copies writes a new random identity to
 SAVE/peer_copies_id before its first step. The copies of this start record the identity. A start that continues from
-copies keeps the identity. A start without --peer-copies removes the identity. Copies with an identity other than the
-folder's are never loaded. If two starts write an identity at the same time, only copies of the start that wrote last
-are used.
+copies keeps the identity. A start without --peer-copies deletes SAVE/peer_copies_id. Copies with an identity other than
+the folder's are never loaded. If two starts write an identity at the same time, only copies of the start that wrote
+last are used.
 
 This module does not import torch.
 """

@@ -104,8 +104,9 @@ class Readers:
             link.get(copy.generation, copy.file, start, into)
 
     def headers(self, found: CompleteSet, of_idle: bool) -> dict[str, Header]:
-        """Return the readable headers of this host's parts. Each part is read by the host of its first copy. If
-        `of_idle` is True, also return the headers of parts whose first copy is on a host without ranks."""
+        """Return the readable headers of this host's parts. The header of each part is read by the host that holds the
+        first copy of the part. If `of_idle` is True, also return the headers of parts whose first copy is on a host
+        without ranks."""
         headers = {}
         for part, copies in found.copies.items():
             first = copies[0]

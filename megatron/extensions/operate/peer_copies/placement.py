@@ -2,9 +2,9 @@
 loss of hosts. This module does not import torch.
 
 Hosts form groups of N + 1. Each host keeps its own parts, and copies of the parts of the other hosts in its group. This
-is the mixed placement of GEMINI (SOSP 2023). A loss is fatal only if it includes a whole group. If copies were spread
-over all other hosts, the loss of nearly any pair of hosts would be fatal. Hosts that remain join the last group. In
-this group, each host's copies are on the next N hosts of a ring.
+is the mixed placement of GEMINI (SOSP 2023). A loss of hosts is fatal only if it includes all hosts of a group. If
+copies were spread over all other hosts, the loss of nearly any pair of hosts would be fatal. Hosts that remain join the
+last group. In this group, each host's copies are on the next N hosts of a ring.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Held:
 
     host: str
     by: int | None
-    """Rank on this host that has the same bytes and stores them; None if the writer sends the part to this host."""
+    """Rank on this host that has the bytes of the part and stores them; None if the writer sends the part to this
+    host."""
 
 
 def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
@@ -46,8 +47,8 @@ def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
 
 
 def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
-    """Return, for each host, the hosts that keep copies of its parts: `copies` hosts, or all other hosts if there are
-    fewer."""
+    """Return, for each host, the hosts that keep copies of its parts: `copies` hosts, or all other hosts of its group
+    if the group has fewer."""
     found = {}
     for group in groups(hosts, copies):
         for place, host in enumerate(group):
@@ -58,7 +59,7 @@ def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 def place(host_of: Sequence[str], parts: Sequence[Part], copies: int) -> list[tuple[Held, ...]]:
     """Return the copies of each part: one copy on the writer's host, followed by `copies` copies on different other
     hosts. Other ranks that hold the same bytes store copies on their own hosts. Partners of the writer's host are
-    preferred. The writer only sends the missing copies, to partners of its host.
+    preferred. The writer sends only the remaining copies, to partners of the writer's host.
     """
     order = list(dict.fromkeys(host_of))
     to = partners(order, copies)

@@ -35,7 +35,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Copies on a host."""
+    """Inventory of the copies on a host."""
 
     copies: tuple[Copy, ...] = ()
     parts: Mapping[str, tuple[str, ...]] | None = None

@@ -89,8 +89,9 @@ def boxes_of(tensors: StateDict, key: str) -> dict[Offset, Tensor]:
 
 
 def parts_of(tensors: StateDict, state: ParallelState, rank: int) -> list[Stored]:
-    """Return the parts whose bytes this rank holds. The first part is the one that this rank writes to a checkpoint.
-    Data-parallel replicas with equal boxes write the other parts. Collective over the data-parallel ranks."""
+    """Return the parts whose bytes this rank holds. The first part is the part that this rank writes to a checkpoint.
+    The other parts are written to the checkpoint by data-parallel replicas with equal boxes. Collective over the
+    data-parallel ranks."""
     mine = {key: (_boxes_text(tensors, key), tensors[key].writes) for key in tensors if tensors[key].boxes}
     found = gather_objects((rank, mine), state.dp_cp)
     main = {key for _, held in found for key in held if key.startswith(optimizer_key(MAIN_PARAM, ""))}
@@ -129,8 +130,7 @@ def _padded(data: Tensor) -> int:
 
 
 class Slot:
-    """File in memory that is mapped as a tensor. The memory of the file is page-locked if copies from a GPU are stored
-    in it."""
+    """File in memory that is mapped as a tensor. If the file stores copies from a GPU, its memory is page-locked."""
 
     def __init__(self, path: Path, nbytes: int, pin: bool) -> None:
         self.path, self.nbytes = path, nbytes

@@ -44,7 +44,7 @@ SLACK = 4 * BEAT
 long are also reported, because they were probably lost at the same moment."""
 
 KINDS = ("silent", "deaf", "unheard", "failed", "over")
-"""Kinds of findings that map hosts to a number of seconds."""
+"""Kinds of findings that map each affected host to a number of seconds."""
 
 FULL_MESH = 16
 """Maximum number of hosts for which each host watches all other hosts."""
@@ -170,8 +170,8 @@ class Peer:
     """Time at which the last message from the other host arrived; None before the first message."""
 
     hears: float | None = None
-    """Number of seconds for which the other host had received no message from this host, as stated in its last message.
-    None if it had never received one."""
+    """Number of seconds for which the other host had received no message from this host, as stated in the other host's
+    last message. None if the other host had never received a message from this host."""
 
     end: str = ""
     """Way in which the run on the other host ended: `bye` (without a failure), `failed` (with a failure), `lost`
@@ -205,8 +205,8 @@ class Links:
         peer.hears = message["ages"].get(str(self.here))
 
     def message(self, now: float, end: str = "") -> dict[str, object]:
-        """Return this host's message to all other hosts. The message contains, for each host, the number of seconds
-        since its last message arrived."""
+        """Return this host's message to all other hosts. The message contains, for each other host, the number of
+        seconds since its last message arrived here."""
         ages = {str(host): round(now - peer.heard, 2) for host, peer in self.peers.items() if peer.heard is not None}
         return {"from": self.here, "ages": ages, "end": end}
 
@@ -233,7 +233,8 @@ class Links:
 
         These kinds map hosts to seconds: `silent`, `deaf`, `unheard` (no message from the host has ever arrived),
         `failed` (the run on the host failed more than `LINGER` seconds ago) and `over` (the run on the host ended
-        without a failure). `gone` and `fine` are lists of hosts. If there are no problems, only `fine` has entries."""
+        without a failure). `gone` and `fine` are lists of hosts. If there are no problems, `fine` is the only kind with
+        entries."""
         found: dict[str, Any] = {kind: dict[int, float]() for kind in KINDS} | {"gone": [], "fine": []}
         ages: dict[str, dict[int, float]] = {"silent": {}, "deaf": {}, "unheard": {}}
         parted = False  # True if another host has ended because it receives nothing from this host
@@ -262,7 +263,8 @@ class Links:
 
 
 class Heartbeat:
-    """Main loop of the process, which sends and receives messages and reports findings to the ranks on this host."""
+    """Main loop of the heartbeat process, which exchanges messages with other hosts and reports findings to the ranks
+    on this host."""
 
     def __init__(self, parent: int, links: Links, world: int, family: int) -> None:
         self.parent = parent

@@ -1,6 +1,7 @@
 """Watch of a rank over the other hosts. The watch starts the host's heartbeat, and ends the rank with a report when
-other hosts are lost. Before the heartbeat processes of two hosts know each other's addresses, a lost connection is
-detected without heartbeats: the store does not answer, and its host does not accept connections.
+other hosts are lost. Until the heartbeat processes of two hosts know each other's addresses, a lost connection is
+detected without heartbeats. The connection is considered lost if the store does not answer and the store's host does
+not accept connections.
 
 The store has these keys:
 
@@ -160,8 +161,8 @@ class HostWatch(Watch):
         threading.Thread(target=self._listen, name="host watch", daemon=True).start()
 
     def look(self) -> None:
-        """Pass the addresses of the hosts that have joined to the heartbeat process. This method queries the store. The
-        watchdog's thread calls it."""
+        """Query the store for the addresses of the hosts that have joined, and pass the addresses to the heartbeat
+        process. The watchdog's thread calls this method."""
         board = self._board
         if self._process is not None and self._process.poll() is not None and not self._closed.is_set():
             self._told = 0  # restart a killed heartbeat; without it, other hosts would report this host as lost
@@ -379,8 +380,8 @@ def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:
 
 
 def _answers(address: tuple[str, int], seconds: float) -> bool:
-    """Return True if the kernel of a host accepts or refuses a connection. Either response shows that the host is
-    alive."""
+    """Return True if the kernel of a host accepts or refuses a connection. Accepting and refusing both show that the
+    host is alive."""
     try:
         with socket.create_connection(address, seconds):
             return True

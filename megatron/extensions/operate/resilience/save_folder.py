@@ -41,8 +41,8 @@ class SharedFolder(Callback):
 def check_shared(folder: Path, flag: str, world: Axis) -> None:
     """Raise ValueError on every rank if `folder` is not the same folder for all ranks. Collective over `world`.
 
-    The first rank creates the folder and a temporary file in the folder. If this fails, nothing is checked, and saves
-    report the error later."""
+    The first rank creates the folder and a temporary file in the folder. If the first rank cannot create them, nothing
+    is checked, and a later save reports the error."""
     if world.size == 1:
         return
     try:

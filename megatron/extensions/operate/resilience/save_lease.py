@@ -3,8 +3,8 @@ continues.
 
 Rank 0 holds the lease, which is the file SAVE/.lease, and rewrites the file every two seconds. A new run that finds
 another run's lease takes over the lease if the process that holds it no longer exists on this machine. If that process
-is on another machine or is stopped, the new run takes over the lease after some time without a renewal. This time is
-measured only with the new run's clock. In all other cases, the new run is refused.
+is on another machine or is stopped, the new run takes over the lease after some time without a renewal, measured only
+with the new run's clock. In all other cases, the new run ends with an error.
 
 A run ends if another run takes over the lease, or if the lease disappears from the folder. A lease may disappear
 because another run took it over, finished and released it while this run was suspended. The run also checks the lease
@@ -14,8 +14,8 @@ If the folder is deleted or renamed, the run reports this and continues, because
 copy. The next save creates the folder again. If the disk with the folder is unmounted, saves fail until the disk is
 mounted again.
 
-In object storage, the lease is an object. A run replaces it only if no other run has changed it. If the storage
-supports such conditional writes, two runs cannot hold the lease at the same time.
+In object storage, the lease is an object. A run replaces the object only if no other run has changed it. If the storage
+supports conditional writes, two runs cannot hold the lease at the same time.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class LostLeaseError(LeaseError):
 
 
 class LeaseWatch(Watch):
-    """Watch that holds the lease on rank 0 while the watchdog runs."""
+    """Watch that holds the lease on the --save folder on rank 0 while the watchdog runs."""
 
     def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
         root = config.checkpoint.save_root

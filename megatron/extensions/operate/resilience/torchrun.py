@@ -5,8 +5,8 @@ pulled also closes it: its request waits in the kernel and is delivered when the
 no host can join. Here, only the end of the run closes the rendezvous.
 - An agent that writes to the store of a lost host waits for TCP's timeout of a quarter of an hour. Here, the agent ends
 if the store has not answered for some seconds.
-- torchrun restarts ranks even if their flags do not fit the remaining hosts. Here, it ends with code 2 if OUTCOME_FILE
-  says that the configuration cannot run.
+- torchrun restarts ranks even if their flags do not fit the remaining hosts. This variant ends with code 2 if
+  OUTCOME_FILE says that the configuration cannot run.
 - While the agent waits for other hosts, the file that RENDEZVOUS_WAITS names exists. A script around the agent can
 thereby detect that the other hosts have met elsewhere; the agent itself does not notice this.
 

@@ -42,7 +42,7 @@ BranchOf = Callable[[int, Change], Outcome]
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Records of a run, and the checkpoint before a spike."""
+    """Files of a run with a spike: the records of the run, and the checkpoint before the spike."""
 
     folder: Path
     records: tuple[dict[str, Any], ...]
@@ -52,8 +52,8 @@ class RunFiles:
     @classmethod
     def read(cls, folder: Path, spike: int | None, checkpoint: int | None) -> RunFiles:
         """Find the spike and the newest checkpoint before it. The default spike is the one of the last rollback, or the
-        largest increase of the loss if there were no rollbacks. Raises ValueError if there is no such spike or
-        checkpoint."""
+        largest increase of the loss if there were no rollbacks. Raises ValueError if there are too few records to find
+        a spike, or if there is no such checkpoint before the spike."""
         lines, _ = records_until((folder / METRICS_FILE).read_text(encoding="utf-8"), 2**62)
         records = tuple(each for each in map(json.loads, lines) if each.get("lm_loss") is not None)
         back = [event for event in recorded_events(folder) if event.get("event") == "rollback"]
@@ -149,8 +149,8 @@ class Bisection:
 
 
 def suspect_of(base: Outcome, spike: int) -> int:
-    """Return the iteration whose batch may have caused a spike. This is an earlier iteration with a large gradient
-    norm, or the iteration of the spike if there is none."""
+    """Return the iteration whose batch may have caused a spike: the first earlier iteration with a large gradient norm,
+    or the iteration of the spike if no earlier gradient norm was large."""
     norms = list(base.norms.items())
     for place, (iteration, norm) in enumerate(norms):
         if place >= 2 and iteration < spike and norm > LARGE_NORM * median(each for _, each in norms[:place]):

@@ -1,8 +1,8 @@
 """Branches of a run: exact repetitions of steps from a checkpoint, possibly on fewer ranks, with replaced samples or
 with a different learning rate.
 
-The order of samples, the dropout and the learning rates of a run do not depend on the layout. Therefore, a branch
-without a change repeats the run up to rounding.
+The order of samples, the dropout and the learning rates of a run do not depend on the layout. Therefore, a branch in
+which nothing is changed repeats the run up to rounding.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def losses_of(run: TrainingRun, samples: range) -> list[Part]:
 
 
 def _masked_loss(run: TrainingRun, sample: int, labels: range) -> float:
-    """Return the mean loss over some labels of a sample. Copies of the sample fill a micro-batch."""
+    """Return the mean loss over some labels of a sample. The micro-batch consists of copies of the sample."""
     config, runtime = run.config, run.runtime
     micro = config.training.micro_batch_size or 1
     batch = collate([run.data.train.dataset[sample]] * micro, [sample] * micro)

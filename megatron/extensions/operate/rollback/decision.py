@@ -34,8 +34,9 @@ def decide(spike: int, steps: int, batches: int | None, interval: int, last_to: 
         spike: Iteration of the spike.
         steps: Minimum number of steps to go back.
         batches: Number of batches to skip, ending with the spike's batch. If the run goes back fewer steps, batches
-            after the spike are also skipped. None skips all batches since the state.
-        interval: Interval in iterations between states. The run returns to a multiple of this interval.
+            after the spike are also skipped. None skips all batches between the state that the run returns to and the
+            spike.
+        interval: Interval in iterations between kept states. The run returns to a multiple of this interval.
         last_to: Iteration that the run returned to at the last rollback. The run does not go back beyond this
             iteration.
     """

@@ -46,7 +46,7 @@ class Mark:
         return cls(kept, interval.seconds(), counts)
 
     def restore(self, run: TrainingRun) -> None:
-        """Restore the captured state."""
+        """Restore the state that `of` captured."""
         kept = self.interval
         begun = time.perf_counter() - self.elapsed
         run.interval = replace(kept, start=begun, losses=list(kept.losses), results=list(kept.results))
@@ -56,8 +56,8 @@ class Mark:
 
 
 class Rollback(Callback):
-    """Callback that rolls back at spikes. This callback must process the verdict on each step before other callbacks
-    do."""
+    """Callback that rolls back at spikes. This callback must process the verdict on each step before any other
+    callback."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -136,7 +136,7 @@ class Rollback(Callback):
     def _sources(self, run: TrainingRun, found: Decision) -> Iterable[Checkpoint | PurePath]:
         """Yield states that the run can return to, in order of preference. The first choice is the state in the
         decision. The next choices are older checkpoints, from which the run recomputes this state. The last choices are
-        later states in memory. Collective."""
+        states in memory that are later than the decision's state. Collective."""
         if (checkpoint := self._in_memory(run, found.to)) is not None:
             yield checkpoint
         yield from self._on_disk(run, found.to)

@@ -11,7 +11,7 @@ from megatron.extensions.plan.planner.memory import states_of_rank
 from megatron.training.config.batch_size import byte_text
 
 STATES = 2
-"""Number of states that a rank keeps."""
+"""Number of states that a rank keeps for rollbacks."""
 
 
 def lines(run: PlannedRun) -> Iterator[str]:

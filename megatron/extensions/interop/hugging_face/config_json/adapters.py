@@ -355,4 +355,4 @@ ADAPTERS: Mapping[str, Adapter] = {
         HalvesOfWindows,
     )
 }
-"""Adapters by the names that family files use."""
+"""Maps the names of adapters in family files to the adapters."""

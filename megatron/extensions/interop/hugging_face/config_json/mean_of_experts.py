@@ -85,8 +85,8 @@ def _first(hf: Values) -> int:
 def _usual_windows(hf: Values, layers: int) -> Iterator[bool]:
     """Yield whether each layer has a sliding window, for a config.json that does not list the layers.
 
-    Every N-th of the first dense layers and every M-th of the other layers have no sliding window. All other layers
-    have a sliding window.
+    Among the first dense layers, every N-th layer has full attention. Among the remaining layers, every M-th layer has
+    full attention. All other layers have a sliding window.
     """
     counts: Sequence[int] = _first(hf), layers - _first(hf)
     for key, number in zip(("prefix_dense_sliding_window_pattern", "sliding_window_pattern"), counts, strict=True):

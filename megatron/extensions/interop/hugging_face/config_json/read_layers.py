@@ -46,7 +46,7 @@ def broken_rule(value: object, hint: object) -> str | None:
 
 
 def count(values: Values, key: str) -> int:
-    """Return a positive integer. Raises ValueError for any other value."""
+    """Return the value of a key that must be a positive integer. Raises ValueError if it is not."""
     value = values.get(key)
     if type(value) is not int or value <= 0:
         raise ValueError(f"config.json: {key} = {value!r} must be {broken_rule(value, int)}")
@@ -153,7 +153,7 @@ def _repeated(groups: Iterable[object]) -> Iterator[object]:
 def listed_layers(
     hf: Values, key: str, kinds: tuple[object, object], usual: Callable[[int], object] = lambda layer: True
 ) -> list[bool]:
-    """Return whether each layer has the second of two kinds.
+    """Return one bool per layer: True if the layer is of the second of two supported kinds.
 
     Args:
         hf: Values of config.json.
@@ -171,8 +171,8 @@ def listed_layers(
 
 
 def chunks_from_hf(hf: Values) -> Fields:
-    """Return the attention chunk size and the layers with chunked attention. By default, these are the layers with a
-    rotary embedding."""
+    """Return the attention chunk size and the layers with chunked attention. By default, the layers with a rotary
+    embedding have chunked attention."""
     rotated = [] if hf["layer_types"] else rotated_layers(hf)
     local = listed_layers(hf, "layer_types", (FULL, CHUNKED), lambda layer: rotated[layer])
     if hf["attention_chunk_size"] is None or not any(local):

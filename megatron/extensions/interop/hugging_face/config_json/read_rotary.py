@@ -60,8 +60,8 @@ def _percent(rotary: Values, usual: float) -> float:
 
 
 def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fields:
-    """Return the rotary base and the rotated fraction of a head for layers with a sliding window. A value is None if it
-    equals the value for the other layers.
+    """Return the rotary base and the rotated fraction of a head for layers with a sliding window. A value is None if
+    layers with a sliding window use the same value as the other layers.
     """
     none: Fields = {"window_rotary_base": None, "window_rotary_percent": None}
     if FULL not in given:
@@ -171,7 +171,8 @@ def by_kind(hf: Values, family: Family, key: str, without: object = None) -> tup
     """Return the value for layers with full attention and the value for layers with a sliding window, from a list with
     one value per layer.
 
-    Layers with the value `without` are ignored. A value is None if there are no such layers.
+    Layers with the value `without` are ignored. The value for a kind of layer is None if the model has no layers of
+    this kind.
     """
     listed = entries(hf, key)
     local = windows(hf, family) if hf.get("sliding_window") else [False] * whole(hf, "num_hidden_layers")

@@ -113,7 +113,8 @@ def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
 def _is_free(config: RunConfig, model: TransformerConfig, field: str, value: object) -> bool:
     """Return True if continued training may change a field of the folder's model.
 
-    A larger vocabulary adds tokens. At this point, it is unknown whether the tokenizer adds tokens to --vocab-size.
+    A larger vocabulary adds tokens. This function runs before it is known whether the tokenizer adds tokens to
+    --vocab-size.
     """
     if field == "vocab_size":
         return config.tokenizer.tokenizer_type == "NullTokenizer" or (

@@ -85,7 +85,7 @@ def longest_sequence(
 
 
 def changed_fields(model: TransformerConfig, own: Mapping[str, object]) -> list[str]:
-    """Return the rotary fields that make the run's outputs differ from the outputs of the folder's model. The list is
+    """Return the rotary fields whose values differ from the folder's model and thereby change the outputs. The list is
     empty if a value is invalid, because other rules report invalid values.
     """
     try:

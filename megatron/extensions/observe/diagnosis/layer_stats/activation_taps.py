@@ -1,9 +1,10 @@
 """Hooks that measure the outputs, attention logits and routers of a model's layers.
 
 The code does not depend on the parallel layout. A mean of squares is measured as a sum of squares and a number of
-elements, which are both summed over the world. Each rank adds its part, whether it has other tokens, other features, or
-a replica. The ratio of the sums equals the mean in a single process. This works for any layer, including custom layers.
-Hooks measure the output of the layer and of each of its modules with matrices.
+elements, which are both summed over the world. Every rank contributes to these sums, whether its tokens or features
+differ from those of other ranks or are replicas. The ratio of the two sums equals the mean in a single process. This
+works for any layer, including custom layers. Hooks measure the output of the layer and of each of its modules with
+matrices.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ layer."""
 QUERIES = "query_norm"
 KEYS = "key_norm"
 LOGITS = "attention_logit_max"
-"""Statistics that are maxima. Queries are scaled, so no attention logit exceeds the product of the query norm and the
-key norm."""
+"""Statistics that record a maximum instead of a mean. Queries are scaled, so no attention logit exceeds the product of
+the query norm and the key norm."""
 
 ENTROPY, LOAD = "router_entropy", "expert_load"
 
 LOOKED_UP, LOOKUPS = "looked_up_squares", "lookups"
-"""Statistics of embedding lookups on each tensor-parallel rank: the sum of squares of the embedding rows, and the
-number of lookups. The keys contain the rank instead of the layer number.
+"""Statistics of embedding lookups on each tensor-parallel rank: the sum of squares of the embedding rows that were
+looked up, and the number of lookups. The keys contain the rank instead of the layer number.
 """
 
 

@@ -6,9 +6,10 @@ parameter. In addition, copies of a parameter must be equal. Parts with equal no
 seed, an error that the loss does not show.
 
 One rule detects a member of a group that grows while the other members do not. Each record has a value for every
-member. A straight line is fitted to the logarithms of a member's last `WINDOW` values. The slope is measured relative
-to the median of the group, so that growth of all members, as in warm-up, does not count. A member is an outlier if, in
-two consecutive records, its line rises by more than the logarithm of the threshold relative to the median, and rises
+member. For each member, a straight line is fitted to the logarithms of the last `WINDOW` values. The slope is measured
+relative to the median of the group, so that growth of all members, as in warm-up, does not count. A member is an
+outlier if, in two consecutive records, its line rises by more than the logarithm of the threshold relative to the
+median, and rises
 
 - `OWN` times as steeply as four in five of its own lines in the `HISTORY` windows that ended before this one began,
 because constant growth is noise; and
@@ -71,13 +72,14 @@ class LayerRecord:
         self.layers.setdefault(statistic, {})[number] = value
 
     def add_parameter(self, name: str, parameter: Parameter, quantity: str, squares: Sequence[float]) -> None:
-        """Add the norms of a parameter.
+        """Add the norms of a parameter to this record.
 
         Args:
             name: Name of the parameter.
             parameter: Properties of the parameter.
             quantity: Measured quantity, such as the gradient norm.
-            squares: Sum of squares on each tensor-parallel rank. For experts, the sums on the ranks that hold them.
+            squares: Sum of squares on each tensor-parallel rank. For the parameters of experts, the sums of squares on
+                the ranks that hold the experts.
         """
         copies = not (parameter.expert or parameter.sharded)
         total = squares[0] if copies else sum(squares)
@@ -90,7 +92,7 @@ class LayerRecord:
             of_layer[parameter.layer] = (of_layer.get(parameter.layer, 0.0) ** 2 + total) ** 0.5
 
     def add_gains(self) -> None:
-        """Add the ratios of consecutive layers' outputs."""
+        """Add each layer's output gain: the ratio of its output statistic to the previous layer's."""
         outputs = self.layers.get(OUTPUT, {})
         for number, value in outputs.items():
             if before := outputs.get(number - 1):
@@ -146,8 +148,8 @@ class _Track:
 class GrowthRule(Generic[Member]):
     """Outlier rule for one group of members.
 
-    A member is not reported before it has `warm_up` earlier windows. Members of the same `family` are not compared,
-    because one of them shrinks relative to another one that grows.
+    A member is not reported before it has `warm_up` earlier windows. Members of the same `family` are not compared with
+    each other, because growth of one member makes the others seem to shrink.
     """
 
     def __init__(
@@ -199,8 +201,8 @@ def _slope(values: deque[float]) -> float:
 
 
 SMOOTH, NOISY = 10, 40
-"""Number of earlier windows that the outlier rule requires. SMOOTH is for weight norms, which change little in a step.
-NOISY is for statistics that depend on the samples of a step."""
+"""Number of earlier windows that the outlier rule requires, for two kinds of statistics. SMOOTH is for weight norms,
+which change little in a step. NOISY is for statistics that depend on the samples of a step."""
 
 FEWEST = 3
 """Smallest number of layers that can be compared."""
@@ -217,7 +219,7 @@ ROUNDING = 1e-6
 
 
 class LayerAlarms:
-    """Alarms of a run. Records are processed in order. A resumed run starts without history."""
+    """Alarms of a run. Records must be added in order of iteration. A resumed run starts without earlier records."""
 
     def __init__(self, threshold: float) -> None:
         """Create the alarms. `threshold` is --layer-growth-threshold; 0 disables all alarms."""
@@ -294,8 +296,9 @@ def _factor(value: float) -> str:
 
 
 def _by_layer(record: LayerRecord) -> dict[str, dict[int, float]]:
-    """Return layer values by statistic, and weight norms by kind of parameter. The output statistic is omitted, because
-    a layer with a larger output also enlarges the outputs of all later layers. `output_gain` identifies this layer.
+    """Return values by layer for each layer statistic, and weight norms by layer for each kind of parameter. The output
+    statistic is omitted, because a layer with a larger output also enlarges the outputs of all later layers.
+    The statistic `output_gain` identifies the layer that enlarges the outputs.
     """
     found = {
         name: values

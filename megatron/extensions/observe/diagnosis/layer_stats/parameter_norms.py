@@ -34,7 +34,8 @@ class _Part:
     stop: int
     pieces: tuple[tuple[str, int, int], ...]
     """Tuple (name, start, stop) for each counted parameter, in elements relative to the part's `start`. The start and
-    stop of a piece are multiples of `ALIGNMENT`, because the padding after a parameter is zero.
+    stop of a piece are rounded to multiples of `ALIGNMENT`. The rounding adds only the padding after a parameter, which
+    is zero.
     """
 
 

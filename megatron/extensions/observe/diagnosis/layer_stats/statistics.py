@@ -3,8 +3,8 @@ routers.
 
 A measured step stores one flat tensor of sums and one flat tensor of maxima on the device. When an interval is logged,
 all its tensors are reduced together. The sums are reduced in the same collective as other logged values. Therefore, no
-step waits for the measurements. The tables are the same on every rank. Rows are identified by the layer number and the
-parameter name in the whole model.
+step waits for the measurements. The resulting tables of statistics are the same on every rank. Rows are identified by
+the layer number and the parameter name in the whole model.
 """
 
 from __future__ import annotations

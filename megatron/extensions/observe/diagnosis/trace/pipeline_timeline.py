@@ -234,8 +234,9 @@ class RankTrace:
 
 
 def assemble(ranks: Sequence[RankTrace], other: Mapping[str, object], lists_of: Callable[[int], Lists] | None) -> Trace:
-    """Assemble the trace of all ranks. `ranks` is in rank order. `other` contains `pipelines` and `device`, and is
-    copied to `otherData`. `lists_of(microbatches)` returns the action lists of a step for the simulation.
+    """Assemble the trace of all ranks. `ranks` contains the traces in rank order. `other` contains `pipelines` and
+    `device`, and is copied to `otherData`. `lists_of(microbatches)` returns the action lists of a step for the
+    simulation.
     """
     origin = min((rank.to_common(row[3]) for rank in ranks for row in (*rank.spans, *rank.in_flight)), default=0)
     events: list[Event] = []

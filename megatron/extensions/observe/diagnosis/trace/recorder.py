@@ -152,8 +152,8 @@ AXES_OF_MODULES = {
     ".distributed.": DATA_AXES,
     ".optimizer.": DATA_AXES,
 }
-"""Maps a part of a module's name to mesh axes. If several axes have the same ranks, this mapping identifies the axis of
-a collective that the module calls."""
+"""Maps a part of a module's name to mesh axes. If several axes consist of the same ranks, the axis of a collective is
+determined by the name of the module that calls the collective."""
 
 PURPOSES = {
     "start_grad_sync": "gradient reduction",

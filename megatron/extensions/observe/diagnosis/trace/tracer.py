@@ -353,8 +353,9 @@ class Tracer(Callback):
 
 
 def held_bytes(run: RunView) -> dict[str, int]:
-    """Return the number of bytes that this rank holds, by category. On GPUs, the result also contains the rest of the
-    peak memory. On CPUs, it contains the peak memory of the whole process, including torch's code and data.
+    """Return the number of bytes that this rank holds, by category. On GPUs, the result also contains the peak memory
+    minus these categories. On CPUs, the result contains the peak memory of the whole process, including torch's code
+    and data.
     """
     ddp = run.optimizer.ddp
     parameters, gradients, of_units = ddp.nbytes
