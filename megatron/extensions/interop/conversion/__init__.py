@@ -2,5 +2,5 @@
 
 The extension has no flags. Start with `formats`, which defines sources and targets. Other extensions register their
 formats as path kinds. `convert` plans and runs a conversion, `dcp_format` implements the format of this program's
-checkpoints, and `streaming` writes them tensor by tensor.
+checkpoints, and `streaming` writes checkpoints of this format tensor by tensor.
 """

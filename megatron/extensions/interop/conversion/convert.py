@@ -155,8 +155,8 @@ class Conversion:
             force: True to replace an existing model folder; None if the program has no flag --force.
 
         Raises:
-            ValueError: The conversion has a problem that can be detected without reading weights. The message is one
-            line.
+            ValueError: The conversion has a problem that can be detected without reading weights. The error message is
+            one line.
         """
         given = given if isinstance(given, Input) else Input.at(given)
         known = formats()
@@ -251,7 +251,8 @@ def _counted(show: Callable[[int], None]) -> Written:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """Parse the torch name of a weight dtype. Raises ValueError for any other name."""
+    """Parse the torch name of a weight dtype, such as bfloat16. Raises ValueError if `name` is not the name of a
+    supported dtype."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
     if name not in names:
         raise ValueError(f"{name!r} must be one of {', '.join(names)}")

@@ -48,7 +48,7 @@ class Options:
 
     weights: str | None = None
     """Source in this program's format: callback state to use instead of the trained weights, such as an average. The
-    form is `CALLBACK.STATE`, or `CALLBACK` if the callback has only one state.
+    state is named `CALLBACK.STATE`, or `CALLBACK` if the callback has only one state.
     """
 
     make_vocab_size_divisible_by: int = 128
@@ -57,8 +57,8 @@ class Options:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Training state of a source, without the model's weights. With this state, a run can resume where another run
-    stopped."""
+    """Training state of a source, without the model's weights. A run that starts with this state resumes where another
+    run stopped."""
 
     progress: Progress
     step_count: int
@@ -110,7 +110,8 @@ class Source(ABC):
     expressed."""
 
     config: RunConfig
-    """Configuration of the model, the tokenizer and the number format. All other sections must be ignored."""
+    """Configuration of the model, the tokenizer and the number format. All other sections of this configuration must be
+    ignored."""
 
     metas: Mapping[str, ParamMeta]
     """All parameters by name."""
@@ -185,7 +186,7 @@ class Target(ABC):
 
     @abstractmethod
     def finish(self, folder: Path) -> None:
-        """Write all other files. This is called once, after the weights are written."""
+        """Write all files of the output that do not contain weights. Called once, after the weights are written."""
 
 
 @runtime_checkable

@@ -146,7 +146,8 @@ def _record(
 
 
 def _iteration(chosen: Chosen, source: Source) -> int | None:
-    """Return a checkpoint's iteration. Raises ValueError if the user gave a different iteration."""
+    """Return the iteration of a checkpoint. Raises ValueError if it differs from the iteration that the user gave for
+    this checkpoint."""
     own = None if source.progress is None else source.progress.iteration
     if own is not None and chosen.iteration is not None and own != chosen.iteration:
         raise ValueError(f"--iterations: {chosen.path} is of iteration {own}, not {chosen.iteration}")

@@ -1,4 +1,5 @@
-"""Local copies of Hugging Face folders that are not on the local disk. All processes of a host share the copies.
+"""Local copies of Hugging Face folders that are not on the local disk. All processes of a host share one copy of each
+folder.
 
 This module does not import torch.
 """

@@ -45,7 +45,7 @@ def _lightning_decays(config: TransformerConfig, dtype: torch.dtype) -> Iterator
 def _experts_without_computation(config: TransformerConfig, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
     """Yield gate and up weights of LongCat-Flash's zero-computation experts.
 
-    The transformers class does not use these weights, but refuses files without them. Therefore, zeros are written.
+    The weights are zeros: the transformers class does not use them, but refuses files without them.
     """
     first, zero_experts = config.num_experts or 0, fields_of(config)["moe_zero_experts"]
     count = zero_experts if isinstance(zero_experts, int) else 0

@@ -95,7 +95,7 @@ class Family:
     does not read these tensors."""
 
     quantized: Sequence[str] = ()
-    """Names of the supported quantization methods in config.json. Weights in these methods can be read."""
+    """Names, as in config.json, of the quantization methods whose weights can be read."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Maps alternative spellings of parts of tensor names to the usual spellings."""
@@ -168,10 +168,10 @@ class Family:
     """Repeating kinds of layers, for a config.json that does not list them."""
 
     first_layer_types: Sequence[str] = ()
-    """Kinds of the first layers, which override `layer_types`."""
+    """Kinds of the first layers. These kinds override `layer_types`."""
 
     last_layer_type: str | None = None
-    """Kind of the last layer, which overrides `layer_types`."""
+    """Kind of the last layer. This kind overrides `layer_types`."""
 
     needed_layer_type: str | None = None
     """Kind that at least one layer must have. If no other layer has this kind, the last layer has it."""
@@ -222,8 +222,8 @@ def by_precedence(given: Iterable[str], family: Family) -> list[str]:
 def usual_values(family: Family, names: Mapping[str, str]) -> Fields:
     """Return the default value of each key, under the family's usual names.
 
-    The class's default takes precedence. If the class's default is None, the class derives the value from other keys,
-    and the family's default is the result.
+    The default of the transformers class takes precedence. If the transformers class has the default None, it derives
+    the value from other keys. In this case, the family's default is used.
     """
     of_class = {names.get(key, key): value for key, value in family.class_defaults.items()}
     return {**family.defaults, **{key: value for key, value in of_class.items() if _stands(key, value, family)}}
@@ -234,8 +234,8 @@ def _stands(key: str, value: object, family: Family) -> bool:
 
 
 def inner_values(hf_config: Values, family: Family) -> Fields:
-    """Return the values in those objects whose keys the family reads individually. The names of these values have the
-    form `object.key`."""
+    """Return the values in those objects of config.json whose keys the family reads individually. The values are keyed
+    by `object.key`."""
     found: Fields = {}
     nested = (known for known in (*family.keys, *family.defaults, *family.aliases) if "." in known)
     for outer in {known.partition(".")[0] for known in nested}:

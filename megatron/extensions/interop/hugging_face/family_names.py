@@ -53,7 +53,7 @@ def misspelled(
         own: Content of the file.
         base: Complete table of the base that the file names in `like`; empty if there is none.
         known_keys: Keys of config.json that any built-in family uses.
-        known_parameters: Parameters of any built-in family.
+        known_parameters: Parameter names that the weights table of any built-in family uses.
     """
     tables = [("weights", each) for each in own.get("weights", ()) if isinstance(each, dict)]
     for at, table in (*tables, ("multi_token_weights", own.get("multi_token_weights", {}))):

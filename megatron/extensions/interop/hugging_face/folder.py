@@ -29,7 +29,8 @@ BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 class HFFolder:
     """Open folder: `config` is the content of config.json, and `tensors` maps names to weights on disk.
 
-    For a multimodal model, both describe the text model. Raises ValueError.
+    For a multimodal model, `config` and `tensors` describe only the text model. Raises ValueError if the folder is
+    invalid.
     """
 
     def __init__(self, path: Path) -> None:

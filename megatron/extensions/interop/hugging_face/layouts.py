@@ -68,8 +68,8 @@ class Pieces(Layout):
     each piece is a separate tensor."""
 
     sections: int | None = None
-    """Number of pieces that are concatenated in the first Hugging Face tensor, if there are several tensors. Each other
-    tensor is one piece."""
+    """Number of pieces that are concatenated in the first Hugging Face tensor, if there are several tensors. Each
+    tensor after the first one is a single piece."""
 
     may_be_thirds: bool = False
     """True if files may instead contain the rows in tensors of equal size, because transformers divides a fused tensor
@@ -107,8 +107,8 @@ class Pieces(Layout):
         return cat(found, dim=self.joined)
 
     def _piece(self, config: TransformerConfig, at: int, tensor: Sliceable, box: Box) -> Tensor:
-        """Return a box of a piece. In each dim of the Hugging Face tensor, only the box's range of the outermost axis
-        is read."""
+        """Return the elements of a piece that lie in a box. In each dim of the Hugging Face tensor, only the box's
+        range of the outermost axis is read."""
         theirs, ours = self._sides(at)
         further = len(tensor.shape) - len(_dims(theirs, 0))
         sizes, axes = self.sizes(config), _dims(ours, further)

@@ -184,8 +184,8 @@ def _indexer_channels(config: TransformerConfig) -> list[int]:
     return [len(of_head) * head + at for head in range(option(config, "dsa_indexer_n_heads")) for at in of_head]
 
 
-# Channels that are rotated together are adjacent in the parameter. In the Hugging Face tensor, they are half of the
-# rotated channels apart.
+# Channels that are rotated together are adjacent in the parameter. In the Hugging Face tensor, the distance between two
+# such channels is half the number of rotated channels.
 ROTATED_HALVES: dict[str, Layout] = {
     # MiniCPM 3: the last channels of each head and of the key/value latent
     "HeadsOfHalves": Reordered(Pieces("(g d) ... -> g d ...", _attention_heads), 1, _head_channels),

@@ -71,7 +71,7 @@ def read_json(path: Path) -> dict[str, object]:
 def text_model(hf_config: Values) -> tuple[dict[str, object], str]:
     """Return the config.json of a folder's text model, and the name prefix of its weights.
 
-    Only the text part of a multimodal model is read. For other models, the values are returned unchanged. Raises
+    Only the text part of a multimodal model is read. The values of other models are returned unchanged. Raises
     ValueError.
     """
     model_type = hf_config.get("model_type")
@@ -133,8 +133,8 @@ WRITTEN: Mapping[str, Callable[[Values], object]] = {
 
 
 def unread_keys(hf_config: Values) -> Iterator[str]:
-    """Yield a notice about config.json keys that are not read. Neither the family nor its transformers class uses these
-    keys, or their values differ from the values that the class derives.
+    """Yield a notice about config.json keys that are not read: keys that neither the family nor its transformers class
+    uses, and keys whose values differ from the values that the transformers class derives.
     """
     family = family_of(hf_config)
     tables = (family.keys, family.defaults, family.only, family.values, family.equal, family.aliases, family.spelling)

@@ -163,9 +163,10 @@ def _entry(path: Path, name: str, entry: Mapping[str, object], base: int) -> Fil
 
 
 class SafetensorsWriter:
-    """Writer of a file whose tensors are added one at a time, in any order. Use it as a context manager.
+    """Writer of a file whose tensors are added one at a time, in any order. Use the writer as a context manager.
 
-    Raises OSError. Every tensor in `specs` must be added before a normal exit, which syncs the file to disk.
+    Raises OSError if writing fails. Every tensor in `specs` must be added before a normal exit, which syncs the file to
+    disk.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:

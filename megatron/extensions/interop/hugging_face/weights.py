@@ -152,7 +152,8 @@ def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[st
 
 @dataclass(frozen=True)
 class RowsOfSeveral:
-    """View of several tensors of equal shape as one tensor: rows of their concatenation, from `start` on."""
+    """View of several tensors of equal shape as one tensor. The view consists of the rows of their concatenation,
+    beginning at row `start`."""
 
     parts: tuple[Sliceable, ...]
     start: int
@@ -277,8 +278,8 @@ def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[
 
 
 def _too_few(tensors: Mapping[str, Sliceable], config: TransformerConfig, family: Family) -> list[str]:
-    """Return problems if there are fewer tensors than layers or experts. This check prevents a wrong number of layers
-    or experts from causing huge allocations."""
+    """Return problems if there are fewer tensors than layers or experts. Without this check, a wrong number of layers
+    or experts in config.json could cause huge allocations."""
     counts = {"num_layers": config.num_layers}
     if any("{e}" in name for rule in family.rules for name in rule.theirs):
         counts["num_experts"] = config.num_experts or 0

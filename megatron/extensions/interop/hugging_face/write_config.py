@@ -164,8 +164,8 @@ def _as_class(value: object, key: str, family: Family) -> object:
 
 
 def _factor(hf: Values, stated: Values, field: str, powers: Mapping[str, float]) -> Fields:
-    """Return the first key of a product of powers, with the value that follows from the field and the other keys. The
-    result is empty if the field or another key is unset."""
+    """Return the first key of a product of powers, with the value that follows from the field and the other keys.
+    Return no key if the field or another key of the product is unset."""
     (key, power), *others = powers.items()
     if stated[field] is None or any(hf.get(other) is None for other, _ in others):
         return {}
@@ -185,8 +185,8 @@ def _lost(config: TransformerConfig, hf: Values) -> list[str]:
 
 
 def _unconditional_parts(config: TransformerConfig) -> list[str]:
-    """Return the routers and residual streams that extensions add to every model regardless of flags. No config.json
-    key represents them."""
+    """Return the routers and residual streams that extensions add to every model regardless of flags. config.json has
+    no keys for these routers and residual streams."""
     plain = replace(config, extension_options=())
     of_experts = (number for number, kind in enumerate(plain.layers) if kind.experts)
     routers = {router_of(plain, number, in_training=False) for number in of_experts}

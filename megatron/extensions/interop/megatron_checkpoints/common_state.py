@@ -1,5 +1,5 @@
-"""Reader of the non-tensor content of Megatron-LM's checkpoints. This content is stored in pickles. Only plain data is
-accepted from these pickles."""
+"""Reader of the non-tensor content of Megatron-LM's checkpoints. The non-tensor content is stored in pickles, from
+which only plain data is accepted."""
 
 from __future__ import annotations
 

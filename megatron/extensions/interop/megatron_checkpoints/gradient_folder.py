@@ -8,7 +8,7 @@ tensor}}. The file has the same name as the rank's folder in a checkpoint:
 The files do not contain the run's arguments, so the parallel sizes are derived from file names and tensor shapes. If
 experts are not sharded over TP, there is a file for each TP rank and for each EP rank, but not for each pair of a TP
 rank and an EP rank. If the TP size is larger than EP times the TP size of experts, Megatron-LM writes no files for some
-TP ranks. Such a dump is incomplete.
+TP ranks, so the dump is incomplete.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class GradientFolder(LegacyTensors):
 
 
 def _chunks(path: Path) -> dict[str, Mapping[str, object]]:
-    """Return the model chunks of a rank. Raises ValueError if the file contains anything else."""
+    """Return the model chunks in a rank's file. Raises ValueError if the file contains no chunks, or anything besides
+    chunks."""
     found = load_common(path)
     if not found or any(not key.startswith(CHUNK) or not isinstance(chunk, Mapping) for key, chunk in found.items()):
         raise ValueError(f"{path} contains no gradients of --save-wgrads-interval ({CHUNK}0)")

@@ -90,7 +90,7 @@ def _decoupled(group: Mapping[str, object]) -> bool:
 def _members(
     chunks: Sequence[Held], group: Mapping[str, object], apart: bool, decoupled: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a group. Experts have separate groups if EP is above 1."""
+    """Yield the parameters of an optimizer parameter group. Experts have separate groups if EP is above 1."""
     if group.get("lr_mult", 1.0) != 1.0:
         raise ValueError("a parameter group has a learning rate factor (lr_mult), which is not supported")
     decays = group.get("wd_mult", group.get("weight_decay")) != 0
@@ -114,7 +114,7 @@ def _fitting(state: object, name: str, weight: Tensor) -> Tensor:
 
 def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapping[str, object]) -> dict[str, Held]:
     """Return the states in the buffers of a distributed optimizer. If EP is above 1, the last entry of a list contains
-    the buffers of experts. An entry is None if another rank saved it."""
+    the buffers of experts. An entry is None if another rank saved the buffers."""
     parts = content if isinstance(content, list) else [content]
     several = apart and len(parts) > 1
     found: dict[str, Held] = {kind: {} for kind in BUFFER_KINDS.values()}
@@ -181,7 +181,7 @@ def layout_of(
     """Return the offset of each parameter in a buffer, and the length of the buffer.
 
     Buffers are filled from the last parameter to the first. Parameters are aligned within their bucket. A bucket ends
-    once it has at least `bucket_size` elements. The end of a bucket is not padded.
+    once it has at least `bucket_size` elements. No padding is added at the end of a bucket.
     """
     places = []
     base = 0

@@ -72,7 +72,7 @@ def _from_blocks(blocks: Tensor, grid: Sequence[int], whole: tuple[int, ...]) ->
 
 
 class TorchDistTensors:
-    """Parameters of a model, read from a torch_dist checkpoint. A `MegatronSource` uses this class.
+    """Parameters of a model, read from a torch_dist checkpoint. `MegatronSource` reads tensors through this class.
 
     Older versions of Megatron-LM flatten optimizer states: a tensor that is divided into a grid of blocks is stored as
     [grid..., elements of a block]. The index contains the original shape.

@@ -177,7 +177,8 @@ def _in_layer(name: str) -> tuple[str, int | None, str]:
 
 
 class Piece(NamedTuple):
-    """Megatron-LM tensor: its names, the channels that it takes from each group of the parameter, and its shape."""
+    """Piece of a parameter that Megatron-LM stores as one tensor: the tensor's names, the channels of each group of the
+    parameter that the tensor contains, and the tensor's shape."""
 
     names: list[str]
     channels: slice

@@ -42,8 +42,8 @@ from megatron.training.progress import Progress
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 RELEASE = "release"
-"""Folder name of a checkpoint that does not belong to a run. The tracker file contains this name instead of an
-iteration."""
+"""Folder name of a checkpoint that does not belong to a run. The tracker file then contains this folder name instead of
+an iteration."""
 
 
 Place = tuple[tuple[str, ...], int | None]

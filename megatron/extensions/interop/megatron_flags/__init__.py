@@ -1,5 +1,5 @@
-"""Megatron-LM's flags that have no field here. Such flags are translated to other flags, accepted without effect, or
-refused as unsupported.
+"""Translation of Megatron-LM's flags that have no configuration field in this program. Each of these flags is
+translated to other flags, accepted without effect, or refused as unsupported.
 
 This extension's own flags are Megatron's data lists, which `data_lists` translates to --data-path and related flags:
 --data-args-path, --per-split-data-args-path, --train-weighted-split-paths and related flags. The tables are in

@@ -35,8 +35,8 @@ def with_data_lists(config: RunConfig) -> RunConfig:
 
 
 def _read(field: str, value: tuple[str, ...] | str) -> dict[str, tuple[str, ...]]:
-    """Parse the value of a data list flag, and return the words of each data path field. A str value is the path of a
-    file. A tuple is the list."""
+    """Parse the value of a data list flag, and return the words of each data path field. A value of type str is the
+    path of a file with the list. A value of type tuple is the list itself."""
     if not isinstance(value, str):
         return {_data_path(field): weighted_ranges(" ".join(value))}
     if field == "data_args_path":

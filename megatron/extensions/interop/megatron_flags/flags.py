@@ -1,5 +1,5 @@
-"""Data list flags of Megatron-LM and Megatron-DeepSpeed. This module also registers the tables of Megatron-LM's flags
-without a field here.
+"""Data list flags of Megatron-LM and Megatron-DeepSpeed. This module also registers the tables of those Megatron-LM
+flags that have no configuration field in this program.
 
 This module does not import torch.
 """

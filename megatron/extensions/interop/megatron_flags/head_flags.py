@@ -62,7 +62,7 @@ class Row:
 
     flag: TheirFlag
     branches: str
-    """Branches of Megatron-LM whose parser has the flag: "main", "dev" or "main dev"."""
+    """Branches of Megatron-LM whose argument parser has the flag: "main", "dev" or "main dev"."""
 
     treatment: str
 
@@ -77,8 +77,8 @@ def read_table(path: Path = TABLE) -> list[Row]:
 
 
 def table_text(parsers: Mapping[str, Sequence[TheirFlag]], sources: Iterable[str]) -> str:
-    """Format a table of flags. `parsers` contains the flags of each branch's parser. `sources` are header lines that
-    describe the parsers."""
+    """Format a table of flags. `parsers` maps each branch of Megatron-LM to the flags of its argument parser. `sources`
+    contains header lines that describe the parsers."""
     branches: dict[TheirFlag, str] = {}
     for branch, flags in parsers.items():
         for flag in flags:
@@ -116,7 +116,7 @@ def unknown_values(flag: TheirFlag) -> list[str]:
 
 
 def _is_known(name: str, value: str) -> bool:
-    """Return True if a foreign program's tables handle a value that this program's flag does not accept."""
+    """Return True if the value of a flag is accepted by this program or handled by the tables of a foreign program."""
     programs = [FOREIGN_PROGRAMS[program] for program in FOREIGN_PROGRAMS]
     if any(f"{name} {value}" in program.spellings() or program.feature(name, [value]) for program in programs):
         return True

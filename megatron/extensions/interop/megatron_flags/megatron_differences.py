@@ -176,7 +176,7 @@ class Run:
         return self.has_experts and (self.value("moe_n_hash_layers") or 0) > 0
 
     def balances(self, *losses: str) -> bool:
-        """Return True if the model uses any of these load balancing losses."""
+        """Return True if the model uses any of the load balancing losses `losses`."""
         return self.has_experts and self.model.moe_balancing_coeff(*losses) > 0
 
 

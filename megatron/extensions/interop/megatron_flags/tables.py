@@ -22,7 +22,7 @@ class Accepted:
     """Flag that is accepted without effect."""
 
     reason: str
-    """Reason why the flag has no effect. The reason is logged."""
+    """Reason why the flag has no effect. The log contains this reason."""
 
     arity: int | None = 0
     """Number of values that the flag accepts; None for any number."""
@@ -45,13 +45,13 @@ class SameAs:
     """True to log no notice, because the flag is a common spelling."""
 
     cost: str = ""
-    """Disadvantage of the translated flags compared with the original flag. The disadvantage is logged."""
+    """Disadvantage of the translated flags compared with the original flag. The log contains this disadvantage."""
 
 
 @dataclass(frozen=True)
 class Exchange:
     """Switch that changes the value of a flag from `before` to `after`, whether the value is explicit or the default.
-    Other values are kept. The order of the flags is irrelevant."""
+    A value other than `before` is kept. The order of the flags is irrelevant."""
 
     flag: str
     before: str

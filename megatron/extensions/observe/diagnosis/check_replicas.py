@@ -51,8 +51,8 @@ class Replica:
 
 
 def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimizer, state: ParallelState) -> int:
-    """Compare all replicas bit by bit, and return the number of compared tensors on this rank. This is a collective
-    over the world.
+    """Compare all replicas bit by bit, and return the number of compared tensors on this rank. Collective over the
+    world.
 
     If replicas differ, raises ReplicaError on every rank. The message contains the first tensor that differs, the ranks
     and the values.

@@ -51,8 +51,8 @@ class Finding:
     """Name of the module in the whole model. For a weight gradient, this is the name of the parameter."""
 
     samples: tuple[int, ...]
-    """Indices of the samples with non-finite values. If the tensor has no sample dim, these are all samples of the
-    micro-batch."""
+    """Indices of the samples with non-finite values. If the tensor has no sample dim, the tuple contains all samples of
+    the micro-batch."""
 
     microbatch: int
     rank: int
@@ -72,7 +72,7 @@ class Finding:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Sort key. The earliest finding has the smallest key."""
+        """Sort key of a finding. The finding that occurs earliest in a step has the smallest key."""
         stage = self.stage if self.where == FORWARD else -self.stage
         return PASSES.index(self.where), stage, self.place, min(self.samples, default=0), self.rank
 
@@ -149,7 +149,8 @@ class _Notes:
         self._calls: dict[tuple[int, int], int] = {}
 
     def look(self, where: str, module: str, results: object, sources: object) -> None:
-        """Check the `results` that a module computed from `sources` during the current pipeline action."""
+        """Check whether `results`, which a module computed from `sources` in the current pipeline action, are
+        finite."""
         action = self.executor.current
         assert action is not None
         key = action.stage, action.microbatch

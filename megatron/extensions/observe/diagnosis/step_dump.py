@@ -54,7 +54,7 @@ NEWER_WEIGHTS = (
     "run again, with the weights after the update that overlapped with the step, everything is finite: the older "
     "weights or the hardware are the cause"
 )
-"""Advice for pipeline schedules without a flush. Such schedules do not keep the weights that the step used."""
+"""Advice for pipeline schedules without a flush, which do not keep the weights that a step used."""
 
 
 @dataclass(frozen=True)

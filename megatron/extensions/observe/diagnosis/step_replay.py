@@ -28,7 +28,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.setup import build_run
 
 Prepare = Callable[[TrainingRun], None]
-"""Function that is called with the run on every rank before the step runs. The function can add hooks."""
+"""Function that is called with the run on every rank before the step runs, for example to add hooks."""
 
 
 def replay(

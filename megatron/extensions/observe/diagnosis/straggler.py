@@ -141,8 +141,8 @@ def slowest(seconds: Sequence[float], count: int) -> list[tuple[int, float, floa
 
 
 def straggler_record(table: Sequence[Sequence[float]], steps: int, config: DiagnosisConfig) -> dict[str, object]:
-    """Return the log record of a table [rank][phase]. The table contains the seconds of `steps` steps, and the record
-    contains seconds per step."""
+    """Return the log record of a table [rank][phase]. The table contains the total seconds of `steps` steps. The record
+    contains the seconds per step."""
     record: dict[str, object] = {}
     for number, phase in enumerate(STEP_PARTS) if steps else ():
         found = slowest([row[number] / steps for row in table], config.straggler_minmax_count)

@@ -78,8 +78,8 @@ def continue_requests(
     """Return the most likely continuation of each prompt.
 
     A continuation ends at a stop string, at an end-of-document token, or at the maximum number of tokens. All texts are
-    continued together. Every new token takes one forward pass over each whole text, which works under any layout.
-    `next_tokens` returns the next token of each token sequence.
+    continued together. To generate one token per text, the model runs a forward pass over the whole texts. This works
+    under any parallel layout. `next_tokens` returns the next token of each token sequence.
     """
     new: list[list[int]] = [[] for _ in requests]
     growing = [number for number, request in enumerate(requests) if request.max_new_tokens]

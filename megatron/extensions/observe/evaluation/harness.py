@@ -58,8 +58,8 @@ def scored_rows(request: Instance, tokenizer: Tokenizer, longest: int) -> tuple[
 
 
 def generation(request: Instance, tokenizer: Tokenizer, longest: int, most_tokens: int) -> tuple[Request, int]:
-    """Convert a request of the harness to a greedy continuation request. Also returns the number of tokens that were
-    truncated on the left.
+    """Convert a request of the harness to a greedy continuation request. Return the converted request, and the number
+    of tokens that were truncated on the left of its context.
 
     Args:
         request: Request of the harness.

@@ -27,7 +27,8 @@ class Stopped(Exception):
 
 
 def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int, ...]:
-    """Return the permitted row lengths of batches under a parallel layout. The largest one is at most `longest`."""
+    """Return the permitted row lengths of batches under a parallel layout. The largest row length is at most
+    `longest`."""
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     divisor = sequence_divisor(cp, tp, parallel.sequence_parallel)
     name = linear_format(parallel)
@@ -38,8 +39,8 @@ def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int
 class Scorer:
     """Scorer that runs rows through a model in batches.
 
-    `forward` accepts this rank's parts of micro-batches of the same shape. On the ranks of the last pipeline stage, it
-    returns the `token_scores` of each micro-batch. On other ranks, it returns an empty list.
+    `forward` accepts this rank's parts of micro-batches of the same shape. On the ranks of the last pipeline stage,
+    `forward` returns the `token_scores` of each micro-batch. On other ranks, `forward` returns an empty list.
     """
 
     forward: Callable[[list[Batch]], list[Tensor]]
@@ -52,7 +53,7 @@ class Scorer:
     state: ParallelState
     device: torch.device
     go_on: Callable[[], bool] = lambda: True
-    """Function that is called before each round, on all ranks. Scoring stops if it returns False."""
+    """Function that is called before each round, on all ranks. Scoring stops if this function returns False."""
 
     progress: Callable[[int, int], None] = lambda done, rounds: None
     """Function that is called with the number of finished rounds and the total number of rounds, before the first round
@@ -134,8 +135,8 @@ def scores_by(
 @torch.no_grad()
 def token_scores(model: GPTModel, hidden: Tensor | None, batch: Batch) -> Tensor:
     """Return the log-likelihoods of labels, and the most likely tokens, as one fp64 tensor [2, b, s]. This function
-    runs on the last pipeline stage. The result is equal on all tensor-parallel ranks. The ranks do not gather the
-    logits.
+    runs on the last pipeline stage. The result is equal on all tensor-parallel ranks. Logits are not gathered over
+    tensor-parallel ranks.
     """
     size = model.config.vocab_size
     assert size is not None

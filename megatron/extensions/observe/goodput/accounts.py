@@ -7,7 +7,7 @@ Goodput is useful step time over wall time:
 
 Each start writes `goodput` events to `run_events.jsonl`. An event contains the seconds of every part since the first
 start. The next start continues from the last `goodput` event. A start also reads the event of the iteration from which
-it resumes. Step time after this event is counted as `repeated`, because these steps run again.
+it resumes. The time of steps after this event is counted as `repeated`, because the start runs these steps again.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def earlier_starts(events: Iterable[Mapping[str, object]], iteration: int, start
     events. A start at iteration 0 counts as a new run if there are saves from which the run could have resumed.
     """
     last: _Event | None = None
-    contained: _Event | None = None  # newest event of this run that is not after the iteration
+    contained: _Event | None = None  # the newest event of this run at or before the iteration
     saved = 0.0
     for event in events:
         saved = max(saved, _save_time(event))
@@ -146,7 +146,7 @@ def _event_of(event: Mapping[str, object]) -> _Event | None:
 
 
 def _number(value: object) -> float | None:
-    """Convert a non-negative number to float. Returns None for any other value."""
+    """Convert a finite, non-negative number to float. Return None for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if 0 <= value < float("inf") else None

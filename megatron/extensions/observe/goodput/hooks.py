@@ -157,7 +157,8 @@ class Goodput(Callback, Meter):
         return own
 
     def _seconds(self, own: Seconds) -> Seconds:
-        """Return the seconds of each part since the first start. Time of this start that is not measured is `other`."""
+        """Return the seconds of each part since the first start. The time of this start that is not attributed to any
+        other part is assigned to the part `other`."""
         if self._evaluation is not None:
             own["evaluation"] += self._evaluation[1] - self._evaluation[0]
         own["other"] = self._unmeasured(own)
@@ -184,8 +185,8 @@ _counted_pids: set[int] = set()
 
 
 def process_age() -> float:
-    """Return the number of seconds since this process started. Returns 0 after the first call in a process, and if the
-    system does not provide the start time.
+    """Return the number of seconds since this process started. Every call after the first one in a process returns 0.
+    The first call also returns 0 if the system does not provide the start time.
     """
     if os.getpid() in _counted_pids:
         return 0.0

@@ -84,7 +84,7 @@ class TensorBoardSink:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Suspend writing after an error. The period doubles with each error."""
+        """Suspend writing for some time after an error. The time doubles with each further error."""
         try:
             yield
         except OSError as error:

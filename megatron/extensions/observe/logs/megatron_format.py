@@ -34,8 +34,8 @@ TAGS = {
 """Maps the name of a value in metric records to Megatron-LM's tag."""
 
 OVER_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-norm", "num-zeros", "params-norm")
-"""Tags with an additional "... vs samples" curve over consumed samples. Tags of evaluation losses also have this
-curve."""
+"""Tags with an additional "... vs samples" curve over consumed samples. Tags of evaluation losses also have a "... vs
+samples" curve."""
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float, int]]:

@@ -60,8 +60,8 @@ class SourceTallies(Tallies):
             model.loss_watchers.append(self._add)
 
     def _add(self, losses: Tensor, batch: Batch) -> None:
-        """Add the loss sum and the number of tokens of each sample to the row of its source. `losses` has the shape [s,
-        b]."""
+        """Add the loss sum and the number of tokens of each sample to the row of the sample's source. `losses` is a
+        tensor [s, b]."""
         if batch.source_ids is not None:
             (tally,), mask = self.tallies, batch.loss_mask
             sums = (losses.t() * mask.to(losses.dtype)).sum(dim=1, dtype=tally.dtype)
@@ -69,7 +69,8 @@ class SourceTallies(Tallies):
             tally.index_add_(0, batch.source_ids, counts)
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
-        """Return the mean loss of each source. The mean is None if the loss mask excludes all tokens of the source."""
+        """Return the mean loss of each source. The mean loss of a source is None if the loss mask excludes all tokens
+        of the source."""
         return {f"source_{name}_loss": mean for name, mean in zip(self.names, means(summed), strict=True)}
 
     def report_evaluation(self, summed: Tensor, split: str) -> dict[str, float]:
@@ -79,7 +80,7 @@ class SourceTallies(Tallies):
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[Tensor]:
         """Yield this rank's sums for an evaluation as a float64 tensor [sources, 2]. The sums are complete when the
-        block ends. Tallies of a training step that is still in progress are restored.
+        `with` block ends. Tallies of a training step that is still in progress are restored.
         """
         kept = [tally.clone() for tally in self.tallies]
         self.discard_step()
@@ -105,8 +106,8 @@ class ModelSums(Callback, Meter):
     @torch.no_grad()
     def take(self) -> Tensor:
         """Return a float64 tensor with two values for this rank's share: the sum of squares of parameters, and the
-        number of zeros in gradients. This method is called after an update. The values are those of main parameters,
-        and of gradients after clipping.
+        number of zeros in gradients. This method is called after an update. The sum is computed from the main
+        parameters, and the zeros are counted in the gradients after clipping.
         """
         squares = zeros = torch.zeros((), dtype=torch.float64, device=self.run.runtime.device)
         for parameter, grad in self._shards():

@@ -94,8 +94,8 @@ class BackgroundAudit(Callback, Meter):
         ]
 
     def _term_pieces(self, rank: int) -> list[tuple[int, Piece]]:
-        """Return pairs (replica, part) for the gradients that this rank computes. The gradients are those before the
-        sum over replicas."""
+        """Return pairs (replica, part) for the gradients that this rank computes, before they are summed over
+        replicas."""
         state = self.run.runtime.state
         if state.dp.size == 1 or state.cp.size > 1:
             return []

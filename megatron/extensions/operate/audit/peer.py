@@ -148,7 +148,7 @@ class PeerAudit(Callback, Meter):
         return step.samples // self.run.data.train.row
 
     def _tape(self) -> Tape:
-        """Return a new tape whose first entries are the weights."""
+        """Return a new tape that begins with entries for the hashes of the weights."""
         tape, none = Tape(), torch.zeros(COLUMNS - 1, dtype=torch.int64, device=self.run.runtime.device)
         for name, found in self._hashes_of_weights().items():
             tape.entries.append(Entry(WEIGHT, name))
@@ -166,8 +166,8 @@ class PeerAudit(Callback, Meter):
         return put_on_device(taken, self.run.data.model, self.run.runtime)
 
     def _computed(self, step: Step, batches: list[Batch]) -> Recording:
-        """Compute and record the reduced gradients of a step in which this rank processes the given micro-batches.
-        Collective."""
+        """Compute a step in which this rank processes the given micro-batches, and record the passes and the reduced
+        gradients. Collective."""
         run, recording = self.run, Recording(self._tape())
         with recording.tape.of_passes(run, len(batches)):
             given = run.forward_backward.prepared(step, batches, run.optimizer.loss_scale)

@@ -20,8 +20,8 @@ SIGNS = 4
 """Number of random-sign sums per sketch."""
 
 COLUMNS = 2 + SIGNS
-"""Number of int64 values per sketch: the hash, the norm and the random-sign sums. All except the hash are the bits of
-float64 values."""
+"""Number of int64 values per sketch: the hash, the norm and the random-sign sums. The norm and the random-sign sums are
+float64 values, stored bit by bit as int64."""
 
 BLOCK = 1 << 14
 """Number of elements per block. Positions within a block have independent random numbers."""

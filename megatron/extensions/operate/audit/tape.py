@@ -111,7 +111,7 @@ class Tape:
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
         """Enable recording during a pipeline action. Reductions at the end of a step are not recorded, because they
-        belong to data-parallel shards, which peers do not have in common."""
+        reduce data-parallel shards, and a rank and its peer have different shards."""
         self._recording, self._action = True, f"{action.kind.name} of micro-batch {action.microbatch}"
         self._ends = action.microbatch == self._microbatches - 1
         try:

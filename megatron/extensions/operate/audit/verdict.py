@@ -51,7 +51,8 @@ class Difference:
     """Relative difference: the norm of the difference, divided by the larger norm of the two tensors."""
 
     key: str = ""
-    """Key of a message. The key is the same on all ranks that take part in the message, and empty for other tensors."""
+    """Key of a message, which is the same on all ranks that take part in the message. Empty if the tensor is not part
+    of a message."""
 
     of_own: bool = True
     """True if the rank's second recording of its part equals its first recording."""
@@ -108,8 +109,8 @@ class Finding:
 
 
 def decide(reports: Sequence[Report]) -> Finding | None:
-    """Return the finding that follows from the reports of all ranks; None if nothing differs. The reports are in rank
-    order."""
+    """Return the finding that follows from the reports of all ranks; None if the reports contain no difference. The
+    reports are in rank order."""
     if changed := next((each for each in reports if each.changed), None):
         return _finding(reports, (changed.rank,), Difference(WEIGHT, changed.changed[0], 0.0), CHANGED)
     sources = [each for each in reports if _is_source(each, reports)]

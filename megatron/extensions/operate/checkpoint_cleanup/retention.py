@@ -51,8 +51,8 @@ def best_of(scores: Mapping[int, float | None], newest: int) -> int | None:
 
 
 def retain(rules: RetentionFlags, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
-    """Delete the checkpoints that no rule keeps, after the checkpoint `newest` is complete. Call this function on a
-    single rank.
+    """Delete the checkpoints that no rule keeps, after the checkpoint `newest` is complete. Call this function on one
+    rank only.
 
     Folders in `held` and anything that is not a complete checkpoint are kept. A folder is renamed to a hidden name
     before its files are removed. Raises OSError.
@@ -125,8 +125,8 @@ def _score(payload: Mapping[str, object], metric: str) -> float | None:
 
 
 def _validation_data(payload: Mapping[str, object]) -> list[object]:
-    """Return the data paths and the sequence length of a checkpoint's training phase. Validation losses depend on these
-    values."""
+    """Return the data paths and the sequence length of a checkpoint's training phase. Validation losses depend on the
+    data paths and the sequence length."""
     phases = payload.get("stages")
     last = phases[-1] if isinstance(phases, list) and phases else None
     values = last.get("values") if isinstance(last, dict) else None

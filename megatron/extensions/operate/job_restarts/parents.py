@@ -175,7 +175,7 @@ class Parents:
     worker: int
     world: int
     serves: StoreProcess | None = None
-    """Process that serves the store, on worker 0. None if the launcher serves the store, and on other workers."""
+    """Process of worker 0 that serves the store. None on other workers, or if the launcher serves the store."""
 
     startup: float = 0.0
     """Seconds within which all parents connect for the first time."""
@@ -221,8 +221,7 @@ class Parents:
         return self._answered(lambda: self.store.check([f"again/{number}"])) or self._newest() >= number
 
     def lost(self, workers: Collection[int]) -> bool:
-        """Return True if all of these workers are lost, as far as this worker knows, and no parent has ended
-        permanently."""
+        """Return True if this worker considers all of `workers` lost, and no parent has ended permanently."""
         gone = all(self._is_gone(worker, self._silence, LOST) for worker in workers)
         return gone and self.over() is None
 
@@ -304,7 +303,7 @@ class Parents:
         self._answered(lambda: self.store.set(f"offer/{number}/{self.worker}", offer))
 
     def offers(self, number: int, workers: Collection[int]) -> list[str]:
-        """Return the offers of these workers. Offers that are not reported in time are omitted."""
+        """Return the offers of `workers`. Offers that the workers do not report in time are omitted."""
         clock, keys = Clock(), [f"offer/{number}/{worker}" for worker in workers]
         while keys and clock.seconds() < OFFERS and not self._answered(lambda: self.store.check(keys)):
             time.sleep(LOOK)
@@ -365,7 +364,8 @@ class Parents:
         return self.peers[worker]
 
     def _is_awaited(self, worker: int) -> bool:
-        """Return whether a worker has not connected yet for the first time, and may still do so."""
+        """Return True if a worker has never connected to the store, and still has time to connect for the first
+        time."""
         return self._clock.seconds() < self.startup and not self._there(f"parent/{worker}")
 
     def _is_gone(self, worker: int, silence: dict[int, tuple[int, float]], seconds: float | None = None) -> bool:

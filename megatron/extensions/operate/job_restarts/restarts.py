@@ -246,8 +246,8 @@ class Parent:
     def _one_start(self, number: int) -> tuple[int, str]:
         """Run the rank of this process in a start, or wait as a spare.
 
-        Returns the exit code and the reason why the ranks are not started again. A failure code with an empty reason
-        requests another start."""
+        Returns the exit code and the reason why the ranks are not started again. If the reason is empty and the exit
+        code is a failure, the ranks are started again."""
         roster, worker = self._start.roster, self.launch.rank
         if worker not in roster:
             return self._wait(number)

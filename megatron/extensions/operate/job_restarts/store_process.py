@@ -1,7 +1,7 @@
 """Process that serves the parents' store if the launcher does not serve a store.
 
-torch serves a store in a thread. A process that forks must not have such a thread. The fork copies the locks that the
-thread holds, but not the thread that would release them, so the child could wait forever.
+torch serves a store in a thread. A process with such a thread must not fork. A fork copies the locks that the thread
+holds, but not the thread that would release the locks, so the child could wait forever.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StoreProcess:
             raise NoStoreError(failure["why"], waited=failure["waited"])
 
     def resume(self) -> bool:
-        """Resume the process if a signal (SIGSTOP) has stopped it. Returns True if the process was stopped."""
+        """Resume the process if a signal (SIGSTOP) has stopped it. Return True if the process was stopped."""
         was_stopped = process_state(self.pid) == "T"
         if was_stopped:
             os.kill(self.pid, signal.SIGCONT)

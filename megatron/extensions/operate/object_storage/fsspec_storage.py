@@ -1,9 +1,9 @@
 """Object storage, accessed with fsspec. This module does not import torch.
 
 Writing follows the protocol of `Storage`. A folder contains `.unfinished` until everything else is written. The
-manifest is written last. The protocol does not require renames, and a folder with an interrupted upload is never
-visible. Each request has a time limit and is retried if it fails (`limits`). Credentials are read from the environment,
-or from the configuration files of the store's command-line tools.
+manifest is written last. This protocol does not require renames, and readers never see a folder whose upload was
+interrupted. Each request has a time limit and is retried if it fails (`limits`). Credentials are read from the
+environment, or from the configuration files of the store's command-line tools.
 
 On S3, objects are uploaded in parts from memory. Objects are replaced conditionally: replacing fails if another process
 has changed the object (`s3_requests`). On other stores, each object is uploaded from a temporary file. Objects are

@@ -126,8 +126,8 @@ class ReadAhead(Callback, Meter):
         super().__init__(config)
         self.limit = config.options(ObjectStorageFlags).storage_read_ahead_megabytes * 1_000_000
         self.waited, self.steps = 0.0, 0
-        """`waited` is the part of `DataIterator.waited` in seconds that was logged, and `steps` is the number of steps
-        since then."""
+        """`waited` is the value of `DataIterator.waited`, in seconds, when the waiting time was last logged. `steps` is
+        the number of steps since then."""
 
         self._counted = -1
         self.window: Window | None = None

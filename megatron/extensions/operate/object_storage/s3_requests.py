@@ -123,7 +123,7 @@ class Parts(io.RawIOBase):
     closed.
 
     `put` writes a small object with a single request. `size` is the current size of the object. At most `AT_ONCE` + 1
-    parts are in memory.
+    parts of the file are in memory at the same time.
     """
 
     def __init__(self, s3: S3, path: PurePath, put: Callable[[bytes], None], size: Callable[[], int | None]) -> None:

@@ -47,8 +47,8 @@ ATTEMPTS, PAUSE = 3, 2.0
 
 
 def local_root(folder: str, save: str) -> Path:
-    """Return the folder for a run's local checkpoints. The folder depends on --save, because several runs may use the
-    same --save-local. A trailing slash in --save is ignored."""
+    """Return the folder for a run's local checkpoints. The name of the folder depends on --save, because several runs
+    may use the same --save-local. A trailing slash in --save is ignored."""
     place = str(located(save))
     return Path(folder) / f"{PurePath(place).name}-{blake2b(place.encode(), digest_size=6).hexdigest()}"
 

@@ -28,8 +28,8 @@ from megatron.extensions.operate.peer_copies.holder import ABOUT, CHUNK, read_ex
 
 PROGRAM = Path(__file__).with_name("holder.py")
 HOST = "PEER_COPY_HOST"
-"""Environment variable that overrides the host name of a rank for copies. With it, ranks on one machine can count as
-several hosts."""
+"""Environment variable that overrides the host name of a rank for copies. By setting different host names, ranks on one
+machine can count as several hosts."""
 
 OPENS = 120.0
 """Timeout in seconds for the start of a holder."""
@@ -129,7 +129,7 @@ def _started(folder: Path, keep: float) -> Address:
         stdout=subprocess.PIPE,
         start_new_session=True,
         cwd="/",
-        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # otherwise, each thread gets an arena
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # by default, each thread gets a malloc arena
         text=True,
     )
     assert process.stdout is not None
@@ -302,6 +302,7 @@ GENERATION = re.compile(r"g(\d{6})-[0-9a-f]{8}")
 
 
 def number_of(generation: str) -> int:
-    """Parse the number of a generation from the name of its folder. Returns 0 for other folders."""
+    """Parse the number of a generation from the name of its folder. Return 0 if the folder is not that of a
+    generation."""
     match = GENERATION.fullmatch(generation)
     return int(match[1]) if match else 0

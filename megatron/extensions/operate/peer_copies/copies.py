@@ -1,8 +1,8 @@
 """Copies of a rank's state after a step. The state is immediately staged in the host's memory. A thread then sends the
 state to other hosts.
 
-The copies of a step are valid once all ranks have completed their copies. Ranks report this through the store. Until
-then, the copies of the previous step remain in the other slot of each part.
+The copies of a step are valid once all ranks have completed their copies. Ranks report the completion through the
+store. Until all ranks have reported it, the copies of the previous step remain in the other slot of each part.
 
 The store has these keys:
 

@@ -96,8 +96,8 @@ class Recovery:
     """Recovery method: one of the constants in this module, such as `SPARES`."""
 
     source: str
-    """Source of the restored state: `copies in memory`, `checkpoint on disk`, or `the beginning` if there is
-    neither."""
+    """Source of the restored state: `copies in memory`, `checkpoint on disk`, or `the beginning` if no state was
+    restored."""
 
     why: str
     """Reason why the state was not loaded from copies in memory; empty if it was loaded from copies or if there were no

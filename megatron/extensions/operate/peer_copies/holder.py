@@ -67,7 +67,8 @@ def write_whole(path: Path, text: str | bytes) -> None:
 
 def make_room(path: Path, nbytes: int) -> None:
     """Create or resize a file, and allocate its memory. Raises OSError if the folder does not exist or the file system
-    is full. Without this call, a write to a full file system could store fewer bytes without raising an error."""
+    is full. If the memory were not allocated in advance, a write to a full file system could store fewer bytes without
+    raising an error."""
     with open(path, "r+b" if path.exists() else "w+b") as file:
         os.ftruncate(file.fileno(), nbytes)
         if nbytes:
@@ -228,8 +229,8 @@ class Connection(socketserver.StreamRequestHandler):
 
 
 def main(folder: Path, address: str, keep: float) -> None:
-    """Serve copies until a request to end arrives, or until no rank has been connected for `keep` seconds. Then delete
-    the folder."""
+    """Serve the copies in a folder until a request to end arrives, or until no rank has been connected for `keep`
+    seconds. Delete the folder before returning."""
     with Holder(folder, address, keep) as holder:
         about = {"address": address, "port": holder.server_address[1], "token": holder.token, "pid": os.getpid()}
         write_whole(folder / ABOUT, json.dumps(about))

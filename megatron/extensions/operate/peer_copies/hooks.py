@@ -106,8 +106,7 @@ class PeerCopies(Callback):
         self._recovery: Recovery | None = None
         self._resumed, self._taken_back = False, False
         self._met = False
-        """True after the ranks have connected. Once the ranks have connected, the first rank holds the lease on
-        --save."""
+        """True after the ranks have connected. After that, the first rank holds the lease on --save."""
 
         self._saved: int | None = None
         """Iteration that this start had last saved when the last copy was made."""
@@ -252,7 +251,7 @@ class PeerCopies(Callback):
         return None, None, why
 
     def _verified(self, found: CompleteSet, world: Axis) -> CompleteSet:
-        """Return a set without its damaged copies. Each host's ranks verify the copies on their host. Collective."""
+        """Return a set without its damaged copies. The ranks of a host verify the copies on this host. Collective."""
         own = host_name()
         ranks = [rank for rank, host in enumerate(self._host_of) if host == own]
         here = [copy for copies in found.copies.values() for copy in copies if copy.host == own]
@@ -404,15 +403,15 @@ class PeerCopies(Callback):
             self._on_disk = read_latest(self._save)
 
     def _await_copies(self) -> None:
-        """Wait for copies in progress. Raises LateRanksError if they exceed the time limit of a collective."""
+        """Wait for copies in progress. Raises LateRanksError if this exceeds the time limit of a collective."""
         if self._copies is None or self._run is None:
             return
         if late := self._copies.wait(60 * self.config.parallel.distributed_timeout_minutes):
             raise LateRanksError(late, "their copies", self._run.runtime.watchdog.status.limit)
 
     def _note_fault(self) -> None:
-        """Record the failure that ends the run, for the next start. A run that was refused at the start records
-        nothing, because the copies belong to the run that holds the lease."""
+        """Record the failure that ends the run, for the next start. A run that another run's lease stopped at the start
+        records no failure, because the copies belong to the run that holds the lease."""
         cause = self._watchdog.failures.reported
         if cause is not None and self._met:
             done = 0 if self._run is None else self._run.progress.iteration
@@ -431,8 +430,7 @@ class PeerCopies(Callback):
         record_event(self.config.checkpoint.save, "recovery", **recovery.record(time.time(), resumed))
 
     def on_end(self, run: RunView) -> None:
-        """End the holder process at the end of the run, because the state is on disk and no later start needs the
-        copies."""
+        """End the holder process, because the state is on disk and no later start needs the copies."""
         self._await_copies()
         if self._run is not None:
             if self._run.runtime.is_main:

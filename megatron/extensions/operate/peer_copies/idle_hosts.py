@@ -1,5 +1,5 @@
-"""Copies on hosts without ranks. A launcher process on such a host offers the copies, and ranks find and read the
-copies. This module does not import torch."""
+"""Copies on hosts without ranks. A launcher process on a host without ranks offers the copies. Ranks on other hosts
+find and read the copies. This module does not import torch."""
 
 from __future__ import annotations
 

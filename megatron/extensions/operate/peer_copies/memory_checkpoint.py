@@ -1,5 +1,5 @@
-"""Checkpoint that consists of a complete set of copies in memory. This checkpoint can be loaded under any layout. The
-checksum of every box is verified."""
+"""Checkpoint that consists of a complete set of copies in memory. Such a checkpoint can be loaded under any parallel
+layout. The checksum of every box is verified."""
 
 from __future__ import annotations
 
@@ -181,8 +181,8 @@ class MemoryCheckpoint(Checkpoint):
         self._holes = [key for key, info in self.tensors.items() if covered[key] != info.numel]
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """Load tensors in the same way as `Checkpoint.load`. Raises CopyError on every rank if a box is lost. In this
-        case, some targets may already be overwritten."""
+        """Load tensors in the same way as `Checkpoint.load`. Raises CopyError on every rank if a box is lost. When the
+        error is raised, some targets may already be overwritten."""
         self._check(targets, world, ignore)
         problem = ""
         try:

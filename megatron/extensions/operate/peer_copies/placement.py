@@ -58,8 +58,8 @@ def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
 def place(host_of: Sequence[str], parts: Sequence[Part], copies: int) -> list[tuple[Held, ...]]:
     """Return the copies of each part: one copy on the writer's host, followed by `copies` copies on different other
-    hosts. Other ranks that hold the same bytes store copies on their own hosts. Partners of the writer's host are
-    preferred. The writer sends only the remaining copies, to partners of the writer's host.
+    hosts. Ranks on other hosts that hold the same bytes as the writer store copies on their own hosts. Partners of the
+    writer's host are preferred. The writer sends only the remaining copies, to partners of the writer's host.
     """
     order = list(dict.fromkeys(host_of))
     to = partners(order, copies)
@@ -83,8 +83,8 @@ def survives(placed: Sequence[tuple[Held, ...]], lost: Collection[str]) -> bool:
 
 def survivable(placed: Sequence[tuple[Held, ...]], hosts: int, number: int) -> tuple[int, int]:
     """Count the ways to lose `number` out of `hosts` hosts: return how many of them are survivable, and how many there
-    are in total. A loss is survivable if a copy of every part remains. Every part must have at least `number`
-    copies."""
+    are in total. A loss is survivable if a copy of every part remains. The caller must ensure that every part has at
+    least `number` copies."""
     fatal = {frozenset(held.host for held in part) for part in placed}
     assert all(len(each) >= number for each in fatal), "the loss of fewer hosts is already fatal"
     every = comb(hosts, number)
@@ -101,7 +101,7 @@ def stored_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> M
 
 
 def sent_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Mapping[int, int]:
-    """Return, for each rank, the number of bytes that the rank sends in one step. Ranks that send nothing are
+    """Return, for each rank, the number of bytes that the rank sends in one step. Ranks that send no bytes are
     omitted."""
     found: dict[int, int] = {}
     for part, copies in zip(parts, placed, strict=True):

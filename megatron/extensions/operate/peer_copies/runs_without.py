@@ -12,7 +12,8 @@ from megatron.training.progress import BegunRun, Progress
 
 class DropsIdentity(Callback):
     """Callback that removes the identity from --save, because this start does not continue from copies in memory.
-    Otherwise, a later start with --peer-copies could load older copies instead of the result of this run."""
+    If the identity remained, a later start with --peer-copies could load older copies instead of the result of this
+    run."""
 
     start_order = -1  # runs even if another callback then loads a local checkpoint
 

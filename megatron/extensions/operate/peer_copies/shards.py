@@ -76,7 +76,7 @@ class Stored:
 
     @property
     def name(self) -> str:
-        """Name of the part. All ranks that hold the part use the same name."""
+        """Name of the part, which is the same on all ranks that hold the part."""
         if len(self.part.replicas) == 1:
             return f"{self.part.writer}-own"
         return f"{self.part.writer}-of-{zlib.crc32(repr(self.part.replicas).encode()):08x}"
@@ -115,7 +115,7 @@ def _boxes_text(tensors: StateDict, key: str) -> str:
 
 
 def entries_of(stored: Stored, tensors: StateDict) -> list[Entry]:
-    """Return one entry per box of a part, with the byte offset of the box in the part."""
+    """Return one entry for each box of a part. The entry contains the byte offset of the box in the part."""
     entries, at = list[Entry](), 0
     for key in stored.keys:
         for offset, data in boxes_of(tensors, key).items():

@@ -1,4 +1,5 @@
-"""Heartbeats between hosts over UDP. A small process on each host, separate from the ranks, sends and receives them.
+"""Heartbeats between hosts over UDP. A small process on each host, separate from the ranks, sends and receives
+heartbeats.
 
 The process imports neither torch nor this package, and uses neither collectives nor the store. Therefore, an
 interpreter lock, a compilation or a debugger in a rank cannot delay heartbeats. The host's first rank starts the
@@ -6,7 +7,7 @@ process. If this rank dies silently, the process reports this to the other hosts
 the process sends its findings to the ranks on its host, over loopback.
 
 A host is silent if no message from it has arrived within the timeout. A host is deaf if its messages say that it has
-received no message from this host within the timeout. In this case, messages are lost in only one direction. Time
+received no message from this host within the timeout. If a host is deaf, messages are lost in only one direction. Time
 during which this process was suspended is not counted.
 
 Any process can send to a reachable port. Therefore, every datagram begins with the token of the run, and is parsed only
@@ -40,8 +41,8 @@ PAUSE = 1.0
 """Number of seconds between two heartbeats after which this process is considered to have been suspended."""
 
 SLACK = 4 * BEAT
-"""Tolerance in seconds below the timeout. When a host exceeds the timeout, other hosts that are silent for almost as
-long are also reported, because they were probably lost at the same moment."""
+"""When a host exceeds the timeout, other hosts that have been silent for at most this number of seconds less are also
+reported, because they were probably lost at the same moment."""
 
 KINDS = ("silent", "deaf", "unheard", "failed", "over")
 """Kinds of findings that map each affected host to a number of seconds."""
@@ -148,9 +149,9 @@ class Ignored:
 
 
 def watched(hosts: Iterable[int], here: int) -> set[int]:
-    """Return the hosts that the host `here` watches. With few hosts, these are all other hosts. Otherwise, these are
-    the hosts at distances 1, 2, 4, ... in both directions on a ring, for example 14 of 128 hosts. Every host is watched
-    by other hosts."""
+    """Return the hosts that the host `here` watches. With at most `FULL_MESH` hosts, each host watches all other hosts.
+    With more hosts, each host watches the hosts at distances 1, 2, 4, ... in both directions on a ring, for example 14
+    of 128 hosts. Every host is watched by other hosts."""
     ring = sorted({*hosts, here})
     if len(ring) <= FULL_MESH:
         return set(ring) - {here}

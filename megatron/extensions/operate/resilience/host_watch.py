@@ -111,7 +111,7 @@ class AskedStore:
 
 
 def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
-    """Start the watch of a rank over other hosts. This is called before the run's folders are checked."""
+    """Start the watch of a rank over other hosts. Called before the run's folders are checked."""
     assert watchdog.board is not None
     timeout = config.options(ResilienceConfig).host_heartbeat_timeout_seconds
     watch = HostWatch(watchdog.launch, watchdog.status, watchdog.failures, watchdog.board, timeout)
@@ -142,8 +142,8 @@ class HostWatch(Watch):
         """True if this rank ends because other hosts are lost."""
 
         self._place, self._since = "", 0.0
-        """Position of this rank in the run, and the time at which the rank reached the position. These values are
-        recorded after the run has ended on another host."""
+        """Position of this rank in the run, and the time at which the rank reached the position. The position and the
+        time are recorded once the run has ended on another host."""
 
         self._closed = threading.Event()
         self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

@@ -87,7 +87,7 @@ TRIGGERS = {"save": "save", "exit": "stop"}
 
 class StopFiles(Watch):
     """Watch for trigger files and the kill switch on rank 0. The kill switch file is not removed. Therefore, the run
-    also stops after every restart until a user deletes the file."""
+    stops again after every restart until a user deletes the kill switch file."""
 
     def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
         options, self._requests = config.options(StopFileFlags), watchdog.requests

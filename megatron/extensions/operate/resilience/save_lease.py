@@ -159,8 +159,8 @@ class Lease(ABC):
             self._writing.release()
 
     def check(self) -> None:
-        """Renew the lease. Raises OSError if this fails. If the lease is lost, calls `lost` and then raises
-        LeaseError."""
+        """Renew the lease. Raises OSError if the lease file cannot be read or written. If the lease is lost, calls
+        `lost` and then raises LeaseError."""
         with self._writing:
             error = self._update()
         if error is not None:
@@ -281,7 +281,7 @@ class SaveLease(Lease):
             )
 
     def _update(self) -> LeaseError | None:
-        """Renew the lease if this run still holds it. If the folder was created again, take a new lease in it. Returns
+        """Renew the lease if this run still holds it. If the folder was created again, take a new lease in it. Return
         the reason if the lease is lost. Raises OSError if the disk does not respond."""
         found, here = self._read(), self._is_in_place()
         while found is None and here and self._is_being_deleted():
@@ -309,8 +309,8 @@ class SaveLease(Lease):
         return self._place is not None and self._place.is_at(self._folder)
 
     def _is_being_deleted(self) -> bool:
-        """Return True if entries of the folder are disappearing. This is checked because `rm -r` may remove the lease
-        before the folder."""
+        """Return True if entries of the folder disappear while this method waits. `rm -r` may remove the lease before
+        the folder, so a missing lease does not prove that another run took it."""
         before = _entries(self._folder)
         time.sleep(RENEWAL / 4)
         return not before <= _entries(self._folder)

@@ -141,8 +141,8 @@ class Bisection:
     worst: Part
     rate: float
     difference: float | None
-    """Largest relative difference, before the suspect, between the losses of the run and of the branch without a
-    change. None if no losses are recorded."""
+    """Largest relative difference between the losses of the run and the losses of the branch without a change, before
+    the suspect iteration. None if no losses are recorded."""
 
     cause: str
     """"document", "batch", "rate", "none" or "gone"."""

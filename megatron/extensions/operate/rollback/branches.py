@@ -44,7 +44,7 @@ from megatron.training.train_step import train_step
 
 @dataclass(frozen=True)
 class Change:
-    """Changes to a run in a branch. By default, nothing is changed."""
+    """Changes to a run in a branch. The default values change nothing."""
 
     samples: Mapping[int, int] | None = None
     """Maps the index of each replaced sample to the index of its replacement."""
@@ -138,7 +138,7 @@ def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def branch(config: RunConfig, world_size: int | None, last: int, change: Change) -> Outcome:
-    """Train from the checkpoint in a configuration, which `config_of` returns, to the iteration `last`. The default for
+    """Train from the checkpoint in `config`, which `config_of` returns, up to the iteration `last`. The default for
     `world_size` is the smallest number of ranks that the layout permits. If there are several ranks, they run as
     processes on this machine's CPU."""
     parallel = config.parallel

@@ -53,8 +53,8 @@ def tensors_of_world(tensors: StateDict, world: Axis) -> dict[str, TensorInfo]:
 
 
 class HeldCheckpoint(Checkpoint):
-    """Held state as a checkpoint. The checkpoint can be loaded only under the layout of the process that holds the
-    state."""
+    """Checkpoint interface to a held state. The checkpoint can be loaded only under the layout of the process that
+    holds the state."""
 
     def __init__(self, held: HeldState, tensors: Mapping[str, TensorInfo]) -> None:
         self.folder = PurePath(f"memory/iter_{held.iteration:07d}")

@@ -94,7 +94,7 @@ class Rollback(Callback):
             run.passed_over.update(range(first, last + 1))
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
-        """Keep the state at the start, and return the task that keeps later states. Collective."""
+        """Keep the state at the start of the run, and return the task that keeps later states. Collective."""
         self._run, self._log = run, log
         if not self._by_peers:
             tensors, _ = run.saver.checkpoint.contents(run.progress)
@@ -198,7 +198,7 @@ class Rollback(Callback):
         self._tell(run, verdict, found, where, time.perf_counter() - began)
 
     def _set_position(self, run: TrainingRun, position: Progress) -> None:
-        """Set the progress of the run, and discard everything that was recorded after this position."""
+        """Set the progress of the run, and discard everything that was recorded after the new position."""
         loaded_from = run.progress.loaded_from
         for each in fields(Progress):
             setattr(run.progress, each.name, getattr(position, each.name))

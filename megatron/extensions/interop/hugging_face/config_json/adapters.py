@@ -4,7 +4,7 @@ module does not import torch.
 `read` receives the fields of TransformerConfig from the family's tables, and the values of config.json under the
 family's names. `read` returns these fields and the fields that the adapter's keys determine, and raises ValueError for
 unsupported values. `write` receives the keys from the tables and returns them with the adapter's keys. The adapters of
-a file are called in order.
+a family file are called in the order in which the file lists them.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ OF_LAYERS = "per_layer_config"
 
 
 class WidthsOfGlobalHeads(Adapter):
-    """Head width and query groups in layers without a sliding window. Older files have separate keys for these values.
-    Newer files have settings for each of these layers, and `_of_single_layers` compares all of these settings with the
-    layers that were read."""
+    """Head width and query groups in layers without a sliding window. Older files have separate keys for the head width
+    and query groups of these layers. Newer files have settings for each of these layers, and `_of_single_layers`
+    compares all of these settings with the layers that were read."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         local = windows(hf, family)

@@ -136,8 +136,8 @@ def windows(hf: Values, family: Family) -> list[bool]:
 
 
 def repeated(groups: Iterable[object], most: int) -> list[object]:
-    """Expand groups [kinds, times] and return the first `most` layer kinds. The number of times is untrusted and may be
-    huge."""
+    """Expand groups [kinds, times] and return the first `most` layer kinds. `times` comes from an untrusted file and
+    may be huge."""
     return list(islice(_repeated(groups), most))
 
 
@@ -188,8 +188,8 @@ def selecting(period: int, offset: int, layers: int) -> list[bool]:
 
 
 def selections_from_hf(hf: Values) -> Fields:
-    """Return the fields for layers that select keys. These layers must be the first ones and every N-th layer after
-    them."""
+    """Return the fields for layers that select keys. The layers that select keys must be the first layers of the model
+    and every N-th layer after them."""
     period = count(hf, "index_topk_freq")
     offset = whole(hf, "index_skip_topk_offset")
     layers = whole(hf, "num_hidden_layers")

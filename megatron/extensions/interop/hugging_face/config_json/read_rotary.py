@@ -118,8 +118,8 @@ def _may_be_proportional(family: Family) -> bool:
 
 
 def rotated_fraction(hf: Values, family: Family) -> float:
-    """Return the fraction of a head's channels that are rotated. The config.json of MiniMax M2 and GPT-J contains the
-    number of rotated channels instead."""
+    """Return the fraction of a head's channels that are rotated. If config.json contains the number of rotated channels
+    instead, as for MiniMax M2 and GPT-J, compute the fraction."""
     if "partial_rotary_factor" in hf:
         return number(hf, "partial_rotary_factor")
     if not hf.get("rotary_dim"):

@@ -40,7 +40,7 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
     """Return the configuration with the model and tokenizer of the Hugging Face folder in --load.
 
     Explicit model flags are kept if they do not change the model's outputs, or if continued training may change them
-    (such as --rotary-base). Other flags that contradict the folder are added to the reader's problems.
+    (such as --rotary-base). For any other flag that contradicts the folder, a problem is added to the flag reader.
     """
     load = config.checkpoint.load
     assert load is not None

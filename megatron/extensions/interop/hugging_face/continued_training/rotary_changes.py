@@ -1,8 +1,8 @@
 """Changes to the rotary embedding and context length in continued training from a Hugging Face folder. This module does
 not import torch.
 
-The weights' shapes do not depend on these settings, so a run's flags may differ from config.json. The run's checkpoints
-and exports record the new values.
+The shapes of the weights do not depend on the rotary embedding or the context length, so a run's flags may differ from
+config.json. The run's checkpoints and exports record the new values.
 """
 
 from __future__ import annotations

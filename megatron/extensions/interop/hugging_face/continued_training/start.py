@@ -40,12 +40,11 @@ from megatron.training.progress import Progress
 def load_start(
     checkpoint: RunCheckpoint, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint
 ) -> Progress:
-    """Load the folder in --load into the parameters and the optimizer, and return the run's progress. This is a
-    collective.
+    """Load the folder in --load into the parameters and the optimizer, and return the run's progress. Collective.
 
-    The loaded weights are those of iteration 0. If --save already contains checkpoints, the run resumes from them, so
-    that repeating a command resumes its run. With --finetune, the run starts from the folder again. Raises ValueError
-    if the weights do not fit the run.
+    The run starts at iteration 0 with the weights of the folder. If --save already contains checkpoints, the run
+    resumes from them, so that repeating a command resumes its run. With --finetune, the run starts from the folder
+    again. Raises ValueError if the weights do not fit the run.
     """
     config, world = checkpoint.config, checkpoint.state.world
     options, load = config.checkpoint, config.checkpoint.load

@@ -66,7 +66,7 @@ class LayerRecord:
     parameters: dict[str, dict[str, float]] = field(default_factory=dict)
     shards: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     facts: dict[str, Parameter] = field(default_factory=dict)
-    """Maps the name of each parameter to its properties. The properties are not logged."""
+    """Maps the name of each parameter to the properties of the parameter. These properties are not logged."""
 
     def add_layer(self, statistic: str, number: int, value: float | list[float]) -> None:
         self.layers.setdefault(statistic, {})[number] = value
@@ -210,8 +210,8 @@ FEWEST = 3
 OF_RANKS = ("weight_norm", "grad_norm", "output_norm")
 
 EQUAL = 1e-12
-"""Relative difference between the norms of two parts of a parameter below which the parts are considered copies. In
-contrast, the norms of n independent random numbers differ by about 1 / sqrt(2 n).
+"""Relative difference between the norms of two parts of a parameter below which the parts are considered copies. For
+comparison: the norms of two parts with n independent random numbers differ by about 1 / sqrt(2 n).
 """
 
 ROUNDING = 1e-6

@@ -82,8 +82,8 @@ class ParameterSquares:
         return table.flatten()
 
     def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the sum of squares of each piece, in order, as a 1-D float64 tensor. `tensors` contains one tensor per
-        part."""
+        """Return the sum of squares of each piece, in order, as a 1-D float64 tensor. `tensors` contains one tensor for
+        each of this rank's parts."""
         found = [torch.zeros(0, dtype=torch.float64, device=self.device)]
         for part, values in zip(self._parts, tensors, strict=True):
             found.append(_squares_of(part, values).to(self.device, non_blocking=True))

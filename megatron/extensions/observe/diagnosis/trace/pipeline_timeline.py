@@ -164,7 +164,7 @@ def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
     computed them.
 
     The time of a message is measured from the end of the action that computed it to the start of the action that uses
-    it. Other messages arrive before they are needed, so their transfer times are irrelevant.
+    it. If the receiver is not waiting, a message arrives before it is needed, so its transfer time is irrelevant.
     """
     stops: dict[tuple[int, int, Action], float] = {}
     owners: dict[tuple[int, int, int], int] = {}
@@ -306,8 +306,8 @@ def _add_arrows(trace: Trace) -> None:
 
 
 def _add_plan(trace: Trace, step: MeasuredStep, at: float, plan: Simulation, tracks: Sequence[int]) -> None:
-    """Add the simulated actions of a step to a separate track of each rank. `at` is the start of the measured step.
-    `at` is later than this start if the simulation of the previous step ends later.
+    """Add the simulated actions of a step to a separate track of each rank. `at` is the time at which the simulated
+    step starts: the start of the measured step, or the end of the previous simulated step if that is later.
     """
     for rank, track, timeline in zip(step.ranks, tracks, plan.timeline, strict=True):
         for action, start, stop in timeline:

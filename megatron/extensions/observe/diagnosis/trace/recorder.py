@@ -1,4 +1,4 @@
-"""Recorder of one rank's spans during a trace. Spans are measured with the host's clock. On GPUs, they are also
+"""Recorder of one rank's spans during a trace. Spans are measured with the host's clock. On GPUs, spans are also
 measured between stream events.
 
 Collectives and messages are recorded by wrapping torch.distributed. Steps that are not traced have no overhead, because
@@ -263,7 +263,7 @@ class CollectiveTaps:
 
 def axis_of(axes: Sequence[str], module: str) -> str:
     """Return the axis of a collective. If several axes have the same group, the calling module determines the axis.
-    Calls from autograd do not have a known module. For these calls, the result names all axes that a layer may use,
+    The module is unknown if autograd calls the collective. In this case, return all of these axes that a layer may use,
     such as "cp/ep".
     """
     for part, preferred in AXES_OF_MODULES.items():

@@ -75,7 +75,7 @@ def async_events(
     rank: int, number: int, name: str, category: str, start: float, stop: float, args: Mapping[str, object]
 ) -> list[Event]:
     """Return the two events of a span that may overlap other spans of its rank, such as a collective in flight.
-    `number` identifies the pair of events. The other arguments are those of `slice_event`.
+    `number` identifies the pair of events. The other arguments have the same meaning as in `slice_event`.
     """
     common = {"pid": rank, "tid": 0, "id": f"{rank}.{number}", "name": name, "cat": category}
     begin = {"ph": "b", "ts": round(start, 3), "args": args} | common
@@ -141,8 +141,8 @@ def why_unreadable(trace: object) -> str | None:
 
 
 def _wrong_layout(other: Mapping[str, object], count: int) -> str | None:
-    """Check the parallel sizes and the pipelines for a world of `count` ranks. Return the reason why they are invalid;
-    None if they are valid."""
+    """Check the parallel sizes and the pipelines for a world of `count` ranks. Return the reason why the sizes or
+    pipelines are invalid; None if they are valid."""
     layout, pipelines = other.get("layout"), other.get("pipelines")
     axes = ("tp", "cp", "dp", "pp", "ep", "expt_tp")
     if not isinstance(layout, dict) or not all(_is_number(layout.get(axis)) and layout[axis] >= 1 for axis in axes):

@@ -296,9 +296,9 @@ class Tracer(Callback):
             say(f" trace of iterations {self._first} to {last}: {path}")
 
     def _collect(self, dump: Mapping[str, object], alignment: Alignment, say: Callable[[str], None]) -> list[RankTrace]:
-        """Return the recordings of all ranks on rank 0; an empty list on other ranks. Ranks send their dumps one after
-        another through the store. Therefore, rank 0 holds only one packed dump at a time, and no collective uses device
-        memory.
+        """Return the recordings of all ranks on rank 0; an empty list on other ranks. Ranks send their packed
+        recordings one after another through the store. Therefore, rank 0 holds the packed recording of only one rank at
+        a time, and no collective uses device memory.
         """
         packed = zlib.compress(json.dumps([dump, [vars(alignment.first), vars(alignment.last)]]).encode(), 1)
         launch = self.runtime.launch
