@@ -56,8 +56,8 @@ def gathered_attention(
 def _gathered(
     q: Tensor, kv: Tensor, width: int, cp: Axis, causal: Causal, shards: Shards, sinks: Tensor | None
 ) -> Tensor:
-    """Attention for arbitrary sequence shards. `kv` [s/cp, b, groups, d + dv] contains keys of `width` channels,
-    followed by values. Only keys that other ranks attend to are gathered."""
+    """Attention for arbitrary sequence shards. `kv` [s/cp, b, groups, d + dv] contains the keys in its first `width`
+    channels, and the values in the other channels. Only keys that other ranks attend to are gathered."""
     held, sent = shards.held[cp.rank], shards.sent[cp.rank]
     spans, parts = list(held), list(kv.split([len(span) for span in held]))
     if sent:

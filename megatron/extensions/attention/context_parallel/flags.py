@@ -12,8 +12,9 @@ from megatron.training.config.run_config import RunConfig
 
 
 def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that context-parallel ranks can share heads. With a2a, all context-parallel ranks share the heads of a
-    tensor-parallel rank. With a2a+p2p, the ranks of each group share these heads."""
+    """Check that the attention heads can be divided evenly between context-parallel ranks. With a2a, the heads of a
+    tensor-parallel rank are divided between all of its context-parallel ranks. With a2a+p2p, the heads are divided
+    between the ranks of each all-to-all group."""
     m, p = c.model, c.parallel
     cp, tp = p.ranks_by_heads, p.tensor_model_parallel_size
     if tp < 1:

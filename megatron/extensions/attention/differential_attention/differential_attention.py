@@ -74,7 +74,7 @@ class DifferentialAttention(nn.Module):
         return (HeadRows(self.linear_qkv, self.queries, tuple((kind, count * self.head_dim) for kind, count in kinds)),)
 
     def _factor(self) -> Tensor:
-        """Return lambda, in fp32 if the vectors are 16-bit."""
+        """Compute lambda from its four parameter vectors. The result is fp32 if the vectors are 16-bit."""
         q1, k1, q2, k2 = (each.float() if each.itemsize == 2 else each for each in self.lambdas)
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.first
 

@@ -144,7 +144,7 @@ def _aligned(c: RunConfig, facts: LinearFormatFacts) -> Iterator[Problem]:
     m = c.model
     own = c.options(LatentAttentionFlags)
     tp = c.parallel.tensor_model_parallel_size
-    if m.moe_latent_size is None:  # with a latent size, the rule for experts checks the number of tokens
+    if m.moe_latent_size is None:  # otherwise, the rule for experts checks the tokens
         yield from tokens_for_latents(c)
     heads = m.num_attention_heads // tp if tp > 0 and m.num_attention_heads % tp == 0 else 0
     if heads < 1:

@@ -1,8 +1,8 @@
 """Multi-latent attention (MLA): DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437, section 2.1.
 
-Queries, and keys together with values, are projected down to one latent per token, and from there up to heads. Query
-and key heads have non-rotary channels and rotary channels. The rotary channels of the key are projected directly from
-the hidden states, and are shared by all heads.
+Queries, and keys together with values, are projected down to one latent per token, and from there up to heads. Each
+query head and each key head consists of non-rotary channels and rotary channels. The rotary channels of the key are
+projected directly from the hidden states, and are shared by all heads.
 
 Every tensor-parallel rank computes the full latents and its own heads: the down-projections are replicated, and the
 up-projections are sharded by heads.

@@ -81,7 +81,7 @@ def _shared_layers(c: RunConfig) -> Iterator[Problem]:
 def _of_other_stages(c: RunConfig, sources: list[int | None]) -> Iterator[Problem]:
     """Check that no pipeline stage needs keys and values from another stage."""
     if c.model.vocab_size is None:
-        return  # stages depend on the vocabulary size; this rule runs again when the tokenizer is known
+        return  # stages need the vocabulary size; the rule is repeated once it is known
     try:
         from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
 

@@ -3,9 +3,9 @@
 A query attends to the last tokens of its document, and to compressed keys, each of which is computed from several
 consecutive tokens. With a ratio of 4, each compressed key covers two windows of 4 tokens, and an indexer selects the
 keys that a query attends to. With a larger ratio, a query attends to all compressed keys. One key, which is also the
-value, serves all heads. The last channels of a key are rotated by the key's position. A compressed key has the position
-of its first token. Outputs are rotated back by the query's position. The formulas match Hugging Face's implementation
-of DeepSeek-V4.
+value, serves all heads. The last channels of a key are rotated by the key's position. The position of a compressed key
+is the position of the first token that the key is computed from. Outputs are rotated back by the query's position. The
+formulas match Hugging Face's implementation of DeepSeek-V4.
 
 Every tensor-parallel rank computes all keys and its own heads. Context-parallel ranks gather the keys and the inputs of
 the compressed keys. No compressed key spans two documents.
@@ -73,8 +73,8 @@ class Windows(NamedTuple):
 
 
 def windows_of(documents: Documents | None, length: int, ratio: int, device: torch.device) -> Windows:
-    """Return the windows of whole samples. Tokens at the end of a document that do not fill a window belong to no
-    window.
+    """Divide whole samples into windows of `ratio` tokens. Tokens at the end of a document that do not fill a window
+    belong to no window.
 
     Args:
         documents: First tokens of the documents of each sample; None if every sample is one document.
@@ -218,7 +218,8 @@ class CompressedKeys(SelectedKeys):
         assert rotation is not None
         self.rotation: Rotation = rotation
         self.compressors: tuple[Compressor, ...] = ()
-        """Compressors of the keys and of the indexer keys. These compressors are submodules of other modules."""
+        """The compressor of the attention keys and the compressor of the indexer keys, if the layer has them. These
+        compressors are submodules of other modules."""
 
     def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
         """Return the projected outputs of the head groups [s, b, groups/tp * o_lora_rank], with s/cp instead of s under

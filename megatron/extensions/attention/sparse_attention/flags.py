@@ -167,7 +167,7 @@ VARIANT = "--experimental-attention-variant"
 
 def with_head_dim(config: RunConfig) -> RunConfig:
     """Derive --qk-head-dim as Megatron-LM does: keys of compressed attention serve as values, so both must have the
-    same width. A value that differs from the default is kept."""
+    same width. If the user set --qk-head-dim to a value other than the default, keep this value."""
     latent = config.options(LatentAttentionFlags)
     width = latent.v_head_dim - latent.qk_pos_emb_head_dim
     compressed = config.model.experimental_attention_variant == COMPRESSED
@@ -268,7 +268,7 @@ def _shared_selections(c: RunConfig) -> Iterator[Problem]:
     """Check that no pipeline stage needs keys that another stage selected."""
     m = c.model
     if m.vocab_size is None:
-        return  # the stages depend on the vocabulary size; this rule runs again when the tokenizer is known
+        return  # stages need the vocabulary size; the rule is repeated once it is known
     try:
         from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
 

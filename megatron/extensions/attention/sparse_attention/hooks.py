@@ -37,5 +37,5 @@ class IndexerTallies(Tallies):
         return [replace(batch, aux_scale=scale) for batch in batches]
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
-        """Return the mean divergence per token and layer, in nats; None if no indexer is trained."""
+        """Return the mean divergence per token and layer, in nats. The mean is None if no indexer is trained."""
         return {"indexer_loss": means(summed)[0]}

@@ -29,14 +29,15 @@ class Loss(NamedTuple):
     """Attention whose weights are the training target of the indexer."""
 
     q: Tensor
-    """[n, b, h, w]: all queries of this rank's sequence shard, for its heads. `k` is [s, b, w]."""
+    """[n, b, h, w]: attention queries of the tokens in this rank's sequence shard and of the heads of this rank. `k` is
+    [s, b, w]."""
     k: Tensor
     picked: Tensor | None
     """[n, b, topk]: selected keys; None for all keys."""
     queries: Queries
     scale: float
     heads: Axis
-    """Ranks that compute the other heads."""
+    """Group of ranks over which the attention heads are sharded."""
     own: range
     """Query rows that belong to this rank's indexer."""
     beside: Tensor | None = None

@@ -235,8 +235,8 @@ class SelectedContext(AutogradContext):
 
 class AttentionToSelected(torch.autograd.Function):
     """`attend_to_selected` with gradients. Return the outputs, and the log-sum-exps over all scores and over the scores
-    of the first key set. Save the operands, outputs and log-sum-exps for the backward pass. Call `note` with the
-    largest scores [h]."""
+    of the first key set. Save the operands, outputs and log-sum-exps for the backward pass. Report the largest score of
+    each head [h] by calling `note`."""
 
     @staticmethod
     def forward(

@@ -91,8 +91,9 @@ def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) 
 
 
 def merged(chunks: Sequence[Chunk], samples: int) -> tuple[Chunk, ...]:
-    """Merge chunks of queries at adjacent positions, up to `MERGED_ROWS` queries and `MERGED` scores. Kernels store
-    only the scores of keys, and need many queries to keep a GPU busy."""
+    """Merge chunks of queries at adjacent positions, up to `MERGED_ROWS` queries and `MERGED` scores. Kernels can
+    process larger chunks than plain PyTorch, because scores are the only intermediate results that they store. They
+    also need large chunks to keep a GPU busy."""
     found = list[Chunk]()
     for chunk in chunks:
         if found:
@@ -122,8 +123,8 @@ def index_scores(index: Index, chunk: Chunk, products: Tensor) -> Tensor:
 
 def largest(scores: Tensor, topk: int) -> Tensor:
     """Return the keys with the largest scores, in ascending order: scores [rows, b, keys] -> [rows, b, topk] int32. -1
-    replaces keys with a score of -inf. Among keys with equal scores, the later keys are selected: ReLU makes many
-    scores equal, and the selection must not depend on how queries are divided."""
+    replaces keys with a score of -inf. Ties are broken in favor of later keys. An explicit rule is needed because ReLU
+    produces many equal scores, and the selection must be the same for any division of queries into chunks."""
     least = scores.topk(topk, sorted=False).values.amin(-1, keepdim=True)
     above, equal = scores > least, scores == least
     wanted = topk - above.sum(-1, keepdim=True)

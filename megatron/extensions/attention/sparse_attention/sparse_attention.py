@@ -91,8 +91,8 @@ class Indexer(nn.Module):
         self.k_norm = LayerNorm(f"{name}.k_norm", self.width, of_key_norm(config), ctx, partial_over)
 
     def forward(self, x: Tensor, q: Tensor) -> Index:
-        """Return the operands of the scores before rotation. x is [s, b, h], and q is [s, b, q_lora_rank], or x if
-        there is no query latent. Under sequence parallelism, x and q are [s/tp, ...]."""
+        """Compute the operands of the indexer scores. Rotary embeddings are not applied yet. x is [s, b, h], and q is
+        [s, b, q_lora_rank], or x if there is no query latent. Under sequence parallelism, x and q are [s/tp, ...]."""
         x, q = x.detach(), q.detach()
         weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
         return Index(
@@ -112,7 +112,7 @@ class SparseLatents(NamedTuple):
 
 
 def parted(operands: Sequence[Tensor | BatchContext]) -> tuple[list[Tensor], BatchContext]:
-    """Split the arguments of a call into the tensors and the context, which is the last argument."""
+    """Return the tensors among the arguments of a call, and the batch context, which is the last argument."""
     *tensors, context = operands
     assert isinstance(context, BatchContext)
     return [x for x in tensors if isinstance(x, Tensor)], context
@@ -129,7 +129,7 @@ class SelectedKeys(CoreAttention):
         Args:
             name: Prefix of the parameter names.
             config: Model configuration.
-            ctx: Context of the layer.
+            ctx: Tensor-parallel context of the layer.
             width: Number of key channels that are values.
             sinks: Parameters of attention sinks.
         """
@@ -279,7 +279,7 @@ class SparseAttention(MultiLatentAttention):
         return SparseLatents(*latents, *self.indexer(x, latents.q[..., : self.indexer.rank]))
 
     def _heads(self, latents: Latents | SparseLatents, context: BatchContext) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Return the operands of `SelectedKeys`."""
+        """Return the tensors that `SelectedKeys` expects as its arguments."""
         tables = self._tables(context)
         q, up_value = self._absorbed(Latents(*latents[:3]), context)
         k = torch.cat((self.to_heads(latents.kv, self.tp), rotated(latents.key, *tables).squeeze(2)), dim=-1)

@@ -62,7 +62,7 @@ class IndexedDatasetBuilder:
     Files have temporary names until `finalize` syncs them to disk and renames them. The index is renamed last. A
     dataset is therefore either complete or absent. As a context manager, the writer finalizes the dataset on success
     and deletes its files on an exception. If `prefix` is a URL, `.bin` is uploaded while it is written, and becomes
-    visible when `finalize` completes the upload. The index is uploaded afterwards. If `described` is given, a file
+    visible when `finalize` completes the upload. `.idx` is uploaded after `.bin`. If `described` is given, a file
     `PREFIX.sums.json` with the checksums and the description is written last.
     """
 

@@ -190,7 +190,7 @@ class _Deal:
         """[length + 1]: number of query-key pairs of all positions before each position."""
 
         self.room = np.full(ranks, length // ranks)
-        """Number of tokens for which each rank still has room."""
+        """Number of tokens that each rank can still accept."""
 
         self.missing = np.full(ranks, self.before[-1] / ranks)
         """Number of query-key pairs by which each rank falls short of the mean."""
@@ -204,7 +204,8 @@ class _Deal:
         return int(self.before[stop] - self.before[start])
 
     def run(self) -> None:
-        """Assign each piece to a rank. A piece that fits on no rank is divided."""
+        """Assign every document, or every chunk of a long document, to a rank. If no rank has enough room for a
+        document or chunk, divide it between ranks."""
         waiting = sorted(self.pieces, key=lambda piece: self.work(*piece) / (piece[1] - piece[0]))
         self.pieces = []
         while waiting:
@@ -245,8 +246,8 @@ class _Deal:
 
 
 def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]:
-    """Return a mask [seq_length]. An element is True if, in any sample, the document at this position has tokens on
-    other ranks."""
+    """Return a mask [seq_length]. An element is True if the document at this position is divided between ranks in at
+    least one sample."""
     found = np.zeros(len(owners), bool)
     for starts in documents:
         begins = np.asarray(starts, np.int64)

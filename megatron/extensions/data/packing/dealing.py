@@ -99,7 +99,7 @@ class WorkDealer:
         return np.array([pairs_of(counts or [self.seq_length + 1], self.seq_length) for counts in lengths], np.int64)
 
     def __call__(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
-        """Return sample numbers, [micro-batches, replicas, micro_batch_size].
+        """Return the sample numbers of each micro-batch of each replica, [micro-batches, replicas, micro_batch_size].
 
         Args:
             dataset: Data set of the samples.

@@ -139,7 +139,8 @@ class PackingConfig:
         return made
 
     def dealer(self, seq_length: int) -> Dealer | None:
-        """Return the object that assigns samples of this length to replicas; None if work is not balanced."""
+        """Create the object that assigns samples of `seq_length` tokens to replicas so that their work is balanced.
+        Return None without --balance-packed-samples."""
         if not self.balance_packed_samples:
             return None
         made: Dealer = imported(f"{__package__}.dealing:WorkDealer")(seq_length)

@@ -59,7 +59,7 @@ class Rounds:
     per round."""
 
     windows: int
-    """Number of windows in a round."""
+    """Number of windows of documents into which each round is divided."""
 
     @classmethod
     def of(cls, lengths: NDArray, documents: range, seq_length: int, window: int) -> Rounds:

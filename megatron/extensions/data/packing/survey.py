@@ -25,7 +25,8 @@ STEPS = 8
 
 
 def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str:
-    """Describe padding, divided documents, and the work balance between replicas, measured on the first documents.
+    """Return a log line about packing: the share of padding, the documents that are split between samples, and the work
+    balance between replicas. These values are measured on the first `SURVEYED` documents.
 
     Args:
         options: Packing options.
@@ -57,7 +58,8 @@ def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int
 def context_imbalances(
     packed: Packed, seq_length: int, step: StepShape, divider: Divider, most: int
 ) -> list[Imbalance]:
-    """Return the work imbalance between context-parallel ranks, with the default division and with `divider`.
+    """Return two work imbalances between context-parallel ranks: the imbalance of the default division and the
+    imbalance of `divider`.
 
     Args:
         packed: Samples.

@@ -28,7 +28,8 @@ def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
     """Parse a schedule such as `0:384 200B:768` into (tokens, batch size) pairs. Each batch size applies after the
     given number of consumed tokens. Spaces or commas separate the entries.
 
-    Raises ValueError if the text is invalid, does not begin at 0 tokens, or has token counts that do not increase.
+    Raises ValueError if the text is invalid, if the first entry does not begin at 0 tokens, or if the token counts do
+    not increase.
     """
     steps = []
     for part in text.replace(",", " ").split():

@@ -1,8 +1,9 @@
-"""Phases of a file: their first samples, tokens and iterations, and the division of a training source when the sequence
-length changes. This module does not import torch.
+"""Training phases that a phase file defines. For each phase, this module computes the first sample, token and
+iteration. If the sequence length changes, this module also divides the rest of the training source into samples of the
+new length. This module does not import torch.
 
-A phase begins with the first step at or after the position in the file, because steps are not divided. Tokens that no
-sample used as inputs are divided again and are used first.
+A phase begins with the first step at or after the position in the file, because steps are not divided. Tokens that were
+not inputs of any sample of the previous phase come first in the new samples.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ NO_LENGTHS: Mapping[str, float | None] = dict.fromkeys(LR_LENGTHS) | {
 
 
 def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, object]:
-    """Return the properties of a phase that must not change once the phase has begun. `entry` is None for a run without
-    phases. Data sets may move to a different folder."""
+    """Return the properties of a phase that must not change once the phase has begun. If the run has no phases, `entry`
+    is None. Data sets may move to a different folder."""
     values = flat_values(config)
     found: dict[str, object] = {field: values[field] for field in COMPARED if field in values}
     found["data_path"] = [Path(word.rstrip("/")).name for word in values["data_path"] or ()]

@@ -46,7 +46,8 @@ class BatchScheduleFlags:
         return self != BatchScheduleFlags()
 
     def batch_sizes(self, config: RunConfig) -> BatchSizes:
-        """Return the batch sizes over a run whose configuration is resolved and valid."""
+        """Return the batch size schedule of a run. All defaults of `config` must be filled in, and its values must be
+        valid."""
         final = config.training.global_batch_size
         if self.step_batch_size_schedule is not None:
             steps = parse_batch_schedule(self.step_batch_size_schedule)

@@ -71,7 +71,8 @@ class PhasePlan(RunPlan):
         return self.sizes
 
     def changed_batch(self, saved: RunConfig, past: Sequence[Point]) -> None:
-        """Do nothing: phases that have begun keep their batch sizes."""
+        """Return None. A resumed run has no changed batch sizes to describe, because phases that have begun keep their
+        batch sizes."""
 
     def schedule_of(self, phase: FilePhase) -> OptimizerParamScheduler:
         """Return the phase's own schedule if it has one; otherwise, return the run's schedule."""

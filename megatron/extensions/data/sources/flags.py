@@ -1,4 +1,5 @@
-"""Flags of streams, and registration of other libraries' formats for --data-path. This module does not import torch."""
+"""Flags of --dataset-type stream, and registration of the third-party dataset formats that --data-path supports. This
+module does not import torch."""
 
 from __future__ import annotations
 

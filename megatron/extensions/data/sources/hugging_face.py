@@ -40,7 +40,7 @@ ONE_SET, SEVERAL_SETS = ("state.json", "dataset_info.json"), "dataset_dict.json"
 
 
 class Rows(Protocol):
-    """Methods of the library's data sets that this module uses."""
+    """Protocol of a data set of the `datasets` library, restricted to the methods that this module calls."""
 
     def __iter__(self) -> Iterator[Mapping[str, object]]: ...
 

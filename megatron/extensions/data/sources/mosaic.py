@@ -27,7 +27,8 @@ def is_mosaic(path: str) -> bool:
 
 
 class MosaicDocuments(Documents):
-    """Documents of MosaicML shards, one per sample. The library refuses pickle columns, which could run code."""
+    """Documents read from MosaicML shards. Each sample contains one document. The library refuses pickle columns, which
+    could run code."""
 
     unit = "sample"
 

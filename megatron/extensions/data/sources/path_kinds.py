@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 class SourceKind(DataKind):
     """Path kind for data sets that a library reads. `documents` is the name of the class that reads the data sets.
-    `holds` returns True if a path is of this kind."""
+    `holds` is a function that returns True if the library can read a given path."""
 
     urls = True
 

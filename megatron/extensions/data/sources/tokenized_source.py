@@ -35,7 +35,7 @@ def dtype_of(job: Job) -> np.dtype:
 
 @dataclass(frozen=True)
 class DocumentSource(Source):
-    """Documents read by a library, and everything else that determines the token ids."""
+    """Source of an indexed dataset: documents that a library reads, and the tokenization settings."""
 
     documents: Documents
     path: str
@@ -114,8 +114,8 @@ class SourceData(TextData):
     kind: SourceKind
 
     def prefix(self, flag: str, value: str) -> str:
-        """Return the prefix of the dataset for the documents of `value`. Create the dataset if it does not exist.
-        Raises ValueError if the documents cannot be read."""
+        """Return the prefix of the indexed dataset that contains the documents of `value`. Create the dataset if it
+        does not exist. Raises ValueError if the documents cannot be read."""
         documents = self.kind.opened(flag, value, self.options.key_of(value))
         if not documents.files:
             raise ValueError(f"{flag} {value}: is not on this machine; stream it with --dataset-type stream")

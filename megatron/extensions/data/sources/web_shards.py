@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 SUFFIXES = (".tar", ".tar.gz", ".tgz")
 DECODED = ("txt", "text", "transcript", "json", "jsn", "npy")
-"""File extensions of members that are decoded. Pickles, which could run code, are not read."""
+"""File extensions of the tar members that are decoded. Pickles, which could run code, are not read."""
 
 PLAIN = ("txt", "text", "transcript")
 
@@ -80,10 +80,11 @@ def _intact(samples: Iterable[T], shard: str) -> Iterator[T]:
 
 
 class WebDocuments(Documents):
-    """Documents of WebDataset shards, one per sample.
+    """Documents read from WebDataset shards. Each sample contains one document.
 
     --text-key names the extension of the member that contains the document, such as `txt` or `npy`, or a field of the
-    member `json`. By default, the document is the member `txt`, the field `text`, or the token ids `input_ids`."""
+    member `json`. By default, the document is read from the member `txt`, from the field `text`, or from the token ids
+    `input_ids`."""
 
     unit = "sample"
 

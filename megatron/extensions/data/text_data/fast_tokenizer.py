@@ -31,8 +31,8 @@ PROBES = (
 )
 BYTE_PAIR_TOKENIZERS = "HuggingFaceTokenizer and GPT2BPETokenizer"
 ALWAYS_COMPARED, SHARE_COMPARED = 1 << 16, 200
-"""Number of leading bytes for which all token ids are compared. After these bytes, about one in `SHARE_COMPARED` bytes
-is compared."""
+"""Amount of text whose token ids are compared with the ids of the original tokenizer. Every text is compared until
+`ALWAYS_COMPARED` bytes have been compared, and about one in `SHARE_COMPARED` bytes after that."""
 
 
 class DifferentIds(Exception):

@@ -66,7 +66,7 @@ class Chunk:
     """Approximate number of bytes of all records."""
 
     consumed: int
-    """Number of bytes of the stored file that were read up to the end of the chunk."""
+    """Position in the stored file, in bytes, after the chunk was read."""
 
     of_json: bool
     """True if lines are JSON."""
@@ -234,7 +234,7 @@ def format_of(file: TextFile, stream: IO[bytes]) -> str:
         if re.match(pattern, start):
             raise Unreadable(f"this looks like {what}")
     if kind == "json" and not start.removeprefix(BOM).lstrip().startswith(b"["):
-        kind = "jsonl"  # many files of JSON lines have this suffix
+        kind = "jsonl"  # many files with the suffix .json contain JSON lines
     if kind == "jsonl" and is_indented(start.removeprefix(BOM)):
         raise Unreadable("a JSON object spans several lines; write one object per line, or an array in a .json file")
     return kind
@@ -374,7 +374,8 @@ def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 
 
 def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Record]:
-    """Yield table rows, with texts as bytes, so that one invalid text does not affect other rows."""
+    """Yield table rows. Texts are not decoded, but yielded as bytes. Therefore, one text that is not valid UTF-8 does
+    not prevent the other rows from being read."""
     for batch in batches:
         if not reading.keys:
             yield from batch.to_pylist()

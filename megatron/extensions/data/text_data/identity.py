@@ -112,7 +112,7 @@ def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | Non
         for text in PROBES:
             try:
                 found.append([int(id) for id in tokenizer.tokenize(text)])
-            except Exception as error:  # a user's tokenizer may support only some texts, such as numbers
+            except Exception as error:  # a user's tokenizer may reject some probe texts, which is part of its identity
                 found.append(type(error).__name__)
         _PROBED[identity] = content_hash({"ids": found})
     return _PROBED[identity]

@@ -160,7 +160,7 @@ SHOWN = 5
 """Largest number of files that a message lists."""
 
 WEB = ("http://", "https://")
-"""Prefixes of URLs in which a question mark begins a query."""
+"""URL prefixes. In a URL with one of these prefixes, a question mark begins the query string."""
 
 FORMATS = {
     ".jsonl": "jsonl",
@@ -221,8 +221,9 @@ def is_text(path: str) -> bool:
 def files_below(folder: str, left_out: Callable[[str, str], None] = lambda link, target: None) -> Iterator[str]:
     """Yield all files below a folder, including those in folders that symbolic links point to.
 
-    A folder that several paths reach is visited once, preferably under a path without symbolic links. For each further
-    path to such a folder, `left_out` is called with this path and with the visited path."""
+    A folder that several paths reach is visited once, preferably under a path without symbolic links. For each other
+    path to the same folder, `left_out` is called with two arguments: the path that is skipped and the path that was
+    visited."""
     seen: dict[tuple[int, int], str] = {}
     links = deque([folder])
     while links:

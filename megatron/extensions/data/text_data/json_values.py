@@ -20,7 +20,7 @@ which refuses integers of more than 4,300 digits."""
 
 
 def from_json(text: str) -> object:
-    """Return the value of a JSON text; integers may have any length."""
+    """Parse a JSON text. The number of digits of integers is not limited."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -40,8 +40,9 @@ def next_value(text: str, at: int) -> tuple[object, int]:
 
 
 def is_indented(start: bytes) -> bool:
-    """Return True if a file begins with an object that spans several lines. The first line then begins an object, and
-    the second line is not a complete value. A truncated line before a complete line counts as a bad line instead."""
+    """Return True if a file begins with an object that spans several lines. In such a file, the first line ends inside
+    an object, and the second line is not a complete value. A truncated line before a complete line counts as a bad line
+    instead."""
     lines = [line.strip() for line in start.split(b"\n")[:-1] if line.strip()][:2]
     if len(lines) < 2 or not lines[0].startswith(b"{"):
         return False

@@ -1,6 +1,6 @@
 """Text files as training data, tokenized once into a cached indexed dataset.
 
-The dataset equals the dataset that tools/preprocess_data.py writes for the same files, so samples are bit-equal. The
+The dataset is identical to the output of tools/preprocess_data.py for the same files, so samples are bit-equal. The
 dataset name contains a hash of everything that determines the dataset: the content of the files, the tokenizer (see
 `identity`), and the options for reading documents. If several processes share a folder, one process tokenizes while the
 other processes wait. The file made_from.json, next to the tokens, describes the inputs of the tokens and contains
@@ -105,10 +105,10 @@ class TextData:
         return self.data.options(TextDataConfig)
 
     def prefix(self, flag: str, value: str) -> str:
-        """Return the prefix of the dataset for the text files that `value` names. If the dataset does not exist,
-        tokenize the files.
+        """Return the prefix of the indexed dataset that contains the tokens of the text files at `value`. If the
+        dataset does not exist, tokenize the files.
 
-        Raises ValueError if files are missing, damaged, or have more bad records than --max-bad-lines."""
+        Raises ValueError if files are missing or damaged, or if they contain more than --max-bad-lines bad records."""
         files = find_inputs([value], flag)
         reading = Reading((self.options.key_of(value),), self.options.text_documents, "--text-key")
         job = Job(self.tokenizer, self.vocab_size, reading, self.options.append_eod, self.prepare)
@@ -118,7 +118,7 @@ class TextData:
         """Return the dataset prefix of a source. Create the dataset if it does not exist.
 
         Args:
-            flag: Flag that names the data, for messages.
+            flag: Flag that the data was passed to. Error messages contain the flag.
             value: Path or URL of the data.
             job: Settings of tokenization.
             source_of: Function that returns the source, given a folder that may store digests of files.
@@ -203,8 +203,8 @@ class TextData:
 
 
 def _intact(target: Path) -> bool:
-    """Return True if a folder contains tokens that are unchanged since they were written. Log a warning if the tokens
-    have changed."""
+    """Return True if a folder contains tokens and the tokens have not changed since they were written. Log a warning if
+    the tokens have changed."""
     if not target.exists():
         return False
     if wrong := damage_of(target):

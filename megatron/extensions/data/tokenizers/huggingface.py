@@ -170,8 +170,9 @@ def tokenizer_inputs(config: TokenizerConfig) -> list[Path]:
 class HuggingFaceTokenizer(_OverTokenizers):
     """Tokenizer read from the tokenizer.json that `tokenizer_file` finds.
 
-    Special and added tokens are those that `read_special_tokens` returns. EOD is the EOS token. Text is encoded as the
-    file specifies, including special tokens. Only truncation, padding and random segmentation are disabled.
+    Special and added tokens are those that `read_special_tokens` returns. EOD is the EOS token. Texts are encoded
+    according to the file. Special tokens that occur in a text are recognized. Only truncation, padding and random
+    segmentation are disabled.
     """
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:

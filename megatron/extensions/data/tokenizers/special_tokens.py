@@ -79,7 +79,8 @@ def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
     """Read the special and added tokens of a folder. `tokenizer` is the `tokenizers.Tokenizer` of the folder's
     tokenizer.json.
 
-    Raises ValueError with the file name and key if a value is not a token.
+    Raises ValueError if a value in these files does not describe a token. The message contains the file name and the
+    key.
     """
     config = _Settings.of(folder)
     added: dict[int, AddedToken] = {}

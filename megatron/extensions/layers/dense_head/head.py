@@ -34,7 +34,7 @@ class PlainResidual(nn.Module):
 
 
 class DenseHead(nn.Module):
-    """Module that computes gelu(linear(norm(x))), the input of the norm before the output layer. The linear layer is
+    """Module that computes gelu(linear(norm(x))) between the last layer and the final norm. The linear layer is
     replicated on all tensor-parallel ranks."""
 
     def __init__(self, norm: str, config: TransformerConfig, ctx: TPContext) -> None:

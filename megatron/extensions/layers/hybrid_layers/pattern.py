@@ -88,9 +88,9 @@ def _together(parts: list[Sublayers]) -> Sublayers:
 
 
 def with_pattern(config: RunConfig) -> RunConfig:
-    """Return the configuration with the layers, multi-token prediction modules and stages of --hybrid-layer-pattern.
-    Stage borders are moved from the pattern to the pipeline layout flag, so that the pattern is the same under every
-    layout."""
+    """Return a copy of the configuration in which the number of layers, the number of multi-token prediction modules
+    and the pipeline stages are set from --hybrid-layer-pattern. Stage borders are moved from the pattern to the
+    pipeline layout flag, so that the pattern is the same under every layout."""
     model, text = config.model, config.options(HybridConfig).hybrid_layer_pattern
     if text is None:
         return config

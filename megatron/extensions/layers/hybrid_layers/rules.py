@@ -1,4 +1,4 @@
-"""Rules that several mixers share. This module does not import torch."""
+"""Configuration checks for use by several mixers. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def unless_aligned(
         c: Configuration.
         flag: Name of the flag that sets the number.
         value: Value of the flag; None if the flag is not set.
-        each: Number of rows or columns per unit of the number.
+        each: Number of rows or columns of the matrix for each unit of `value`, such as the channels per head.
         what: Description of the rows or columns.
         default: Number that applies if the flag is not set.
         cut: True if the number is divided over tensor-parallel ranks.

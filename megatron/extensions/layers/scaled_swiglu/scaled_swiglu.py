@@ -12,8 +12,8 @@ from megatron.extensions.layers.scaled_swiglu.flags import ScaledSwiGLUFlags
 
 
 class ScaledSwiGLU:
-    """Activation function silu(m gate) * n up, for --swiglu-multipliers m n, computed as SwiGLU of the scaled halves.
-    Only the scaled halves are saved for the backward pass."""
+    """Activation function silu(m gate) * n up, for --swiglu-multipliers m n. The function scales both halves of the
+    input, gate and up, and applies SwiGLU to them. Only the scaled halves are saved for the backward pass."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         self.of_gate, self.of_output = config.options(ScaledSwiGLUFlags).swiglu_multipliers or (1.0, 1.0)

@@ -4,8 +4,8 @@
 As in ZeRO-Offload (Ren et al., arXiv 2101.06840, section 4), gradients are copied to the host, the host updates states
 and parameters, and parameters are copied back. States never leave the host, so they need no pinned memory. Gradients
 and parameters pass through a few slots. While one chunk is updated, the gradients of the next chunk and the parameters
-of the previous chunk are copied, each direction on its own stream. Meanwhile, the device updates the states in its own
-memory.
+of the previous chunk are copied, each direction on its own stream. While the host works, the device updates the states
+that are in device memory.
 
 Unlike with ZeRO-Offload's delayed update, the update is complete when the step returns. The result equals the step of
 the same optimizer on the device, up to kernel rounding.

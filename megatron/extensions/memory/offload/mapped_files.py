@@ -1,8 +1,8 @@
 """Weights, gradients and states in memory-mapped files (--offload-weights-folder).
 
 Host memory then acts as a cache for the disk: the operating system reads and writes pages as they are used. A file is
-unlinked once it is mapped, so that the disk space is freed however the run ends. Space is reserved when a file is
-created. Otherwise, a process would be killed without a message if the disk later had no space for a page.
+unlinked as soon as it is mapped. The disk space is therefore freed even if the run crashes. Space is reserved when a
+file is created. Otherwise, a process would be killed without a message if the disk later had no space for a page.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAME = "--offload-weights-folder"
 
 
 class MappedFiles:
-    """Allocator of tensors in memory-mapped files of a folder."""
+    """Allocator of tensors. The tensors are stored in memory-mapped files in a folder."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder

@@ -21,10 +21,10 @@ def host_ranges(config: OptimizerConfig, owned: Mapping[BucketPlace, int]) -> di
     """Return, for each bucket, the ranges of a rank's elements whose states are in host memory. A range has at most
     `HOST_CHUNK` elements.
 
-    The ranges contain the fraction `config.host_fraction` of all elements, in whole blocks of `ALIGNMENT`. Buckets are
-    selected in the order of `owned`, which is the order in which the backward pass completes buckets. The parameters
-    that the next forward pass needs first are therefore updated on the device. At most one bucket has states both on
-    the device and on the host."""
+    The ranges contain the fraction `config.host_fraction` of all elements, in whole blocks of `ALIGNMENT`. The first
+    buckets of `owned` are placed on the host. `owned` lists buckets in the order in which the backward pass completes
+    them. Therefore, the last buckets, which contain the parameters that the next forward pass needs first, are updated
+    on the device. At most one bucket has states both on the device and on the host."""
     left = round(config.host_fraction * sum(owned.values()) / ALIGNMENT) * ALIGNMENT
     found = {}
     for place, numel in owned.items():

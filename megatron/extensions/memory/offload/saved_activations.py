@@ -6,8 +6,8 @@ The first layers of each stage are offloaded, because their activations are kept
 several layers that are recomputed together. While a part computes, the tensors that the part saves are copied to the
 host on a separate stream. The device tensors of a part are freed after the next part has been computed, so that the
 device holds the tensors of at most two parts. In the backward pass, the copies of a part are fetched while the backward
-pass of the following part computes. Fetched tensors are written to new device memory, which autograd frees as it would
-free the original tensors.
+pass of the following part computes. Fetched tensors are written to new device memory. Autograd frees this memory in the
+same way as the memory of the original tensors.
 
 Saved-tensor hooks intercept the tensors that autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). The following
 tensors stay on the device:
@@ -123,8 +123,8 @@ class ActivationOffload:
         return buffer, self.to_host.copy(x, buffer.memory[: len(x)])
 
     def fetch(self, buffer: HostBuffer, nbytes: int) -> Tensor:
-        """Start copying a buffer to new device memory. Return a uint8 tensor [bytes], whose contents are valid after
-        the event `buffer.read`."""
+        """Start copying a host buffer to newly allocated device memory. Return a uint8 tensor [bytes], whose contents
+        are valid after the event `buffer.read`."""
         into = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self.to_device.start_after()  # kernels launched so far may still use the memory for another tensor
         buffer.read = self.to_device.copy(buffer.memory[:nbytes], into)
@@ -175,7 +175,7 @@ def _fetch(parts: Iterable[Part]) -> None:
 
 
 class Part:
-    """Tensors that a part of a stage saved for one micro-batch."""
+    """Tensors that autograd saved for one micro-batch in one part of a pipeline stage."""
 
     def __init__(self, offload: ActivationOffload, stays: set[int]) -> None:
         self.offload, self.stays = offload, stays
@@ -237,8 +237,8 @@ class _View(NamedTuple):
 
 
 class _Moved:
-    """Storage of saved tensors that is copied to the host and back. A storage exists as long as the graph needs one of
-    its tensors. Afterwards, the storage's buffer is returned to the pool."""
+    """Tensor storage that is offloaded to the host and copied back for the backward pass. A storage exists as long as
+    the graph needs one of its tensors. Afterwards, the storage's buffer is returned to the pool."""
 
     def __init__(self, offload: ActivationOffload, original: Tensor) -> None:
         self.offload, self.nbytes = offload, len(original)

@@ -250,7 +250,7 @@ class StreamedUnits(UnitSharding):
         self.course.end()
         for bucket in self.buckets:
             bucket.settle_sum()
-        self.store.to_host.synchronize()  # the host reads the sums next
+        self.store.to_host.synchronize()  # the optimizer on the host reads the gradient sums next
         self.store.to_device.synchronize()  # and then writes the parameters
 
     def _acquire(self, unit: Unit) -> None:

@@ -35,7 +35,7 @@ def lightning(c: RunConfig, world_size: int) -> Iterator[Problem]:
     heads = "--num-attention-heads", c.model.num_attention_heads
     if divides(c.parallel.tensor_model_parallel_size, heads[1]):
         yield from unless_shared(c, *heads, "the heads of lightning attention")
-        if not c.model.attention_facts.grouped:  # with attention layers, another rule checks the heads
+        if not c.model.attention_facts.grouped:  # the rule of grouped attention already checks the heads
             yield from unless_aligned(c, *heads, c.model.head_dim, "channels of heads of lightning attention")
 
 

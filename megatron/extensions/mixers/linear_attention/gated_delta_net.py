@@ -5,11 +5,11 @@ applied to queries, keys and values, and queries and keys are normalized. The ga
 output is normalized, multiplied by the head's gate and projected to hidden states. Key heads, together with their value
 heads, are sharded over the tensor-parallel ranks.
 
-Under context parallelism, one all-to-all exchanges sequence shards for key heads, and a second all-to-all restores the
-sequence shards of the outputs. --cp-comm-type applies only to attention. Each rank convolves and scans whole sequences
-for its heads. Therefore convolution, documents, chunks and kernels work as in one process, and all ranks compute at the
-same time. If ranks instead sent the state from rank to rank, the state would have to cross every border between zig-zag
-shards, one after another.
+Under context parallelism, an all-to-all before the convolution converts from sequence shards of all heads to whole
+sequences of some key heads. A second all-to-all converts the outputs back to sequence shards. --cp-comm-type applies
+only to attention. Each rank convolves and scans whole sequences for its heads. Therefore convolution, documents, chunks
+and kernels work as in one process, and all ranks compute at the same time. If ranks instead sent the state from rank to
+rank, the state would have to cross every border between zig-zag shards, one after another.
 """
 
 from __future__ import annotations
@@ -62,12 +62,13 @@ class GatedDeltaNet(nn.Module):
     """Gated delta net: projection, convolution, gated delta rule, gated norm, output projection.
 
     in_proj is [key heads, channels, h], ordered by key head: all channels of the first key head come first. See
-    `linear_channels`. The backward pass recomputes the activations between the projections from the output of in_proj.
-    If a kernel computes the rule, activations are recomputed only with `--recompute-modules core_attn`."""
+    `linear_channels`. The backward pass starts from the saved output of in_proj, and recomputes all activations between
+    in_proj and the output projection. If a kernel computes the rule, activations are recomputed only with
+    `--recompute-modules core_attn`."""
 
     steps = 1
-    """Number of keys that each token writes. The gated delta rule processes this many rows per token; see
-    `in_steps`."""
+    """Number of key-value pairs that each token writes to the state. The gated delta rule processes one row per pair;
+    see `in_steps`."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -224,8 +225,8 @@ def delta_operands(
     """Compute the operands of the gated delta rule, with s * steps rows each, and the last inputs of the convolution.
 
     g = -exp(A_log) softplus(decay + dt_bias) is fp32 even if the other operands are 16-bit, because it is summed over
-    tokens. beta is at most `rows.strength`. If a token has several steps, the first step applies the decay, and the
-    last step reads the state.
+    tokens. beta is at most `rows.strength`. If each token writes several keys, the rule runs several rows per token. In
+    this case, the first row of a token applies the decay, and the last row reads the state.
 
     Args:
         inputs: [s, b, key heads, dk + steps (dk + dv per value head)], projected queries, keys and values.
@@ -233,7 +234,7 @@ def delta_operands(
         decay: [s, b, heads], projected decays; [s, b, heads, dk] for a decay per channel.
         weights: Parameters.
         rows: Shape and bounds of a token's rows.
-        number: [s, b], number of documents that have begun; None if there is only one document.
+        number: [s, b], number of documents that begin at or before each token; None if there is only one document.
         before: [taps - 1, b, key heads, ...], earlier inputs of the convolution; None for zeros.
     """
     (conv1d, dt_bias, a_log), steps = weights, rows.steps
@@ -280,8 +281,8 @@ def short_convolution(
     Args:
         x: [s, b, n, c], inputs.
         weight: [n, c, taps].
-        number: [s, b], number of documents that have begun, which is 0 for tokens that continue the document of
-            `before`; None if there is only one document. Tokens of other documents are replaced by zeros.
+        number: [s, b], number of documents that begin at or before each token; 0 for tokens that continue the document
+            of `before`; None if there is only one document. Tokens of other documents are replaced by zeros.
         before: [taps - 1, b, n, c], inputs before x; None for zeros.
 
     Returns:

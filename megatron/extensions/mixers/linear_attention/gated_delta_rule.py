@@ -106,8 +106,8 @@ def gated_delta_chunks(
         v: [s, b, heads, dv], values.
         g: [s, b, heads], logarithms of decays; [s, b, heads, dk] for a decay per channel.
         beta: [s, b, heads], write strengths.
-        number: [s, b], number of documents that have begun, which is 0 for tokens that continue the document of
-            `state`; None if there is only one document.
+        number: [s, b], number of documents that begin at or before each token; 0 for tokens that continue the document
+            of `state`; None if there is only one document.
         state: [b, heads, dk, dv], initial state; None for zeros.
         chunks: Division into chunks.
 
@@ -163,7 +163,7 @@ def in_chunks(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
         x: [s, b, n, d] or [s, b, n].
         dtype: Dtype of the result.
         chunk: Tokens per chunk.
-        groups: Number of groups into which dim n is divided.
+        groups: Number of groups into which the third dimension (n) of `x` is divided.
 
     Returns:
         A contiguous tensor [chunks, b, groups, n / groups, chunk, d or 1].
@@ -197,9 +197,9 @@ def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decayed(products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:
-    """Multiply the products P of tokens i and j [..., i, j] by the fraction of token j's write that remains at token i:
-    P_ij exp(G_i - G_j). The result is 0 for j > i and for tokens of different documents. `total` is G [..., i], as
-    `decays` returns it; `number` is the argument of `decays`."""
+    """Return P_ij exp(G_i - G_j) [..., i, j] for the products P of tokens i and j. The exponential is the fraction of
+    token j's write that remains at token i. The result is 0 for j > i and for tokens of different documents. `total` is
+    G [..., i], as `decays` returns it; `number` is the argument of `decays`."""
     out: Tensor = _Decayed.apply(products, total, number)
     return out
 
@@ -235,7 +235,7 @@ class _Decayed(torch.autograd.Function):
 
 
 BLOCK = 16
-"""Tokens per block within a chunk when each channel has its own decay."""
+"""Number of tokens per block. Chunks are divided into blocks if each channel has its own decay."""
 
 
 def channel_products(

@@ -24,7 +24,8 @@ GROUPS = "--mamba-num-groups"
 WIDTH = "--mamba-head-dim"
 TP, CP = "--tensor-model-parallel-size", "--context-parallel-size"
 EXPAND = 2
-"""Number of channels of all heads, as a multiple of the hidden size, if --mamba-num-heads is not given."""
+"""Ratio of the inner width (the channels of all heads) to the hidden size. The ratio is used if --mamba-num-heads is
+not given."""
 
 
 NAME = "mamba2"

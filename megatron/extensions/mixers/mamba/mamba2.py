@@ -205,7 +205,7 @@ def mamba_operands(
         dt_bias: [heads], bias of the step sizes.
         widths: Widths of x and B of a group, and of x of a head.
         min_step: Lower bound of step sizes.
-        number: [s, b], number of documents that have begun; None if there is only one document.
+        number: [s, b], number of documents that begin at or before each token; None if there is only one document.
         before: [taps - 1, b, groups, channels of x, B and C], earlier inputs of the convolution; None for zeros.
     """
     inputs, state, head = widths

@@ -86,8 +86,8 @@ def ssd_chunks(
         a: [heads], negative decay rates.
         B: [s, b, groups, n].
         C: [s, b, groups, n].
-        number: [s, b], number of documents that have begun, which is 0 for tokens that continue the document of
-            `state`; None if there is only one document.
+        number: [s, b], number of documents that begin at or before each token; 0 for tokens that continue the document
+            of `state`; None if there is only one document.
         state: [b, heads, n, p], initial state; None for zeros.
         chunks: Division into chunks.
 
@@ -113,7 +113,7 @@ def ssd_of_chunks(
 
     Args:
         operands: Operands that `operands_in_chunks` returns.
-        number: [s, b], number of documents that have begun; None if there is only one document.
+        number: [s, b], number of documents that begin at or before each token; None if there is only one document.
         state: [b, heads, n, p], initial state; None for zeros.
         hardware: Hardware settings.
         direct: [heads], factors of the inputs, which are added to y; None for no addition.

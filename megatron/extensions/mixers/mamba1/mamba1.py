@@ -109,9 +109,9 @@ class Mamba1(BetweenProjections):
     def _steps(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the step sizes of u [s, b, channels/(tp*cp)], in fp32 or wider, and B and C [s, b, states].
 
-        B, C and the low-rank step sizes are sums over all channels, and therefore over ranks. Each rank computes a part
-        of the gradients of these sums and of the norms. Context-parallel ranks sum the gradients of norms in the same
-        way as data-parallel ranks.
+        B, C and the low-rank step sizes are sums over all channels, and therefore over ranks. In the backward pass,
+        each rank computes only a partial gradient of B, C, the low-rank step sizes and the norm weights.
+        Context-parallel ranks sum the gradients of norms in the same way as data-parallel ranks.
         """
         sums = reduce_from(reduce_from(F.linear(u, self._own(self.x_proj, 1)), self.tp), self.cp)
         parts = copy_to(sums, self.cp).split(self.widths, dim=-1)

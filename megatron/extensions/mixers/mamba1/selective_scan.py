@@ -6,9 +6,10 @@ token's B and input x is added, and the state is read with the token's C:
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t         y_t = C_t . h_t
 
 The rates within a channel differ, so matrix products cannot compute the recurrence. Therefore, tokens are divided into
-chunks. The recurrence first runs in all chunks in parallel, starting from zero, and then from chunk to chunk. For s
-tokens, about 2 sqrt(s) sequential operations are needed. The backward pass recomputes the states, for a few channels at
-a time, and runs the adjoint recurrence from the last token to the first.
+chunks. The recurrence first runs in all chunks in parallel, with a zero state at the start of each chunk. A sequential
+pass over the chunks then adds the contribution of earlier chunks. For s tokens, about 2 sqrt(s) sequential operations
+are needed. The backward pass recomputes the states, for a few channels at a time, and runs the adjoint recurrence from
+the last token to the first.
 
 Shapes: x, dt [s, b, c]; a [c, n] < 0; B, C [s, b, n]; state [b, c, n]. 16-bit operands are computed in fp32.
 """
@@ -39,8 +40,8 @@ def selective_scan(
         a: [c, n], negative decay rates.
         B: [s, b, n].
         C: [s, b, n].
-        number: [s, b], number of documents that have begun, which is 0 for tokens that continue the document of
-            `state`; None if there is only one document.
+        number: [s, b], number of documents that begin at or before each token; 0 for tokens that continue the document
+            of `state`; None if there is only one document.
         state: [b, c, n], initial state; None for zeros.
 
     Returns:
@@ -106,7 +107,7 @@ class _SelectiveScan(torch.autograd.Function):
             own = grad_y[..., part, None] * C.unsqueeze(-2)
             own[-1] += grad_final[:, part]
             of_written = adjoint(decay, own)
-            read = (of_written @ B.unsqueeze(-1)).squeeze(-1)  # the gradient with respect to dt x
+            read = (of_written @ B.unsqueeze(-1)).squeeze(-1)  # the gradient of the product dt x
             of_decay = of_written * decay * torch.cat((state[:, part].unsqueeze(0), states[:-1]))
             of_x[..., part] = read * dt[..., part]
             of_dt[..., part] = read * x[..., part] + (of_decay * a[part]).sum(-1)

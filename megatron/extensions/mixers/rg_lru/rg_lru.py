@@ -7,9 +7,9 @@ recurrence:
     a_t = exp(-8 softplus(L) r_t)         h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
 
 At the first token of a document, the square root is replaced with 1. The product of h and the GeLU of the output gates
-is projected to hidden states. Blocks are sharded over the tensor-parallel ranks. Under context parallelism, one
-all-to-all exchanges sequence shards for blocks, and a second all-to-all restores the sequence shards of the outputs.
-The output gates are not exchanged.
+is projected to hidden states. Blocks are sharded over the tensor-parallel ranks. Under context parallelism, an
+all-to-all before the convolution converts from sequence shards of all blocks to whole sequences of some blocks. A
+second all-to-all converts the outputs back to sequence shards. The output gates are not exchanged.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class RgLru(BetweenProjections):
 def gated_inputs(
     u: Tensor, i: Tensor, r: Tensor, input_bias: Tensor, state_bias: Tensor, decay: Tensor, begins: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the factors by which the states decay, and the terms added to the states, both [s, b, c] in fp32 or wider.
+    """Return the decay factors of the states, and the terms that are added to the states. Both tensors have shape [s,
+    b, c] and are in fp32 or wider.
 
     Args:
         u: [s, b, c], inputs.

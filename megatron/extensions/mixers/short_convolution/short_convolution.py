@@ -1,12 +1,12 @@
 """Short convolution between two gates, as in LFM2 (arXiv 2511.23404).
 
-One projection produces gates B and C and inputs x of each channel. A depthwise causal convolution of a few taps is
-applied to B x. The convolution output, multiplied by C, is projected to hidden states. Channels are sharded over the
-tensor-parallel ranks.
+One projection produces gates B and C and inputs x of each channel. A depthwise causal convolution with a short kernel
+is applied to the elementwise product B x. The convolution output, multiplied by C, is projected to hidden states.
+Channels are sharded over the tensor-parallel ranks.
 
-Under context parallelism, one all-to-all exchanges sequence shards of B x for channels, and a second all-to-all
-restores the sequence shards of the outputs. Each rank convolves whole sequences for its channels. Neither gate is
-exchanged.
+Under context parallelism, an all-to-all converts B x from sequence shards of all channels to whole sequences of some
+channels. A second all-to-all converts the outputs back to sequence shards. Each rank convolves whole sequences for its
+channels. Neither gate is exchanged.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class BetweenProjections(nn.Module):
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
         """Return the input of the second projection. `mixed` [s/cp, b, features/tp] is the output of the first
-        projection. `number` [s, b] is the number of documents that have begun."""
+        projection. `number` [s, b] is the number of documents that begin at or before each token."""
         raise NotImplementedError
 
 
@@ -95,11 +95,11 @@ def convolved(
         x: [s, b, c], inputs.
         weight: [c, 1, taps].
         bias: [c]; None for no bias.
-        number: [s, b], number of documents that have begun; None if there is only one document.
+        number: [s, b], number of documents that begin at or before each token; None if there is only one document.
         before: [taps - 1, b, c], inputs before x; None for zeros.
 
     Returns:
-        The outputs [s, b, c], and the last inputs [taps - 1, b, c].
+        The outputs [s, b, c], and the inputs of the last taps - 1 tokens [taps - 1, b, c].
     """
     before = None if before is None else before.unsqueeze(-1)
     y, last = short_convolution(x.unsqueeze(-1), weight, number, before)

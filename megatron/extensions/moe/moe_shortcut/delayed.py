@@ -1,8 +1,8 @@
 """Residual stream of shortcut-connected experts (ScMoE, arXiv 2404.05019; LongCat-Flash).
 
-The stream [s, b, 2h] contains the hidden states and the output of the previous layer's experts. The expert output is
-added to the hidden states after the next MLP. Each token is computed independently, so no layout needs additional
-communication.
+The stream [s, b, 2h] contains the hidden states and the output of the previous layer's experts. The output of a layer's
+experts is added to the hidden states only after the MLP of the next layer. Each token is computed independently, so no
+layout needs additional communication.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class SpecialRouter(TopKRouter):
 
     @staticmethod
     def make_scores(config: TransformerConfig) -> Scores:
-        """Return the scores of sparsemixer routing."""
+        """Create the score function of SparseMixer routing."""
         return SparseMixerScores(before_choice=False, eps=config.options(RoutingFlags).moe_sparsemixer_eps)
 
     def logits_of(self, x: Tensor, context: BatchContext) -> Tensor:
@@ -110,9 +110,9 @@ def sinkhorn_bias(logits: Tensor, places: Tensor, sequence: Axis) -> Tensor:
 
     The rows (tokens) and columns (experts) of exp(logits) are scaled until all rows have equal sums and all columns
     have equal sums. Each token then chooses the experts with its k largest entries, so that experts receive about the
-    same number of tokens from each sequence (S-BASE, Clark et al., arXiv 2202.01169). The factor of a token does not
-    affect which experts the token chooses. The log factors of the experts, which act as biases of the logits, therefore
-    suffice.
+    same number of tokens from each sequence (S-BASE, Clark et al., arXiv 2202.01169). Sinkhorn scaling also multiplies
+    all entries of a token by one factor, which does not change the order of the token's entries. Therefore, only the
+    log factors of the experts are returned. They act as biases of the logits.
 
     Each sequence is scaled separately, over all ranks that have tokens of the sequence. The choice of experts therefore
     depends neither on the layout nor on the micro-batch size. `places` [s] contains the positions of the tokens in

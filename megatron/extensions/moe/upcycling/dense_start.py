@@ -75,8 +75,8 @@ class DenseWeights:
     """Weights of an MoE model, computed from the weights of a dense model.
 
     The outputs of a token's k experts are summed with weights that sum to the scaling factor s. If each MLP is divided
-    into G experts, the weights of each part sum to s / G. Therefore, the linear_fc2 weight of each expert is multiplied
-    by G / s, and the linear_fc2 bias by 1 / s.
+    along its width into G parts, the weights of a token's experts that are copies of the same part sum to s / G.
+    Therefore, the linear_fc2 weight of each expert is multiplied by G / s, and the linear_fc2 bias by 1 / s.
     """
 
     def __init__(self, source: Source, config: RunConfig) -> None:
@@ -108,7 +108,8 @@ class DenseWeights:
             raise ValueError(f"the dense model has no {name}")
 
     def _fill_experts(self, name: str, slices: Box, box: Tensor) -> None:
-        """Fill the expert weights of a layer. Expert e receives part e % G of the MLP's width."""
+        """Copy the weights of a dense MLP to the experts of the same layer. Expert e receives part e % G of the MLP's
+        width."""
         kind = name.partition(EXPERTS)[2]
         dense_name = name.replace(EXPERTS, ".mlp.")
         if name.startswith(MULTI_TOKEN) and dense_name not in self.source.metas:
@@ -125,7 +126,8 @@ class DenseWeights:
             own.copy_(part[slices[1:]] * self.factors.get(kind, 1.0) + started)
 
     def _router_of_parts(self, meta: ParamMeta) -> Tensor:
-        """Return initial values of the router. All parts of an MLP have the same values as the first part."""
+        """Return initial router weights. If each MLP is divided into several experts, the experts that together form
+        one copy of the MLP have the same router weights."""
         whole = torch.empty(meta.global_shape)
         whole.meta = meta  # type: ignore[attr-defined]
         initialize_parameters_([whole], self.seed, ParallelState().coords)

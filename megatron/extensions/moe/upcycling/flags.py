@@ -73,8 +73,9 @@ def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
 
 
 def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
-    """Yield the settings under which copies of an MLP would not have the same outputs as the MLP. A setting consists of
-    the flag, its value, True if the setting applies, and the effect on the outputs of experts."""
+    """Yield the settings that may change the model's output when an MLP is replaced by experts that are copies of the
+    MLP. A setting consists of the flag, its value, True if the setting applies, and the effect on the outputs of
+    experts."""
     m, scores = config.model, config.model.moe_router_scores
     unequal = "the weights of a token's experts do not sum to a constant"
     own = scores in ("sigmoid", "sqrtsoftplus")

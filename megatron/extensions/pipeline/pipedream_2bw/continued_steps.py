@@ -106,7 +106,8 @@ class ContinuedStep(TrainStep):
     """Training step whose passes may begin during the previous step."""
 
     begun: StepInput | None = None
-    """Inputs of the next step, if passes of that step have begun."""
+    """Inputs of the next step, whose first passes overlap with the current step. None if the next step does not
+    overlap."""
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
@@ -117,8 +118,8 @@ class ContinuedStep(TrainStep):
             run.say(" weights before the last update are not loaded: both versions start from the newest weights")
 
     def inputs(self, step: Step) -> StepInput:
-        """Return the inputs of this step, and read the inputs of the next step. If passes of this step already began,
-        return the inputs that those passes used."""
+        """Return the inputs of this step, and read the inputs of the next step. If some passes of this step already ran
+        during the previous step, return the inputs of those passes."""
         given = self._read(step)
         self.begun = None if is_read(self.run, step) else self._following(step)
         return given

@@ -59,7 +59,8 @@ def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
 
 
 def _with_validate(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
-    """Insert VALIDATE before the first pass of any micro-batch with number `microbatches` or higher."""
+    """Insert VALIDATE before the first forward pass of the next step. Micro-batches of the next step have numbers from
+    `microbatches` upwards."""
     first = next((i for i, a in enumerate(actions) if a.kind is Kind.F and a.microbatch >= microbatches), None)
     if first is None:
         return tuple(actions)

@@ -10,9 +10,10 @@ paper, clipping is exact, because gradients are kept until the norm over all sta
 norm. Each rank performs the update of step t before its first pass of step t+2 (VALIDATE). Until then, the passes of
 step t+1 continue.
 
-Each parameter has two memory locations. The newest version is in the parameter buffers, which are gathered and saved.
-An update writes to the other location after all passes that use that location have ended. The two locations are then
-swapped. Tensors that a forward pass saved for its backward pass therefore stay in place."""
+Each parameter has two memory locations, one for each of its two versions. The newest version is in the parameter
+buffers, which are gathered and saved. The other location contains the previous version. An update overwrites the
+previous version once all passes that use it have ended. The locations then swap roles, and no version is copied.
+Therefore, weights that a forward pass saved for its backward pass remain valid."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ class LateOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def end_update(self) -> None:
-        """Perform the update of the last step, if it is still pending, and use the newest weights."""
+        """Perform the update of the last step if this update is still pending. Afterwards, forward passes use the
+        newest weights."""
         if self._waiting is not None:
             (update, result, norm), self._waiting = self._waiting, None
             verdict = self.verdict(update, norm.wait(), result)

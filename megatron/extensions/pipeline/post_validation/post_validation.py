@@ -126,8 +126,9 @@ class PostValidatedOptimizer(DistributedOptimizer):
         self.scaler.update(False)
 
     def likely_to_stand(self) -> bool:
-        """Return True if the previous step was neither clipped nor skipped. After a clipped or skipped step, this step
-        may be clipped or skipped, too, and waiting for the norm costs less than rolling back."""
+        """Return True if the previous step was neither clipped nor skipped. Clipped or skipped steps often follow one
+        another. In this case, the caller should wait for the norm, because waiting costs less than rolling back an
+        update."""
         last, largest = self._last, self.config.clip_grad
         return last is None or not (last.skipped or (largest > 0 and last.grad_norm > largest))
 
@@ -157,7 +158,8 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
 class StaleForwards(Exception):
     """Raised if parameters have changed since the forward passes of an action list. The caller must run the list again
-    from the start. Either all ranks or no ranks raise this exception, and no message is in flight at that time."""
+    from the start. If one rank raises this exception, all ranks raise it. No pipeline message is in flight at this
+    point of the list."""
 
 
 class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
@@ -170,7 +172,7 @@ class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
         if action.kind is not Kind.VALIDATE:
             super().handle(action)
         elif self.validate():
-            self.drop()  # no message crosses VALIDATE
+            self.drop()  # a message sent before VALIDATE is also received before it
             raise StaleForwards
 
 

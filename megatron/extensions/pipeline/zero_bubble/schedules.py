@@ -20,7 +20,8 @@ def zb_h1(p: int, m: int) -> Schedule:
     """Return ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B with weight gradients delayed until a rank would be idle.
 
     Every rank keeps activations of up to p microbatches. In 1F1B, only the first rank keeps this many, and later ranks
-    keep fewer. The bubble is (p - 1)(F + I - W).
+    keep fewer. The bubble is (p - 1)(F + I - W), where F, I and W are the durations of a forward pass, of an input
+    gradient pass and of a weight gradient pass.
     """
     return _zero_bubble(p, m, 1)
 

@@ -29,7 +29,7 @@ seconds."""
 
 
 class ChatTemplate:
-    """Chat template with the special tokens that it may use."""
+    """Compiled chat template, with the special tokens that the template can refer to by name."""
 
     def __init__(self, source: str, tokens: Mapping[str, str], origin: str) -> None:
         """Compile the template `source`, which error messages call `origin`. Raises ValueError if the text is not a
@@ -114,8 +114,8 @@ def chat_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def checked_messages(messages: object) -> Sequence[Message]:
-    """Return the chat messages of a request after checking them. Raises ValueError unless `messages` is a list of
-    messages with roles and contents."""
+    """Check the chat messages of a request, and return them. Raises ValueError unless `messages` is a list of messages
+    with roles and contents."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError('messages must be a list of {"role": ..., "content": ...}, at least one')
     for number, message in enumerate(messages):

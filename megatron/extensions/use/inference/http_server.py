@@ -216,8 +216,8 @@ class ApiServer:
     async def _progress(
         self, request: Request, call: Call, job: Job, events: asyncio.Queue[Progress]
     ) -> AsyncIterator[Progress]:
-        """Yield progress until every text is complete. Raises ApiError if a text fails, ClientDisconnect if the client
-        disconnected."""
+        """Yield the progress of the texts until all of them are complete. Raises ApiError if a text fails, and
+        ClientDisconnect if the client disconnects."""
         gone, open_texts = asyncio.ensure_future(request.receive()), len(call.requests)
         try:
             while open_texts:

@@ -35,7 +35,7 @@ class Fields:
         """Errors in the JSON object, as (field, error) pairs."""
 
     def only(self, known: Collection[str]) -> None:
-        """Report every field that is not in `known` as an error. Only the first `NAMED` fields are named, because a
+        """Report an error for every field that is not in `known`. Only the first `NAMED` fields are named, because a
         search for similar names takes time."""
         known = frozenset(known)
         wrong = [name for name in self.body if name not in known]

@@ -1,4 +1,4 @@
-"""OpenAI API for completions and chat completions: conversion of JSON requests to `Request`s, and of generations to
+"""OpenAI API for completions and chat completions. This module converts JSON requests to `Request`s, and generations to
 JSON.
 
 https://platform.openai.com/docs/api-reference/completions and .../chat. Like other servers, this API also supports

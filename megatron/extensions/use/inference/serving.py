@@ -43,8 +43,8 @@ class Busy(Exception):
 
 
 class EngineLoop:
-    """Engine loop that submits jobs of other threads, steps the engine, and sends back the results. `run` runs in the
-    main thread until `stop` is called. Active requests then have `grace` seconds to complete.
+    """Loop that runs the engine in the main thread. Other threads submit jobs, and the loop sends the results back to
+    them. `stop` ends the loop, after which active requests have `grace` seconds to complete before `run` returns.
     """
 
     def __init__(self, engine: Engine, most_waiting: int, grace: float = 5.0) -> None:
@@ -57,7 +57,7 @@ class EngineLoop:
         """Number of requested texts that are not complete."""
         self.stopping = threading.Event()
         self.failure: str | None = None
-        """Reason why the engine ended; None while it runs."""
+        """Reason why the engine failed; None if it has not failed."""
 
     def submit(self, requests: Sequence[Request], seconds: float, tell: Callable[[Progress], object]) -> Job:
         """Submit a job. This method may be called from any thread.
@@ -120,7 +120,7 @@ class EngineLoop:
 
     def _take(self, seconds: float) -> bool:
         """Execute the calls of other threads, waiting up to `seconds` for the first call. Return False if no call
-        arrived."""
+        arrived in this time."""
         taken = False
         while True:
             try:

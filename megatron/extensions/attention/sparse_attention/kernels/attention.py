@@ -1,9 +1,9 @@
 """Attention to selected keys with Triton kernels, which replace `attend_to_selected` and
 `selected_attention_gradients`.
 
-All keys are concatenated into one tensor. Each query has one list of indices into this tensor: the concatenation of the
-query's lists for all key sets. Keys that are attended to without selection, such as the keys of a window, are also
-listed. An index of -1 marks an unused entry.
+The keys of all key sets are concatenated into one tensor. For each query, the indices of the keys that the query
+selected in each key set are also concatenated into one list. Keys that are attended to without selection, such as the
+keys of a window, are also listed. An index of -1 marks an unused entry.
 
 Gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass, in a
 fixed order. The second pass is used in deterministic runs, and on GPUs without vectorized atomic additions (all except
@@ -130,13 +130,13 @@ def gradients(
 
 
 def weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
-    """Implement `attended_weights` for selected keys with a Triton kernel, with the same arguments."""
+    """Triton implementation of `attended_weights` for selected keys. The arguments are the same."""
     assert rows.picked is not None and lse is not None
     return listed_weights(q, rows.all_keys.contiguous(), rows.picked.to(torch.int32).contiguous(), lse, scale)
 
 
 def listed_weights(q: Tensor, k: Tensor, places: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """Return the attention weights of the listed keys, summed over heads [n, b, count].
+    """Return the attention weights [n, b, count] of the listed keys. The weights are summed over heads.
 
     Args:
         q: [n, b, h, w], queries.
@@ -145,7 +145,7 @@ def listed_weights(q: Tensor, k: Tensor, places: Tensor, lse: Tensor, scale: flo
         lse: [n, b, h], log-sum-exps of the scores of all attended keys and sinks.
         scale: Factor of the scores.
     """
-    # This kernel treats value channels and other channels alike.
+    # The kernel does not read values, so any division of the channels is correct.
     return _weights(_dense(q), k, places, lse.contiguous(), scale, min(q.shape[-1], WIDEST_VALUES))
 
 
@@ -218,8 +218,8 @@ BLOCK_OF_KEYS, SLICE = 128, 192
 """Numbers assumed in plans: keys and channels per program of the second pass."""
 
 MOST_BYTES = 2**28
-"""Largest size in bytes of the weights and score gradients that are stored for the second pass of one chunk of
-queries."""
+"""Maximum number of bytes of weights and score gradients that are stored for the second pass. Queries are processed in
+chunks that stay below this limit."""
 
 
 def pairs_of(seen: Sequence[Keys], samples: int) -> tuple[float, float]:
@@ -296,18 +296,18 @@ def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, s
 def planned_weights(
     launches: Gathers, q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None
 ) -> Tensor:
-    """Allocate the tensors of `weights` and record its kernel in `launches`, for a plan. All other arguments are the
-    same as for `weights`."""
+    """Plan a call of `weights`: allocate its tensors and record its kernel in `launches`. The other arguments are the
+    arguments of `weights`."""
     if rows.picked is None or lse is None or not fits(q, min(q.shape[-1], WIDEST_VALUES)):
         return unwrap(attended_weights)(q, rows, scale, beside, lse)
     return planned_listed_weights(launches, q, rows.picked, rows.picked.numel())
 
 
 def planned_listed_weights(launches: Gathers, q: Tensor, places: Tensor, pairs: float) -> Tensor:
-    """Allocate the tensors of `listed_weights` and record its kernel, for a plan.
+    """Plan a call of `listed_weights`: allocate its tensors and record its kernel.
 
     Args:
-        launches: Records of kernels.
+        launches: Recorder of kernel launches.
         q: [n, b, h, w], queries.
         places: [n, b, count], indices of keys.
         pairs: Number of (query, key) pairs.

@@ -144,9 +144,9 @@ def selected_backward(
     BLOCKS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """Compute dq [n, b, heads, w] of attention to listed keys. The gradients of keys are added to `dk` [s, b, w]. If
-    `dk` is None, the weights of listed keys and the gradients of their scores [n, b, count, heads] are stored in `kept`
-    instead. `delta` [n, b, heads] is the sum of grad * out over channels."""
+    """Compute dq [n, b, heads, w], the query gradients of attention to the listed keys. The gradients of keys are added
+    to `dk` [s, b, w]. If `dk` is None, the weights of listed keys and the gradients of their scores [n, b, count,
+    heads] are stored in `kept` instead. `delta` [n, b, heads] is the sum of grad * out over channels."""
     samples, heads, count = sizes
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]

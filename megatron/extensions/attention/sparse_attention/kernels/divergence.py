@@ -1,8 +1,8 @@
 """Triton kernels that compute the indexer loss over selected keys and the gradients of this loss. They replace
 `divergence`.
 
-Each query is multiplied by its selected keys only. Plain PyTorch stores the products of all indexer heads and all keys
-for a chunk of queries.
+Each query is multiplied by its selected keys only. The plain PyTorch implementation multiplies a chunk of queries by
+all keys, and stores the products of all indexer heads.
 
 Gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed by a second kernel, in a
 fixed order. For the second kernel, the score gradients of a chunk of queries are stored, [rows, b, keys] in fp32.
@@ -35,8 +35,8 @@ MOST_HEADS = 64
 """Largest number of indexer heads per program."""
 
 SLOW_ADDITIONS = 150
-"""Matrix product FLOPs that take an H200 as long as one byte of fp32 atomic additions. Both rates are assumptions from
-`plan/planner/devices/h200.yaml`, not measurements."""
+"""Matrix product FLOPs that take an H200 as long as one byte of fp32 atomic additions. The FLOP rate and the rate of
+atomic additions are assumptions from `plan/planner/devices/h200.yaml`, not measurements."""
 
 
 def fits(index: Index, loss: Loss) -> bool:
@@ -112,9 +112,9 @@ _gradients = gpu_operator(
     _fake_gradients,
     __package__,
 )
-"""Divergences [n, b] of queries, and gradients of q, of the weights, and of the first `keys` keys in k. Key gradients
-are fp32. `attended` [n, b, count] contains the attention weights of the listed keys, summed over heads. If `adds` is
-True, the gradients of keys are accumulated by atomic additions."""
+"""Operator that returns the divergences [n, b] of queries, the gradients of `q` and of `weights`, and the gradients of
+the first `keys` rows of `k`. Key gradients are fp32. `attended` [n, b, count] contains the attention weights of the
+listed keys, summed over heads. If `adds` is True, the gradients of keys are accumulated by atomic additions."""
 
 
 def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tensor, Index]:

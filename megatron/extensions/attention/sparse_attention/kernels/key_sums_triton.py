@@ -122,8 +122,8 @@ class Readers(NamedTuple):
 
 
 def readers_of(picked: Tensor, s: int, block: int) -> Readers:
-    """Return the queries that list each block of keys, without synchronizing with the device. picked [n, b, count]
-    contains indices of s keys, or -1."""
+    """Find the queries that list at least one key of each block of keys. This function does not synchronize with the
+    device. `picked` [n, b, count] contains indices of s keys, or -1."""
     n, b, count = picked.shape
     blocks = triton.cdiv(s, block)
     places = torch.full((n, b, blocks * block + 1), -1, dtype=torch.int32, device=picked.device)

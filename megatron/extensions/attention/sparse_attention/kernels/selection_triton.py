@@ -63,7 +63,8 @@ def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, P
 
     scores [n, b, keys], and the first and last key [n, 1 or b] that a query may attend to -> out [n, b, topk]. If a
     query may attend to fewer than topk keys, the list is padded with -1. Each existing key after the last allowed key
-    adds one padding entry at the end, until the list is full. The remaining padding is at the start.
+    adds one padding entry at the end, until the list is full. If more padding is needed, it is at the start of the
+    list.
     """
     samples, count, topk = sizes
     row, sample = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)

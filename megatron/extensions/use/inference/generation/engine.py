@@ -101,8 +101,8 @@ class Generation:
 
     finish_reason: str | None = None
     """Reason for the end of the text: "stop" (a stop string or a token of `stop_ids`), "eos" (a token of `eos_ids`),
-    "length" (`max_new_tokens` or the model's maximum length), "cancelled", or "error". None while tokens are still
-    generated."""
+    "length" (`max_new_tokens` or the model's maximum length), "cancelled", or "error". The value is None until
+    generation ends."""
 
     error: str | None = None
     """Error that prevented or ended the text."""
@@ -117,7 +117,7 @@ class Engine:
 
     At most `rows` texts are generated at the same time. A waiting request receives the first row that becomes free. A
     forward pass reads at most `prefill_tokens` prompt tokens, including padding, unless it reads only one prompt.
-    `detokenize` is required for text and stop strings.
+    `detokenize` is needed to return text or to support stop strings.
     """
 
     def __init__(
@@ -326,14 +326,14 @@ def _next_tokens(sampling: Sampling, rows: Sequence[Generation], logits: Tensor)
 
 
 def logprob_of(token: int, found: Sequence[float]) -> Logprob:
-    """Convert a row that `token_logprobs` returns."""
+    """Convert a row of the tensor that `token_logprobs` returns to a `Logprob` of `token`."""
     count = len(found) // 2
     best = zip(map(int, found[1 : 1 + count]), found[1 + count :], strict=True)
     return Logprob(token, found[0], tuple(best))
 
 
 def eos_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the tokens with which the model ends a text."""
+    """Return the ids of the tokens that end a generated text."""
     return frozenset(token for token in (tokenizer.eod, tokenizer.eos) if token is not None)
 
 

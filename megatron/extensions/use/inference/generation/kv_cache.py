@@ -21,7 +21,7 @@ GROWTH = 64
 
 class KeyValueCache:
     """Cache of a model: keys and values by layer, or the latents from which keys and values are projected, and the
-    states of linear attention layers. Memory use grows with the number and the length of texts."""
+    states of linear attention layers. Memory use grows with the number of texts and with their lengths."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -32,9 +32,9 @@ class KeyValueCache:
     def extend(
         self, counts: Sequence[int], device: torch.device, first: int | None = None, multiple: int = 1
     ) -> Cached:
-        """Begin a forward pass over counts[i] new tokens of row first + i. By default, the pass covers all rows. If the
-        pass needs more rows than the cache has, rows are added. The tokens are padded to the largest count, rounded up
-        to a multiple of `multiple`."""
+        """Begin a forward pass over counts[i] new tokens of row first + i. If `first` is None, the pass starts at row
+        0. If the pass needs more rows than the cache has, rows are added. The tokens are padded to the largest count,
+        rounded up to a multiple of `multiple`."""
         first = 0 if first is None else first
         assert first <= len(self.lengths), f"row {first} of {len(self.lengths)}"
         self.lengths += [0] * (first + len(counts) - len(self.lengths))

@@ -155,7 +155,7 @@ class StageRunner:
         return Outputs(logits, prompt)
 
     def _to_leader(self, found: Outputs | None, rows: int, counts: list[int], step: Pass) -> Outputs | None:
-        """Send the outputs from one rank of the last stage to the leader."""
+        """Send the outputs of a pass from one rank of the last pipeline stage to the leader rank."""
         mine = self.control.ranks[self.control.rank]
         if self.leads and self.source == mine:
             return found

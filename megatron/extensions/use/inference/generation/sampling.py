@@ -1,4 +1,4 @@
-"""Sampling of the next token from its logits."""
+"""Sampling of the next token from the model's logits."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Sampling:
     """Choose from tokens with at least this fraction of the probability of the most likely token (arXiv:2407.01082)."""
 
     repetition_penalty: float = 1.0
-    """Repetition penalty for tokens in the prompt or the new text: positive logits are divided by this factor, and
-    negative logits are multiplied by it (CTRL, arXiv:1909.05858, section 4.1)."""
+    """Repetition penalty for tokens that already occur in the prompt or in the new text. Their positive logits are
+    divided by this factor, and their negative logits are multiplied by it (CTRL, arXiv:1909.05858, section 4.1)."""
 
     def __post_init__(self) -> None:
         problems = []

@@ -37,7 +37,7 @@ class TextStream:
         return self._released(self._taken(final=False), final=False)
 
     def finish(self) -> str:
-        """Return all text that was held back."""
+        """End the text, and return the rest of the text that `add` has not returned yet."""
         if self.stopped:
             return ""
         return self._released(self._taken(final=True), final=True)
