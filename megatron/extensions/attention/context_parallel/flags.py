@@ -1,4 +1,5 @@
-"""Registration and rules of the additional context parallelism methods. This module does not import torch."""
+"""Registration and rules of the context-parallel communication methods other than the default. This module does not
+import torch."""
 
 from __future__ import annotations
 

@@ -171,7 +171,8 @@ class MultiLatentAttention(nn.Module):
         return self.linear_proj(self.gated(out, gate, "sigmoid"))
 
     def logit_rows(self) -> tuple[HeadRows, ...]:
-        """Return the kinds of rows in the up-projection weights. All heads share the rotary key."""
+        """Return the row kinds of the up-projection weights. The rotary key has no rows there, because all heads share
+        it."""
         of_q = (RowKind.QUERY, self.key_width), (RowKind.QUERY_OF_SHARED_KEY, self.rotary_width)
         of_kv = (RowKind.KEY, self.key_width), (RowKind.OTHER, self.value_width)
         return HeadRows(self.linear_q, 1, of_q), HeadRows(self.linear_kv_up, 1, of_kv)

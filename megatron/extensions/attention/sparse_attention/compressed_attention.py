@@ -2,10 +2,10 @@
 
 A query attends to the last tokens of its document, and to compressed keys, each of which is computed from several
 consecutive tokens. With a ratio of 4, each compressed key covers two windows of 4 tokens, and an indexer selects the
-keys that a query attends to. With a larger ratio, a query attends to all compressed keys. One key, which is also the
-value, serves all heads. The last channels of a key are rotated by the key's position. The position of a compressed key
-is the position of the first token that the key is computed from. Outputs are rotated back by the query's position. The
-formulas match Hugging Face's implementation of DeepSeek-V4.
+keys that a query attends to. If the compression ratio is larger than 4, a query attends to all compressed keys without
+a selection. One key, which is also the value, serves all heads. The last channels of a key are rotated by the key's
+position. The position of a compressed key is the position of the first token that the key is computed from. Outputs are
+rotated back by the query's position. The formulas match Hugging Face's implementation of DeepSeek-V4.
 
 Every tensor-parallel rank computes all keys and its own heads. Context-parallel ranks gather the keys and the inputs of
 the compressed keys. No compressed key spans two documents.

@@ -221,7 +221,7 @@ def attended_weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None,
         rows: Queries and keys.
         scale: Factor of the scores.
         beside: [rows, b, h], log-sum-exps of the scores of all other attended keys and sinks; None if there are none.
-        lse: [rows, b, h], log-sum-exps of all scores and sinks, if known. Only kernels use these log-sum-exps.
+        lse: [rows, b, h], log-sum-exps of all scores and sinks, if known. Only the Triton implementation uses `lse`.
     """
     scores = rows.scores(scale)
     total = scores.logsumexp(-1)

@@ -33,8 +33,8 @@ TILE = 64 * 64
 """Fixed cost of a tile, as the number of query-key pairs that a kernel computes in the same time."""
 
 EQUAL = 1.02
-"""Divisions whose time is within this factor of the lowest time are considered equal. Among equal divisions, the
-division that sends the fewest keys is used."""
+"""Divisions whose time is within this factor of the lowest time are considered equal. Among the divisions that are
+considered equal, the division that sends the fewest keys is used."""
 
 CHUNKS = (1, 2, 4, 8)
 """Numbers of chunk pairs per rank to evaluate when chunks of the sample are assigned by work."""
@@ -246,8 +246,8 @@ class _Deal:
 
 
 def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]:
-    """Return a mask [seq_length]. An element is True if the document at this position is divided between ranks in at
-    least one sample."""
+    """Return a mask [seq_length]. The element of a position is True if, in at least one sample, the document at this
+    position is divided between ranks."""
     found = np.zeros(len(owners), bool)
     for starts in documents:
         begins = np.asarray(starts, np.int64)

@@ -33,9 +33,9 @@ def pairs_of(counts: Sequence[int], seq_length: int) -> int:
 def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
     """Divide items into groups of equal size and approximately equal work; return the item numbers, [groups, size].
 
-    Items are assigned in descending order of work, each to the group with the least work among the groups that are not
-    full. Afterwards, items of the group with the most work are swapped with items of other groups while a swap reduces
-    the larger sum."""
+    Items are assigned to groups in descending order of work. Each item is assigned to the group with the least work so
+    far that contains fewer than `size` items. Afterwards, items of the group with the most work are swapped with items
+    of other groups while a swap reduces the larger sum."""
     size = len(works) // groups
     assert size * groups == len(works)
     members: list[list[int]] = [[] for _ in range(groups)]

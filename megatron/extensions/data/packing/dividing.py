@@ -1,4 +1,5 @@
-"""Division of training samples over context-parallel ranks by their documents, with statistics of the work balance."""
+"""Division of training samples between context-parallel ranks. The division depends on the documents in the samples.
+This module also logs the work balance."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class Divider:
         return among_neighbours(found, self.inner)
 
     def divided(self, documents: Documents, seq_length: int, groups: int) -> Shards:
-        """Return the division over groups of ranks."""
+        """Divide samples with these documents between groups of ranks, and return one shard per group."""
         if self.hybrid:
             return hybrid_shards(documents, seq_length, groups, self.longest)
         return balanced_shards(documents, seq_length, groups)
@@ -76,7 +77,7 @@ def among_neighbours(shards: Shards, inner: int) -> Shards:
 
 
 def equal_parts(spans: Spans, parts: int) -> Iterator[Spans]:
-    """Divide ascending positions into parts of equal size."""
+    """Divide the positions in `spans`, which are in ascending order, into consecutive parts of equal size."""
     size = sum(map(len, spans)) // parts
     rows = list(chain.from_iterable(spans))
     for part in range(parts):

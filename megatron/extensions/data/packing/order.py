@@ -67,8 +67,8 @@ class Rounds:
 
         Args:
             lengths: Lengths of all documents of the data set.
-            documents: Documents to use.
-            seq_length: Tokens per sample, without the last label.
+            documents: Range of the documents to use.
+            seq_length: Number of input tokens per sample. The label of the last token is not counted.
             window: Largest number of documents per window.
         """
         tokens = int(lengths[documents.start : documents.stop].sum(dtype=np.int64))
@@ -82,7 +82,7 @@ def round_of(lengths: NDArray, rounds: Rounds, seq_length: int, seed: int, numbe
     Args:
         lengths: Lengths of all documents of the data set.
         rounds: Rounds of the data set, which may use only some of its documents.
-        seq_length: Tokens per sample, without the last label.
+        seq_length: Number of input tokens per sample. The label of the last token is not counted.
         seed: Seed of the order.
         number: Number of the round.
     """

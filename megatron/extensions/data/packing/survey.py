@@ -31,8 +31,8 @@ def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int
     Args:
         options: Packing options.
         lengths: Document lengths; None if the documents are not tokenized yet.
-        seq_length: Tokens per sample, without the last label.
-        step: Shape of a step; None if it is unknown.
+        seq_length: Number of input tokens per sample. The label of the last token is not counted.
+        step: Number of samples, number of replicas, and micro-batch size of a step; None if they are unknown.
     """
     if lengths is None:
         return "best-fit packing: the share of padding is unknown until the documents are tokenized"
@@ -63,8 +63,8 @@ def context_imbalances(
 
     Args:
         packed: Samples.
-        seq_length: Tokens per sample, without the last label.
-        step: Shape of a step.
+        seq_length: Number of input tokens per sample. The label of the last token is not counted.
+        step: Number of samples, number of replicas, and micro-batch size of a step.
         divider: Division of micro-batches.
         most: Largest number of micro-batches to evaluate.
     """
@@ -101,8 +101,8 @@ def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None =
 
     Args:
         packed: Samples.
-        seq_length: Tokens per sample, without the last label.
-        step: Shape of a step.
+        seq_length: Number of input tokens per sample. The label of the last token is not counted.
+        step: Number of samples, number of replicas, and micro-batch size of a step.
         most: Largest number of steps to evaluate; None for all.
     """
     steps = len(packed.ends) // step.samples

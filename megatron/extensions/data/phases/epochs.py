@@ -67,7 +67,7 @@ class Epochs:
         return self._tokens / self.sizes
 
     def ended(self, consumed_samples: int) -> Iterator[str]:
-        """Yield a line for each source that completed an epoch since the last call."""
+        """Yield a log line for each data source that has completed an epoch since the last call."""
         before, now = self._tokens // self.sizes, self.at(consumed_samples)
         for name, earlier, epochs in zip(self.names, before.tolist(), now.tolist(), strict=True):
             if int(epochs) > earlier:

@@ -58,7 +58,7 @@ FIELDS = (*DATA, *SIZES, *POSITIONS, *LR_SHAPE, *LR_LENGTHS)
 
 @dataclass(frozen=True)
 class PhaseEntry:
-    """One phase of the file."""
+    """Entry of the phase file, which defines one training phase."""
 
     where: str
     """Location of the phase in the file, for messages."""

@@ -34,7 +34,7 @@ class PhasedDataset(SampleOrder):
         return self.parts[phase], index - self.zeros[phase]
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
-        """Return the source numbers of samples. The source numbers are the same in all phases."""
+        """Return the number of the data source of each sample. A source has the same number in all phases."""
         stops = [*self.firsts[1:], self.samples]
         found = [
             sources_of(part, range(max(samples.start, first) - zero, min(samples.stop, stop) - zero))

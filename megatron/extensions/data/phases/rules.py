@@ -49,8 +49,8 @@ def findings(
 
 
 def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
-    """Return the configuration without phases, for the rules that check flags. If the flags name no data, the
-    configuration uses the data of the first phase."""
+    """Return the configuration of the same run without phases, so that the rules for flags can check it. If the flags
+    name no data, the configuration uses the data of the first phase."""
     data = config.data
     if data.dataset == "gpt" and not (data.data_path or data.per_split or listed(config)):
         data = replace(data, data_path=first.config.data.data_path)
@@ -58,7 +58,7 @@ def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
 
 
 def _judged(phase: FilePhase) -> RunConfig:
-    """Return the configuration of the phase as a separate run, for the rules that check flags."""
+    """Return a configuration in which the phase is a separate run, so that the rules for flags can check it."""
     plain = with_named(phase.config, {**NO_LENGTHS, "lr_decay_style": "constant"}).optimizer
     training = replace(phase.config.training, train_samples=phase.samples, train_iters=None, train_tokens=None)
     return replace(phase.config, optimizer=phase.optimizer or plain, training=training)

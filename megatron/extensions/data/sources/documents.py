@@ -17,7 +17,8 @@ from megatron.core.dist_checkpointing.file_storage import UrlPath, located, stor
 from megatron.extensions.data.text_data.inputs import TextFile, files_below
 
 Value = str | bytes | NDArray | ValueError
-"""A text, token ids [n], or the error of a record."""
+"""Content of a record: its text (str or bytes), its token ids [n], or the ValueError that describes why the record is
+invalid."""
 
 DEFAULT_KEY = "text"
 TOKEN_KEYS = ("input_ids", "tokens")

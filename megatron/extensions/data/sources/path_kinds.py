@@ -51,7 +51,7 @@ class SourceKind(DataKind):
             documents = opens(path.removeprefix(self.scheme), wanted)
             documents.name = path
             documents.first()
-        except Exception as error:  # the libraries raise their own exception classes
+        except Exception as error:  # each library raises exceptions of its own classes
             raise ValueError(f"{flag} {path}: {error}") from error
         return documents
 

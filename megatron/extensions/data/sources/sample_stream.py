@@ -1,4 +1,5 @@
-"""Samples of documents that are read and tokenized during training, together with the start position of each sample.
+"""Samples that are built from documents during training. The documents are read and tokenized as they are needed, and
+the start position of each sample is recorded.
 
 Documents are shuffled within windows of the stream, by a permutation that depends on the seed, the epoch and the window
 number. The shuffled documents are concatenated and cut into samples as in Megatron-LM, where adjacent samples share one
@@ -58,7 +59,7 @@ class SampleStream:
         self._places = {0: Place()}
 
     def place(self, sample: int) -> Place:
-        """Return the position at which a sample starts. If the position is unknown, read the stream up to the
+        """Return the position at which a sample starts. If the position is not known yet, read the stream up to the
         sample."""
         with self._lock:
             found = self._places.get(sample)

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle samples (arXiv 2207.14255): the middle of a document is moved after its end.
+"""Fill-in-the-middle samples (arXiv 2207.14255). Documents are rearranged so that the middle comes last.
 
     PSM    <prefix> prefix <suffix> suffix <middle> middle
     SPM    <prefix> <suffix> suffix <middle> prefix middle

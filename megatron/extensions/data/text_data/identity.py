@@ -31,7 +31,8 @@ DIGESTS = "digests.json"
 """Name of the file that maps paths of text files to their digests, in the folder of all tokenized datasets."""
 
 DESCRIPTION = "made_from.json"
-"""Name of the file, in the folder of one tokenized dataset, that describes the inputs of the tokens."""
+"""Name of a file in the folder of each tokenized dataset. The file describes the inputs from which the tokens were
+computed."""
 
 
 def file_digest(path: str | Path) -> str:

@@ -20,7 +20,7 @@ which refuses integers of more than 4,300 digits."""
 
 
 def from_json(text: str) -> object:
-    """Parse a JSON text. The number of digits of integers is not limited."""
+    """Parse a JSON text that may contain integers of any length."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -60,7 +60,8 @@ class Source:
     """Digests of files, by path."""
 
     described: dict[str, object]
-    """Inputs that determine the tokens. The inputs are hashed, and stored in the description of the tokens."""
+    """Inputs that determine the tokens. The hash of these inputs is part of the dataset name, and the inputs are saved
+    in the description of the tokens."""
 
     @classmethod
     def of(cls, files: Sequence[TextFile], folder: Path, job: Job) -> Source:
@@ -76,7 +77,8 @@ class Source:
         return cls(files, states, digests, described)
 
     def dtype(self, job: Job) -> np.dtype:
-        """Return the dtype of token ids in the dataset. The dtype depends on the size of the tokenizer's vocabulary."""
+        """Return the dtype of token ids in the dataset. The dtype is chosen for the size of the tokenizer's
+        vocabulary."""
         return best_dtype(build_tokenizer(job.tokenizer, job.vocab_size).vocab_size)
 
     def encoded(self, job: Job, workers: int) -> Iterator[tuple[Chunk, Encoded]]:

@@ -59,8 +59,8 @@ def _kind_of_json(file: Path) -> tuple[str, str] | None:
 
 
 def described(file: Path, wanted: str, error: object) -> str:
-    """Describe why a file is not `wanted`: name the file's actual kind, or give the error of the package that reads
-    it."""
+    """Describe why a file is not of the kind `wanted`. The description names the actual kind of the file, or contains
+    the error of the package that reads the file."""
     kind = kind_of_file(file)
     if kind is None or kind[0] == wanted:
         return f"not {wanted} ({error})"

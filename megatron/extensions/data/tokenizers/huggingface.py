@@ -240,8 +240,8 @@ def _from_file(file: Path) -> FastTokenizer:
 
 
 def _check_charsmaps(file: Path) -> None:
-    """Raise ValueError if the table of a Precompiled normalizer claims to be longer than its data. Otherwise, the
-    package would abort the process when it allocates memory for the table."""
+    """Raise ValueError if the length field in the table of a Precompiled normalizer exceeds the length of the data.
+    Otherwise, the package would abort the process when it allocates memory for the table."""
     for found in CHARSMAP.finditer(file.read_bytes()):
         try:
             table = base64.b64decode(found[1])

@@ -19,7 +19,8 @@ DENSE, EXPERTS = "-", "E"
 
 
 def has_linear_attention(name: str, letter: str) -> Condition:
-    """Return the condition under which the flags of a linear attention variant have an effect."""
+    """Return a condition that is true if the model uses the given linear attention variant. The flags of the variant
+    have an effect only if this condition is true."""
 
     def holds(config: RunConfig) -> bool:
         try:

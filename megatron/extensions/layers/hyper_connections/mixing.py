@@ -43,8 +43,8 @@ class Mix(NamedTuple):
 
 
 def doubly_stochastic(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Apply the Sinkhorn-Knopp algorithm (arXiv 2512.24880, equation 9). Returns nonnegative matrices [..., n, n].
-    Their rows and columns sum to 1, up to rounding and eps."""
+    """Apply the Sinkhorn-Knopp algorithm (arXiv 2512.24880, equation 9). Returns nonnegative matrices [..., n, n]. All
+    rows and columns of these matrices sum to 1, up to rounding and eps."""
     matrix = logits.softmax(-1) + eps
     for iteration in range(iterations):
         if iteration:

@@ -60,7 +60,7 @@ class _XIELUContext(AutogradContext):
 
 
 class _XIELUFunction(torch.autograd.Function):
-    """xIELU autograd function that saves only its input and its scalars for the backward pass."""
+    """Autograd function for xIELU. The function saves only its input and the two scalars for the backward pass."""
 
     @staticmethod
     def forward(ctx: _XIELUContext, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, compiled: bool) -> Tensor:

@@ -40,7 +40,7 @@ class CopyQueue:
             self._stream.wait_event(event or torch.cuda.current_stream(self._stream.device).record_event())
 
     def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Start a copy. Return an event at the end of the copy."""
+        """Start a copy. Return an event that completes when the copy has ended."""
         if self._stream is None:
             target.copy_(source)
             return None
@@ -112,7 +112,7 @@ class HostUpdate:
 
         Args:
             config: Optimizer configuration.
-            shards: Shards whose states are in host memory.
+            shards: Optimizer shards that keep their states in host memory.
             chains: Update of each shard.
             threads: Number of threads of the update; None for torch's default.
         """

@@ -153,7 +153,7 @@ class OffloadedPass:
 
     def watch(self, output: object) -> None:
         """When the backward pass of the last part begins, fetch the tensors of this part and of the previous part,
-        whose backward pass is next. `output` is the output of the last part."""
+        whose backward pass is next. `output` is the value that the last part returned in the forward pass."""
         parts = [part for part in reversed(self.parts[-2:]) if part is not None]
         for tensor in tensors_in(output) if parts else ():
             if tensor.requires_grad:

@@ -142,8 +142,8 @@ class StreamedBucket(UnitBucket):
             self.whole_params = True
 
     def open_grads(self) -> None:
-        """Allocate memory for gradients, and start fetching the gradient sum so far. Call `await_sum` before adding to
-        the sum."""
+        """Allocate device memory for gradients, and start fetching the sum of the gradients of earlier micro-batches
+        from the host. Call `await_sum` before adding to the sum."""
         if self.whole_grads or not self.returns:
             super().open_grads()
             return

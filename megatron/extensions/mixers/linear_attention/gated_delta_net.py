@@ -168,7 +168,8 @@ class GatedDeltaNet(nn.Module):
 @lru_cache(maxsize=64)
 def documents_begun(documents: Documents, length: int, device: torch.device) -> Tensor:
     """Return the number of documents that began at or before each token, [s, b], not counting the first document. All
-    samples have `length` tokens. All layers and passes of a micro-batch share the result."""
+    samples have `length` tokens. The result is cached, because all layers and passes of a micro-batch need the same
+    tensor."""
     starts = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
         starts[list(places[1:]), sample] = 1
@@ -233,8 +234,8 @@ def delta_operands(
         beta: [s, b, steps * heads], projected write strengths.
         decay: [s, b, heads], projected decays; [s, b, heads, dk] for a decay per channel.
         weights: Parameters.
-        rows: Shape and bounds of a token's rows.
-        number: [s, b], number of documents that begin at or before each token; None if there is only one document.
+        rows: Widths, number and bounds of the rows that the gated delta rule processes for each token.
+        number: [s, b], index of each token's document within its sample, from 0; None if there is only one document.
         before: [taps - 1, b, key heads, ...], earlier inputs of the convolution; None for zeros.
     """
     (conv1d, dt_bias, a_log), steps = weights, rows.steps
@@ -281,8 +282,8 @@ def short_convolution(
     Args:
         x: [s, b, n, c], inputs.
         weight: [n, c, taps].
-        number: [s, b], number of documents that begin at or before each token; 0 for tokens that continue the document
-            of `before`; None if there is only one document. Tokens of other documents are replaced by zeros.
+        number: [s, b], index of each token's document within its sample, from 0; 0 for tokens that continue the
+            document of `before`; None if there is only one document. Tokens of other documents are replaced by zeros.
         before: [taps - 1, b, n, c], inputs before x; None for zeros.
 
     Returns:
@@ -308,7 +309,8 @@ L2_EPSILON = 1e-6
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head's output, times the SiLU of its gate. 16-bit inputs are computed in fp32.
+    """Apply RMSNorm to the output of each head, and multiply the result by the SiLU of the head's gate. 16-bit inputs
+    are computed in fp32.
 
     Args:
         x: [s, b, heads, dv], head outputs.

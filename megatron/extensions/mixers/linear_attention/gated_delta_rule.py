@@ -49,8 +49,8 @@ from megatron.core.tensor_parallel.layers import HARDWARE, Hardware
 from megatron.core.torch_private import AutogradContext
 
 CHUNK = 64
-"""Tokens per chunk. Tokens per chunk. A chunk needs matrix products of size [CHUNK, CHUNK]; a sequence takes s / CHUNK
-sequential steps."""
+"""Tokens per chunk. Each chunk needs matrix products of size [CHUNK, CHUNK], and a sequence needs s /
+CHUNK sequential steps."""
 
 
 class Chunks(NamedTuple):
@@ -106,8 +106,8 @@ def gated_delta_chunks(
         v: [s, b, heads, dv], values.
         g: [s, b, heads], logarithms of decays; [s, b, heads, dk] for a decay per channel.
         beta: [s, b, heads], write strengths.
-        number: [s, b], number of documents that begin at or before each token; 0 for tokens that continue the document
-            of `state`; None if there is only one document.
+        number: [s, b], index of each token's document within its sample, from 0; 0 for tokens that continue the
+            document of `state`; None if there is only one document.
         state: [b, heads, dk, dv], initial state; None for zeros.
         chunks: Division into chunks.
 
@@ -129,7 +129,7 @@ def gated_delta_chunks(
         keys, scores = region(decayed, hardware.compiled)(products, total, numbers).unbind()
     mixed = keys * beta
     rows = torch.eye(g.shape[-2], dtype=wide, device=v.device).expand(mixed.shape)
-    solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads below the diagonal
+    solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads under the diagonal
     values_in, keys_in, kept, read_by = region(_weighted, hardware.compiled)(q, k, v, beta, reach, left)
     if state is None:
         state = v.new_zeros(samples, heads, k.shape[-1], values)

@@ -125,8 +125,8 @@ def mamba2(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _context_parallel(groups: int, heads: int, tp: int, cp: int) -> Iterator[Problem]:
-    """Check that context-parallel ranks can share the groups and heads of a tensor-parallel rank. Each rank holds
-    either whole groups or a part of one group."""
+    """Check that the groups and heads of a tensor-parallel rank can be divided evenly between its context-parallel
+    ranks. Each rank holds either whole groups or a part of one group."""
     each = f" / {TP} {tp}" if tp > 1 else ""
     if not divides(cp, groups) and not divides(groups, cp):
         rule = f"gives {groups} groups{each}, which must divide {CP} {cp} or be a multiple of it"

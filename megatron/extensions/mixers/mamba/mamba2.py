@@ -203,9 +203,9 @@ def mamba_operands(
         weight: [groups, channels of x, B and C, taps], weight of the convolution.
         bias: [groups, channels of x, B and C], bias of the convolution.
         dt_bias: [heads], bias of the step sizes.
-        widths: Widths of x and B of a group, and of x of a head.
+        widths: Three channel counts: x of a group, B of a group, and x of a head.
         min_step: Lower bound of step sizes.
-        number: [s, b], number of documents that begin at or before each token; None if there is only one document.
+        number: [s, b], index of each token's document within its sample, from 0; None if there is only one document.
         before: [taps - 1, b, groups, channels of x, B and C], earlier inputs of the convolution; None for zeros.
     """
     inputs, state, head = widths

@@ -49,7 +49,7 @@ CHUNKS = Chunks(128)
 def ssd_steps(
     x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the state-space model token by token. This function is used for a few tokens, and as a reference for
+    """Compute the state-space model one token at a time. This function is used for short inputs, and as a reference for
     `ssd_chunks`. Arguments and results are the same as for `ssd_chunks`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x.to(wide)
@@ -86,8 +86,8 @@ def ssd_chunks(
         a: [heads], negative decay rates.
         B: [s, b, groups, n].
         C: [s, b, groups, n].
-        number: [s, b], number of documents that begin at or before each token; 0 for tokens that continue the document
-            of `state`; None if there is only one document.
+        number: [s, b], index of each token's document within its sample, from 0; 0 for tokens that continue the
+            document of `state`; None if there is only one document.
         state: [b, heads, n, p], initial state; None for zeros.
         chunks: Division into chunks.
 
@@ -113,7 +113,7 @@ def ssd_of_chunks(
 
     Args:
         operands: Operands that `operands_in_chunks` returns.
-        number: [s, b], number of documents that begin at or before each token; None if there is only one document.
+        number: [s, b], index of each token's document within its sample, from 0; None if there is only one document.
         state: [b, heads, n, p], initial state; None for zeros.
         hardware: Hardware settings.
         direct: [heads], factors of the inputs, which are added to y; None for no addition.

@@ -40,8 +40,8 @@ def selective_scan(
         a: [c, n], negative decay rates.
         B: [s, b, n].
         C: [s, b, n].
-        number: [s, b], number of documents that begin at or before each token; 0 for tokens that continue the document
-            of `state`; None if there is only one document.
+        number: [s, b], index of each token's document within its sample, from 0; 0 for tokens that continue the
+            document of `state`; None if there is only one document.
         state: [b, c, n], initial state; None for zeros.
 
     Returns:

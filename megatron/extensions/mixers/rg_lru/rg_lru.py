@@ -38,7 +38,8 @@ SHARPNESS = 8.0
 """Constant factor in the logarithm of the decay."""
 
 STEEPEST = 1000.0
-"""Upper bound of the derivative of the square root. The exact derivative is infinite at 0."""
+"""Upper bound of the derivative of the square root in the recurrence, sqrt(1 - a_t^2). The exact derivative is infinite
+at 0."""
 
 
 class RgLru(BetweenProjections):

@@ -47,7 +47,7 @@ class BetweenProjections(nn.Module):
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
         """Return the input of the second projection. `mixed` [s/cp, b, features/tp] is the output of the first
-        projection. `number` [s, b] is the number of documents that begin at or before each token."""
+        projection. `number` [s, b] is the index of each token's document within its sample, from 0."""
         raise NotImplementedError
 
 
@@ -95,7 +95,7 @@ def convolved(
         x: [s, b, c], inputs.
         weight: [c, 1, taps].
         bias: [c]; None for no bias.
-        number: [s, b], number of documents that begin at or before each token; None if there is only one document.
+        number: [s, b], index of each token's document within its sample, from 0; None if there is only one document.
         before: [taps - 1, b, c], inputs before x; None for zeros.
 
     Returns:

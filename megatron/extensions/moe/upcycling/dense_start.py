@@ -91,7 +91,8 @@ class DenseWeights:
 
     def fill(self, name: str, offset: tuple[int, ...], box: Tensor) -> None:
         """Fill `box`, the slice of a parameter that begins at `offset`. Optimizer states, and parameters that only the
-        MoE model has, keep their initial values. Raises ValueError if the dense model lacks any other parameter."""
+        MoE model has, keep their initial values. Raises ValueError if the dense model lacks a parameter that both
+        models should have."""
         slices = tuple(slice(start, start + size) for start, size in zip(offset, box.shape, strict=True))
         if EXPERTS in name:
             self._fill_experts(name, slices, box)

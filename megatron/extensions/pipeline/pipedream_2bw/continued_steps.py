@@ -70,7 +70,7 @@ class ContinuingPipeline(Pipeline):
     executor: ContinuingExecutor
 
     following: Sequence[Batch] = ()
-    """Micro-batches of the next step. Passes of these micro-batches may begin in the next call of `train`."""
+    """Micro-batches of the next step. The next call of `train` may already run some of their passes."""
 
     _begun = 0
     """Number of micro-batches in the last step, if passes of the following step have already begun."""

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.schedules import Schedule, build_schedule, 
 
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 ENDS = BACKWARDS | {Kind.W, Kind.SEND_B}
-"""Actions that end a rank's work on a micro-batch."""
+"""Kinds of actions that can be the last action of a rank for a micro-batch."""
 
 
 @lru_cache(maxsize=64)
@@ -43,8 +43,8 @@ def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: 
 def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
     """Divide action lists with communication into two parts. On each rank, the first part ends with the actions that
     complete the backward passes of the first `microbatches` micro-batches. A receive is in the same part as the
-    matching send, so that no message crosses the border. However, the second part may use a tensor that the first part
-    received."""
+    matching send, so that no message that is sent in the first part is received in the second part. However, the second
+    part may use a tensor that the first part received."""
     heads: Schedule = []
     for actions in lists:
         ends = [i for i, a in enumerate(actions) if a.kind in ENDS and a.microbatch < microbatches]

@@ -33,7 +33,8 @@ from megatron.extensions.pipeline.pipedream_2bw.flags import PREVIOUS
 
 
 class VersionedShard(OptimizerShard):
-    """Shard whose updates read a copy of the gradients, and whose parameters alternate between two memory locations."""
+    """Optimizer shard with two versions of its parameters. Updates read a copy of the gradients, and write the
+    parameters to two memory locations in turn."""
 
     def __init__(self, spec: ShardSpec) -> None:
         super().__init__(spec)

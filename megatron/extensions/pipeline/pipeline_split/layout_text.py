@@ -35,14 +35,14 @@ def layers_of_stages(text: str) -> tuple[int, ...]:
 def multi_token_depths(text: str) -> int:
     """Return the number of multi-token prediction modules.
 
-    Raises ValueError in the same cases as `layers_of_stages`.
+    Raises ValueError if `layers_of_stages` would raise ValueError for `text`.
     """
     return expanded(text).count("m")
 
 
 def expanded(text: str) -> str:
-    """Expand the text: no repetitions, groups, commas or spaces remain. Raises ValueError as `layers_of_stages`
-    does."""
+    """Expand repetitions and groups, and remove commas and spaces. Raises ValueError if `layers_of_stages` would raise
+    ValueError for `text`."""
     rest = re.sub(r"[,\s]", "", text)
     open_groups: list[list[str]] = [[]]  # items of each open group, the outermost group first
     at = 0

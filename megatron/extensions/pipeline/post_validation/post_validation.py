@@ -7,10 +7,11 @@ gradients are not finite. Then the stage runs the first forward passes of the ne
 backward pass of that step, the reduction is complete. If the step should have been clipped or skipped on any rank, all
 ranks roll back, repeat the update with the correct factor, and repeat the forward passes.
 
-The paper rolls back by in-place arithmetic, which has rounding errors. Here, states are copied before the update, so
-that a step that was rolled back and repeated is bit-equal to a step that waited for the norm. The copies need as much
-memory as a second set of this rank's shards. The paper also passes the partial norm from stage to stage. Passing the
-partial norm would save nothing here, because one wrong guess on any rank makes all ranks repeat their forward passes.
+The paper rolls back an update by reversing its arithmetic in place, which causes rounding errors. Here, states are
+copied before the update, so that a step that was rolled back and repeated is bit-equal to a step that waited for the
+norm. The copies need as much memory as a second set of this rank's shards. The paper also passes the partial norm from
+stage to stage. Passing the partial norm would save nothing here, because one wrong guess on any rank makes all ranks
+repeat their forward passes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from megatron.training.train_step import TrainStep, is_read
 
 
 class RollbackCopies:
-    """Copies of `tensors`, allocated once, so that memory use does not grow after the first step."""
+    """Copies of `tensors`. The memory of the copies is allocated once, so that memory use does not grow after the first
+    step."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = list(tensors)
@@ -80,8 +82,8 @@ class _Unvalidated(NamedTuple):
 
 
 class PostValidatedOptimizer(DistributedOptimizer):
-    """Optimizer that performs updates before the norm is known, unless the result of a step is read before the next
-    step.
+    """Optimizer that may perform an update before the gradient norm is known. If the result of a step is read before
+    the next step, the optimizer waits for the norm.
 
     Main parameters, states and gradients are copied, because an update scales gradients in place.
     """

@@ -196,8 +196,8 @@ class ApiServer:
         return JSONResponse(self.api.answer(call, job.generations))
 
     async def _body(self, request: Request) -> bytes:
-        """Read the body of a request. Raises ApiError if the body is too long or arrives too late, ClientDisconnect if
-        the body is incomplete."""
+        """Read the body of a request. Raises ApiError if the body is too long or arrives too late. Raises
+        ClientDisconnect if the client disconnects before the body is complete."""
         size = int(request.headers.get("Content-Length", 0))
         most = self.limits.body_bytes
         parts = list[bytes]()

@@ -1,9 +1,9 @@
 """Process that renders a chat template, with time and memory limits.
 
-Templates come with tokenizers, which may be untrusted. Jinja's sandbox protects the interpreter, but stops neither
-nested loops nor texts that keep doubling, even at compile time. The process imports neither torch nor this package. The
-first input line of the process contains the template, and each further line contains the values for a rendering. The
-process answers each input line with a line of JSON.
+A template is read from the tokenizer files, which may come from an untrusted source. Jinja's sandbox protects the
+interpreter, but stops neither nested loops nor texts that keep doubling, even at compile time. The process imports
+neither torch nor this package. The first input line of the process contains the template, and each further line
+contains the values for a rendering. The process answers each input line with a line of JSON.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def listed(queries: Queries, picked: Tensor | None, samples: int) -> Tensor:
 
 
 def joined_sets(seen: Sequence[Keys], k: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
-    """Return all keys [s, b, w], the indices [n, b, count] of the keys that each query attends to, and the number of
-    leading indices that belong to the first key set."""
+    """Concatenate the key sets. Returns all keys [s, b, w] and the indices [n, b, count] of the keys that each query
+    attends to. The third result is the number of indices of the first key set, which come first."""
     samples = k[0].shape[1]
     places = list[Tensor]()
     before = first = 0
@@ -93,7 +93,7 @@ def suits(q: Tensor, width: int) -> bool:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return the tensor, copied if its channels are not contiguous."""
+    """Return a tensor whose channels are contiguous. Copy `x` only if necessary."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -211,8 +211,8 @@ class Gathers(Protocol):
 
 
 HEADS, PARTS = 32, 4
-"""Numbers assumed in plans: heads per program that gathers keys, and programs of the second pass that share the
-queries."""
+"""Block sizes that a plan assumes: the number of heads per program of the kernel that gathers keys, and the number of
+programs of the second pass that divide the queries between them."""
 
 BLOCK_OF_KEYS, SLICE = 128, 192
 """Numbers assumed in plans: keys and channels per program of the second pass."""
@@ -244,8 +244,8 @@ def planned_attend(
     width: int,
     notes: bool,
 ) -> Attended:
-    """Allocate the tensors of `attend` and record its kernels in `launches`, for a plan. All other arguments are the
-    same as for `attend`."""
+    """Plan a call of `attend`: allocate its tensors and record its kernels in `launches`. The other arguments are the
+    arguments of `attend`."""
     if not fits(q, width):
         return _plain_attend(q, sinks, seen, k, scale, width, notes)
     joined_sets(seen, k)

@@ -248,7 +248,8 @@ HOPPER = Tiling(Blocks(32, 64, 8, 2), Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2)
 """Block sizes for compute capability 9, with 227 KiB of shared memory per program."""
 
 BLACKWELL = Tiling(Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Tile(128, 64, (128, 64), 8, 2))
-"""Block sizes for compute capability 10. Larger blocks would exceed the shared memory of these GPUs."""
+"""Block sizes for compute capability 10. Larger blocks would exceed the shared memory of GPUs with this compute
+capability."""
 
 SMALL = Tiling(Blocks(32, 32, 8, 2), Blocks(16, 32, 8, 1), Blocks(16, 32, 8, 1), Tile(64, 32, (128, 64), 8, 2))
 """Block sizes for other GPUs, with 99 KiB of shared memory per program."""

@@ -1,7 +1,7 @@
 """Batched text generation, one token at a time, with a cache of keys and values.
 
-`Engine` runs requests that arrive and end at any time. Each request has its own sampling, seed, stop strings and
-log-probabilities. Generation works under any layout (`StageRunner`).
+`Engine` implements continuous batching: requests can start and end at any time. Sampling settings, seed, stop strings
+and log-probabilities are set separately for each request. Generation works under any layout (`StageRunner`).
 """
 
 from megatron.extensions.use.inference.generation.engine import Engine, Generation, Request, eos_ids

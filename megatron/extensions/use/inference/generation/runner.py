@@ -59,11 +59,11 @@ class Outputs:
 
 
 class StageRunner:
-    """Runner of the stages on one rank, with the cache of these stages and the messages to and from other ranks.
-    `stages` maps the global number of each local stage to its module. `layout` gives the pipeline rank of each stage.
-    `control` contains the ranks of the model, with the leader first. By default, `control` contains the tensor- and
-    pipeline-parallel ranks of `state`. If experts are sharded over several data-parallel ranks, `control` must also
-    contain these ranks.
+    """Runner of the pipeline stages of one rank. The runner owns the cache of these stages, and exchanges messages with
+    the other ranks. `stages` maps the global number of each local stage to its module. `layout` gives the pipeline rank
+    of each stage. `control` contains the ranks of the model, with the leader first. By default, `control` contains the
+    tensor- and pipeline-parallel ranks of `state`. If experts are sharded over several data-parallel ranks, `control`
+    must also contain these ranks.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class StageRunner:
         return self._to_leader(found, len(rows), counts, step)
 
     def _outputs(self, model: GPTModel, hidden: Tensor, tokens: Tensor, counts: list[int], step: Pass) -> Outputs:
-        """Compute the outputs from the hidden states [s, b, h] after the last stage."""
+        """Compute the `Outputs` of a pass from the hidden states [s, b, h] that the last pipeline stage returns."""
         last = torch.tensor(counts, device=self.device) - 1
         logits = next_logits(model, hidden[last, torch.arange(len(counts), device=self.device)])
         prompt = None
