@@ -55,17 +55,18 @@ class Batch:
 
     places: Tensor | None = None
     """Positions [s/cp] int64 of this rank's tokens in their samples; None for 0 .. s-1. These positions determine the
-    dropout masks. Without `position_ids`, they are also the token positions.
+    dropout masks. If `position_ids` is None, `places` also contains the token positions.
     """
 
     aux_scale: Tensor | None = None
     """Scalar by which the gradients of auxiliary losses are multiplied (`megatron.core.moe.load_balancing`).
 
-    None without auxiliary losses.
+    None if the model has no auxiliary losses.
     """
 
     loss_seed: Tensor | None = None
-    """Initial gradient of the loss sum in the backward pass, a scalar. It is the loss scale in fp16; None means 1."""
+    """Initial gradient of the loss sum in the backward pass, a scalar. The seed is the loss scale in fp16; None means
+    1."""
 
     number: int = 0
     """Number of the micro-batch in its step."""
@@ -73,7 +74,8 @@ class Batch:
     future_tokens: Tensor | None = None
     """Later tokens [b, s, N] int64, k = 1 to N positions ahead, for multi-token prediction (`with_future`).
 
-    Tokens beyond the end of the sample are 0. Without multi-token prediction, this field and the next three are None.
+    Tokens beyond the end of the sample are 0. Without multi-token prediction, all fields whose names begin with
+    `future_` are None.
     """
 
     future_labels: Tensor | None = None
@@ -116,7 +118,7 @@ class Batch:
         masks, documents = [self.loss_mask], self.document_ids
         for k in shifts:
             masks.append(masks[-1] * _later(self.loss_mask, k))
-        if documents is not None:  # the last token's label is unknown, so the token's own mask counts
+        if documents is not None:  # assume that the last token's label belongs to the token's document
             of_labels = torch.cat((documents[:, 1:], documents[:, -1:]), dim=1)
             masks[1:] = [masks[k] * (_later(of_labels, k) == documents) for k in shifts]
         return replace(
@@ -193,7 +195,7 @@ class EarlierTokens(Protocol):
         """Return the states [b, ...] of a layer after the earlier tokens; None if there are no earlier tokens."""
 
     def set_states(self, layer: int, *new: Tensor) -> None:
-        """Replace a layer's states."""
+        """Replace the states of the layer with number `layer`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CachedCore) -> Tensor:
         """q [s, b, heads, d] of the new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all tokens
@@ -205,8 +207,8 @@ class EarlierTokens(Protocol):
 
 @dataclass(frozen=True)
 class BatchContext:
-    """Properties of a micro-batch that layers need in addition to hidden states. A stage computes these properties once
-    per forward pass."""
+    """Properties of a micro-batch that layers need in addition to hidden states. A stage creates one context per
+    forward pass."""
 
     sample_index: Tensor
     """[b] int64."""
@@ -260,8 +262,8 @@ class BatchContext:
     def places_of(self, x: Tensor, tp_rank: int) -> Tensor:
         """x [n, ...] -> [n]: positions of the tokens of x in their samples.
 
-        x is this context-parallel rank's part of the sequence (`tp_rank` 0). Under sequence parallelism, x is the shard
-        of that part on tensor-parallel rank `tp_rank`.
+        Without sequence parallelism, x is this context-parallel rank's part of the sequence, and `tp_rank` is 0. Under
+        sequence parallelism, x is the tensor-parallel shard number `tp_rank` of the context-parallel rank's part.
         """
         rows = slice(tp_rank * x.shape[0], (tp_rank + 1) * x.shape[0])
         if self.places is not None:

@@ -1,4 +1,5 @@
-"""Batched matrix products with operands rounded to 16 bits and sums in fp32. Gradients are computed in the same way."""
+"""Batched matrix products with operands rounded to 16 bits and sums in fp32. Gradients are also computed with rounded
+operands and fp32 sums."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -
     """a [..., i, k] b [..., k, j] with the same leading sizes -> [..., i, j] in `out_dtype`.
 
     The operands are rounded to `dtype`. For 16-bit operands, sums are in fp32 and `out_dtype` must be fp32 or `dtype`.
-    Otherwise, `out_dtype` must be `dtype`. With unit roundoff u of `dtype` (2^-8 in bf16), each rounded operand adds up
-    to u |a| |b| to the error of an element, and a rounded result adds a relative error u. Gradients are products of the
-    rounded operands and the rounded output gradient, in the dtypes of the operands.
+    For other operands, `out_dtype` must be `dtype`. With unit roundoff u of `dtype` (2^-8 in bf16), each rounded
+    operand adds up to u |a| |b| to the error of an element, and a rounded result adds a relative error u. Gradients are
+    products of the rounded operands and the rounded output gradient, in the dtypes of the operands.
     """
     out: Tensor = _Multiply.apply(a, b, dtype, out_dtype)
     return out

@@ -11,7 +11,8 @@ of the axis.
 
 On CPU, a reduce-scatter is an all-to-all followed by a local sum, because gloo's reduce-scatter is slower. Both methods
 send (t-1)/t of the operand. In a small all-reduce between two ranks, the ranks exchange their operands and each rank
-adds them. This takes one message instead of two. These two implementations add the terms in rank order.
+adds them. Such an exchange takes one message instead of two. Both replacements for gloo's collectives add the terms in
+rank order.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from megatron.core.torch_private import AutogradContext
 
 T = TypeVar("T")
 
-# torch 2.13 renamed these two collectives. The names are resolved at each call.
+# torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor. These constants are names, so that the functions
+# are looked up at each call.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
@@ -58,8 +60,8 @@ class Pending:
 
 
 class PassPair:
-    """Two passes of different micro-batches on one rank. This class runs them one after the other; subclasses may
-    interleave the two passes."""
+    """Two passes of different micro-batches on one rank. This class runs the passes one after the other; subclasses may
+    interleave them."""
 
     in_turns = False
 

@@ -17,7 +17,7 @@ from megatron.core.torch_private import raise_recompile_limit
 
 RECOMPILE_LIMIT = 64
 """Maximum number of compiled variants of a region, one for each combination of shapes, strides, dtypes and
-`requires_grad`. Beyond this number, torch runs the region uncompiled."""
+`requires_grad`. Beyond this maximum, torch runs the region uncompiled."""
 
 K = ParamSpec("K")
 R = TypeVar("R")
@@ -64,10 +64,10 @@ def torch_function(function: Callable[K, R]) -> Callable[K, R]:
 def region(function: Callable[K, R], compiled: bool, static: bool = False) -> Callable[K, R]:
     """Return `function` or its compiled twin. The twin is compiled when it first runs.
 
-    If shapes change, torch recompiles a twin for dynamic shapes. A `static` twin is instead compiled for each shape.
-    Its kernels use wide loads, but it suits only tensors that have the same few shapes in every step. The sums of a
-    static twin have a fixed order, so tensor-parallel ranks that reduce the same values, for example in norms, get the
-    same bits.
+    If shapes change, torch recompiles a twin for dynamic shapes. With `static`, torch compiles a separate twin for each
+    shape. The kernels of a static twin use wide loads, but a static twin suits only tensors that have the same few
+    shapes in every step. The sums of a static twin have a fixed order, so tensor-parallel ranks that reduce the same
+    values, for example in norms, get the same bits.
     """
     return _compiled(function, static) if compiled else function
 

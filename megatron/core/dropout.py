@@ -14,7 +14,8 @@ from megatron.core.compiled_regions import region
 from megatron.core.torch_private import AutogradContext
 
 HASH_CHUNK = 2**22
-"""Number of elements hashed at a time. This number bounds temporary memory, which then fits in the cache of a GPU."""
+"""Number of elements hashed at a time. The chunks are small enough for their temporary memory to fit in the cache of a
+GPU."""
 
 
 def dropout(
@@ -117,8 +118,8 @@ def drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> 
 def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
     """Return the dropout mask: bool [rows, columns], True with probability p.
 
-    The function compares a 32-bit hash of each pair of a row and a column with a threshold. Rows and columns were
-    already hashed to 64 bits.
+    The function compares a 32-bit hash of each pair of a row and a column with a threshold. This hash is computed from
+    64-bit hashes of the row and of the column.
     """
     row_bits, column_bits = _row_and_column_bits(rows, columns)
     dropped = torch.empty(row_bits.numel(), column_bits.numel(), dtype=torch.bool, device=rows.device)

@@ -36,7 +36,7 @@ def has_values(x: Tensor) -> bool:
 
 @contextmanager
 def threads_on_host(number: int | None) -> Iterator[None]:
-    """Set the number of torch's host threads, if given. By default, torchrun sets it to 1 per rank."""
+    """Set the number of torch's host threads, if given. By default, torchrun limits each rank to one host thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:

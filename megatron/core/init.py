@@ -39,8 +39,9 @@ class Block:
     index: int
     length: int
     copies: list[tuple[slice, tuple[int, ...], Index, Index]]
-    """Boxes of the block: elements of the block, shape of the box that they form, and indices of the overlap of box and
-    shard, in the box and in the shard."""
+    """One entry for each box of the block. The entry contains the slice of the block's elements that fill the box, the
+    shape of the box, and two indices of the overlap of box and shard: one index into the box and one index into the
+    shard."""
 
 
 def alloc_storage(tensor: Tensor) -> None:
@@ -128,8 +129,8 @@ def _in_threads(
 ) -> Iterator[tuple[Block, Tensor]]:
     """Yield each block with its values, in order. Each thread draws at most two blocks ahead of the caller.
 
-    torch releases the interpreter lock while it draws. Under a dispatch mode, as with fake tensors, the caller draws,
-    because modes apply only to the thread that entered them.
+    torch releases the interpreter lock while it draws. Under a dispatch mode, for example with fake tensors, the
+    calling thread draws all blocks, because modes apply only to the thread that entered them.
     """
     if threads == 1 or in_dispatch_mode():
         yield from ((block, draw(block)) for block in blocks)

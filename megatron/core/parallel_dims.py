@@ -74,8 +74,8 @@ class ParallelDims:
 
     @property
     def expert_order(self) -> tuple[str, ...]:
-        """Axes of the expert view, outermost first. This view divides the ranks of a stage, in dense order,
-        differently."""
+        """Axes of the expert view, outermost first. The expert view divides the ranks of a stage, taken in the order of
+        the dense view, along its own axes."""
         return ("pp", "expt_dp", "ep", "expt_tp")
 
     def shards(self, expert: bool) -> int:

@@ -46,7 +46,8 @@ class Axis:
     """True if ranks sum CPU tensors by exchanging and adding them, because gloo's collectives are slower."""
 
     levels: tuple[Axis, ...] = ()
-    """The two axes that form this axis, inner axis first. They are set only for nested context-parallel ranks."""
+    """The two axes that form this axis, inner axis first. The tuple is empty unless this axis has two levels of
+    context-parallel ranks."""
 
     @property
     def first(self) -> bool:
@@ -134,8 +135,9 @@ def initialize_model_parallel(
 ) -> ParallelState:
     """Build all process groups of a layout over the ranks of torch.distributed's default group.
 
-    All ranks must call this function with the same arguments, which are named as in Megatron-LM. The functions below
-    then return values of this state. Raises ValueError if the sizes do not divide the world.
+    All ranks must call this function with the same arguments, which are named as in Megatron-LM. After the call, the
+    functions at the end of this file return values of the new state. Raises ValueError if the sizes do not divide the
+    world.
     """
     config = ModelParallelConfig(
         tensor_model_parallel_size=tensor_model_parallel_size,
@@ -164,7 +166,7 @@ def build_groups(
 def build_parallel_state(
     dims: ParallelDims, rank: int, timeout: timedelta | None = None, backend: str | None = None
 ) -> ParallelState:
-    """Build the groups of `rank`. Under NCCL a pipeline has one group for each of `LANES`.
+    """Build the groups of `rank`. Under NCCL, each pipeline has a separate group for each lane in `LANES`.
 
     All ranks call `new_group` the same number of times, and the n-th calls of all ranks divide the world into disjoint
     groups. torch relies on this: it names a group after the number of groups created before, and NCCL with a bound
@@ -175,7 +177,7 @@ def build_parallel_state(
         dims: Sizes of the layout.
         rank: Global rank.
         timeout: Timeout of the groups' collectives.
-        backend: Backend of the groups; the default is that of torch.distributed.
+        backend: Backend of the groups; by default, the backend that torch.distributed uses.
     """
     cuts = {name: dims.groups(*JOINT_AXES.get(name, (name,))) for name in (*SINGLE_AXES, *JOINT_AXES)}
     if dims.instances > 1:
@@ -185,7 +187,7 @@ def build_parallel_state(
         rings = dims.cp // dims.cp_inner
         cuts["cp_inner"] = dims.instance_groups("cp", parts=rings)
         cuts["cp_outer"] = dims.copy_groups("cp", parts=rings)
-    cuts["embd"] = [  # One group of both ends of each pipeline, and one group for each rank in between.
+    cuts["embd"] = [  # For each pipeline: a group of its first and last rank, and a group for each rank in between.
         part for ranks in cuts["pp"] for part in (ranks[:1] + ranks[1:][-1:], *((inner,) for inner in ranks[1:-1]))
     ]
     backend = backend or (dist.get_backend() if dist.is_initialized() else "gloo")
@@ -227,8 +229,8 @@ def get_parallel_state() -> ParallelState:
 
 
 def _readers(axis: str) -> tuple[Callable[[], int], Callable[[], int], Callable[[], dist.ProcessGroup | None]]:
-    """Return three functions for an axis. The functions return this rank's number in its group along the axis, the size
-    of the group, and the group."""
+    """Return three functions for an axis. The first returns this rank's number in its group along the axis, the second
+    the size of the group, and the third the group."""
     return (
         lambda: get_parallel_state().axis(axis).rank,
         lambda: get_parallel_state().axis(axis).size,

@@ -17,8 +17,8 @@ from typing import Literal, Protocol, get_args
 HISTORY = "_history"
 """Name suffix of tensors that record earlier steps, such as fp8 amax histories.
 
-If a checkpoint lacks these tensors, or contains them with a different length, they start empty. A run may ignore these
-tensors.
+If a checkpoint lacks these tensors, or contains them with a different length, they start empty. A run may ignore
+history tensors.
 """
 
 
@@ -33,8 +33,8 @@ class Init:
     - "log_of_uniform": logarithms of numbers in [`low`, `high`).
     - "inverse_softplus": numbers whose softplus is in [`low`, `high`), with uniform logarithms.
     - "zeros" and "ones".
-    - "constant": `value`; several values are repeated along the last dim.
-    - "choices": integers below `high`, distinct within a row.
+    - "constant": the number `value`; if `value` is a tuple, its numbers repeat along the last dim.
+    - "choices": integers below `high` that are distinct within each row.
     """
 
     kind: str = "normal"
@@ -98,10 +98,10 @@ WIDTH_KINDS: Mapping[str, WidthKind] = {
     "router": "output",
     "gate": "output",
 }
-"""Width kinds, keyed by role. Every other role is a vector."""
+"""Width kinds, keyed by role. Roles that are not listed belong to vectors."""
 
 KINDS = {"embedding": "embeddings", "norm": "norms"} | dict.fromkeys(("bias", "sink", "vector", "state"), "biases")
-"""Kinds for weight decay, keyed by role. Every other role is a matrix."""
+"""Kinds for weight decay, keyed by role. Roles that are not listed belong to matrices."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class ParamMeta:
     """Dimension that each mesh axis ("tp", or "ep" and "expt_tp") shards, keyed by axis."""
 
     init: Init | None = None
-    """Initial values, if they differ from those of `InitPolicy` for the role. `make_parameter` fills in the default."""
+    """Initial values. With None, `make_parameter` fills in the default that `InitPolicy` defines for the role."""
 
     partial_over: tuple[str, ...] = ()
     """Model-parallel axes over which the local gradient is a partial sum that must be reduced: ("tp",) for a parameter
@@ -130,7 +130,7 @@ class ParamMeta:
 
     shared_stages: tuple[int, ...] = ()
     """Pipeline stages that each hold a replica, such as the first and the last stage for tied embeddings. The gradients
-    of the replicas are summed. Norms and checkpoints use the replica of the first of these stages."""
+    of the replicas are summed. Norms and checkpoints use the replica of the stage listed first."""
 
     expert: bool = False
     """True for an expert parameter, whose gradient is reduced over "expt_dp" instead of "dp" and "cp"."""
@@ -139,8 +139,8 @@ class ParamMeta:
     """Role in the model, which determines initial values, learning rates and weight decay."""
 
     fan_in: int = field(default=0, kw_only=True)
-    """Number of terms in the sum for one output. By default, this is the last dimension of a weight [..., out, in] or
-    of a convolution [..., taps], and 1 for embeddings, norm weights, biases and other vectors."""
+    """Number of terms in the sum for one output. The default is the size of the last dimension for a weight [..., out,
+    in] or a convolution [..., taps], and 1 for embeddings, norm weights, biases and other vectors."""
 
     to_residual: bool = field(default=False, kw_only=True)
     """True if the output is added to the residual stream, like the outputs of linear_proj and linear_fc2."""
@@ -223,9 +223,9 @@ class ParamMeta:
 
     def is_first_replica(self, coords: Mapping[str, tuple[int, int]]) -> bool:
         """Return whether the rank at `coords` (axis -> (rank, size)) holds the replica that counts in norms and is
-        saved. This replica is the first along `replica_axes`. For a parameter that several stages share, it is on the
-        first of these stages. The result is the same on all data-parallel ranks, which divide the saving among
-        themselves.
+        saved. The replica that counts is the first along `replica_axes`. If several stages share the parameter, the
+        replica that counts is on the first of these stages. The result is the same on all data-parallel ranks, which
+        divide the saving among themselves.
         """
         first_stage = not self.shared_stages or coords["pp"][0] == 0
         return first_stage and all(coords[axis][0] == 0 for axis in self.replica_axes)
@@ -268,7 +268,7 @@ class InitPolicy:
     """Initial norm weight: 0 if norms multiply by 1 + weight."""
 
     rules: Sequence[InitRule] = ()
-    """Rules that change these values, applied in order."""
+    """Rules that change the initial values, applied in order."""
 
     def complete(self, meta: ParamMeta) -> ParamMeta:
         """Return the parameter with its initial values.

@@ -35,7 +35,7 @@ class _Entry(Generic[F]):
 
 
 def imported(where: Any) -> Any:
-    """Import the object named by a string "module:attribute". Return any other value unchanged."""
+    """Import the object named by a string "module:attribute". Return a value that is not a string unchanged."""
     if not isinstance(where, str):
         return where
     module, _, attribute = where.partition(":")
@@ -43,8 +43,8 @@ def imported(where: Any) -> Any:
 
 
 def _unwritten(part: Any) -> str:
-    """Return the methods listed in a base class's `must_write`, if the part overrides none of them; otherwise, return
-    nothing."""
+    """Return the names of the methods in a base class's `must_write` if the part overrides none of them. Otherwise,
+    return an empty string."""
     base = next((base for base in getattr(part, "__mro__", ()) if "must_write" in vars(base)), None)
     if base is None or any(getattr(part, name) is not getattr(base, name) for name in base.must_write):
         return ""
@@ -96,8 +96,8 @@ def _refused(form: str, part: object) -> str:
 
 
 def _refused_methods(protocol: type, part: type) -> str:
-    """Return the methods of `protocol` that a class lacks or defines with different arguments, and the remedy; if there
-    are none, return an empty string."""
+    """Return an error text that names the methods of `protocol` that a class lacks or defines with different arguments,
+    and the remedy. Return an empty string if the class conforms to `protocol`."""
     if unwritten := sorted(getattr(part, "__abstractmethods__", ())):
         return f"has no {', '.join(f'{name}()' for name in unwritten)} of its own; write it, or correct its spelling"
     for name in _members(protocol):
@@ -253,8 +253,8 @@ class Registry(Collection[str], Generic[P, F, K]):
         return [name for name, entry in self._entries.items() if entry.facts.when(*args)]  # type: ignore[attr-defined]
 
     def chosen(self, *args: Any) -> str | None:
-        """Return the first name in `wanted`, or None if `wanted` is empty. This is for kinds of which a run uses at
-        most one part."""
+        """Return the first name in `wanted`, or None if `wanted` is empty. Call this method only for kinds of parts of
+        which a run uses at most one."""
         return next(iter(self.wanted(*args)), None)
 
     def where(self, name: str) -> str:

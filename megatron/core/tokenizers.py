@@ -1,5 +1,5 @@
-"""Two tokenizers that need no files, and the function that builds the tokenizer of `--tokenizer-type`. The tokenizers
-have the names that Megatron-LM uses.
+"""Two tokenizers that need no files, and the function that builds the tokenizer of `--tokenizer-type`. Megatron-LM uses
+the same tokenizer names.
 
 An extension provides the tokenizers that read files. The packages of these tokenizers are imported only when a
 tokenizer is built.
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.file_storage import UrlPath, local_folder,
 class NullTokenizer:
     """Tokenizer for text that consists of token ids: decimal numbers separated by spaces.
 
-    The last of the vocab_size ids is EOD. Text may contain the other ids.
+    The last of the vocab_size ids is EOD. Text may contain all ids except EOD.
     """
 
     bos = None
@@ -143,9 +143,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     if problems:
         raise ValueError("\n".join(problems))
     model = config.tokenizer_model
-    if (
-        model is not None and not Path(model).exists()
-    ):  # This is a model name, which may refer to different files the next time.
+    if model is not None and not Path(model).exists():  # A model name may refer to different files at the next call.
         return TOKENIZERS[kind](config, vocab_size)
     built = _built(config, tuple(_state_of_files(config)))
     if vocab_size not in built:
@@ -162,7 +160,7 @@ def _built(config: TokenizerConfig, files: tuple[object, ...]) -> dict[int | Non
 
 def _state_of_files(config: TokenizerConfig) -> Iterator[tuple[str, int, int]]:
     """Yield (path, modification time, size) of each file that the flags name or that is in a folder that the flags
-    name. The results are equal as long as the files do not change.
+    name. Two calls yield equal results if no file changes between them.
     """
     for value in vars(config).values():
         if isinstance(value, str) and (path := Path(value)).exists():

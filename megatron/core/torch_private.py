@@ -3,9 +3,9 @@ module of `megatron` or `tools` uses a private name (`tests/pure/test_tree.py`),
 this file. All names exist in torch 2.13, and `tests/pure/test_torch_private.py` looks up each of them in the installed
 torch. Each docstring describes the name and, after "Fallback", the replacement if torch removes the name.
 
-Two classes override a private method of torch, which cannot be aliased here: `IndexReader._slice_file` in
-`megatron/core/dist_checkpointing/dcp_index.py` checks every tensor before torch unpickles it (if torch removes the
-method, check whole files before the load), and `NoValues._should_skip_dynamo` in
+Two classes override private methods of torch outside of this file, because an override cannot be aliased:
+`IndexReader._slice_file` in `megatron/core/dist_checkpointing/dcp_index.py` checks every tensor before torch unpickles
+it (if torch removes the method, check whole files before the load), and `NoValues._should_skip_dynamo` in
 `megatron/extensions/plan/planner/fake_stage.py` only saves time (if torch removes the method, delete the override).
 
 Modules of torch that are slow to import are imported when a function here is called.
@@ -83,16 +83,16 @@ scaled_grouped_mm: Callable[..., Tensor] = torch._scaled_grouped_mm
 or one `scaled_mm` per expert."""
 
 grouped_mm_overload: Callable[..., Tensor] = torch.ops.aten._grouped_mm.default
-"""The operator that `torch.nn.functional.grouped_mm` calls. Plans return only a shape for it. torch 2.13. Fallback: the
-operator that a dispatch mode sees instead."""
+"""The operator that `torch.nn.functional.grouped_mm` calls. Memory plans return only a shape for this operator. torch
+2.13. Fallback: the operator that a dispatch mode sees instead."""
 
 local_scalar_overload: Callable[..., float] = torch.ops.aten._local_scalar_dense.default
-"""The operator that `Tensor.item()` calls. Plans return zero for it. torch 2.13. Fallback: the operator that a dispatch
-mode sees instead."""
+"""The operator that `Tensor.item()` calls. Memory plans return zero for this operator. torch 2.13. Fallback: the
+operator that a dispatch mode sees instead."""
 
 resize_storage_overload: Callable[..., None] = torch.ops.inductor.resize_storage_bytes_.default
-"""Operator of `resize_storage` in the form in which a dispatch mode sees it. torch 2.13. Fallback: the operator of the
-function that replaces `resize_storage`."""
+"""The operator that a dispatch mode sees for a call of `resize_storage`. torch 2.13. Fallback: the operator that a
+dispatch mode sees for the replacement of `resize_storage`."""
 
 index_put_impl_: Callable[..., Tensor] = torch.ops.aten._index_put_impl_
 """`index_put_` that does not read the indices on the host. torch 2.13. Fallback: `Tensor.index_put_`."""
@@ -123,14 +123,14 @@ def storage_id(memory: Tensor | torch.UntypedStorage) -> int:
     """Return an id that is the same for a storage and all tensors that share it. Fake and meta tensors also have such
     an id.
 
-    `UntypedStorage._cdata`, torch 2.13. Fallback: `id` of a storage that the caller keeps alive.
+    `UntypedStorage._cdata`, torch 2.13. Fallback: use `id(storage)` and keep the storage alive.
     """
     return (memory.untyped_storage() if isinstance(memory, Tensor) else memory)._cdata
 
 
 def resize_storage(tensor: Tensor, nbytes: int) -> None:
     """Resize the memory of a tensor. A size of 0 bytes frees the memory, and the full size allocates it again. Autograd
-    sees no change.
+    does not treat the resize as a change of the tensor.
 
     Inductor's operator for FSDP, torch 2.13. Fallback: `tensor.untyped_storage().resize_(nbytes)`, which fake
     tensors do not count.
@@ -237,7 +237,7 @@ torch.device(...)`."""
 
 
 OpOverload = torch._ops.OpOverload
-"""Operator in the form in which dispatch modes see it. `torch._ops.OpOverload`, torch 2.13. Fallback: annotate
+"""Type of the operators that dispatch modes intercept. `torch._ops.OpOverload`, torch 2.13. Fallback: annotate
 `Callable`."""
 
 
@@ -251,7 +251,7 @@ def schema_of(operator: OpOverload) -> torch._C.FunctionSchema:
 
 def preload_compiler() -> None:
     """Import torch._dynamo, which torch.optim imports on first use, before ranks are forked. torch 2.13. Fallback:
-    delete the call; each rank then imports it."""
+    delete the call; each rank then imports the module separately."""
 
 
 def raise_recompile_limit(least: int) -> None:

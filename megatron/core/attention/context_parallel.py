@@ -69,7 +69,7 @@ class Ring:
         return x
 
     def tiles(self, step: int) -> tuple[Tile, ...]:
-        """Return the tiles of this rank's queries and the keys that the rank holds in a step."""
+        """Return the tiles for this rank's queries and for the keys that the rank holds in ring step `step`."""
         source, kernel = (self.cp.rank - step) % self.cp.size, self.causal.kernel
         queries = self.queries if kernel.most_queries is None else short_spans(self.queries, kernel.most_queries)
         keys = self.sent[source] if step else self.keys[source]
@@ -172,7 +172,8 @@ def local_attention(
 
     The keys are at positions 0 to s - 1. `queries` are the positions of the queries; by default, they are the positions
     of the keys. A kernel with a method `at_once` computes all tiles in one launch. A variable-length kernel also needs
-    only one launch if the queries are whole samples. Otherwise, attention runs tile by tile, as a ring of size 1.
+    only one launch if the queries are whole samples. In all other cases, attention runs tile by tile, like a ring of
+    size 1.
     """
     whole = (range(k.shape[0]),)
     if (at_once := getattr(causal.kernel, "at_once", None)) is not None:

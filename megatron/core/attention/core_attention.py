@@ -84,8 +84,9 @@ def alibi_slopes(heads: int) -> list[float]:
     A head adds slope * (key position - query position) to its scores before the softmax. ALiBi has no parameters and no
     maximum sequence length.
 
-    For a power of two, slopes are the geometric sequence from 2^(-8 / heads) to 2^-8 (section 3). Otherwise, let n be
-    the next lower power of two: the slopes for n heads are followed by every other slope for 2n heads.
+    If the number of heads is a power of two, the slopes form the geometric sequence from 2^(-8 / heads) to 2^-8
+    (section 3). If it is not, let n be the next lower power of two: the slopes for n heads are followed by every other
+    slope for 2n heads.
     """
     power = 1 << (heads.bit_length() - 1)
     below = [2 ** (-8 * number / power) for number in range(1, power + 1)]
@@ -141,7 +142,7 @@ class CoreAttention(nn.Module):
     def watch_logits(self, watcher: Callable[[Tensor], None]) -> None:
         """Call `watcher` in training forward passes with the largest logits [heads], one for each of this rank's heads
         (`sink_heads`). Logits are the inputs of the softmax for visible query-key pairs, including biases and caps.
-        From then on, plain torch computes this layer's attention.
+        After the first call of this method, plain torch computes the layer's attention.
         """
         self._logit_watchers.append(watcher)
         self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap, note=self.note)

@@ -15,7 +15,7 @@ from megatron.core.attention.core_attention import CoreAttention
 class LargestLogits:
     """Recorder of the largest logit of each head [heads/tp] in training passes since the last `clear`.
 
-    Creating an instance starts the recording. From then on, plain torch computes this attention.
+    Creating an instance starts the recording. Once recording has started, plain torch computes the attention.
     """
 
     def __init__(self, core: CoreAttention) -> None:
@@ -41,7 +41,7 @@ class RowKind(Enum):
     through its query."""
 
     OTHER = "other"
-    """Values and gates, which do not affect logits."""
+    """Rows that compute values or gates, which do not affect attention logits."""
 
 
 class HeadRows(NamedTuple):
@@ -52,7 +52,7 @@ class HeadRows(NamedTuple):
     """Query heads per group."""
 
     rows: tuple[tuple[RowKind, int], ...]
-    """Kind and number of consecutive rows, in order."""
+    """Row blocks in order, each as (kind, number of consecutive rows)."""
 
 
 class AttentionWithRows(Protocol):

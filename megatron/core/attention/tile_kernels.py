@@ -52,7 +52,7 @@ class Rows:
 
 
 class Kernel(Protocol):
-    """Kernel that computes attention tile by tile. The kernel may return the tiles in a different order."""
+    """Kernel that computes attention tile by tile. A kernel may yield the tiles in any order."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         """Yield each tile with its outputs. q, k and v contain the rows of all tiles."""

@@ -5,9 +5,9 @@ Under a causal mask, later queries see more keys, so contiguous shards would lea
 Instead, the sequence is split into 2 * size chunks in zig-zag order: rank r holds an early chunk, r, and a late chunk,
 2 * size - 1 - r. Every rank then computes the same number of query-key pairs.
 
-A query sees the keys up to the position of the query that are in the same document and window. The queries of a rank,
-its received keys and the documents are all ranges of positions. The work is therefore a list of rectangles, most of
-which need no mask. No [s, s] mask is built, and masked pairs are not computed.
+A query sees a key if both are in the same document and window, and if the key is not after the query. The queries of a
+rank, its received keys and the documents are all ranges of positions. The work is therefore a list of rectangles, most
+of which need no mask. No [s, s] mask is built, and masked pairs are not computed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def document_starts(document_ids: Sequence[Sequence[int]]) -> Documents:
 def cut_documents(documents: Documents | None, samples: int, length: int, longest: int) -> Documents:
     """Split documents so that each has at most `longest` tokens.
 
-    `documents` belong to `samples` samples of `length` tokens.
+    `documents` contains the start positions of the documents in each of `samples` samples of `length` tokens; with
+    None, each sample is one document.
     """
     return tuple(
         tuple(place for start, stop in pairwise((*starts, length)) for place in range(start, stop, longest))
@@ -125,7 +126,7 @@ class Tile:
     """A rectangle of attention: some query rows and some key rows."""
 
     sample: int | None
-    """Sample number of the rows; None for all samples."""
+    """Index of the sample that the rows belong to; None if the tile applies to all samples."""
 
     queries: range
     """Rows of the local queries."""
@@ -185,7 +186,8 @@ def _documents_in(span: range, starts: tuple[int, ...]) -> range:
 
 @lru_cache(maxsize=256)
 def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
-    """Merge adjacent tiles without a mask, so that fewer kernels run. Positions of merged tiles are meaningless."""
+    """Merge adjacent tiles without a mask, so that fewer kernels run. In a merged tile, the fields `first_query` and
+    `first_key` are meaningless."""
     whole: list[Tile] = []
     for tile in tiles:
         last = whole[-1] if whole else None
@@ -204,8 +206,8 @@ def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
 def halved(tiles: tuple[Tile, ...], longest: int, times: int = 4) -> tuple[Tile, ...]:
     """Halve diagonal tiles, at most `times` times, until they have at most `longest` queries.
 
-    For kernels that also compute masked pairs, this reduces the number of masked pairs. A query's diagonal tile comes
-    before its other tiles.
+    Halving a diagonal tile reduces the number of its masked pairs. This helps kernels that also compute masked pairs. A
+    query's diagonal tile comes before its other tiles.
     """
     return tuple(part for tile in tiles for part in _halves(tile, longest, times))
 
@@ -251,8 +253,8 @@ def _rows(places: range, shift: int) -> range:
 
 
 def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: int, keys: range) -> Iterator[Tile]:
-    """Yield the tiles of one document. The arguments are the positions of its queries and keys, and the shifts from
-    positions to rows."""
+    """Yield the tiles of one document. The arguments are the positions of the document's queries and keys, and the
+    shifts from positions to rows."""
     if not queries:
         return
     before, same = range(keys.start, min(keys.stop, queries.start)), _common(keys, queries)

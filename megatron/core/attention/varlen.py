@@ -19,11 +19,12 @@ from megatron.core.host_to_device import integers_on
 from megatron.core.torch_private import AutogradContext
 
 Lengths = tuple[Tensor, Tensor, int, int]
-"""For queries and for keys: `cu_seqlens` [n + 1] int32, and the number of rows in the longest sequence."""
+"""(`cu_seqlens` [n + 1] int32 of the queries, `cu_seqlens` of the keys, length of the longest query sequence, length of
+the longest key sequence)."""
 
 Window = tuple[int, int]
-"""Numbers of keys to the left and to the right that a query sees; -1 for all keys. Queries and keys are aligned at
-their ends."""
+"""Numbers of keys to the left and to the right that a query sees; -1 for all keys. The last query is aligned with the
+last key."""
 
 
 class PackedKernel(Protocol):
@@ -56,7 +57,7 @@ def packed_attention(
     [s, b, heads, dv]"""
     length, samples = q.shape[:2]
     settings = _lengths(documents or ((0,),) * samples, length, q.device), (-1 if window is None else window - 1, 0)
-    # Pack sample by sample. A single sample is already packed.
+    # Pack sample by sample. A batch of one sample is already packed.
     packed = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     rows: Tensor = PackedAttention.apply(*packed, sinks, kernel, *settings)
     return rows.unflatten(0, (samples, length)).transpose(0, 1)

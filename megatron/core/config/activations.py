@@ -23,8 +23,8 @@ class ActivationFacts:
     """Properties of an activation function."""
 
     gated: bool = False
-    """True if the function maps [..., 2f] to [..., f], where the gates precede the values that they multiply. Other
-    functions keep the width."""
+    """True if the function maps [..., 2f] to [..., f], where the gates precede the values that they multiply. Functions
+    that are not gated keep the width."""
 
     bounded: bool = False
     """True if --activation-func-clamp-value and --glu-linear-offset apply to the function."""

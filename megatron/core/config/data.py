@@ -49,8 +49,8 @@ class Tokenizer(Protocol):
 
 
 class TokenizerBuilder(Protocol):
-    """Function that builds the tokenizer of a --tokenizer-type. `vocab_size` is the value of --vocab-size. User errors
-    are ValueErrors that name the flag."""
+    """Function that builds a tokenizer, registered under a value of --tokenizer-type. `vocab_size` is the value of
+    --vocab-size. For a user error, the function raises a ValueError that names the flag."""
 
     def __call__(self, config: TokenizerConfig, vocab_size: int | None) -> Tokenizer: ...
 

@@ -20,7 +20,8 @@ class Condition:
 
     @property
     def parts(self) -> tuple[str, str, str]:
-        """Split the text into the flags, ": REASON" and the remedy. A missing part is the empty string."""
+        """Split `text` into three strings: the flags, the reason with its leading ": ", and the remedy. If `text` lacks
+        a part, the string is empty."""
         rule, _, remedy = self.text.partition("; ")
         flags, colon, why = rule.partition(": ")
         return flags, colon + why, remedy
@@ -34,7 +35,7 @@ class FlagSpec:
     """Command-line properties of a configuration field, other than its name and type."""
 
     name: str | None = None
-    """Flag to use instead of `--field-name`. For a bool that defaults to True, this flag turns it off."""
+    """Flag to use instead of `--field-name`. A bool that defaults to True is turned off by this flag."""
 
     aliases: tuple[str, ...] = ()
     """Alternative spellings of the flag, with their dashes."""
@@ -53,14 +54,15 @@ class FlagSpec:
     path in a storage that an extension has registered, and "url" if any URL is also legal."""
 
     empty_is_none: bool = False
-    """True if an empty value means that the flag is not given, as in Megatron-LM. Other flags refuse an empty value."""
+    """True if an empty value means that the flag is not given, as in Megatron-LM. Flags without this property refuse an
+    empty value."""
 
     writes: str | None = None
     """Kind of an output path, "folder" or "file". At its start, the run checks that this path can be written."""
 
     names_code: Callable[[str], bool] | None = None
-    """True if a value names files whose code is executed. Such a value must be on the command line. A configuration
-    file may contain such a value only if a run of the same user recorded the file."""
+    """True if a value names files whose code is executed. Such a value must be on the command line, or in a
+    configuration file that a run of the same user recorded."""
 
     effective: str | None = None
     """Property of the configuration section that holds the effective value, for a field whose value another field may
@@ -74,12 +76,12 @@ class FlagSpec:
     """True if a resumed run may change the field, such as a learning rate."""
 
     keeps_saved: bool = False
-    """True if the default has changed between versions. A resumed run without the flag then keeps the value of the
+    """True if the default has changed between versions. If so, a resumed run without the flag keeps the value of the
     checkpoint."""
 
     training_only: bool = False
     """True if the field affects how a model is trained or stored, but not the model's outputs. A run that loads only
-    the weights may choose another value."""
+    the weights of a checkpoint may change the field."""
 
     first_run: bool = False
     """True if a first run needs the flag: plain --help lists only such flags."""
@@ -91,8 +93,8 @@ class FlagSpec:
     """True if the flag determines which parameters are frozen."""
 
     same_setting_as: str | None = None
-    """Field that expresses the same setting. If a later source of flags sets one of the two fields, its value replaces
-    both fields."""
+    """Name of another field that expresses the same setting. If a later source of flags sets either field, the new
+    value replaces both fields."""
 
     at_least: float | None = None
     above: float | None = None
@@ -105,17 +107,17 @@ class FlagSpec:
 
     no_effect_without: Conditions = ()
     """Conditions of which at least one must hold for the flag to have an effect. If no condition holds, the run reports
-    this and continues."""
+    that the flag has no effect, and continues."""
 
     off_without: Conditions = ()
     """Conditions of which at least one must hold for the flag to have an effect. If no condition holds, the run reports
-    this and turns the flag off before other rules read it."""
+    that the flag has no effect, and turns the flag off before other rules read it."""
 
     needs: Conditions = ()
-    """Conditions of which at least one must hold; otherwise the flag is refused."""
+    """Alternative requirements: the flag is refused unless at least one of these conditions holds."""
 
     excludes: Conditions = ()
-    """Conditions of which none may hold; otherwise the flag is refused."""
+    """Conflicts: the flag is refused if any of these conditions holds."""
 
     def broken_bound(self, value: float) -> str | None:
         """Return the rule that a number violates; None if it is within the bounds."""
@@ -140,7 +142,7 @@ class FlagSpec:
 def flag(default: Any, *aliases: str, **spec: Any) -> Any:
     """Return a dataclass field that carries a `FlagSpec` with these aliases and fields.
 
-    Conditions may be given as text, and a single condition needs no tuple."""
+    A field that holds conditions also accepts their texts, or a single condition without a tuple."""
     for name in ("no_effect_without", "off_without", "needs", "excludes"):
         if name in spec:
             spec[name] = conditions(spec[name])
@@ -158,7 +160,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Section:
-    """Section of a configuration. It also carries the values of flags that extensions define."""
+    """Base class of a configuration's sections. A section also carries the values of flags that extensions define."""
 
     extension_options: tuple[Any, ...] = field(default=(), kw_only=True, metadata={"flag": None})
     """Values of extensions' flags: instances of the dataclasses that define the flags."""

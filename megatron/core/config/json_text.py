@@ -16,5 +16,5 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it nests too deeply") from None
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise
-    except ValueError:  # the standard library refuses such numbers, which would take minutes to convert
+    except ValueError:  # the standard library refuses numbers that would take minutes to convert
         raise ValueError("it contains a number with more than 4,300 digits") from None

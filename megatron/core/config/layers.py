@@ -27,9 +27,10 @@ class LayerModule(Protocol):
     """One layer, an `nn.Module`."""
 
     def forward(self, x: Tensor, context: object, /) -> Tensor:
-        """x [s, b, w] -> [s, b, w], with [s/tp, b, w] under sequence parallelism and s/cp instead of s under context
-        parallelism. w is the residual stream's width, --hidden-size if there is one stream. `context` is the
-        micro-batch's `megatron.core.batch.BatchContext`."""
+        """Map the residual stream before the layer to the stream after the layer: x [s, b, w] -> [s, b, w]. Sequence
+        parallelism divides s by tp, and context parallelism divides s by cp. The width w of the residual stream is
+        --hidden-size unless the model has several streams. `context` is the micro-batch's
+        `megatron.core.batch.BatchContext`."""
 
 
 class Layer(Protocol):
@@ -60,8 +61,8 @@ class ResidualFacts:
     """Predicate that decides whether the model has this residual stream."""
 
     width: Callable[..., int] = attrgetter("hidden_size")
-    """Function that returns the number of channels of the stream between layers. Pipeline stages send these channels to
-    each other."""
+    """Function that returns the width of the residual stream between layers, in channels. Messages between pipeline
+    stages have the same width."""
 
     layers: tuple[str, ...] | None = ("transformer_layer",)
     """Values of --layer-module with which the stream adds the outputs of sublayers; None if every value is
@@ -80,7 +81,8 @@ class ResidualModule(Protocol):
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor, ContextT], Tensor], context: ContextT, /) -> Tensor:
         """Call the sublayer with hidden states [s, b, h], which are computed from the stream x [s, b, w]. Add the
-        output to the stream. Returns the new stream [s, b, w]. Under sequence parallelism, s/tp replaces s."""
+        output of the sublayer to the stream. Returns the new stream [s, b, w]. Under sequence parallelism, s/tp
+        replaces s."""
 
 
 class ResidualClass(Protocol):
@@ -113,7 +115,7 @@ class Span:
 
     chunk: int | None = None
     """Chunk length in tokens: documents are cut into chunks, and tokens attend only within their chunk (Llama 4). None
-    if there are no chunks."""
+    if documents are not cut into chunks."""
 
     def mean(self, length: int) -> float:
         """Return the mean number of tokens that a token attends to in a document of s = `length` tokens. By convention,
@@ -172,7 +174,7 @@ class LayerKind(Sublayers):
     """Properties in which the layers of a model may differ."""
 
     span: Span = Span()
-    """Tokens that are visible to the layer's attention. The value has no meaning in a layer without the model's
+    """Tokens that are visible to the layer's attention. The span has no meaning in a layer without the model's
     attention."""
 
     rotation: Rotation | None = None
@@ -222,8 +224,8 @@ def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bo
 def layer_numbers(text: str, num_layers: int | None, least: int = 1) -> tuple[int, ...]:
     """Parse a list of numbers, one for each layer, such as "([64]*3+[96]*9)".
 
-    The numbers must be at least `least`. The list may have any length if `num_layers` is None. Raises ValueError if
-    the text is invalid.
+    Each number must be at least `least`. The list may have any length if `num_layers` is None. Raises ValueError if the
+    text is invalid.
     """
     value = _value_of(text, "is not a list of numbers")
     if isinstance(value, int):
@@ -249,8 +251,8 @@ def all_but_last_of_each(layer: int, period: int) -> bool:
 
 
 def _value_of(text: str, otherwise: str) -> int | list[int]:
-    """Evaluate a text to a number or a list of numbers. Raises ValueError for any other text. The message contains the
-    text and `otherwise`, such as "is not a list of numbers"."""
+    """Evaluate a text to a number or a list of numbers. For any other text, raise ValueError with a message that
+    consists of the text and `otherwise`, where `otherwise` is a predicate such as "is not a list of numbers"."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, RecursionError, UnicodeEncodeError):

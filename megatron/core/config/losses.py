@@ -24,8 +24,8 @@ class LossFacts:
     """Properties of a loss."""
 
     multi_token: bool = False
-    """True if the loss supports labels of later tokens (--mtp-num-layers). The loss of a token must then depend only on
-    the token's logits and label."""
+    """True if the loss supports labels of later tokens (--mtp-num-layers). If so, the loss of a token must depend only
+    on the token's logits and label."""
 
     log_likelihood: bool = False
     """True if the loss of a token is -log of the probability of its label, so that evaluations report the perplexity
@@ -40,7 +40,7 @@ class Loss(Protocol):
 
 
 class LossClass(Protocol):
-    """A class of losses, such as those derived from `megatron.core.models.gpt.loss.TokenLoss`."""
+    """Interface of a loss class, such as a subclass of `megatron.core.models.gpt.loss.TokenLoss`."""
 
     def __call__(self, config: Section, ctx: object) -> Loss:
         """Create the loss. `config` is the `TransformerConfig`, `ctx` the
@@ -58,7 +58,8 @@ LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", m
 
 
 def has_perplexity(loss_func: str, z_loss_coeff: float) -> bool:
-    """Return True if exp(mean loss) is the perplexity. It is not if the loss has further terms, such as a z-loss."""
+    """Return whether exp(mean loss) is the perplexity. Losses with additional terms, such as a z-loss, do not yield a
+    perplexity."""
     return LOSSES.facts(loss_func).log_likelihood and not z_loss_coeff
 
 
@@ -73,8 +74,8 @@ MOST_COST = 0.01
 
 WEIGHT_TOKENS = 320
 """Number of tokens for which the matrix products with a weight take as long as reading and writing the weight's fp32
-gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). The other GPUs that
-the planner supports need at most this many tokens."""
+gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). For the other GPUs
+that the planner supports, the number is at most as large."""
 
 
 def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:
@@ -91,7 +92,7 @@ def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size:
 
 
 def parse_chunk(text: str) -> int:
-    """Parse a value of --loss-chunk-tokens. Raises ValueError if it is invalid."""
+    """Parse a value of --loss-chunk-tokens. Raises ValueError if the value is invalid."""
     if text in ("auto", str(AUTO)):  # saved configurations contain the number
         return AUTO
     if not text.isdecimal():

@@ -64,7 +64,7 @@ class AttentionFacts:
 
 @dataclass(frozen=True)
 class MixerFacts:
-    """Properties of a mixer. The functions are called with the model's configuration."""
+    """Properties of a mixer. Fields that are functions are called with the model's configuration."""
 
     attention: AttentionFacts | None = None
     """Properties of a module of --attention-module; None for a mixer of --experimental-attention-variant."""
@@ -90,22 +90,22 @@ class MixerFacts:
     layer with this mixer."""
 
     recomputed: str = ""
-    """Name of the mixer's part that --recompute-modules accepts; empty if there is none."""
+    """Name by which --recompute-modules selects a part of the mixer; empty if the mixer has no such part."""
 
     recomputed_with: str = ""
     """Flag that adds the part named by `recomputed` to a model."""
 
     includes: tuple[str, ...] = ()
-    """Other mixers that are parts of this mixer. The flags and rules of these mixers also apply to a model with this
-    mixer."""
+    """Names of the mixers that this mixer contains. The flags and rules of a contained mixer also apply to a model with
+    this mixer."""
 
 
 class MixerModule(Protocol):
     """The `nn.Module` that mixes tokens in one layer."""
 
     def forward(self, x: Tensor, context: object, /) -> Tensor:
-        """x [s, b, h] -> [s, b, h], with [s/tp, b, h] under sequence parallelism and s/cp instead of s under context
-        parallelism. `context` is the micro-batch's `megatron.core.batch.BatchContext`. During generation, a mixer
+        """Map hidden states x [s, b, h] -> [s, b, h]. Sequence parallelism divides s by tp, and context parallelism
+        divides s by cp. `context` is the micro-batch's `megatron.core.batch.BatchContext`. During generation, a mixer
         stores its state of earlier tokens in `context.cache`."""
 
 
@@ -126,7 +126,8 @@ MIXERS.register("self_attention", _SELF_ATTENTION, attention=AttentionFacts(), l
 
 @dataclass(frozen=True)
 class MixerNames(Collection[str]):
-    """Mixers that are the choices of one flag: --attention-module or --experimental-attention-variant."""
+    """Names of the mixers that one flag can select; the flag is --attention-module or
+    --experimental-attention-variant."""
 
     attentions: bool
 

@@ -67,7 +67,7 @@ class TransformerConfig(ModelFields):
         """Channels of attention heads."""
         if (widths := self.attention_facts.widths) is not None:
             return widths(self)
-        key = self.kv_channels or self.hidden_size // max(1, self.num_attention_heads)  # 0 heads: reported by a rule
+        key = self.kv_channels or self.hidden_size // max(1, self.num_attention_heads)  # a rule reports 0 heads
         return HeadWidths(key, key, self.value_channels or key)
 
     @property
@@ -151,8 +151,8 @@ class TransformerConfig(ModelFields):
         return of_layers + of_layers[-1:] * self.mtp_depths
 
     def _by_own_numbers(self, of_layers: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Append a value for each multi-token prediction module according to --mtp-layer-kind: module k has the value
-        of layer k (own_number) or of the last layer. Attention spans and rotary embeddings are extended in this way."""
+        """Append a value for each multi-token prediction module: with --mtp-layer-kind own_number, the value of layer k
+        for module k; otherwise, the value of the last layer."""
         if not of_layers or self.mtp_layer_kind != "own_number":
             return self._with_last_repeated(of_layers)
         return of_layers + tuple(of_layers[number % len(of_layers)] for number in range(self.mtp_depths))
@@ -236,7 +236,7 @@ class TransformerConfig(ModelFields):
         return tuple(self.rotary and not skips for skips in skipped)
 
     def unreadable_patterns(self) -> dict[str, str]:
-        """Map each field whose layer pattern is invalid, and whose feature the model does not use, to its error."""
+        """Return the errors of invalid layer patterns, keyed by field, for features that the model does not use."""
         found = {}
         for name, present in (
             ("moe_layer_freq", self.num_experts is not None),
@@ -270,13 +270,13 @@ class TransformerConfig(ModelFields):
 
     @property
     def rotation(self) -> Rotation:
-        """The rotary embedding of other layers."""
+        """The rotary embedding of layers without a sliding window or chunks."""
         return Rotation(self.rotary_base, percent=self.rotary_percent)
 
     @property
     def local_own(self) -> tuple[tuple[str, object], ...]:
-        """Fields whose values in layers with a sliding window or chunks differ from those of the model, with these
-        values."""
+        """(field, value) of each field whose value in layers with a sliding window or chunks differs from the model's
+        value."""
         own: dict[str, object] = {}
         if self.window_num_attention_heads is not None:
             own = {"num_attention_heads": self.window_num_attention_heads, "kv_channels": self.head_dim}
@@ -436,7 +436,7 @@ class TransformerConfig(ModelFields):
 
 @lru_cache(maxsize=64)
 def _layer_kinds(model: TransformerConfig) -> tuple[LayerKind, ...]:
-    """Return the kinds of all layers and multi-token prediction modules. Equal configurations share the result."""
+    """Return the kinds of all layers and multi-token prediction modules, cached for equal configurations."""
     columns = (
         model._sublayers,
         model._by_own_numbers(model.local_pattern),

@@ -58,7 +58,7 @@ class RecomputedParts(Collection[str]):
         return owners[0] if owners else ""
 
     def needs(self, part: str) -> str:
-        """Return the flag that adds a part to a model; empty for parts of every model."""
+        """Return the flag that adds `part` to a model. Return an empty string if every model has the part."""
         return (NEEDED_BY | self.stated()).get(part, "")
 
     def within(self, part: str) -> str | None:

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RouterFacts:
-    """Properties of a router. The functions are called with the model's configuration."""
+    """Properties of a router. Fields that are functions are called with the model's configuration."""
 
     when: Callable[..., bool] = lambda config, number: True
     """Predicate of (configuration, layer number) that decides whether the router applies to the layer. If several
     routers apply, the layer uses the router that was registered last."""
 
     scores: tuple[str, ...] = ()
-    """Values of --moe-router-score-function that the router defines. The router's `make_scores` creates these scores,
-    for other routers too."""
+    """Values of --moe-router-score-function that the router defines. `make_scores` of this router creates these scores,
+    even for a model with another router."""
 
     losses: tuple[str, ...] = ()
     """Values of --moe-router-load-balancing-type that are auxiliary losses. A run may combine several of these
@@ -74,7 +74,7 @@ class RouterModule(Protocol):
 
 
 class RouterClass(Protocol):
-    """A class of routers, such as those derived from `megatron.core.moe.router.TopKRouter`."""
+    """Interface of a router class, such as a subclass of `megatron.core.moe.router.TopKRouter`."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
         """Create the router. `name` is the prefix of the parameter names, `config` is the layer's `TransformerConfig`,
@@ -105,7 +105,7 @@ def router_of(config: Section, number: int, in_training: bool = True) -> str:
 
 @dataclass(frozen=True)
 class RouterValues(Collection[str]):
-    """Flag values that routers list in their facts."""
+    """Values of one flag that the registered routers support, as their `RouterFacts` state."""
 
     stated: Callable[[RouterFacts], tuple[str, ...]]
 

@@ -1,4 +1,4 @@
-"""Norms of a layer: their position and their kind. This module does not import torch.
+"""Positions and kinds of a layer's norms. This module does not import torch.
 
 To add a norm, register a class:
 

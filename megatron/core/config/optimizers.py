@@ -35,8 +35,8 @@ class OptimizerFacts:
     data-parallel rank can update its shard without communication."""
 
     whole_roles: Callable[..., frozenset[str]] = _no_roles
-    """Function that returns the roles (`ParamMeta.role`) of matrices that the optimizer updates as a whole. These
-    matrices have separate buffers."""
+    """Function that returns the roles (`ParamMeta.role`) of matrices that the optimizer updates as a whole. Matrices
+    with these roles have separate buffers."""
 
     others: Callable[..., str] | None = None
     """Function that returns the name of the optimizer for all other parameters; None if this optimizer updates them
@@ -47,8 +47,8 @@ class OptimizerFacts:
     values of the checkpoint."""
 
     product_dtypes: Callable[..., tuple[str, ...]] = _no_dtypes
-    """Function that maps (config, main dtype) to the dtypes in which the optimizer multiplies matrices. All dtypes are
-    names."""
+    """Function that maps (config, main dtype) to the dtypes in which the optimizer multiplies matrices. Dtypes are
+    given by name."""
 
 
 class MakeChain(Protocol):
@@ -67,11 +67,11 @@ OPTIMIZERS.register("sgd", "megatron.core.optimizer.fused:sgd", by_element=True)
 
 
 class StatePlan:
-    """Storage format of main parameters and optimizer states, described without torch. This base class stores both in
-    the main dtype."""
+    """Storage format of main parameters and optimizer states, described without torch. The base class stores parameters
+    and states in the main dtype."""
 
     optional: tuple[str, ...] = ()
-    """Kinds of states that may be missing in a checkpoint and that other stores ignore."""
+    """Kinds of states that a checkpoint may lack. Runs with other stores ignore these states in a checkpoint."""
 
     def holds(self, optimizer: Section) -> bool:
         """Return whether the configuration selects this store."""
@@ -130,7 +130,7 @@ class LrSchedule(Protocol):
     def __call__(self, samples: float, length: object, config: Section) -> float:
         """Return the learning rate of the update at `samples`, the samples consumed since the start of the run.
 
-        The schedule is called only after the warm-up of `length.warmup` samples. It is also called after the decay,
+        The schedule is called only after the warm-up of `length.warmup` samples. The calls continue after the decay,
         which ends at `length.decay` samples. `length` is a `megatron.core.optimizer.param_scheduler.ScheduleLength`.
         """
 

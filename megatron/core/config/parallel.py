@@ -33,8 +33,8 @@ class HostFacts:
     pass completes them."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
-    """Function of the sizes of the ranges in host memory. It returns the number and the size of the device slots
-    through which gradients and parameters of these ranges are copied. Only plans call this function."""
+    """Function that maps the sizes of the ranges in host memory to (number, size) of the device slots through which
+    gradients and parameters of these ranges are copied. Only plans call this function."""
 
     layers: Callable[..., int]
     """Function that maps the `ModelParallelConfig` to the number of layers at the start of each stage whose activations
@@ -70,7 +70,7 @@ class HostMemory(Protocol):
 
 
 HOST_MEMORY = Registry("store in host memory", HostFacts, protocol=HostMemory)
-"""Registered implementations of `HostMemory`, by name. The trunk registers none. An extension registers an
+"""Registered implementations of `HostMemory`, by name. The trunk registers no implementation. An extension registers an
 implementation as follows:
 
     HOST_MEMORY.register("host", f"{__package__}.memory:HostStores", fraction=..., ranges=..., slots=..., layers=...,
@@ -105,8 +105,8 @@ class UnitStoreClass(Protocol):
 
 UNIT_STORES = Registry("store of units", UnitFacts, protocol=UnitStoreClass)
 """Registered classes derived from `ShardedUnits`, by name. A unit store keeps the matrices of units (transformer
-layers, and modules outside of layers) and their gradients between the passes that use them. The trunk registers none:
-by default, `DDPConfig` determines what the ranks shard."""
+layers, and modules outside of layers) and their gradients between the passes that use them. The trunk registers no unit
+store. Without a unit store, `DDPConfig` determines what the ranks shard."""
 
 
 @dataclass(frozen=True)
@@ -122,21 +122,21 @@ class StageSplit(Protocol):
     `virtual` raise ValueError with the name of the flag if the split is invalid."""
 
     def virtual(self, parallel: ModelParallelConfig) -> bool:
-        """Return whether there are several stages per rank."""
+        """Return whether each pipeline rank holds several stages."""
 
     def num_stages(self, model: Section, parallel: ModelParallelConfig) -> int | None:
         """Return the number of stages; None if other flags determine it."""
 
     def end_costs(self, parallel: ModelParallelConfig, first: float, last: float) -> tuple[float, float]:
-        """Return the costs of the embedding and the output layer, in units of one layer. `first` and `last` are these
-        costs as estimated from FLOPs."""
+        """Return the costs of the embedding and the output layer, in units of one layer. `first` and `last` are
+        FLOP-based estimates of the two costs."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
         """Map stages to their numbers of layers, for the stages whose number of layers the flags set."""
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)
-"""Registered implementations of `StageSplit`, by name. The trunk registers none."""
+"""Registered implementations of `StageSplit`, by name. The trunk registers no implementation."""
 
 
 @dataclass(frozen=True)
@@ -373,5 +373,6 @@ class DDPConfig:
         return 2 if self.shards_gradients else None
 
     def drops_parameters(self, parallel: ModelParallelConfig) -> bool:
-        """Return whether matrices in unit buckets are complete on the device only during the passes of their unit."""
+        """Return whether the device holds the complete matrices of a unit bucket only during the forward and backward
+        passes of the unit."""
         return self.shards_parameters or parallel.unit_store is not None

@@ -44,7 +44,8 @@ class ParamGroup:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Sort key of groups. Groups with weight decay come first; otherwise, groups are sorted by their settings."""
+        """Sort key of parameter groups. Groups with weight decay precede all others. Groups that do not differ in this
+        respect are sorted by their settings."""
         own = -1.0 if self.weight_decay is None else self.weight_decay
         return (not self.decays, self.decoupled, self.lr_mult != 1, self.lr_mult, self.wd_mult, own, self.eps_mult)
 
@@ -99,8 +100,8 @@ class ParameterRule:
 
 
 class BuildsRule(Protocol):
-    """Class or function that creates a rule from the `OptimizerConfig` of a run. The `options(Cls)` of the
-    `OptimizerConfig` are the flags of an extension."""
+    """Class or function that creates a rule from the `OptimizerConfig` of a run. The method `options(Cls)` of the
+    `OptimizerConfig` returns the flags of an extension."""
 
     def __call__(self, optimizer: Section) -> ParameterRule: ...
 

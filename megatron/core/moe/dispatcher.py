@@ -1,8 +1,8 @@
 """Token dispatch of MoE layers: sends tokens to the ranks of their experts, and returns the outputs.
 
 Dispatch is a linear map of the tokens: it copies, sends and sorts rows. Combine sums the outputs of a token's experts.
-Combine is the adjoint of dispatch, so each of the two is the backward pass of the other. A dispatcher therefore defines
-only dispatch.
+Combine is the adjoint of dispatch, so each of the two is the backward pass of the other. A subclass of `Dispatcher`
+therefore defines only dispatch.
 
 The ranks along (ep, expt_tp) together hold all experts. Each rank has different tokens.
 """
@@ -56,7 +56,7 @@ class RowMap:
 
 
 WAIT = "wait for all-to-all of experts"
-"""Profiler range in which a rank waits without computing. On GPUs, the profile does not show the wait of the host."""
+"""Profiler range in which a rank waits without computing. On GPUs, profiles do not show how long the host waits."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class Exchange:
 
     axis: Axis
     send: Sequence[int]
-    """Number of rows for each rank, in rank order."""
+    """Number of rows sent to each rank, in rank order."""
 
     receive: Sequence[int]
-    """Number of rows from each rank."""
+    """Number of rows received from each rank, in rank order."""
 
     pair: PassPair
     """Pair of passes. The computation of the other micro-batch's pass can overlap with the exchange."""
@@ -126,8 +126,8 @@ class Routes:
 class Dispatcher(ABC):
     """Planner of the dispatch of tokens to their selected experts.
 
-    Token counts stay on the device if neither message sizes nor large buffers depend on them. In this case the maximum
-    number of rows is allocated, with the rows in use first.
+    Token counts stay on the device if neither message sizes nor large buffers depend on them. If token counts stay on
+    the device, the buffers have the maximum number of rows, and the rows in use come first.
     """
 
     def __init__(self, num_experts: int, ctx: TPContext, grouped: bool, padded: bool, choices: int) -> None:
@@ -137,7 +137,7 @@ class Dispatcher(ABC):
             num_experts: Number of experts.
             ctx: Context of the layer.
             grouped: True if expert kernels read the row counts on the device.
-            padded: True if messages are padded to the maximum that an expert accepts.
+            padded: True if each message is padded to the maximum number of rows that experts accept.
             choices: Number of experts, including zero-computation experts.
         """
         self.ep, self.expt_tp, self.both = (ctx.state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep"))
@@ -154,9 +154,9 @@ class Dispatcher(ABC):
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         """Start planning a dispatch. Collective.
 
-        `chosen` [n, k] are the experts of this rank's tokens; `num_experts` marks a dropped assignment. An expert
-        accepts at most `most` assignments, if given. Call the returned function to end the plan. The host waits for the
-        device if it needs the message sizes, so launch all independent work first.
+        `chosen` [n, k] are the experts of this rank's tokens; `num_experts` marks a dropped assignment. If `most` is
+        given, each expert accepts at most `most` assignments. Call the returned function to end the plan. The host
+        waits for the device if it needs the message sizes, so launch all independent work first.
         """
 
     def copies(self, assignments: Tensor, rows: int, k: int) -> tuple[RowMap, RowMap]:
@@ -180,13 +180,13 @@ class Dispatcher(ABC):
 
 SPARE_ROWS = 2
 """Maximum number of rows, relative to an even load, that an all-gather dispatch allocates without waiting for the
-actual number. If more rows could arrive, the host waits for the actual number.
+actual number. If the number of rows could exceed this maximum, the host waits for the actual number.
 """
 
 
 class AllGatherDispatcher(Dispatcher):
     """Dispatcher that all-gathers the tokens. Each rank then selects the tokens of its experts. This dispatcher is
-    suitable for few experts, and if k is about as large as ep."""
+    suitable if there are few experts, or if k is about as large as ep."""
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         both, local = self.both, self.local_experts
@@ -217,7 +217,7 @@ class AllToAllDispatcher(Dispatcher):
     """Dispatcher that sends each token only to the ranks of its experts, with an all-to-all over ep followed by an
     all-gather over expt_tp.
 
-    The host needs the message sizes, unless no all-to-all is needed or all messages are padded.
+    The host must read the message sizes, unless all messages are padded or no all-to-all is needed.
     """
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
@@ -247,8 +247,8 @@ class AllToAllDispatcher(Dispatcher):
     def _by_bounds(self, chosen: Tensor, order: Tensor, table: Tensor, most: int | None) -> Routes:
         """Return routes over the maximum number of rows, with counts on the device.
 
-        Without all-to-all, a rank's rows are its sorted assignments. Otherwise `most` rows are sent to each expert.
-        Received rows are sorted by expert, spare rows last.
+        Without an all-to-all, a rank's rows are its sorted assignments. With an all-to-all, `most` rows are sent to
+        each expert. Received rows are sorted by expert, spare rows last.
         """
         ep = self.ep
         expt_tp = self.expt_tp
@@ -279,7 +279,7 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def behind(first: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap]:
-    """Compose both maps with the map `first`, which runs before them."""
+    """Return both maps of `copies`, each preceded by the map `first`."""
     return first.then(copies[0]), first.then(copies[1])
 
 
@@ -309,8 +309,9 @@ def sort_assignments(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Invert an order [m] of distinct numbers below `count`.
 
-    Returns two tensors [count]. The first contains the position of each number in `order`, or 0 if the number is
-    missing. The second is a bool mask of the numbers that are present and, if `kept` is given, kept.
+    The first result [count] contains the position of each number in `order`, or 0 if `order` lacks the number. The
+    second result [count] is a bool mask of the numbers that `order` contains and, if `kept` is given, that are also
+    kept.
     """
     places = order.new_zeros(count)
     places[order] = torch.arange(order.shape[0], device=order.device)
@@ -322,8 +323,8 @@ def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[T
 
 
 def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """Sum the valid slots among each token's k slots [n * k]: y [slots, ...] -> [n, ...]. The sum is a single kernel if
-    compiled."""
+    """Sum the rows of y in each token's valid slots: y [slots, ...], slots [n * k] -> [n, ...]. A token has k slots. If
+    compiled, the sum is a single kernel."""
     if valid is None:
         return y.index_select(0, slots).unflatten(0, (-1, k)).sum(1)
     if not y.shape[0]:  # no token has selected an expert of this rank
@@ -335,8 +336,8 @@ def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tens
 def slot_map(assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int, compiled: bool) -> RowMap:
     """Copy rows to slots: x [n, ...] -> [slots, ...], slot i takes row assignments[i] // k.
 
-    Assignment a is in slots[a] if it is valid; with None, all assignments are valid. Contents of other slots are
-    meaningless. The adjoint reads each slot once, so the sum has a fixed order.
+    A valid assignment a is in slots[a]. If `valid` is None, all assignments are valid. Slots without a valid assignment
+    have meaningless contents. The adjoint reads each slot once, so the sum has a fixed order.
     """
     index, sum_up = assignments // k, region(sum_of_slots, compiled)
     return RowMap(lambda x: x.index_select(0, index), lambda y: sum_up(y, slots, valid, k))

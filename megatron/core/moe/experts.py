@@ -145,7 +145,8 @@ class GroupedBiasFunction(torch.autograd.Function):
 
 
 def _build_gemms(grouped: bool, cuts: Cuts, ctx: TPContext) -> GroupedGemms:
-    """Return the GEMMs of a layer whose features are sharded over expert tensor parallelism according to `cuts`."""
+    """Return the GEMMs of a linear layer. `cuts` specifies how expert tensor parallelism shards the features of the
+    layer."""
     plain = GROUPED if grouped else EACH
     if ctx.format is None:
         return plain
@@ -204,8 +205,8 @@ class _FusedWeightedContext(AutogradContext):
 
 
 class FusedWeightedActivation(torch.autograd.Function):
-    """Compiled form of `_WeightedActivation` for an activation function with a known gradient. This form stores no
-    intermediate products."""
+    """Compiled form of `_WeightedActivation` for an activation function with a known gradient. The compiled form stores
+    no intermediate products."""
 
     @staticmethod
     def forward(ctx: _FusedWeightedContext, x: Tensor, weights: Tensor, kind: Kind, compiled: bool) -> Tensor:

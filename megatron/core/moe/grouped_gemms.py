@@ -56,7 +56,8 @@ class Segments:
         return self._sizes
 
     def padded(self, multiple: int) -> Segments:
-        """Return segments with each expert's row count rounded up to a multiple. The result may have spare rows."""
+        """Return segments with each expert's row count rounded up to a multiple. The returned segments may have spare
+        rows."""
         if self._sizes is not None:
             return Segments([-(-size // multiple) * multiple for size in self._sizes], None, self._device, True)
         counts = torch.diff(self.ends, prepend=self.ends.new_zeros(1))
@@ -70,7 +71,7 @@ class Segments:
     def sizes_of(self, x: Tensor) -> Sequence[int]:
         """Return the number of rows of each expert in x [n, ...].
 
-        Reads `sizes`. For tensors without values, the rows are divided evenly.
+        Reads `sizes`. If x has no values, as in memory plans, the rows are divided evenly.
         """
         if self._sizes is None and not has_values(x):
             (rows, *_), experts = x.shape, self.ends.shape[0]
@@ -111,7 +112,7 @@ def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
 
 
 def gemm_grouped(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
-    """Run the grouped GEMM in one kernel. `gemm_each` computes the same result."""
+    """Run the grouped GEMM in one kernel. `gemm_each` is equivalent, but runs one GEMM per expert."""
     if not x.shape[0]:
         return x.new_empty(0, matrices.shape[-1])
     return segments.clear_spare_(F.grouped_mm(x, matrices, offs=segments.ends))
@@ -148,14 +149,15 @@ def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -
 class GroupedGemms:
     """The GEMMs of a grouped linear layer, in the precision of the parameters.
 
-    Formats in `LINEAR_FORMATS` provide objects with the same attributes.
+    A format in `LINEAR_FORMATS` provides another object with the attributes of this class.
     """
 
     def __init__(self, gemm: GroupedGemm, add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Segments], None]) -> None:
         self.gemm, self.add_weight_grad_ = gemm, add_weight_grad_
         """(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X of each expert"""
         self.add_bias_grad_ = add_weight_grad_
-        """Equivalent of `add_weight_grad_` for the gradient of a bias, which acts as the weight of one input."""
+        """Equivalent of `add_weight_grad_` for a bias gradient, since a bias acts as the weight of an additional
+        input."""
 
     def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
         """x [n, in], weight [experts, ..., in] -> y [n, out]"""

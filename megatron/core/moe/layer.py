@@ -75,7 +75,8 @@ class MoELayer(nn.Module):
     def _run(self, x: Tensor, context: BatchContext) -> Tensor:
         choice = self.router(x, context)
         finish = self.dispatcher.start(choice.experts.flatten(0, 1), choice.most)
-        # Computed between start and finish, so that the host launches this work before it waits for the sizes.
+        # The shared experts run between `start` and `finish`, so that the host launches their work before it waits for
+        # the message sizes.
         shared = None if self.shared_experts is None else self.shared_experts(x)
         routes = finish()
         latent = self.fc1_latent_proj(x)
@@ -91,7 +92,7 @@ class MoELayer(nn.Module):
 
 def latent_projections(name: str, config: TransformerConfig) -> tuple[ReplicatedLinear, ReplicatedLinear] | None:
     """Return fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], named as in Megatron-LM. The projections have
-    biases if linear layers have biases. Returns None without --moe-latent-size.
+    biases if linear layers have biases. Return None if --moe-latent-size is not set.
     """
     if config.moe_latent_size is None:
         return None

@@ -1,12 +1,12 @@
 """Expert load balancing: auxiliary losses, z-loss and expert bias, equal under every layout.
 
 Auxiliary losses are means over the tokens of the global batch. Each auxiliary loss is added to the loss once, so its
-value does not depend on layouts or micro-batch sizes. This requires two measures.
+value does not depend on layouts or micro-batch sizes. Two measures ensure this independence.
 
 First, scaling. All other losses are token sums, which are divided by the number of valid tokens at the end of the step.
-Gradients of auxiliary losses are injected during the backward pass, so they are multiplied by that number in advance.
-The number of valid tokens is known before the first forward pass: `aux_scale` = backward seed * valid tokens / tokens
-of the global batch.
+Gradients of auxiliary losses are injected during the backward pass, so they are multiplied by the number of valid
+tokens in advance. This number is known before the first forward pass: `aux_scale` = backward seed * valid tokens /
+tokens of the global batch.
 
 Second, the load. The loss of Switch Transformer (Fedus et al., arXiv 2101.03961, equation 4) is E sum_i f_i P_i, with
 f_i the share of assignments to expert i and P_i its mean probability. Over a global batch (arXiv 2501.11873), the
@@ -95,8 +95,8 @@ class _LoadsContext(AutogradContext):
 
 
 class _AgainstRunningLoads(torch.autograd.Function):
-    """Sum over tokens of E sum_i f_i p_i for probabilities p [s, b, E]. The value stays 0, because f is unknown before
-    the backward pass."""
+    """Sum over tokens of E sum_i f_i p_i for probabilities p [s, b, E]. The forward pass returns 0 instead of the sum,
+    because f is unknown before the backward pass."""
 
     @staticmethod
     def forward(ctx: _LoadsContext, probabilities: Tensor, loads: RunningLoads, number: int) -> Tensor:
@@ -147,7 +147,7 @@ class Balance(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, weight: nn.Parameter) -> None:
         """Create the balance of a router.
 
-        `weight` is the router weight. If it is frozen, the expert bias is frozen too.
+        `weight` is the router weight. If the router weight is frozen, the expert bias is frozen too.
         """
         super().__init__()
         self.num_experts, self.topk = config.moe_choices, config.moe_router_topk
@@ -206,10 +206,11 @@ class Balance(nn.Module):
 
     def balancing_losses(self, probabilities: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor]:
         """Return the sums of E sum_i f_i p_i over these tokens, multiplied by the loss coefficients. Also return the
-        loss value for sequences.
+        value of the loss that balances each sequence.
 
-        Under an even load a token's term is 1; if one expert gets all tokens, it is E. counts [b, E] are the
-        assignments of these tokens in micro-batch `number`. The value is known only for sequences.
+        A token contributes 1 to the sum under an even load, and E if one expert receives all tokens. counts [b, E] are
+        the assignments of these tokens in micro-batch `number`. The values of the other balancing losses are not known
+        in the forward pass.
         """
         loss = of_sequences = probabilities.new_zeros(())
         if self.running_coeff:

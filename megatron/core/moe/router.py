@@ -1,8 +1,8 @@
 """Top-k router of mixture-of-experts layers: the experts of each token and their weights.
 
-The selection depends only on the token. If experts drop tokens, and under Sinkhorn routing, it also depends on the
-token's sequence. The selection never depends on the micro-batch, the rank or the layout. Scores are fp32, or fp64 for
-fp64 parameters, because small differences decide a choice.
+In general, the selection of experts depends only on the token. If experts drop tokens, or under Sinkhorn routing, the
+selection also depends on the token's sequence. The selection never depends on the micro-batch, the rank or the layout.
+Scores are fp32, or fp64 for fp64 parameters, because small differences decide a choice.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Choice:
     """Selected experts of each token, best first, and their weights."""
 
     experts: Tensor
-    """Selected experts [s, b, k] int64. If an expert drops a token, the entry is E, one past the last expert."""
+    """Selected experts [s, b, k] int64. The entry of a dropped assignment is E, one past the last expert."""
 
     weights: Tensor
     """Routing weights [s, b, k]; 0 for dropped tokens."""
@@ -173,7 +173,7 @@ class TopKRouter(nn.Module):
     def make_scores(config: TransformerConfig) -> Scores:
         """Create the scores: softmax, sigmoid or sqrtsoftplus. A router with other scores overrides this method.
 
-        Raises NotImplementedError for other scores.
+        Raises NotImplementedError for any other kind of scores.
         """
         kind = config.moe_router_scores
         if kind in ("softmax", "pre_softmax"):
@@ -270,7 +270,8 @@ def without_rounding(scores: Tensor) -> Tensor:
     """Round scores to a grid far coarser than their rounding errors, which differ between layouts.
 
     Tokens with equal context, such as the first tokens of documents, have equal scores. Equal scores must tie, so that
-    the token positions decide the selection. Under Sinkhorn routing, a sequence of equal tokens makes all experts tie.
+    the token positions decide the selection. In Sinkhorn routing, all experts tie if all tokens of a sequence are
+    equal.
     """
     grid = 2.0 ** (40 if scores.dtype == torch.float64 else 16)
     return (scores * grid).round_().div_(grid)
@@ -280,7 +281,8 @@ def without_rounding(scores: Tensor) -> Tensor:
 def within_capacity(
     chosen: Tensor, priorities: Tensor, places: Tensor, capacity: int, num_experts: int, sequence: Axis
 ) -> Tensor:
-    """Apply expert capacity: bool [s, b, k], True for the `capacity` tokens of a sequence with the highest priority.
+    """Apply expert capacity: return bool [s, b, k], True for the assignments that experts accept. Each expert accepts
+    the `capacity` tokens of a sequence that have the highest priorities.
 
     Priorities are >= 0; among equal priorities, the earlier token comes first. chosen, priorities [s, b, k] and
     positions `places` [s] in the sequence belong to this rank's tokens. Capacity is counted over the whole sequence,

@@ -19,12 +19,13 @@ class Kind(Enum):
     the stage that runs it, so SEND_F of stage 2 pairs with RECV_F of stage 3, and SEND_B of stage 3 with RECV_B of
     stage 2.
 
-    VALIDATE carries the first stage of its rank and precedes every action that cannot be repeated. At this action, the
-    rank learns whether the update of the previous step is kept, or applies that update (`StepFacts.kept` of
-    `megatron.training.step_parts`).
+    VALIDATE carries the first stage of its rank and precedes every action that cannot be repeated. When a rank runs a
+    VALIDATE, it either learns whether the update of the previous step is kept, or applies that update (`StepFacts.kept`
+    of `megatron.training.step_parts`).
 
-    FB carries the stage and micro-batch of the forward pass. An FB precedes an F and a B or I of different
-    micro-batches that run in turns: each pass computes during the expert all-to-alls of the other pass.
+    FB carries the stage and micro-batch of the forward pass. An FB directly precedes two passes that run in turns: an
+    F, and a B or I of a different micro-batch. Each of the two passes computes during the expert all-to-alls of the
+    other pass.
     """
 
     F = "F"
@@ -90,7 +91,7 @@ OTHER_END = {
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, 1),
 }
-"""For each kind of message action: the kind of action at the other end, and the stage offset of the other end."""
+"""Counterpart of each kind of message action: (kind of the action at the other end, stage offset of the other end)."""
 
 
 def counterpart(action: Action) -> Action:

@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
 Module = TypeVar("Module", bound=Callable[..., Tensor])
 """A stage, which maps (hidden states or None, micro-batch) to hidden states. The last stage returns the loss sum
-instead."""
+instead of hidden states."""
 
 Micro = TypeVar("Micro")
 """Micro-batch in the form that stages accept."""
@@ -98,7 +98,8 @@ class PipelineExecutor(Generic[Module, Micro]):
         self.after: Callable[[Action], None] = _nothing
         """Hook called after each action, for diagnosis."""
         self.watchers: list[Callable[[Action], AbstractContextManager[None]]] = []
-        """Contexts entered around each action, including the wait for its message."""
+        """Functions that create a context for an action. The executor runs the action, including the wait for its
+        message, within these contexts."""
         self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext
         """Contexts around the "forward" and "backward" computation of training actions, without the wait for messages.
         A forward and a backward pass that run in turns are timed as one backward pass."""
@@ -131,11 +132,12 @@ class PipelineExecutor(Generic[Module, Micro]):
 
         Args:
             actions: The rank's action list.
-            batches: Micro-batches of the step. They are the same on every pipeline rank.
+            batches: Micro-batches of the step, which must be the same on every pipeline rank.
             loss_scale_seed: Initial gradient of every loss sum. The parameters accumulate the gradients of `loss *
                 loss_scale_seed`, summed over micro-batches.
             last_forward: `last_forward(module, hidden, batch)` replaces the last stage's forward pass in a list without
-                backward passes. The results, which may have any shape, are returned instead of the loss sums.
+                backward passes. The results of `last_forward` may have any shape, and are returned instead of the loss
+                sums.
 
         Returns:
             The detached loss sum of each micro-batch on the rank of the last stage; [] on all other ranks.
@@ -255,7 +257,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         scalar = output.dim() == 0 or self._last_forward is not None
         assert scalar, f"the last stage returned {tuple(output.shape)}, not a scalar loss sum"
         self._losses[microbatch] = output
-        if self.training:  # This is the gradient that a later stage would have sent.
+        if self.training:  # The initial gradient replaces the message from a later stage.
             self.held.outbox[Action(Kind.SEND_B, stage + 1, microbatch)] = torch.ones_like(output) * self._seed
 
     def _compute_forward(self, action: Action, hidden: Tensor | None) -> tuple[Tensor, GradientEdge | None]:

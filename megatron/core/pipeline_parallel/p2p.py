@@ -8,8 +8,8 @@ and torch creates none for pairs of ranks. A message starts once the preceding c
 delay later computation. On a single group, however, a send would wait for an earlier receive, which waits for the
 computation of its peer. There are therefore four lanes, which are groups over the same ranks: one for each combination
 of forward or backward messages and even or odd sending ranks. On each lane a rank only sends or only receives. The
-exception is the wrap-around of an interleaved schedule over an odd number of ranks. There, a rank both sends and
-receives on a lane, in an order that is the same on all ranks.
+exception is the wrap-around of an interleaved schedule over an odd number of ranks. In this wrap-around, a rank both
+sends and receives on a lane, in an order that is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class PipelineP2P:
             shape: Shape of every message, [s, b, h].
             dtype: Data type of every message.
             device: Device of the stages.
-            lanes: Four groups over the ranks of `pp`, one per message lane. By default, all messages use `pp`.
+            lanes: Four groups over the ranks of `pp`, one per message lane. By default, all messages use the group of
+                `pp`.
         """
         assert len(lanes) in (0, 1, 4) and all(lane.ranks == pp.ranks for lane in lanes)
         self.lanes = tuple(lanes) if len(lanes) == 4 else (pp,) * 4
@@ -121,7 +122,7 @@ class PipelineP2P:
         while self._sends:
             work, _ = self._sends[0]
             if work is not None and (len(self._sends) > keep or work.is_completed()):
-                _wait(work, self.timeout if self._gloo else None)  # This call also makes torch release the message.
+                _wait(work, self.timeout if self._gloo else None)  # The wait also makes torch release the message.
                 self._sends.popleft()
             else:
                 break

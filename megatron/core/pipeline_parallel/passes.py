@@ -36,13 +36,13 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     continues with its next actions.
 
     The lists cannot deadlock, even if sends and receives block until both ends have reached them. Each list is part of
-    one global order. In this order, every send directly precedes its receive and follows all its dependencies. The
-    first unfinished action of the global order can therefore always run. Two passes that run in turns form one step of
-    this order, followed by the messages of both passes.
+    one global order. In the global order, every send directly precedes its receive and follows all its dependencies.
+    The first unfinished action of the global order can therefore always run. Two passes that run in turns form one step
+    of the global order, followed by the messages of both passes.
 
-    With `validates`, every list gets a VALIDATE at the first backward pass of the global order. No message crosses this
-    point, so all ranks can restart their lists there. A VALIDATE waits only for the previous step. The other ranks
-    finish that step without this rank.
+    With `validates`, every list gets a VALIDATE at the first backward pass of the global order. No message crosses a
+    VALIDATE, so all ranks can restart their lists there. A VALIDATE waits only for the previous step. The other ranks
+    finish the previous step without this rank.
     """
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
@@ -80,8 +80,8 @@ def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
     """Return a key that sorts (start, rank, unit) by start time.
 
     Among units that start together, forward passes come first, in ascending order of stages, followed by backward
-    passes in descending order. The neighbour needs the message of the first unit next, so it posts the receive before
-    it computes.
+    passes in descending order. The neighbour's next computation needs the message of the first unit. In this order, the
+    neighbour posts the receive before that computation.
     """
     start, _, unit = entry
     kind, stage, _ = unit[0]

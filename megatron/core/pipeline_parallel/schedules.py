@@ -136,8 +136,8 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: 
     than p would leave bubbles within a group. For m from p to 2p - 1, there is only one group, and a rank holds the
     activations of all m micro-batches.
 
-    With `in_turns`, the forward and backward passes of the steady state run in turns. One more forward pass runs ahead,
-    so neither of the two passes depends on the other.
+    With `in_turns`, the forward and backward passes of the steady state run in turns. For this, each rank starts with
+    one additional forward pass, so that neither of the two passes depends on the other.
 
     Args:
         p: Number of pipeline ranks.
@@ -246,7 +246,7 @@ def splits_backward(schedule: str) -> bool:
 def runs_in_turns(schedule: str, p: int, v: int) -> bool:
     """Return whether a schedule with v stages on each of p ranks can run a forward and a backward pass in turns.
 
-    Neither pass may depend on a result of another rank that waits for the other of the two passes.
+    Two passes can run in turns only if neither pass depends on the other, either directly or through other ranks.
     """
     facts = PIPELINE_SCHEDULES.facts(schedule)
     return facts.in_turns is not None and (p == 1 or v > 1 or facts.splits_backward)
@@ -257,7 +257,7 @@ def build_schedule(
 ) -> Schedule:
     """Return the compute actions of a registered schedule.
 
-    `group` affects only schedules that group micro-batches. Raises ValueError like `layout_of`.
+    `group` affects only schedules that group micro-batches. Raises ValueError in the same cases as `layout_of`.
     """
     v = layout_of(schedule, p, v).chunks
     facts = PIPELINE_SCHEDULES.facts(schedule)

@@ -109,7 +109,7 @@ def _ends(
 
 
 def _built(config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]) -> GPTModel:
-    """Build a stage on the meta device. The result is cached, so it must not depend on the caller's modes."""
+    """Build a stage on the meta device. The result is cached, so it must not depend on torch modes of the caller."""
     parallel = ModelParallelConfig(sequence_parallel=sequence_parallel)
     with no_function_modes(), torch.device("meta"):
         return GPTModel(
@@ -162,7 +162,8 @@ def count_parameters(config: TransformerConfig) -> ParameterCount:
 
 
 def active_parameters(config: TransformerConfig) -> int:
-    """Count the active parameters, which are the parameters that multiply a token. Only the selected experts count."""
+    """Count the active parameters, which are the parameters that multiply a token. Only the experts that a token
+    selects are counted."""
     count = count_parameters(config)
     if not count.experts or config.num_experts is None:
         return count.total

@@ -33,7 +33,8 @@ def pipeline_layout(model: TransformerConfig, parallel: ModelParallelConfig) -> 
 
 def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, ...]:
     """Return the stages that each hold a copy of the embedding, if the embedding is tied or used for multi-token
-    prediction. These are the first and the last stage, unless one rank holds both stages, which then share a copy.
+    prediction. If the first and the last stage are on different ranks, each of them holds a copy. If one rank holds
+    both stages, they share a copy, and the result is empty.
     """
     ends = (0, layout.num_stages - 1)
     both = model.tied_embeddings or model.mtp_depths > 0
@@ -41,9 +42,9 @@ def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, 
 
 
 def has_tied_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> bool:
-    """Return whether two ranks hold a copy of the embedding.
+    """Return whether two ranks each hold a copy of the embedding.
 
-    Returns False if the sizes do not fit, because other rules report this error.
+    Returns False for an invalid layout, which other rules report.
     """
     try:
         return bool(tied_stages(model, pipeline_layout(model, parallel)))

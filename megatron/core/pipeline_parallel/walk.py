@@ -18,7 +18,8 @@ from megatron.core.pipeline_parallel.actions import (
 )
 
 TIMED = COMPUTE | {Kind.FB}
-"""Kinds of actions that take time. An FB takes the time of its two passes, so these passes take no time themselves."""
+"""Kinds of actions that take time. The time of two passes that run in turns is counted at their FB, so these passes
+take no additional time."""
 
 
 class Timed(NamedTuple):
@@ -32,8 +33,8 @@ class Timed(NamedTuple):
 class DeadlockError(ValueError):
     """Raised if lists deadlock.
 
-    `cycle` contains, for each rank of the cycle, the rank, its next action, and the action that it waits for. `cycle`
-    is empty if an action waits for an action that no list contains.
+    `cycle` lists the ranks that wait for each other as (rank, next action of the rank, action that the rank waits for).
+    `cycle` is empty if an action waits for an action that no list contains.
     """
 
     def __init__(self, message: str, cycle: Sequence[tuple[int, Action, Action]] = ()) -> None:
@@ -60,7 +61,7 @@ class Walk:
     messages take no time and a whole backward pass takes as long as two forward passes; subclasses may change both.
 
     In lists without communication, a message arrives as soon as it is computed. In lists with communication, a receive
-    does not wait. The compute action that uses the message waits for it. With `rendezvous`, sends and receives block
+    does not wait; instead, the compute action that uses the message waits. With `rendezvous`, sends and receives block
     until the other end is reached, which is the worst case for deadlocks.
     """
 
@@ -138,7 +139,8 @@ class Walk:
         return needs + ([(counterpart(action), 0.0)] if self.rendezvous else [])
 
     def verdict(self, microbatch: int) -> list[tuple[Action, float]]:
-        """Return the last actions of all ranks in the previous step, whose micro-batches have smaller numbers."""
+        """Return the actions that a VALIDATE of this micro-batch waits for: the last action of each rank in the
+        previous step. The micro-batches of the previous step have smaller numbers."""
         if microbatch not in self.verdicts:
             before = ([a for a in actions if a.kind in TIMED and a.microbatch < microbatch] for actions in self.lists)
             self.verdicts[microbatch] = [(actions[-1], self.lag(None)) for actions in before if actions]

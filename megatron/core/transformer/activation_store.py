@@ -23,7 +23,8 @@ class StoredPass(Protocol):
         """
 
     def watch(self, output: object) -> None:
-        """Receive the output of the last part, whose backward pass starts once the output's gradient is known."""
+        """Receive the output of the last part. The backward pass of this part starts once the gradient of the output is
+        known."""
 
     def end(self) -> None:
         """End the pass after the last part."""
@@ -62,7 +63,7 @@ class ActivationStore(Protocol):
 
 
 def build_store(config: ModelParallelConfig, device: torch.device | str) -> ActivationStore | None:
-    """Build the store that the configuration selects. Return None if it selects none."""
+    """Build the store that the configuration selects. Return None if the configuration selects no store."""
     if (name := config.activation_store) is None:
         return None
     store = HOST_MEMORY[name].activations(config, torch.device(device))
@@ -104,7 +105,7 @@ def saving_by(saver: Saver | None) -> Iterator[None]:
 
 
 def nothing_saved() -> AbstractContextManager[None]:
-    """Disable the store within the block. This is for functions that will be recomputed."""
+    """Disable the store within the block, for functions that will be recomputed."""
     return saving_by(None)
 
 

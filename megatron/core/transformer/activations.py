@@ -1,7 +1,7 @@
 """Activation functions of MLPs and experts.
 
-A function of (name, config, ctx) builds each activation function. An activation function with parameters is a module,
-and `name` is the prefix of its parameter names.
+Each activation function is built by a function with the arguments (name, config, ctx). An activation function with
+parameters is a module, and `name` is the prefix of its parameter names.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.torch_private import AutogradContext
 
 PARTIAL_SUMS = 32
-"""Number of row groups whose bias gradients are summed separately. These sums give GPUs parallel work if there are few
-features."""
+"""Number of row groups over which bias gradients are summed separately. With separate sums, a GPU has enough parallel
+work even if there are few features."""
 
 
 class Bounded(NamedTuple):
@@ -41,8 +41,9 @@ Kind = str | Bounded
 
 
 class FusedActivation:
-    """An activation function of `functions_of` that saves only its input. If compiled, it can also add the bias of the
-    preceding linear layer. The kernel that computes the input gradient then also sums the bias gradient.
+    """Activation function of a kind that `functions_of` supports. It saves only its input for the backward pass. If
+    compiled, it can also add the bias of the preceding linear layer. In that case, the kernel that computes the input
+    gradient also sums the bias gradient.
     """
 
     def __init__(self, kind: Kind, compiled: bool) -> None:
@@ -192,7 +193,7 @@ def _biased_forward(x: Tensor, bias: Tensor, kind: Kind) -> Tensor:
 
 def _biased_backward(x: Tensor, bias: Tensor, grad: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     """Compute the gradients of x and of the bias for x [groups of rows, rows, f]. With this shape, torch.compile fuses
-    both into one kernel. With x [rows, f], it does not.
+    both gradients into one kernel, which it does not do with x [rows, f].
     """
     dx = functions_of(kind)[1](x + bias, grad)
     wide = torch.promote_types(dx.dtype, torch.float32)

@@ -31,7 +31,7 @@ Stream = Tensor | Pending
 """Input or output of layers.
 
 A layer whose `takes_pending()` is true may accept and return a stream with a pending addition. Such a layer is called
-with `pending=True`. A norm after the layers may also accept such a stream.
+with `pending=True`. A norm after the layers may also accept a stream with a pending addition.
 """
 
 

@@ -131,7 +131,7 @@ def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) 
     """Return the norms of queries and keys [s, b, heads/tp, d], or identities.
 
     The norms run before the rotary embedding; with --qk-layernorm-after-rotary, they run after it. With --qk-l2-norm,
-    the order makes no difference.
+    both orders give the same result.
     """
     if config.qk_l2_norm and config.layer(ctx.layer).rotation is not None:
         return L2Norm(config, ctx), L2Norm(config, ctx)

@@ -1,5 +1,6 @@
 """Activation recomputation: activations are recomputed in the backward pass instead of being saved. Random numbers need
-no special handling, because dropout masks are functions of the batch. Recomputation therefore gives the same bits.
+no special handling, because dropout masks are functions of the batch. The recomputed activations are therefore
+bit-identical to the discarded ones.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class _View(NamedTuple):
 def with_input_recomputed(produce: Callable[[Input], Results], x: Input, consume: Callable[..., T], *args: object) -> T:
     """Compute consume(produce(x), *args), and save x instead of produce(x), which consists of one or more tensors.
 
-    This is useful if `produce` is cheap and its input is saved anyway, as for a norm or an activation function. Only
-    `produce` runs again, when the backward pass of `consume` needs a result that is no longer in memory. The results
-    must not share memory.
+    Use this function if `produce` is cheap and its input is saved anyway; for example, `produce` may be a norm or an
+    activation function. When the backward pass of `consume` needs a result that is no longer in memory, only `produce`
+    runs again. The results must not share memory.
     """
     return with_recomputed(_tuple(produce(x)), produce, x, consume, *args)
 

@@ -1,6 +1,6 @@
 """Rotary position embedding (arXiv:2104.09864) over pairs of distant or neighbouring channels.
 
-Frequencies can be scaled as in Llama 3.1 or by YaRN, or computed for a wider head, and positions can be interpolated.
+Frequencies can be scaled as in Llama 3.1, scaled by YaRN, or computed for a wider head. Positions can be interpolated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from megatron.core.config.model import TransformerConfig
 
 
 def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
-    """Return the frequencies of channel pairs in radians per position, [rotary_dim / 2] fp32. Under --rope-type
-    proportional, the frequencies of unrotated pairs are included.
+    """Return the frequencies of channel pairs in radians per position, [rotary_dim / 2] fp32. With --rope-type
+    proportional, pairs that are not rotated are included with frequency 0.
 
     Interpolation divides positions (arXiv:2306.15595, section 2.3), which is equivalent to dividing frequencies.
     """
@@ -68,7 +68,8 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: T
 def _scale_frequencies(frequencies: Tensor, config: TransformerConfig) -> Tensor:
     """Divide low frequencies by the scaling factor, keep high frequencies, and interpolate linearly in between.
 
-    The bounds are wavelengths, as fractions of the original training context length.
+    The boundaries between low and high frequencies are given as wavelengths, relative to the original training context
+    length.
     """
     original = config.rope_scaling_original_max_position_embeddings
     low, high = config.rope_scaling_low_freq_factor, config.rope_scaling_high_freq_factor

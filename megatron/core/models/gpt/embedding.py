@@ -39,7 +39,7 @@ class EmbeddingContext(AutogradContext):
 
 class EmbeddingFunction(torch.autograd.Function):
     """Look up ids in a row-sharded embedding table. Each rank looks up the ids of its own rows and returns zeros for
-    all other ids. The results are summed over the ranks.
+    all other ids. The rows that the ranks return are summed over the ranks.
 
     The gradient is added to `weight.main_grad` row by row, which avoids a gradient tensor as large as the table.
     """

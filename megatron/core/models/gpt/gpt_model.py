@@ -102,8 +102,8 @@ class GPTModel(nn.Module):
     layers and without process groups (`ParallelState()`) is an ordinary module.
 
     With tied embeddings or multi-token prediction, the last stage also needs the embedding. If the first and last stage
-    are on different ranks, each stage of `Stage.tied_stages` holds a copy. Otherwise the last stage shares the first
-    stage's `embedding`.
+    are on different ranks, each stage of `Stage.tied_stages` holds a copy. If both stages are on the same rank, the
+    last stage shares the `embedding` of the first stage.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class GPTModel(nn.Module):
     def named_layers(self) -> dict[str, nn.Module]:
         """Return this stage's transformer layers and multi-token prediction modules, keyed by name in the whole model.
 
-        The attribute `number` numbers layers and modules in one sequence.
+        Layers and multi-token prediction modules share one numbering, which their attribute `number` contains.
         """
         found = {f"decoder.layers.{layer.number}": layer for layer in self.decoder.layers}
         modules = self.mtp.layers if self.mtp is not None else ()
@@ -204,7 +204,7 @@ class GPTModel(nn.Module):
         """Return the hidden states for the next stage; on the last stage, return the loss sum.
 
         The loss sum is the scalar sum of loss_mask * loss over tokens, in fp32 (fp64 for fp64 parameters). In training,
-        its backward pass also computes the gradients of the multi-token prediction losses.
+        the backward pass of the loss sum also computes the gradients of the multi-token prediction losses.
         """
         x = self.hidden_states(hidden, batch)
         if self.output_layer is None:
@@ -229,7 +229,7 @@ class GPTModel(nn.Module):
             mask: Loss mask [b, s].
             factor: Gradient of the micro-batch loss with respect to the returned sum.
             seed: `Batch.loss_seed`. Chunked losses compute gradients in the forward pass, scaled by `factor * seed`. In
-                the backward pass, the gradient of the returned sum must equal this product.
+                the backward pass, the gradient of the returned sum must equal `factor * seed`.
         """
         head, loss = self.output_layer, self.loss
         assert head is not None and loss is not None, "only the last stage has a loss"
@@ -254,7 +254,7 @@ class GPTModel(nn.Module):
     def hidden_states(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
         """Return hidden states for the next stage, or for the head on the last stage.
 
-        `cache` works as in `logits`.
+        With a `cache`, the batch's tokens follow the cached tokens, as in `logits`.
         """
         context = BatchContext.of(batch, cache)
         if self.first:
@@ -270,6 +270,6 @@ class GPTModel(nn.Module):
 
 
 def holds_embedding(config: TransformerConfig, first: bool, last: bool) -> bool:
-    """Return whether a stage holds the embedding. The first stage always does. With multi-token prediction, the last
-    stage does too."""
+    """Return whether a stage holds the embedding. The first stage always holds the embedding. With multi-token
+    prediction, the last stage also holds it."""
     return first or (last and config.mtp_depths > 0)

@@ -57,7 +57,7 @@ class Head(OutputLayer):
 
         Without a bias, x is divided by the logit divisor instead of the logits, because x is smaller. If `use` is
         given, the method returns `use(x)` instead of the logits, where x is the input of the matrix multiplication.
-        Hooks that gather this module's parameters run in either case.
+        Hooks that gather this module's parameters run with or without `use`.
         """
         x = x / self.divisor if self.divisor != 1 and self.bias is None else x
         return self.finished(super().forward(x)) if use is None else use(x)
@@ -93,8 +93,9 @@ class TokenLoss:
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits [s, b, V/tp], labels [s, b] -> losses [s, b] in fp32 or above, equal on all tensor-parallel ranks.
 
-        V is `config.padded_vocab_size`. Columns of the unsharded logits from `config.vocab_size` on are padding:
-        `megatron.core.tensor_parallel.cross_entropy.local_columns` finds those of this rank.
+        V is `config.padded_vocab_size`. In the unsharded logits, the columns from `config.vocab_size` on are padding.
+        `megatron.core.tensor_parallel.cross_entropy.local_columns` returns how many columns of this rank are not
+        padding.
         """
         raise NotImplementedError
 

@@ -2,13 +2,14 @@
 
 The logits of a large vocabulary are the largest tensor of a pass. Losses are sums over tokens and the initial gradient
 is known in advance, so the gradient of a token's loss can be computed as soon as the token's logits are available. For
-each chunk, the forward pass computes the logits, the losses and the gradients of the hidden states and the weight. The
-forward pass then frees the logits. Each token needs the same three matrix products as with separate forward and
-backward passes. The only activation-sized tensor that remains is the gradient of the hidden states, which the backward
-pass returns.
+each chunk, the forward pass computes the logits, the losses and the gradients of the hidden states and the weight.
+After each chunk, the forward pass frees the logits of the chunk. Each token needs the same three matrix products as
+with separate forward and backward passes. The only activation-sized tensor that remains is the gradient of the hidden
+states, which the backward pass returns.
 
 Under sequence parallelism, a chunk consists of the same rows of each rank's sequence shard. The hidden states of a
-chunk are gathered while the previous chunk is computed. Their gradient is reduced while the next chunk is computed.
+chunk are gathered while the previous chunk is computed. The gradient of these hidden states is reduced while the next
+chunk is computed.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Tokens(NamedTuple):
     """[s, b]"""
 
     gradient: Tensor | float
-    """Gradient of the loss sum with which the backward pass will start."""
+    """Initial gradient of the loss sum in the later backward pass."""
 
 
 def loss_sum_in_chunks(setup: Chunking, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,8 +164,8 @@ class _Chunks:
         return losses.detach().view(len(self.labels), -1)
 
     def _anchor(self) -> Tensor:
-        """Return an empty tensor that makes autograd track the logits. None of their other inputs requires a
-        gradient."""
+        """Return an empty tensor that is passed as an input to the logits, so that autograd tracks them. No other input
+        of the logits requires a gradient."""
         return self.x.new_empty(0).requires_grad_(self.tracked)
 
     def logits(self, x: Operand) -> Tensor:

@@ -52,8 +52,8 @@ def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear
 class MultiTokenLayer(nn.Module):
     """Multi-token prediction module of one depth. `depth` counts from 0.
 
-    The layer of the module is dense or MoE, like the last layer of the model. Its window and rotary embedding are those
-    that --mtp-layer-kind selects.
+    The module's layer is an MoE layer if the last layer of the model is an MoE layer. --mtp-layer-kind selects the
+    window and the rotary embedding of the module's layer.
     """
 
     def __init__(self, depth: int, config: TransformerConfig, ctx: TPContext) -> None:
