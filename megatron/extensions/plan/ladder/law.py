@@ -68,7 +68,7 @@ class Law:
         return self.floor + sum(scale * (x / unit) ** -exponent for scale, x, unit, exponent in values)
 
     def described(self) -> dict[str, float]:
-        """Return the constants of the law by name: The names are E, A, a and, if the law has a second term, B and b."""
+        """Return the constants of the law by name: E, A, a and, if the law has a second term, B and b."""
         names = (("A", "a"), ("B", "b"))
         found = {"E": self.floor}
         for (scale, exponent), *values in zip(names, self.scales, self.exponents, self.units, strict=False):
@@ -86,7 +86,8 @@ class Form:
     """Form of a scaling law."""
 
     terms: int
-    """Number of terms: 1 for a compute term; 2 for a parameter term and a token term."""
+    """Number of terms of the law: 1 (a term in the compute C) or 2 (a term in the parameters N and a term in the tokens
+    D)."""
 
     exponents: tuple[float, ...] | None = None
     """Known exponents of the law; None if the exponents are fitted."""
@@ -153,7 +154,7 @@ def _starts(losses: Numbers, terms: int) -> list[list[float]]:
 
 
 def deviation(points: Sequence[Point], law: Law, form: Form) -> float:
-    """Return the relative standard deviation of the points' losses around a law, clamped to at least `NOISE`."""
+    """Return the relative standard deviation of measured losses from those that a law predicts; at least `NOISE`."""
     squares = [float(np.log(point.loss / law(point))) ** 2 for point in points]
     freedom = len(points) - form.coefficients
     return max(NOISE, (sum(squares) / freedom) ** 0.5) if freedom > 0 else NOISE

@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def loss(self) -> float | None:
-        """Return the last validation loss of a finished run that has not diverged; otherwise None."""
+        """Return the last validation loss; None if the run has not finished or has diverged."""
         return self.losses.get(self.evaluations)
 
     @property

@@ -33,7 +33,7 @@ FAR = 10
 
 @dataclass(frozen=True)
 class Fitted:
-    """Fitted law, with the bootstrap laws that were fitted to losses with resampled noise."""
+    """Law fitted to measured losses, together with bootstrap laws fitted to losses with resampled noise."""
 
     points: Sequence[Point]
     form: Form
@@ -153,7 +153,7 @@ def _left_out(found: Sequence[Outcome], best: Sequence[Outcome]) -> Iterator[str
 
 
 def _other_rate(ladder: Ladder, best: Sequence[Outcome]) -> Iterator[str]:
-    """Describe how far the target's rate is outside the rates at which the rungs were tuned."""
+    """Report a target whose learning rate lies outside the range of the rungs' learning rates."""
     rates, own = [each.rung.rate for each in best], ladder.target.rate
     if not min(rates) <= own <= max(rates):
         told = f"{min(rates):g} to {max(rates):g}" if min(rates) < max(rates) else f"{rates[0]:g}"

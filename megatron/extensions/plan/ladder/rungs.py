@@ -34,7 +34,7 @@ LENGTHS = tuple(
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a model, and length of its run."""
+    """Size of a model and length of its training run."""
 
     hidden_size: int
     num_layers: int
@@ -79,8 +79,9 @@ class Wanted:
     """Learning rates; if empty, only the target's rate is used."""
 
     swept: Sequence[int] = ()
-    """Widths that sweep all rates in addition to the target's rate. All other widths use only the target's rate. If
-    `swept` is empty, all widths sweep all rates."""
+    """Widths that are trained at every learning rate in `rates`. If only some widths are listed, these widths are also
+    trained at the target's learning rate, and all other widths are trained only at that rate. If `swept` is empty, all
+    widths are trained at every learning rate in `rates`."""
 
     evaluations: int = 20
     """Number of evaluations per run."""

@@ -71,8 +71,8 @@ class ActivationPlan(StageParts):
         return replace(total, forward=max(forward), backward=max(backward), weight=max(weight))
 
     def _part(self, units: Sequence[Unit], first: bool, last: bool) -> StageMemory:
-        """Return the memory of a stage that consists of these units. The memory of a unit of many identical layers is
-        extrapolated from a few of these layers."""
+        """Return the memory of a stage that consists of the given units. The memory of a unit of many identical layers
+        is extrapolated from a few of these layers."""
         for number, unit in enumerate(units):
             more = len(unit.layers) - MEASURED_LAYERS
             if more > 0 and len(set(self.kinds(unit))) == 1:
@@ -106,7 +106,7 @@ class RankActivations:
     """Bytes of fp8 weight copies."""
 
     host: int = 0
-    """Bytes of the host buffers for offloaded activations of all micro-batches in flight."""
+    """Size in bytes of the host buffers that hold the offloaded activations of all micro-batches in flight."""
 
 
 def activations_of_ranks(
@@ -140,8 +140,8 @@ def activations_of_ranks(
 
 
 def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
-    """Return the peak memory in bytes while a rank runs its action list. Two interleaved passes may reach their peaks
-    at the same time."""
+    """Return the peak memory in bytes while a rank runs its action list. The memory of two interleaved passes is added,
+    because both may reach their peaks at the same time."""
     held = highest = 0
     for unit in units(actions):
         working = change = 0

@@ -87,8 +87,8 @@ class Launches(Protocol):
         """
 
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None:
-        """Record a kernel launch that does `flops` on gathered rows: it reads `read` bytes of rows, and adds `added`
-        bytes of fp32 to rows in any order."""
+        """Record the launch of a kernel that gathers rows. The kernel computes `flops` FLOPs, reads `read` bytes of
+        rows, and adds `added` bytes of fp32 values to rows in any order."""
 
     def unseen(self) -> AbstractContextManager[None]:
         """Context manager for operators that are part of a recorded launch and must not be recorded again."""
@@ -167,7 +167,7 @@ class PlannedFlashKernel(FlashCUDAKernel):
 def _launch(
     launches: Launches, q: Tensor, v: Tensor, tiles: Sequence[Tile], backward: bool, dropout: bool = False
 ) -> None:
-    """Record one kernel launch for all queries of the tiles."""
+    """Record one attention kernel launch that computes the queries of all tiles."""
     _, samples, heads, width = q.shape
     pairs = heads * sum(seen_pairs(tile) * (samples if tile.sample is None else 1) for tile in tiles)
     keys = max(tile.keys.stop for tile in tiles) - min(tile.keys.start for tile in tiles)
@@ -240,7 +240,7 @@ def _gradients_of(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 
 
 class PlannedDropoutKernel(FlashDropoutKernel):
-    """Planned dropout kernel, which only allocates the outputs."""
+    """Planned attention kernel with dropout, which allocates its outputs but computes nothing."""
 
     def __init__(self, launches: Launches, scale: float, dropout: Dropout) -> None:
         super().__init__(scale, dropout)
@@ -259,7 +259,7 @@ class PlannedDropoutKernel(FlashDropoutKernel):
 
 
 class PlannedBackend:
-    """Attention backend that plans the kernels of GPUs. The cuDNN kernels need no packing. They are planned as
+    """Attention backend that plans GPU kernels. The cuDNN kernels need no packing. They are planned as
     FlashAttention."""
 
     def __init__(self, name: str, hardware: PlannedGPU, operands: AttentionOperands) -> None:
@@ -333,7 +333,7 @@ class _NormOfGPUs(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         kept = (torch.empty(x.shape[:-1], dtype=wide) for _ in range(statistics))
         ctx.save_for_backward(x, weight, bias, *kept)
-        return x.clone()  # this copy reads and writes the same bytes as the kernel
+        return x.clone()  # this copy reads and writes as many bytes as the norm kernel
 
     @staticmethod
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -352,8 +352,8 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Call torch's fused attention kernel if there is one, because torch does not select it for tensors without
-    values."""
+    """Call torch's fused attention kernel directly if it supports the arguments, because `scaled_dot_product_attention`
+    does not select this kernel for tensors without values."""
     learned = attn_mask is not None and attn_mask.requires_grad
     if dropout_p or learned or q.shape[-1] != v.shape[-1]:
         return F.scaled_dot_product_attention(
@@ -377,9 +377,9 @@ class PlannedRegions(TorchFunctionMode):
 
 
 class PlannedFunctions(PlannedRegions):
-    """Mode that replaces functions with their GPU versions: norms, fused attention, products and compiled regions.
-    If `device` is given, tensors are created on this device. `with torch.device(device)` would have the same effect,
-    but a second mode doubles the overhead of every function.
+    """Mode that plans norms, fused attention, matrix products and compiled regions as on a GPU. If `device` is given,
+    tensors are created on this device. `with torch.device(device)` would have the same effect, but a second mode
+    doubles the overhead of every function.
 
     Products in 16 bits and in fp8 are accumulated into fp32 weight gradients inside the kernel. For fp8 the Triton
     kernel is planned, regardless of the kernel that `gemm_choice` selects. All experts share one kernel, unless this

@@ -1,4 +1,4 @@
-"""Commands --dry-run, --suggest and --rehearse: parsing and execution. torch is imported only to run them."""
+"""Parse and run the commands --dry-run, --suggest and --rehearse. torch is imported only when a command runs."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _failures(given: GivenOptions, device: str | None) -> AskedFailures | None:
 
 
 def _above_zero(given: GivenOptions, name: str, remedy: str) -> float | None:
-    """Parse the value of an option; record a value that is not a number above 0 as a problem."""
+    """Parse the value of an option as a number above 0; record any other value as a problem."""
     if (text := given.last(name)) is None:
         return None
     try:

@@ -1,5 +1,5 @@
-"""Device files (`devices/*.yaml`), each of which holds the speeds of one kind of device, and the kernel times predicted
-from them.
+"""Read device files (`devices/*.yaml`), each with the speeds of one kind of device, and predict kernel times from these
+speeds.
 
 All times that this module returns are predictions. A GEMM reaches the rate of its precision, reduced for a short inner
 dimension and for a last wave that does not fill the device. Attention reaches the rate of its kernel. Every other
@@ -27,7 +27,7 @@ ABOVE_0 = lambda value: value > 0, "{:g} must be above 0"
 """Check for entries that predictions divide by."""
 
 SHARE = lambda value: value <= 1, "{:g} must be a share of at most 1"
-"""Check for entries that are shares of a whole. A value above 1 is probably a percentage."""
+"""Check for entries that are shares of a whole. An entry above 1 was probably written as a percentage."""
 
 Rate = Annotated[float, (ABOVE_0[0], "its TFLOP/s must be above 0")]
 Positive = Annotated[float, ABOVE_0]
@@ -47,14 +47,14 @@ class DeviceError(ValueError):
 
 @dataclass(frozen=True)
 class GemmSpeed:
-    """GEMM rate of one precision."""
+    """GEMM rate at one precision."""
 
     tflops: Positive
     """TFLOP/s for an infinite inner dimension, with all multiprocessors busy."""
 
     half_depth: float
-    """Inner dimension at which half of the rate is reached. This value reflects the time to fill and drain the pipeline
-    of a tile."""
+    """Inner dimension k of a product [m, k] x [k, n] at which the product reaches half of `tflops`. This value reflects
+    the time to fill and drain the pipeline of a tile."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class AttentionSpeed:
 
 @dataclass(frozen=True)
 class GatherSpeed:
-    """Rates of kernels that gather rows and multiply them. A kernel takes as long as the slowest of its three parts:
-    products, reads and additions."""
+    """Rates of kernels that gather rows and multiply them. The time of a kernel is the longest of three times: for its
+    products, for its reads, and for its additions."""
 
     tflops: Positive
     read_tb_per_second: Positive
@@ -84,17 +84,18 @@ class Link:
     """Link between ranks: within one node (`node`), or between nodes through all adapters of a node (`network`)."""
 
     gb_per_second: Positive
-    """Rate in one direction in GB/s: per rank within a node, per adapter between nodes. This is the rate that
-    collectives on large operands reach, not the rate in the data sheet."""
+    """Rate in one direction in GB/s: per rank within a node, per adapter between nodes. State the rate that collectives
+    on large operands reach, not the data-sheet rate."""
 
     latency_us: float = 0.0
-    """Fixed time per step of a collective, in addition to the time for transferring its bytes."""
+    """Latency of each step of a collective in microseconds, in addition to the transfer time."""
 
     launch_us: float = 0.0
     """Time to start a collective."""
 
     share: Mapping[Kind, Positive] = field(default_factory=dict)
-    """Share of the link's rate that each kind of collective reaches. Kinds that are not listed reach the whole rate."""
+    """Share of the link's rate that each kind of collective reaches. A kind of collective that is not listed reaches
+    the full rate of the link."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,8 @@ class DeviceFile:
     """Name of the device that `torch.cuda.get_device_name` returns."""
 
     multiprocessors: PositiveInt
-    """Number of multiprocessors of a GPU. The number is 1 for a CPU, whose rate does not depend on waves of tiles."""
+    """Number of streaming multiprocessors (SMs) of a GPU. The number is 1 for a CPU, whose rate does not depend on
+    waves of tiles."""
 
     memory_gib: Positive
 
@@ -218,7 +220,7 @@ class DeviceFile:
         return max(self.kernel_floor_us, 2.0 * batches * m * n * k / rate / 1e6 / share)
 
     def sustained_share(self, precision: str) -> float:
-        """Share of a precision's product rate that a whole step reaches."""
+        """Return the share of the isolated matrix product rate, at a given precision, that a whole step sustains."""
         own = self.sustained_fp8 if precision == "fp8" else None
         return self.sustained if own is None else own
 
@@ -256,7 +258,7 @@ class DeviceFile:
         return max(self.kernel_floor_us, max(times) / 1e6)
 
     def hash_us(self, pairs: float) -> float:
-        """Return the time in which an attention kernel hashes the dropout masks of this number of query-key pairs. This
+        """Return the time that an attention kernel spends on hashing dropout masks for `pairs` query-key pairs. This
         time does not overlap with matrix products. The rate of integer operations is assumed to be a quarter of the
         fp32 FLOP rate."""
         return pairs * HASH_OPERATIONS / (self._gemm_speed("fp32").tflops / 4) / 1e6 if pairs else 0.0

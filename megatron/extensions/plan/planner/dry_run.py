@@ -78,15 +78,16 @@ def print_plan(
     failures: AskedFailures | None = None,
 ) -> None:
     """Print the plan of a validated configuration. If a `device` is given, also print the predicted step time. The plan
-    states whether the run fits devices of `device_memory` GiB (by default the memory of `device`), and which
-    differences from other programs apply. If `failures` is given, the plan also states their expected cost.
+    states whether the run fits devices of `device_memory` GiB; the default is the memory of `device`. The plan also
+    lists where the run differs from the same run in other programs. If `failures` is given, the plan also states the
+    expected cost of device failures.
 
     The same content is written as JSON to the file of --json. The keys of the JSON object are "world_size", "config"
     (every field by its flat name), "plan" (lines by title), "memory" (bytes of each pipeline rank), "time"
     (`StepTime`), "device_memory" (bytes), "fits", "fullest_pp_rank", "bytes_over" and "failures". If the host's memory
-    is too small, "host_memory" and "host_bytes_over" are added. `problems` are missing input files, which the JSON
-    contains and the caller reports. If the path is "", only the JSON is printed, to standard output. Raises OutputError
-    if the file cannot be written, and DeviceError if no step of this kind can be predicted.
+    is too small, the object also has the keys "host_memory" and "host_bytes_over". `problems` are missing input files,
+    which the JSON contains and the caller reports. If the path is "", only the JSON is printed, to standard output.
+    Raises OutputError if the file cannot be written, and DeviceError if no step of this kind can be predicted.
     """
     from megatron.extensions.plan.planner.fake_stage import PlannerCache
     from megatron.extensions.plan.planner.time.step_time import predict_step

@@ -136,7 +136,7 @@ backward as the default, the ring."""
 
 
 class Unit(NamedTuple):
-    """Layers that are recomputed together, or one layer that keeps its activations."""
+    """Unit of recomputation: layers that are recomputed together, or a single layer that is not recomputed."""
 
     layers: tuple[int, ...]
     recompute: bool = False
@@ -352,7 +352,7 @@ class StageParts:
             yield Part(last=True)
 
     def kinds(self, unit: Unit) -> tuple[int, ...]:
-        """Return the first identical layer of each layer of a unit."""
+        """Return, for each layer of a unit, the number of the first layer that is identical to it."""
         return tuple(self._alike[number] for number in unit.layers)
 
     def of(self, parts: Sequence[Part]) -> list[PassEvents]:

@@ -42,8 +42,8 @@ def model_flops(
 ) -> FlopsPerToken:
     """Count the model FLOPs on one rank without parallelism, because the FLOPs do not depend on the layout.
 
-    `kinds` is the result of `PlannerCache.kinds_of(config)`: identical layers of a plan have equal FLOPs. If `kinds` is
-    not given, all layers are built to find out which are identical.
+    `kinds` is the result of `PlannerCache.kinds_of(config)`, which shows which layers are identical and therefore have
+    equal FLOPs. If `kinds` is not given, all layers are built to find out which are identical.
     """
     length = seq_length or config.seq_length
     seen = [kind.span.mean(length) for kind in config.layers]
@@ -82,6 +82,6 @@ def flops_per_token(config: TransformerConfig, seq_length: int | None = None) ->
 
 def update_flops(config: TransformerConfig, optimizer: OptimizerConfig) -> int:
     """Return the FLOPs of the matrix products in one optimizer update of the whole model, as stated by the optimizer's
-    transforms. These FLOPs do not depend on the layout or the batch. The ranks of a pipeline stage share the work of an
-    update."""
+    transforms. The FLOPs of an update do not depend on the layout or the batch. The ranks of a pipeline stage share the
+    work of an update."""
     return sum(link.flops(meta) for meta in stage_metas(config) for link in chain_of(optimizer, meta))

@@ -56,7 +56,8 @@ def chosen_chunk(
 ) -> ChunkChoice | None:
     """Return the best chunk size, the largest of the sizes that save most of the memory that chunks can save.
 
-    Only chunk sizes that slow down a step by at most `MOST_COST` are considered. Returns None if chunks save nothing.
+    Only chunk sizes that slow down a step by at most `MOST_COST` are considered. Returns None if the loss cannot be
+    chunked, or if no such size saves at least `LEAST_SAVED` of the memory.
 
     Args:
         config: Configuration without chunks.

@@ -1,7 +1,7 @@
 """Memory of each pipeline rank: parameters, gradients and optimizer state from parameter shapes, plus activations.
 
-torch is imported only to measure activations. The function that lays out buffers in memory also plans them, so the
-planned bytes equal the allocated bytes.
+torch is imported only to measure activations. Buffers are planned by the function that also lays them out in a run, so
+the planned bytes equal the allocated bytes.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def buffer_bytes(
 
 @dataclass(frozen=True)
 class UnitsInFlight:
-    """Peak bytes of whole unit parameters (ZeRO-3) and whole unit gradients (ZeRO-2 and ZeRO-3).
+    """Peak bytes of units, such as layers, that are temporarily unsharded: parameters under ZeRO-3, and gradients under
+    ZeRO-2 and ZeRO-3.
 
     Units in host memory need both whole parameters and whole gradients.
     """

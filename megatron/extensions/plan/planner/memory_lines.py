@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.micro_batch import MicroBatch
 
 RANKS_SHOWN = 8
-"""Maximum number of ranks that are listed in a line."""
+"""Maximum number of ranks listed on one line."""
 
 
 def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemory]) -> Iterator[str]:

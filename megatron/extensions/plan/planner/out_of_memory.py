@@ -33,8 +33,8 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 def changes(config: RunConfig) -> Iterator[Change]:
     """Yield changes that take less memory, cheapest first.
 
-    Changes that shard states come before changes that add communication. After these changes come updates on the host,
-    offloading, recomputation of whole layers, and other layouts, in this order.
+    Sharding of optimizer states and gradients comes before sharding of parameters, which adds communication. After
+    these changes come updates on the host, offloading, recomputation of whole layers, and other layouts, in this order.
     """
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     yield {"use_distributed_optimizer": True}

@@ -43,8 +43,8 @@ def at_interrupt(call: Callable[[], None], signals: Sequence[int] = (signal.SIGI
 def end_process() -> None:
     """End the process immediately, with exit code 130 and one line on standard error.
 
-    Use this function for commands that have no results to save. The process does not raise KeyboardInterrupt, which
-    would be lost inside a torch or fork callback. Child processes, such as those of `fake_rank.forked`, end with this
+    Use this function for commands that have no results to save. KeyboardInterrupt is not raised, because an exception
+    inside a torch or fork callback would be lost. Child processes, such as those of `fake_rank.forked`, end with this
     process.
     """
     with suppress(OSError):

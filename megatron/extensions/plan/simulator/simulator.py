@@ -22,8 +22,8 @@ class StageCosts:
     ranks or, for each stage, the time of a message to the next stage. The activations of a stage, `activation`, are
     held from F to the end of the backward pass. Between I and W, only the fraction `kept_for_weight_grad` is held.
 
-    Each F, and each B or I, waits for `exchanges` expert all-to-alls at equal intervals. Each all-to-all takes
-    `exchange`. While one of two interleaved passes waits, the other pass computes.
+    Each F, and each B or I, waits for `exchanges` expert all-to-alls at equal intervals. The duration of one all-to-all
+    is `exchange`. While one of two interleaved passes waits, the other pass computes.
     """
 
     forward: PerStage = 1.0
@@ -51,8 +51,8 @@ class StageCosts:
         return int(at_stage(self.exchanges, action.stage)) if action.kind in (Kind.F, *BACKWARDS) else 0
 
     def duration(self, actions: Sequence[Action]) -> tuple[float, float]:
-        """Return the time of a single action or of two interleaved actions, and the part of this time without
-        computation.
+        """Return (duration, waiting time) of one action or of two interleaved actions. Nothing is computed during the
+        waiting time.
 
         A pass yields to the other pass after starting an all-to-all, and resumes when the other pass yields.
         All-to-alls run one after another.
@@ -147,8 +147,8 @@ def simulate(lists: Lists, costs: StageCosts | None = None, *, rendezvous: bool 
 
 
 def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, dict[int, int]]:
-    """Return the largest activations that a rank holds between two actions, and the number of micro-batches of each
-    stage that are between forward and backward at that time.
+    """Return the peak activations that a rank holds between two actions, and the number of micro-batches in flight in
+    each stage at that peak.
 
     A list without backward passes holds the activations of only one action at a time. Two interleaved passes are one
     action. While they run, the rank partly holds one more micro-batch.

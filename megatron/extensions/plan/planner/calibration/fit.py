@@ -1,8 +1,8 @@
 """Fit of a device file's constants to measured times. This module does not import torch.
 
-Each model is linear and is fitted by least squares. The fit minimizes relative errors, and no constant is negative.
-Constants that only whole steps reveal, such as the host time per operation, are fitted to measured step times
-(`fit_steps`).
+Each measured time is modeled as a linear combination of constants, which are fitted by least squares. The fit minimizes
+relative errors, and no constant is negative. Constants that only whole steps reveal, such as the host time per
+operation, are fitted to measured step times (`fit_steps`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]
         if len(kept) == 1 or (found[0] > 0 and (found >= 0).all()):
             break
         shares = found * columns[:, kept].mean(0)
-        # Drop the most negative coefficient; the first coefficient absorbs its share.
+        # If the first coefficient is positive, drop the coefficient with the most negative share of the time.
+        # Otherwise, drop the one with the largest share, so that the first coefficient grows.
         kept.pop(1 + int(np.argmin(shares[1:]) if found[0] > 0 else np.argmax(shares[1:])))
     coefficients = [0.0] * columns.shape[1]
     for place, value in zip(kept, found, strict=True):
@@ -187,7 +188,7 @@ def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
 
 
 def text_of(device: DeviceFile, remarks: Iterable[str]) -> str:
-    """Format a device file as YAML, with comments at its head."""
+    """Format a device file as YAML, with `remarks` as comments at the top."""
     entries = {name: _rounded(value) for name, value in asdict(device).items() if value is not None}
     text: str = yaml.safe_dump(entries, sort_keys=False, default_flow_style=None, width=120)
     return "".join(f"# {remark}\n" for remark in remarks) + text

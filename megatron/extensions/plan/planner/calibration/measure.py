@@ -113,7 +113,7 @@ def measure(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Measured:
 
 def measure_links(clock: Clock, sizes: Sizes, ranks_per_node: int) -> tuple[list[CollectiveTime], float]:
     """Return (times of collectives within and between nodes, share of an overlapped collective's time by which it
-    delays computation). Collective over all ranks. Both results are empty if there is only one rank."""
+    delays computation). Collective over all ranks. If there is only one rank, the list is empty and the share is 0."""
     groups = dict(link_groups(clock.world, ranks_per_node))
     found = [point for name, group in groups.items() for point in collectives(clock, sizes, name, group)]
     return found, overlap_slowdown(clock, sizes, list(groups.values())[-1]) if groups else 0.0

@@ -64,7 +64,8 @@ class RunOnFailing:
 
     @property
     def lines(self) -> Iterator[str]:
-        """Return lines about failures, goodput by save interval, and spare nodes."""
+        """Return plan lines about failures, about the goodput at the best and at the configured save interval, and
+        about spare nodes."""
         return failure_lines(self.expected, self.save_interval, self.nodes, self.repair_hours)
 
     @property

@@ -60,7 +60,7 @@ class CollectiveLog:
         self._groups: dict[str, Group] = {}
 
     def name_groups(self, axes: Mapping[str, Axis]) -> None:
-        """Map the process groups of a layout to the names of their axes.
+        """Record the axis name of each process group of a layout.
 
         If several axes have the same ranks, the first axis is used. Axes of all parameters come before axes of experts.
         """
@@ -81,7 +81,7 @@ class CollectiveLog:
         return self._groups[name]
 
     def add(self, made: Collective) -> None:
-        """Record a call made by the code on the current stack."""
+        """Record a collective, with its call site and the current phase."""
         phase, microbatch = self.phase()
         self.collectives.append(made._replace(site=call_site(), phase=phase, microbatch=microbatch))
 

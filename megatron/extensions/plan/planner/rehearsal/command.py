@@ -51,8 +51,8 @@ def rehearse(asked: Prepared, ranks: str, device_memory: float | None) -> int:
     """Rehearse a validated configuration on its ranks, and print the report.
 
     `ranks` is the value of --ranks, and `device_memory` is the value of --device-memory in GiB. The report is also
-    written as JSON to the file of --json. If this path is "", only the JSON is printed. Returns exit code 1 if a run
-    would fail or if ranks could not be rehearsed. Raises OutputError if the file cannot be written.
+    written as JSON to the file that --json names. If this path is "", only the JSON is printed. Returns exit code 1 if
+    a run would fail or if ranks could not be rehearsed. Raises OutputError if the file cannot be written.
     """
     config = asked.config
     world_size = asked.world_size
@@ -189,8 +189,8 @@ class Report:
         yield from self.notes
 
     def _memory_lines(self) -> Iterator[str]:
-        """Yield a line per rank with three sizes: its memory after building, its peak, and the peak planned for its
-        pipeline rank."""
+        """Yield one line per rank with three sizes: the memory after the run is built, the measured peak, and the
+        planned peak."""
         width = max(len(record.name()) for record in self.records)
         yield f"{'':<{width}}{'built':>12}{'peak':>12}{'planned':>12}  at the peak"
         for record in self.records:

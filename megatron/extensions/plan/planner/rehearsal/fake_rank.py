@@ -106,8 +106,8 @@ class RankMode(LiveMemory):
 
 
 class EveryRank(Axis):
-    """Axis of all ranks in a rehearsal, whose collectives involve no other process. Every rank of a rehearsal also does
-    the work that, in a real run, only the first rank does."""
+    """Axis that spans all ranks of a rehearsal. Its collectives do not communicate with other processes. Every rank of
+    a rehearsal also does the work that, in a real run, only the first rank does."""
 
     @property
     def first(self) -> bool:
@@ -190,7 +190,7 @@ def without_inputs(parts: Parts) -> Parts:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Arguments for the rehearsal of ranks."""
+    """Settings of a rehearsal, common to all rehearsed ranks."""
 
     config: RunConfig
     """Configuration with the rehearsed number of micro-batches and with mock data."""

@@ -43,7 +43,7 @@ class Collective(NamedTuple):
     """Collective or message, as seen by the calling rank."""
 
     op: str
-    """ Name of the operation, such as "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"
+    """Name of the operation, such as "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"
     or "recv"."""
 
     group: Group
@@ -66,7 +66,7 @@ class Collective(NamedTuple):
     """File and line of the caller, outside torch and the wrappers of collectives."""
 
     phase: str = ""
-    """Phase of the rank during the call, such as "F of stage 3, micro-batch 0"."""
+    """Phase in which the rank makes the call, such as "F of stage 3, micro-batch 0"."""
 
     microbatch: int = -1
     """Number of the micro-batch; -1 outside of forward and backward passes."""
@@ -245,8 +245,8 @@ def _told(collectives: Sequence[Collective]) -> str:
 
 
 def mismatches(records: Sequence[RankRecord]) -> list[list[str]]:
-    """Return the lines of all reports. There is at most one report per group, or per direction between two ranks.
-    Failed ranks are excluded from the comparison."""
+    """Report the collectives and messages on which ranks disagree, as one list of lines per report. There is at most
+    one report per group, or per direction between two ranks. Failed ranks are excluded from the comparison."""
     records = [record for record in records if record.failure is None]
     axes = {group: axis for record in records for group, axis in record.axes.items()}
     joint: dict[Group, dict[int, list[Collective]]] = defaultdict(dict)

@@ -221,8 +221,8 @@ class LayoutCosts:
         return step_bound(stages, layout.place, self.microbatches(layout), more) + self._fixed
 
     def _exchanged(self, layout: Layout, stages: np.ndarray) -> list[float]:
-        """Return, for each pipeline rank, the minimum seconds that exchanging gradients and parameters adds to the
-        passes of its `stages`."""
+        """Return, for each pipeline rank, a lower bound in seconds on the exposed time of gradient and parameter
+        exchanges. `stages` holds the times of the passes of each stage."""
         if named_value(self.run.given, "freeze"):  # no bound is known for frozen parameters
             return [0.0] * layout.pipeline.ranks
         step = self._replicas(layout)
@@ -348,7 +348,8 @@ MEASURED = ("kept", "for_weights", "forward", "backward", "weight", "weight_copi
 
 
 def _state_bytes(meta: ParamMeta, shards: int, config: RunConfig) -> int:
-    """Return the state bytes of a matrix that has `ELEMENTS` elements on each of `shards` ranks."""
+    """Return the bytes on one rank for the parameters, gradients and optimizer state of a matrix with `shards` x
+    `ELEMENTS` elements."""
     optimizer = config.optimizer
     ddp = config.ddp
     parallel = config.parallel
@@ -375,15 +376,16 @@ def step_bound(
     """Return a lower bound, in seconds, on the step time under any schedule of these stages.
 
     A rank cannot start its first forward pass before the forward passes of the earlier stages. After the last backward
-    pass of the rank's first stage, the earlier stages still have to run their backward passes. Between these times, the
-    rank does all of its work, except for weight gradients, which may be deferred to the end.
+    pass of the rank's first stage, the earlier stages still have to run their backward passes. All work of the rank
+    lies between its first forward pass and that backward pass, except for weight gradients, which may be deferred to
+    the end.
 
     Args:
         stages: Seconds that a micro-batch takes in each stage: in the forward pass, in the backward pass (or only for
             the input gradient), and for the deferred weight gradient.
         layout: Placement of the stages.
         microbatches: Micro-batches per step.
-        more: Seconds that each rank spends on other work.
+        more: Seconds that each rank needs in addition to its passes, for example for communication.
     """
     longest, times = 0.0, np.asarray(stages)
     for rank in range(layout.pp):

@@ -1,4 +1,4 @@
-"""Report on a run's own layout and on the best layouts for the run, as lines and as JSON."""
+"""Report, as text and as JSON, on the layout that a run's flags describe and on the best layouts found."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def crossing(each: Found) -> list[str]:
 
 
 UNITS = (("seconds", 1, 60), ("minutes", 60, 60), ("hours", 3600, 48), ("days", 86400, 730))
-"""Time units: (name, seconds, smallest number for which the next larger unit is used)."""
+"""Time units as (name, length in seconds, limit). Durations of at least `limit` units are shown in the next larger
+unit."""
 
 
 def duration(seconds: float) -> str:
@@ -127,7 +128,7 @@ def table_lines(found: Sequence[Found], run: SearchedRun) -> Iterator[str]:
 
 
 def layout_text(layout: Layout) -> str:
-    """Format a layout: Format a layout, as in `TP 8 PP 4 VP 2 DP 16, MBS 1, interleaved, ZeRO-1`."""
+    """Format a layout, as in `TP 8 PP 4 VP 2 DP 16, MBS 1, interleaved, ZeRO-1`."""
     family = layout.family
     pipeline = layout.pipeline
     saving = layout.saving

@@ -26,8 +26,8 @@ MOST_PREDICTED = 150
 far."""
 
 MOST_OF_A_SHAPE = 6
-"""Number of layouts per `Layout.shape` that an incomplete search predicts. The predicted layouts are those with the
-lowest bounds."""
+"""Number of layouts per `Layout.shape` that an incomplete search predicts. The search predicts the layouts with the
+lowest time bounds."""
 
 T = TypeVar("T")
 
@@ -50,8 +50,8 @@ def best_first(
     """Yield final candidates in order of cost, with ties broken by `order`.
 
     Candidates wait in a heap, ordered by a lower bound on their cost. A final candidate that leaves the heap is the
-    next result. No candidate whose bound exceeds the last result's cost is ever refined (A*; Hart, Nilsson and Raphael,
-    1968).
+    next result. Candidates whose bound exceeds the cost of the last result are never refined (A*; Hart, Nilsson and
+    Raphael, 1968).
 
     `refine` receives the first candidate that is not final, and returns the candidates that replace it. If necessary,
     their bounds are raised to the bound of the replaced candidate. Candidates with equal bounds are refined before a
@@ -115,17 +115,16 @@ class Effort:
     """Number of families whose layers were timed."""
 
     layouts: int = 0
-    """Number of layouts of the timed families, including memory-saving variants, for which a memory bound was
-    computed."""
+    """Number of layouts for which a memory bound was computed, including memory-saving variants."""
 
     predicted: int = 0
     measured: int = 0
 
     beyond_host: int = 0
-    """Number of measured layouts whose offloaded data exceed the host's memory."""
+    """Number of measured layouts whose offloaded data does not fit in host memory."""
 
     bound: float | None = None
-    """Lower bound on the step time of all layouts that were not evaluated; None if there are none."""
+    """Lower bound on the step time of the layouts that were not evaluated; None if all layouts were evaluated."""
 
     interrupted: bool = False
     """True if the search was interrupted before it finished."""
@@ -141,9 +140,8 @@ class LayoutSearch:
 
     most_timed: int | None = None
     """Maximum number of families whose layers are timed, in ascending order of their lower bounds. Other families are
-    not
-evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None evaluates everything.
-    """
+    not evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. If the value is None, the search
+    evaluates every family."""
 
     progress: Callable[[Effort], None] = lambda effort: None
     """Function that is called at every step of the search."""
@@ -185,7 +183,7 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
 
     def nearest(self) -> Found | None:
         """Return the legal layout whose fullest rank exceeds the memory limit by the least; None if no layout is legal.
-        This layout is reported if no layout fits."""
+        The report names this nearest layout if no layout fits."""
         too_large = [layout for layout, size in self._sizes.items() if self.limit < size < inf]
         too_large.sort(key=lambda layout: (self._sizes[layout], layout.order))
         legal = (
@@ -244,8 +242,8 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
         return Candidate(self.costs.time_bound(layout), (1, layout.order), layout)
 
     def _predicted(self, layout: Layout) -> Iterator[Candidate[Item]]:
-        """Return the layout with its predicted step if the layout is legal and its states may fit; otherwise, return
-        variants that save more memory."""
+        """Predict the step of a legal layout whose states may fit. If the states of a legal layout cannot fit, return
+        variants that save more memory. An illegal layout is dropped."""
         config = self.costs.run.with_layout(layout)
         if not self.costs.legal(config):
             return
@@ -285,7 +283,8 @@ evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. None eval
             yield from self._may_fit(layout._replace(saving=saving))
 
     def _measured(self, timed: Found) -> Iterator[Candidate[Item]]:
-        """Return the layout if it fits; otherwise return variants that save more memory."""
+        """Measure the memory of a layout. Return the layout if it fits; otherwise, return variants that save more
+        memory."""
         self.effort.measured += 1
         found = replace(timed, memory=tuple(self.costs.memory(timed.config)))
         host = self.costs.device.host_memory_gib

@@ -39,7 +39,7 @@ memory."""
 
 
 class Family(NamedTuple):
-    """Family of layouts whose layers do the same work for a micro-batch. Layouts with tensor parallelism always use
+    """Set of layouts whose layers do the same work for each micro-batch. Layouts with tensor parallelism always use
     sequence parallelism."""
 
     tp: int = 1
@@ -199,7 +199,7 @@ class Space:
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
-    """Return the divisors of a number up to `most`, in ascending order; the result always includes 1."""
+    """Return the divisors of `number` that are at most `most`, in ascending order. The result always includes 1."""
     most = number if most is None else max(1, min(most, number))
     return [size for size in range(1, most + 1) if number % size == 0]
 
@@ -243,7 +243,7 @@ class SearchedRun:
 
     @property
     def own_layout(self) -> Layout:
-        """Convert the run's own legal layout to a layout of the search space.
+        """Layout of the run itself, which must be legal, as an entry of the search space.
 
         The result ignores where the run splits layers, which modules it recomputes, and how much it offloads.
         """
@@ -287,7 +287,7 @@ class SearchedRun:
 
     def _as_given(self, config: RunConfig) -> RunConfig:
         """Return `config` with the values that the flags of its layout had before `resolve`. The global batch size is
-        not restored, because another layout must not change it."""
+        not restored, because it must be the same for every layout."""
         fields = {flag.field for flag in self._flags} - {"global_batch_size"}
         before = {field: value for field, value in config.given if field in fields}
         return replace(with_named(config, before), given=())

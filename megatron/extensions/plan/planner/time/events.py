@@ -1,7 +1,7 @@
 """Events and memory of one micro-batch in a part of a stage. This module does not import torch.
 
-Events depend only on the shapes of a rank's part of the model, not on a device or on the placement of ranks. One
-recording therefore gives the memory, the FLOPs and the times for all devices and placements.
+The events depend only on the shapes of a rank's part of the model. They do not depend on the device or on the placement
+of ranks. One recording therefore gives the memory, the FLOPs and the times for all devices and placements.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Product:
     """Bytes of the two operands and the result."""
 
     sums: int = 0
-    """Bytes read and written to add the product to existing fp32 sums."""
+    """Bytes read and written when the product is added to existing fp32 sums; 0 if the product is not added."""
 
     expert: bool = False
     """True if the rows are tokens that a router sent to this rank."""
@@ -34,7 +34,7 @@ class Product:
     """True if the product is recomputed for the backward pass."""
 
     at_one_time: int = 1
-    """Number of products that the device may compute concurrently, including this product."""
+    """Number of products, including this one, that the device may compute concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ without dropout). With an fp8 forward pass: fp8_flash3, fp8_triton, or fp8, the 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """One launch of a kernel that gathers rows and multiplies each row with a few queries."""
+    """One launch of a kernel that gathers rows and multiplies each of them by a few queries."""
 
     flops: float
     """FLOPs of the kernel, including recomputation."""
@@ -168,7 +168,7 @@ class PassEvents:
 
     forward: tuple[Event, ...] = ()
     backward: tuple[Event, ...] = ()
-    """Events of the input gradient, and of weight gradients unless the schedule defers them."""
+    """Events of the backward pass. Weight gradients are included unless the schedule defers them."""
 
     weight: tuple[Event, ...] = ()
     """Events of deferred weight gradients (W of zero-bubble schedules)."""

@@ -1,8 +1,9 @@
 """Pipeline time, found by simulating the schedule's own action lists with the times of each stage. This module does not
 import torch.
 
-After its warm-up, a schedule repeats itself every p micro-batches. Long steps are therefore extrapolated: the time of
-one more round of micro-batches is the difference between two short steps.
+After its warm-up, a schedule repeats itself every p micro-batches. The time of a step with many micro-batches is
+therefore extrapolated. Each further round of p micro-batches adds the difference between the times of two shorter
+steps.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Schedule:
     steps."""
 
     flows: bool = False
-    """True if a step starts before the previous one ends. The end times are then those of consecutive steps."""
+    """True if each step starts before the previous step ends. The end times are then those of consecutive steps."""
 
     tied: bool = False
     """True if the first and last rank sum the gradients of shared weights at the end of a step."""
@@ -84,8 +85,8 @@ class Schedule:
         if rounds <= ROUNDS:
             return self._simulated(costs, microbatches)
         few, more = (self._simulated(costs, n * turn + rest) for n in (ROUNDS - 1, ROUNDS))
-        # If stages are uneven, the other ranks eventually wait for the busiest rank, and each round then takes as long
-        # as the busiest rank's round.
+        # If stages are uneven, the other ranks eventually wait for the busiest rank. Each round then takes as long as
+        # the work of the busiest rank.
         longest = turn * max(self._work(costs, rank) for rank in range(self.layout.pp))
         return tuple(b + (rounds - ROUNDS) * max(b - a, longest) for a, b in zip(few, more, strict=True))
 

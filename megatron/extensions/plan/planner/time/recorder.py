@@ -99,7 +99,7 @@ class Recorder(LiveMemory):
         """Create a recorder.
 
         Args:
-            fp32_sums: Gradients of 16-bit weights are summed in fp32.
+            fp32_sums: True if gradients of 16-bit weights are summed in fp32.
             backend: Fused attention kernel.
             any_order: As in `Launches`.
         """
@@ -152,7 +152,7 @@ class Recorder(LiveMemory):
         """Run only some parts of a loop if they represent the others.
 
         If the first, the middle and the last of an odd number of parts do the same work with evenly growing sizes, the
-        middle part represents all of them. Otherwise, each half of the parts is examined in the same way. The last two
+        middle part represents all of them. Otherwise, the method checks each half of the parts separately. The last two
         parts run first, in sequence. The memory of these parts, which includes the tensors that the previous part left,
         may be the peak.
         """
@@ -329,7 +329,7 @@ class _InputsContext(AutogradContext):
 
 
 class _Inputs(torch.autograd.Function):
-    """Autograd function that is applied to the inputs of a compiled region. The backward pass of this function calls
+    """Autograd function that is applied to the inputs of a compiled region. The backward pass of `_Inputs` calls
     `record` with the gradients of the inputs."""
 
     @staticmethod

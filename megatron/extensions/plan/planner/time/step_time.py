@@ -70,7 +70,7 @@ class StepTime:
     """Mean share of the time until the last pass ends in which pipeline ranks are idle or send messages."""
 
     parts_of_pp_rank: int | None
-    """Pipeline rank to which `parts` belong; None without pipeline parallelism."""
+    """Pipeline rank whose times `parts` holds; None without pipeline parallelism."""
 
     device: DeviceFile
     world_size: int
@@ -104,7 +104,7 @@ def predict_step(
         world_size: Number of devices.
         device: Device file.
         gpus_per_node: Ranks per node; the default is `device.ranks_of_node`.
-        cache: Keeps traces between calls.
+        cache: Cache for recordings of stage parts, shared by several calls.
 
     Raises:
         ValueError: The device file lacks a rate that the step needs.
@@ -264,7 +264,7 @@ class Step:
         return StageTimes(forward, backward, weight, once, exchanges, exchange / max(1, exchanges))
 
     def _add_weight_copies(self, times: StageTimes, parts: Sequence[PassEvents], stage: Stage) -> None:
-        """Add the exposed time of copies between the device and weights in host memory during the passes of a
+        """Add the exposed time of copying weights and gradients between device and host during the passes of a
         micro-batch."""
         seconds = [
             (self._times(part.forward).total, self._times(part.backward).total + self._times(part.weight).total)
@@ -302,7 +302,7 @@ class Step:
         size *= DTYPE_BYTES[parallel.params_dtype]
         nodes = [self.dims.rank(pp=place) // self.network.ranks_per_node for place in range(self.layout.pp)]
         places = [nodes[self.layout.rank_of(stage)] for stage in range(self.layout.num_stages)]
-        # Ranks whose next pipeline stage is on another node send to that node.
+        # A rank whose next pipeline stage is on another node sends over the network.
         within, between = Placement(2, 2), placement(self.dims, ("pp",), self.network.ranks_per_node)
         return [
             self.network.seconds("send", size, within if here == there else between)
@@ -336,8 +336,7 @@ class Step:
     def least_exchanged(
         self, elements: Mapping[bool, float], forward: float, backward: float, microbatches: int
     ) -> float:
-        """Return the minimum number of seconds per step that reducing gradients and gathering parameters adds to a
-        rank's passes.
+        """Return a lower bound on the exposed seconds per step of a rank's gradient reductions and parameter gathers.
 
         If collectives of T seconds follow C seconds of computation, at least T - C is exposed, and the hidden part
         slows the computation.
@@ -421,8 +420,8 @@ class Step:
         )
 
     def _update(self, states: RankStates) -> float:
-        """Return the time of an update: clearing gradients, reading them for norm and update, and updating states and
-        parameters."""
+        """Return the time of an optimizer update. The update clears the gradients, reads them for the gradient norm and
+        for the update itself, and updates states and parameters."""
         memory, device = states.memory, self.device
         shards = self.dims.shards(False) if self.config.optimizer.use_distributed_optimizer else 1
         moved = memory.gradients + 2 * memory.gradients / shards + memory.parameters / shards
