@@ -18,8 +18,8 @@ HUBER = 1e-3
 """Difference in log(L) up to which the Huber loss is quadratic, as in section D.2 of arXiv 2203.15556."""
 
 NOISE = 0.002
-"""Lower bound on the relative standard deviation of a loss, which is used for intervals. A different seed changes the
-loss of a small model by about this much."""
+"""Lower bound on the relative standard deviation of a loss; used to compute intervals. A change of the seed changes the
+loss of a small model by about this share."""
 
 DRAWS = 200
 """Number of bootstrap fits used to compute intervals. Each bootstrap fit uses losses with resampled noise."""
@@ -60,7 +60,7 @@ class Law:
     scales: tuple[float, ...]
     exponents: tuple[float, ...]
     units: tuple[float, ...]
-    """Geometric mean of each variable over the points: A N^-a is scale * (N / unit)^-exponent."""
+    """Geometric mean of each variable over the points. The term A N^-a is computed as scale * (N / unit)^-exponent."""
 
     def __call__(self, point: Point) -> float:
         """Predict the loss of a point from its N and D; the measured loss of the point is ignored."""
@@ -175,6 +175,6 @@ def drawn(points: Sequence[Point], law: Law, form: Form, draws: int = DRAWS) -> 
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the lower and upper bounds that enclose `SHARES` of the values."""
+    """Return the two quantiles of the values that `SHARES` names."""
     low, high = np.quantile(values, SHARES)
     return float(low), float(high)

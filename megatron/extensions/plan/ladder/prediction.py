@@ -104,9 +104,9 @@ def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted
     """Predict the target's loss at each evaluation from the rungs' losses at the same evaluation. The exponents are
     those of the final law.
 
-    Losses vary more while the learning rate is high. A band is therefore at least as wide as the errors of predicting
-    the largest rung from the other rungs, at this evaluation and at later evaluations. The band is wider if the target
-    is farther from the largest rung, in log(compute), than the largest rung is from the second largest rung.
+    Validation losses vary more while the learning rate is high. A band is therefore at least as wide as the errors of
+    predicting the largest rung from the other rungs, at this evaluation and at later evaluations. The band is wider if
+    the target is farther from the largest rung, in log(compute), than the largest rung is from the second largest rung.
     """
     form = Form(final.form.terms, final.law.exponents)
     curve: list[dict[str, float]] = []

@@ -226,8 +226,8 @@ def _rungs(config: RunConfig, target: Rung, wanted: Wanted, step: int) -> Iterat
 
 
 def _rates(target: Rung, wanted: Wanted, width: int) -> list[float]:
-    """Return the learning rates of a width. If only some widths are swept, all widths also use the target's rate, at
-    which the law compares all sizes."""
+    """Return the learning rates of a width. If only some widths are swept, every width is also trained at the target's
+    learning rate, at which the law compares all sizes."""
     if not wanted.rates or (wanted.swept and width not in wanted.swept):
         return [target.rate]
     alone = wanted.swept and {*wanted.swept} != {*wanted.widths}

@@ -31,11 +31,11 @@ MEASURED_LAYERS = 3
 
 
 class ActivationPlan(StageParts):
-    """Planned activations of a micro-batch in the stages of one configuration."""
+    """Plan of the activation memory that one micro-batch takes in each pipeline stage."""
 
     def stage(self, stage: Stage) -> StageMemory:
-        """Return the activation memory of one stage. Peaks are exact to the byte if all layers of the stage are of one
-        kind."""
+        """Return the activation memory of one stage. The peaks are exact to the byte if all layers of the stage are
+        identical."""
         units = self.units(stage)
         if len(units) < 2:
             return self._part(units, stage.first, stage.last)
@@ -162,8 +162,8 @@ def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) ->
 
 
 def host_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
-    """Return the size in bytes of the host buffers after a rank has run its action list. For each buffer size, this
-    function counts the largest number of buffers in use at once.
+    """Return the size in bytes of the host buffers after a rank has run its action list. For each buffer size, the
+    result counts the maximum number of buffers in use at once.
 
     For two interleaved passes, the backward pass is assumed to release no buffer before the forward pass has allocated
     all of its buffers.

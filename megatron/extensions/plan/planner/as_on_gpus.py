@@ -1,4 +1,4 @@
-"""GPU plans without a GPU: kernels are selected and memory is allocated as on a GPU, for tensors without values.
+"""Plan GPU runs without a GPU: select kernels and count memory as on a GPU, for tensors without values.
 
 torch cannot run a backward pass on fake tensors of an absent GPU, so plans for GPUs use tensors of another device.
 """
@@ -91,7 +91,7 @@ class Launches(Protocol):
         rows, and adds `added` bytes of fp32 values to rows in any order."""
 
     def unseen(self) -> AbstractContextManager[None]:
-        """Context manager for operators that are part of a recorded launch and must not be recorded again."""
+        """Context manager that hides the operators of a launch that is already recorded."""
 
     def some_of(self, parts: Sequence[T]) -> Iterable[T]:
         """Select which parts of a loop to run; the selected parts represent the others."""
@@ -259,8 +259,8 @@ class PlannedDropoutKernel(FlashDropoutKernel):
 
 
 class PlannedBackend:
-    """Attention backend that plans GPU kernels. The cuDNN kernels need no packing. They are planned as
-    FlashAttention."""
+    """Attention backend that plans GPU kernels. cuDNN kernels are planned as FlashAttention, although they need no
+    packed sequences."""
 
     def __init__(self, name: str, hardware: PlannedGPU, operands: AttentionOperands) -> None:
         self.name = name

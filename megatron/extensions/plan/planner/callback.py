@@ -1,4 +1,4 @@
-"""Planner callback of a run: the model's FLOPs, and the memory plan when a device runs out of memory.
+"""Callback that gives a run the model's FLOPs and, if a device runs out of memory, the memory plan.
 
 This module does not import torch.
 """

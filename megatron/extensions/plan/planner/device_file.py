@@ -100,7 +100,7 @@ class Link:
 
 @dataclass(frozen=True)
 class DeviceFile:
-    """One kind of device, and a node of such devices. CPU files omit all CUDA fields."""
+    """One kind of device, and a node of such devices. Device files of CPUs omit the fields that describe GPUs."""
 
     name: str
     """Name of the device that `torch.cuda.get_device_name` returns."""
@@ -153,7 +153,7 @@ class DeviceFile:
     """Maximum size of the shared memory of a thread block."""
 
     links: Mapping[str, Link] = field(default_factory=dict)
-    """Links `node` and `network`. A plan for one rank needs no links."""
+    """Links by name: `node` within a node, and `network` between nodes. A plan for one rank needs no links."""
 
     ranks_per_node: PositiveInt = 8
     """GPUs per node, used if --gpus-per-node is not given."""
@@ -190,7 +190,8 @@ class DeviceFile:
     """Read and write rates per device for memory-mapped files on a local disk."""
 
     host_memory_gib: Positive | None = None
-    """Host memory available per device, which offloaded tensors must fit; None if it is not known."""
+    """Host memory in GiB that is available per device; None if it is not known. Offloaded tensors must fit in this
+    memory."""
 
     @property
     def device_type(self) -> str:

@@ -148,7 +148,7 @@ def _of_extensions(
     step: StepTime | None,
     failing: RunOnFailing | None,
 ) -> Iterator[tuple[str, Iterable[str]]]:
-    """Return the plan sections of extensions."""
+    """Yield the title and the lines of each plan section that an extension adds."""
     ranks = max(size for size in range(1, 9) if world_size % size == 0) if step is None else step.gpus_per_node
     link = None if device is None else device.links.get("network")
     network = None if link is None or device is None else 1e9 * link.gb_per_second * device.adapters_per_node

@@ -131,8 +131,8 @@ class NoValues(TorchDispatchMode):
 
 
 WITHOUT_GROUPS = {"tp_comm_overlap_method": None}
-"""Configuration fields that fake groups override. The symmetric-memory implementation saves the same tensors for
-backward as the default, the ring."""
+"""Configuration fields that are reset because process groups are fake. The symmetric-memory method saves the same
+tensors for backward as the default method, a ring."""
 
 
 class Unit(NamedTuple):
@@ -144,7 +144,7 @@ class Unit(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Part of a stage that is run separately: units of layers, and the model ends that adjoin these units."""
+    """Separately run part of a stage: units of layers, with the embedding if `first`, with the head if `last`."""
 
     units: tuple[Unit, ...] = ()
     first: bool = False
@@ -306,13 +306,13 @@ class PlannerCache:
     """Cache for recordings of stage parts, shared by configurations whose layers compute the same."""
 
     kinds: dict[LayersKey, tuple[int, ...]] = field(default_factory=dict)
-    """First identical layer of each layer, keyed by model."""
+    """Number of each layer's first identical layer, keyed by model."""
 
     known: dict[MicroBatch, dict[Part, PassEvents]] = field(default_factory=dict)
     """Recordings of stage parts, keyed by micro-batch."""
 
     def kinds_of(self, model: TransformerConfig) -> tuple[int, ...] | None:
-        """Return the first identical layer of each layer; None if this model has not been planned yet."""
+        """Return the number of each layer's first identical layer; None if this model has not been planned yet."""
         return next((kinds for key, kinds in self.kinds.items() if key.model == model), None)
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
@@ -391,7 +391,7 @@ IDENTITY = ("number", "layer", "key", "training")
 """Attributes that may differ between identical layers."""
 
 SETTINGS = bool | int | float | str | Span | Rotation
-"""Types of the attributes that are part of a layer's definition."""
+"""Types of the module attributes that are compared to decide whether two layers are identical."""
 
 
 def _kind_of(layer: nn.Module) -> Hashable:

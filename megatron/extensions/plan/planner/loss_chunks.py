@@ -54,7 +54,8 @@ def chosen_chunk(
     step_of: Callable[[RunConfig], StepTime],
     memory_of: Callable[[RunConfig], Sequence[RankMemory]],
 ) -> ChunkChoice | None:
-    """Return the best chunk size, the largest of the sizes that save most of the memory that chunks can save.
+    """Return the best chunk size. A smaller size is preferred only if it saves at least `LEAST_SAVED` more of the
+    memory.
 
     Only chunk sizes that slow down a step by at most `MOST_COST` are considered. Returns None if the loss cannot be
     chunked, or if no such size saves at least `LEAST_SAVED` of the memory.

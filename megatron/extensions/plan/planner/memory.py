@@ -50,8 +50,8 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 @dataclass(frozen=True)
 class BufferBytes:
-    """Bytes of one rank's parameters, gradients and optimizer state, including padding. All attributes except `host`
-    are bytes on the device."""
+    """Bytes of one rank's parameters, gradients and optimizer state, including padding. Attributes count bytes on the
+    device, except `disk` and those whose names begin with `host`."""
 
     parameters: int
     gradients: int
@@ -165,8 +165,8 @@ class UnitsInFlight:
     gradients: int = 0
 
     reductions: int = 0
-    """Additional bytes for reductions: the reduced result that a rank receives, and a copy in the communication
-    dtype."""
+    """Additional bytes that a reduction takes: the rank's reduced shard, and a copy of the gradients in the
+    communication dtype."""
 
     @property
     def total(self) -> int:
@@ -276,10 +276,10 @@ def _units_in_flight(
 ) -> UnitsInFlight:
     """Return the peak memory of whole units.
 
-    Two units are whole at a time: the current and the next unit or, for gradients, the current unit and the bucket that
-    is being reduced. For units in host memory, from the second micro-batch on, a third unit's gradients are being
-    copied to the device. The result is exact for one stage per rank without multi-token prediction; otherwise it may be
-    off by one unit.
+    Usually, two units are unsharded at a time. For parameters, these are the current unit and the next one. For
+    gradients, they are the current unit and the bucket that is being reduced. For units in host memory, from the second
+    micro-batch on, a third unit's gradients are being copied to the device. The result is exact for one stage per rank
+    without multi-token prediction; otherwise it may be off by one unit.
     """
     buckets = _buckets_of_units(buffers)
     if not buckets:

@@ -1,5 +1,4 @@
-"""Memory lines of a plan: the contents of each pipeline rank, the items that are counted, and whether the memory
-fits."""
+"""Format the memory section of a plan: what each pipeline rank holds, which items are counted, and whether they fit."""
 
 from __future__ import annotations
 

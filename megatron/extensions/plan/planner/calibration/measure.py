@@ -76,7 +76,7 @@ class Clock:
         self.world = dist.get_world_size() if dist.is_initialized() else 1
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Return the median time over the rounds, averaged over the ranks."""
+        """Return the median time of a call over several rounds, averaged over the ranks."""
         self._timed(call, 1)  # the first call allocates memory
         once = self.agreed(self._timed(call, 2) / 2)
         count = max(2, int(self.round_seconds / max(once, 1e-7)))
@@ -102,7 +102,7 @@ class Clock:
 
 
 def measure(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Measured:
-    """Measure one device. Collective over all ranks."""
+    """Measure one device. All ranks must call this function together."""
     return Measured(
         products=tuple(products(clock, sizes, precisions)),
         attention=tuple(attention(clock, sizes, precisions[-1])),
@@ -113,7 +113,8 @@ def measure(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Measured:
 
 def measure_links(clock: Clock, sizes: Sizes, ranks_per_node: int) -> tuple[list[CollectiveTime], float]:
     """Return (times of collectives within and between nodes, share of an overlapped collective's time by which it
-    delays computation). Collective over all ranks. If there is only one rank, the list is empty and the share is 0."""
+    delays computation). All ranks must call this function together. If there is only one rank, the list is empty and
+    the share is 0."""
     groups = dict(link_groups(clock.world, ranks_per_node))
     found = [point for name, group in groups.items() for point in collectives(clock, sizes, name, group)]
     return found, overlap_slowdown(clock, sizes, list(groups.values())[-1]) if groups else 0.0
@@ -183,9 +184,9 @@ def link_groups(world: int, ranks_per_node: int) -> Iterator[tuple[str, dist.Pro
 
 
 def collectives(clock: Clock, sizes: Sizes, link: str, group: dist.ProcessGroup) -> Iterator[CollectiveTime]:
-    """Time collectives of growing sizes until a call takes a third of a second. On CPUs, a matrix product precedes each
-    call, and the product's time is subtracted. Ranks that share processors do not reach the collective at the same
-    moment and have to wait for each other, as in training."""
+    """Time collectives of growing sizes until a call takes a third of a second. On CPUs, a matrix product runs before
+    each timed collective, and the time of the product is subtracted. Ranks that share processors do not reach the
+    collective at the same moment and have to wait for each other, as in training."""
     m, n, k = sizes.products[-1]
     a, b = torch.randn(m, k, device=clock.device), torch.randn(k, n, device=clock.device)
     before = [partial(torch.mm, a, b)] if clock.device.type == "cpu" else []
@@ -205,8 +206,9 @@ def _call_each(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """Return a function that calls a collective in the same way as training. The whole operand of the collective has
-    `moved` bytes of fp32. On CPUs, a reduce-scatter exchanges parts between ranks and then sums them."""
+    """Return a function that runs a collective to its end, through the same calls as a training run. The unsharded
+    operand of the collective is an fp32 tensor of about `moved` bytes. On CPUs, a reduce-scatter exchanges parts
+    between ranks and then sums them."""
     n = group.size()
     whole = torch.zeros(max(1, moved // 4 // n) * n, device=device)
     part, other = torch.zeros(whole.numel() // n, device=device), torch.zeros_like(whole)

@@ -86,7 +86,7 @@ class Expected:
         trained, mean = steps * self.step_seconds, self.between_failures
         blocking = max(self.save.blocking, self.save.seconds - trained)
         restart = self.restart_seconds + self.save.seconds - blocking
-        # exp((R + tau + delta) / M) overflows only for a run that never completes a segment.
+        # With an exponent this large, the run practically never completes a segment, and math.exp could overflow.
         if (restart + trained + blocking) / mean > 500:
             return Shares(steps, 0.0, 0.0, 1.0, 0.0)
         wall = mean * math.exp(restart / mean) * math.expm1((trained + blocking) / mean)
@@ -156,8 +156,8 @@ def spares_worth(nodes: int, node_failures_per_second: float, repair_seconds: fl
 
 
 def failure_lines(expected: Expected, given: int | None, nodes: int, repair_hours: float) -> Iterator[str]:
-    """Yield lines about a run's failures, its spare nodes, and its goodput at two save intervals: the best interval and
-    the interval of the run (`given`)."""
+    """Yield lines about a run's failures, about its goodput at the best save interval and at its own save interval
+    (`given`), and about spare nodes."""
     save, best = expected.save, expected.best()
     yield f"a failure every {_time(expected.between_failures)}, {_time(expected.restart_seconds)} until the next step"
     source = f" ({save.source})" if save.source else ""

@@ -62,7 +62,8 @@ class CollectiveLog:
     def name_groups(self, axes: Mapping[str, Axis]) -> None:
         """Record the axis name of each process group of a layout.
 
-        If several axes have the same ranks, the first axis is used. Axes of all parameters come before axes of experts.
+        If several axes have the same ranks, their group is named after the first of these axes. Axes of all parameters
+        come before axes of experts.
         """
         for name, axis in sorted(axes.items(), key=lambda item: item[0].startswith("expt_")):
             if axis.group is not None:
@@ -170,7 +171,8 @@ def call_site() -> str:
 
 
 def places_of(trace: TracebackType | None) -> Iterator[str]:
-    """Return the places of a traceback that are outside torch and the wrappers of collectives, innermost first."""
+    """Yield the code locations of a traceback, innermost first, except those in torch and in the wrappers of
+    collectives."""
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         if (place := _place(frame.f_code.co_filename)) is not None:
             yield f"{place}:{line} in {frame.f_code.co_name}"

@@ -1,6 +1,6 @@
 """Rehearsal of the ranks of a larger world on one machine (`pretrain_gpt.py --rehearse`).
 
-A rehearsal reports failed ranks, mismatched collectives, memory, and bytes sent.
+A rehearsal reports failing ranks, mismatched collectives, memory use, and the bytes that ranks send.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def _spent() -> str:
 
 
 def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecord], list[Lost]]:
-    """Return the records by rank, and show progress on standard error."""
+    """Rehearse the ranks and show progress on standard error. Return the records and the lost ranks, both sorted by
+    rank."""
     records = list[RankRecord]()
     lost = list[Lost]()
     began = time.monotonic()
@@ -238,7 +239,7 @@ class Report:
         return f"collectives of {groups} groups compared, {calls:,} calls; each message with its receive"
 
     def _shard_lines(self) -> Iterator[str]:
-        """Yield lines about the checkpoint bytes that ranks write."""
+        """Yield lines that state how many checkpoint bytes the ranks write."""
         sizes = {record.rank: written_bytes(record.boxes) for record in self.records if record.failure is None}
         if sizes:
             least, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)

@@ -1,9 +1,9 @@
 """Rehearsal of one rank of a larger world: the training program with fake process groups and fake tensors.
 
-Groups, model, gradient buffers, optimizer, schedule and one training step are created by the same functions as in a
-run. Tensors have shapes but no values, so a rank needs no device memory and no GPU. Numbers read from tensors are 0,
-and tokens are routed evenly over experts. Ranks run in forked processes, several at a time. Each process starts with a
-copy of this process's state. Changes to the copy do not affect this process.
+A rehearsal builds groups, model, gradient buffers, optimizer and schedule, and takes one training step, with the same
+functions as a run. Tensors have shapes but no values, so a rank needs no device memory and no GPU. Numbers read from
+tensors are 0, and tokens are routed evenly over experts. Ranks run in forked processes, several at a time. Each process
+starts with a copy of this process's state. Changes to the copy do not affect this process.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lo
 def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> None:
     """Run a job and send its result.
 
-    Ctrl-C sends a signal to all processes of a terminal, so only the parent handles it. SIGTERM ends this process,
-    which is the default action.
+    Ctrl-C sends a signal to all processes of a terminal, so only the parent handles it. SIGTERM ends this process; that
+    is its default action.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -215,8 +215,8 @@ def rehearsal_of(
 ) -> Rehearsal:
     """Return the rehearsal of a resolved and validated configuration.
 
-    Unless `whole` is set, only as many micro-batches are rehearsed as each stage needs to reach its maximum number of
-    micro-batches in flight.
+    Unless `whole` is set, the rehearsal uses the smallest number of micro-batches with which every stage reaches its
+    maximum number in flight.
     """
     config = plan_of(config).longest.config
     dims, training = ParallelDims.from_config(config.parallel, world_size), config.training
@@ -266,7 +266,7 @@ def enough_microbatches(config: RunConfig, microbatches: int) -> int:
 
 
 class _Phases:
-    """Current phase of the rank, as text."""
+    """Callable that returns the current phase of the rank and the micro-batch number."""
 
     def __init__(self) -> None:
         self.name = "start"

@@ -290,8 +290,8 @@ def _first_difference(group: Group, axis: str, left: Side, right: Side) -> list[
     bad = next((k for k, (x, y) in pairs if x is None or y is None or not _fits(x, y, *places)), None)
     if bad is None:
         return None
-    # Equal calls may hide that an earlier call was skipped. The first difference in call sites shows which call was
-    # skipped.
+    # If one rank skips a call, its next calls may still equal those of the other rank. The first pair of calls with
+    # different call sites is therefore reported.
     bad = next((k for k in range(bad) if a[k].site != b[k].site), bad)
     return _parted(group, axis, bad, (left, right), _what(a, b, bad))
 

@@ -233,7 +233,8 @@ class LayoutCosts:
         ]
 
     def _replicas(self, layout: Layout) -> Step:
-        """Return the communication among replicas of a layout, independent of schedule and micro-batch."""
+        """Return a step for timing the communication among a layout's replicas, which depends neither on the schedule
+        nor on the micro-batch."""
         family, pipeline = Family(*layout.family[:4]), Pipeline(ranks=layout.pipeline.ranks)
         return self._step(Layout(family, pipeline, layout.dp, Saving(layout.saving.sharding)))
 
@@ -268,8 +269,8 @@ class LayoutCosts:
         return int(max(states))
 
     def close_memory_bound(self, layout: Layout) -> int:
-        """Return a tighter bound than `memory_bound`, with planned states. If states are sharded, the bound includes
-        whole units."""
+        """Return a tighter lower bound than `memory_bound`, computed from the planned bytes of states. The bound
+        includes units that are temporarily unsharded."""
         # the other settings of the family do not change the states
         family = Family(*layout.family[:4], split=layout.family.split)
         alike = layout._replace(family=family)
@@ -288,8 +289,8 @@ class LayoutCosts:
         return self._peaks(alone, pipeline, microbatches, layout.saving.offload == "activations")
 
     def _elements_of_ranks(self, layout: Layout) -> list[dict[bool, float]]:
-        """Return the minimum numbers of dense and expert parameters of each pipeline rank, assuming that all parameters
-        are sharded like matrices."""
+        """Return lower bounds on the numbers of dense and of expert parameters of each pipeline rank. The bounds assume
+        that all parameters are sharded like matrices."""
         held = [self._elements(stage) for stage in self.stages(layout.pipeline)]
         cut = {False: layout.family.tp, True: layout.family.ep * layout.family.expert_tp}
         own = (layout.place.stages_of(rank) for rank in range(layout.pipeline.ranks))
@@ -403,8 +404,8 @@ def ideal_seconds_of_a_sample(one: Sequence[PassEvents], two: Sequence[PassEvent
     samples.
 
     Work that is done once for all samples, such as reading weights, is excluded, because in other layouts more samples
-    share it. Products are assumed to fill every multiprocessor. Launches and minimum kernel times are ignored, and
-    collectives take no time.
+    share it. Matrix products are assumed to keep every multiprocessor busy. Launches and minimum kernel times are
+    ignored, and collectives take no time.
     """
     device = replace(device, kernel_floor_us=0.0, launch_gap_us=0.0, sustained=1.0, capability=None)  # without waves
     replay = Replay(device, Network(device, 1), {}, 0.0)

@@ -61,7 +61,7 @@ def iterations_of(config: RunConfig) -> int | None:
 
 
 def tokens_of(config: RunConfig) -> int:
-    """Return the number of tokens of a run. The number of its steps must be known."""
+    """Return the number of tokens of a run. The number of steps of the run must be known (`iterations_of`)."""
     plan = plan_of(config)
     return plan.tokens(plan.sizes.samples(plan.iterations))
 
@@ -85,7 +85,7 @@ def _fit(each: Found, limit: int) -> Fit:
 
 
 def verdict_record(each: Found, limit: int) -> dict[str, object]:
-    """Return the evaluation of a layout as JSON."""
+    """Return the predicted time and memory of a layout as a JSON object."""
     steps = iterations_of(each.config)
     return {
         "legal": True,
@@ -98,7 +98,7 @@ def verdict_record(each: Found, limit: int) -> dict[str, object]:
 
 
 def standing_line(ranked: Sequence[Found]) -> str:
-    """Return a line with the rank of the run's own layout among the suggested ones."""
+    """Return a line that states the position of the run's own layout among the suggested layouts."""
     place = next(place for place, each in enumerate(ranked, 1) if each.given)
     if place == 1:
         return "the given layout is the fastest of these"

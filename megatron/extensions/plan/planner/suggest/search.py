@@ -49,7 +49,7 @@ def best_first(
 ) -> Iterator[Candidate[T]]:
     """Yield final candidates in order of cost, with ties broken by `order`.
 
-    Candidates wait in a heap, ordered by a lower bound on their cost. A final candidate that leaves the heap is the
+    A heap orders the candidates by a lower bound on their cost. If the first candidate in the heap is final, it is the
     next result. Candidates whose bound exceeds the cost of the last result are never refined (A*; Hart, Nilsson and
     Raphael, 1968).
 
@@ -84,7 +84,7 @@ class Found:
 
     @property
     def host(self) -> int:
-        """Host memory of the rank that uses the most, in bytes."""
+        """Host memory in bytes of the rank that uses the most host memory."""
         return max(rank.host for rank in self.memory)
 
     @property
@@ -159,7 +159,7 @@ class LayoutSearch:
     def best(self, count: int) -> list[Found]:
         """Return the fastest layouts that fit, one per `Layout.shape`, fastest first.
 
-        Raises ValueError if the device file lacks a rate.
+        Raises ValueError if the device file lacks a rate that the search needs.
         """
         families = list(self._families())
         gc.freeze()  # garbage collection then skips existing objects, which are the majority of all objects
@@ -221,7 +221,7 @@ class LayoutSearch:
     def _layouts(self, family: Family, candidate: Candidate[Item]) -> Iterator[Candidate[Item]]:
         """Return the layouts of a family that may fit, each with the smallest sufficient saving.
 
-        Returns the family itself if the lower bound of the family increased.
+        If the lower bound of the family has increased, return the family itself with the new bound.
         """
         again = self.costs.family_bound(family)
         if again <= candidate.bound:

@@ -31,7 +31,7 @@ OFFLOADING = ("none", "states", "activations")
 """Kinds of offloading: none, optimizer states, or the activations of all layers of a stage except one."""
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 12, 16)
-"""Numbers of stages per rank to search, for schedules that accept any number."""
+"""Numbers of stages per rank that the search tries for schedules that accept any number."""
 
 SCHEDULES = tuple(name for name in ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v") if name in PIPELINE_SCHEDULES)
 """Schedules to search, in addition to the run's schedule. gpipe is omitted, because it takes as long as 1f1b and more
@@ -125,7 +125,7 @@ class Space:
     seq_length: int
     global_batch_size: int
     schedules: tuple[str, ...]
-    """Schedules for several pipeline ranks."""
+    """Pipeline schedules that the search tries if there are several pipeline ranks."""
 
     num_experts: int | None = None
     recompute: tuple[str, ...] = RECOMPUTATION
@@ -208,7 +208,7 @@ class SearchedRun:
     """Training run whose layout is searched. The rest of the run's configuration stays unchanged."""
 
     def __init__(self, config: RunConfig, world_size: int) -> None:
-        """`config` is resolved. The layout in it need not be legal."""
+        """Create the run of a resolved `config`, whose layout may be illegal."""
         self.own, self.world_size = config, world_size
         self._flags = [field_table()[field] for field in values_of(config, Layout()) if field in field_table()]
         self.given = self._as_given(config)
@@ -286,8 +286,8 @@ class SearchedRun:
         return [(flag, value_of(asked, flag), value_of(self.given, flag)) for flag in self._flags]
 
     def _as_given(self, config: RunConfig) -> RunConfig:
-        """Return `config` with the values that the flags of its layout had before `resolve`. The global batch size is
-        not restored, because it must be the same for every layout."""
+        """Return `config` with its layout flags reset to the values that they had before `resolve`. The global batch
+        size is not restored, because it must be the same for every layout."""
         fields = {flag.field for flag in self._flags} - {"global_batch_size"}
         before = {field: value for field, value in config.given if field in fields}
         return replace(with_named(config, before), given=())

@@ -84,8 +84,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Start of a collective over an axis of the rank mesh. A `Wait` with the same number marks where its result is
-    needed."""
+    """Start of a collective over an axis of the rank mesh. A `Wait` event with the same `number` marks where the result
+    of the collective is needed."""
 
     kind: str
     """Kind of the collective: all_reduce, all_gather, reduce_scatter, all_to_all, or send (to the next rank of the
@@ -174,7 +174,7 @@ class PassEvents:
     """Events of deferred weight gradients (W of zero-bubble schedules)."""
 
     once: tuple[Event, ...] = ()
-    """Additional events of the first micro-batch of a step: weight casts to fp8."""
+    """Events that occur only in the first micro-batch of a step, such as weight casts to fp8."""
 
     memory: StageMemory = StageMemory()
 

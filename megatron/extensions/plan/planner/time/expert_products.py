@@ -70,7 +70,8 @@ def planned_expert_products(
     """Map torch functions to the functions that replace them in a plan.
 
     If `fused` is True, the plan uses the kernels that this process does not disable; otherwise, the plan has one torch
-    product per expert. Without an fp8 kernel, GPUs add products in 16 bits.
+    product per expert. If the fp8 kernel for the weight gradients of experts is disabled, GPUs compute these products
+    in 16 bits.
     """
     found: dict[Callable[..., object], Callable[..., object]] = {}
     for name, (plain, planned) in PLANNED.items():

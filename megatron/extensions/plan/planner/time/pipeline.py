@@ -132,8 +132,8 @@ def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float
 
     `lists` are the action lists of one step. At the VALIDATE action, each rank waits until all ranks have ended the
     previous step. Without VALIDATE, no rank waits (arXiv 2401.10241, section 4, and section 5.2 for the bubble).
-    However, ranks do wait if the first and last rank share weights: the sum of the weights' gradients makes these two
-    ranks end a step together, and all others wait for the first rank's forward passes.
+    If the first and last rank share weights, ranks wait even without VALIDATE. These two ranks sum the gradients of the
+    shared weights, so they end a step together. All other ranks wait for the forward passes of the first rank.
     """
     m = 1 + max(action.microbatch for actions in lists for action in actions)
     return _of_step(simulate(consecutive(lists, STEPS), costs), m, STEPS)

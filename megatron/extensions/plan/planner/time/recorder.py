@@ -1,8 +1,8 @@
 """Record the kernels, collectives and memory of one micro-batch in a part of a stage.
 
-An operation outside compiled regions is one kernel: each tensor is read or written once, and views are free. A compiled
-region, or a cast that one GPU kernel performs, counts only its inputs and outputs. The backward pass of such a kernel
-reads the inputs again. Fake kernels represent FlashAttention and cuDNN kernels for any tile.
+Outside compiled regions, each operation counts as one kernel that reads or writes each of its tensors once. Views take
+no time. A compiled region, or a cast that one GPU kernel performs, counts only its inputs and outputs. The backward
+pass of such a kernel reads the inputs again. Fake kernels represent FlashAttention and cuDNN kernels for any tile.
 """
 
 from __future__ import annotations

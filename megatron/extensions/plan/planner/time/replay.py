@@ -39,7 +39,7 @@ class Placement:
 
     size: int
     in_node: int
-    """Maximum number of ranks of the group that share a node."""
+    """Maximum number of the group's ranks that share a node."""
 
     stride: int = 1
     """Distance between neighbouring ranks of the group, in global rank order."""
@@ -83,7 +83,7 @@ class Network:
             return self._message(moved, group)
         node, network = self._links(group)
         if kind == "all_to_all" or (kind == "reduce_scatter" and self.device.device_type == "cpu"):
-            # On CPUs, the ranks exchange their parts and add them up (`core.collectives`).
+            # On CPUs, a reduce-scatter is an exchange of parts, which each rank then sums (`core.collectives`).
             near = moved * (group.in_node - 1) / group.size / _rate(node, kind)
             far = moved * (group.size - group.in_node) / group.size / self._rank_rate(network, kind)
             return max(near, far) + self._latency(group, 1)

@@ -1,4 +1,4 @@
-"""Predicted time of a training step from kernels, collectives, the pipeline schedule and work between steps.
+"""Predict the time of a training step from its kernels, collectives, pipeline schedule and work between steps.
 
 All times are derived from the device file and from the fake step that also measures memory and FLOPs. docs/planner.md
 describes the model and its error on published runs.
@@ -175,7 +175,7 @@ class Step:
         return [self._stage([part]) for part in parts]
 
     def predict(self) -> StepTime:
-        """Predict the step. Raises ValueError if the device file lacks a rate."""
+        """Predict the step. Raises ValueError if the device file lacks a rate that the step needs."""
         config = self.config
         self.layout = pipeline_layout(config.model, config.parallel)
         stages = pipeline_stages(config.model, config.parallel)
@@ -228,7 +228,7 @@ class Step:
     def _peak_tflops(self) -> float | None:
         """Return the device's peak in the precision of the linear layers; None if the device file does not state it.
 
-        Without an fp8 peak, an fp8 step is predicted at the 16-bit rate, and the 16-bit peak applies.
+        If the device file has no fp8 peak, the MFU of an fp8 step is relative to the 16-bit peak.
         """
         peaks, parallel = self.device.peak_tflops, self.config.parallel
         name = linear_format(parallel)
@@ -362,8 +362,8 @@ class Step:
         return reductions * added(reduce, backward) + added(gather, forward)
 
     def _overhead(self) -> float:
-        """Return the fixed time plus the time to sum the loss, the number of tokens and the gradient norm over all
-        ranks."""
+        """Return the fixed time of a step plus the time of summing the loss, the token count and the gradient norm over
+        all ranks."""
         world = Placement(self.dims.world_size, self.network.ranks_per_node)
         fixed = self.device.fixed_ms(self.dims.world_size)
         return 1e-3 * fixed + 3 * self.network.seconds("all_reduce", 8, world)

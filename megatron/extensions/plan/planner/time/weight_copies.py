@@ -25,7 +25,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 class UnitPass(NamedTuple):
-    """Pass through one unit."""
+    """Forward or backward pass of one unit, with the bytes that are copied before and after the pass."""
 
     seconds: float
     needed: float
@@ -46,7 +46,7 @@ def exposed(passes: Sequence[UnitPass], gb_per_second: float) -> list[float]:
 
 
 def streamed_elements(config: RunConfig, dims: ParallelDims, stage: Stage) -> list[float]:
-    """Return the number of matrix elements that a rank keeps for each part of a stage: the embedding, each layer, and
+    """Return the number of matrix elements that a rank stores for each part of a stage: the embedding, each layer, and
     the head."""
     found: dict[str, float] = {}
     for meta in stage_metas(config.model, stage, sequence_parallel=config.parallel.sequence_parallel):
