@@ -24,8 +24,9 @@ def rate_of_target(found: Sequence[BestRate], parameters: float, transfers: bool
     """Return (rate, lowest, highest) for a model of N `parameters`; None if no size has a bracketed rate.
 
     If learning rates transfer, as with muP (`transfers`), the result is the geometric mean of the sizes' rates, with
-    their range. Without muP, the result follows a power law in the parameters, and the range covers the leave-one-out
-    fits, each of which omits one size. If there is only one size with a bracketed rate, this rate is returned."""
+    their range. Without muP, the rate is extrapolated by a power law in the number of parameters. The range then covers
+    the leave-one-out fits, each of which omits one size. If only one size has a bracketed rate, this rate is
+    returned."""
     known = [each for each in found if each.bracketed]
     if not known:
         return None

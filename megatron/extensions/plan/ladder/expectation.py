@@ -1,4 +1,4 @@
-"""Ladder prediction that a run reads: the validation loss curve with an uncertainty band.
+"""Read the prediction of a ladder: a validation loss curve with an uncertainty band.
 
 This module does not import torch.
 """

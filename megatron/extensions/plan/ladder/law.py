@@ -161,8 +161,8 @@ def deviation(points: Sequence[Point], law: Law, form: Form) -> float:
 
 
 def drawn(points: Sequence[Point], law: Law, form: Form, draws: int = DRAWS) -> list[Law]:
-    """Fit laws to the losses that a fitted law predicts, after adding resampled noise. This procedure is a parametric
-    bootstrap, because a few points cannot be resampled."""
+    """Fit laws to the predictions of a fitted law plus resampled noise. This procedure is a parametric bootstrap,
+    because a few points cannot be resampled."""
     random, spread = np.random.default_rng(1), deviation(points, law, form)
     found = []
     for noise in random.normal(0.0, spread, (draws, len(points))):

@@ -1,5 +1,5 @@
-"""Results of a ladder's runs: validation losses read from the runs' metrics.jsonl files. This module does not import
-torch."""
+"""Read the results of a ladder: the validation losses in the metrics.jsonl files of its runs. This module does not
+import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = ("rung", "hidden_size", "num_layers", "parameters", "tokens", "iterati
 
 @dataclass(frozen=True)
 class Outcome:
-    """Rung and its progress."""
+    """Progress of one rung, with its validation losses."""
 
     rung: Rung
     losses: dict[int, float]

@@ -101,8 +101,8 @@ def predict(ladder: Ladder, found: Sequence[Outcome], rates: Sequence[BestRate] 
 
 
 def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted) -> list[dict[str, float]]:
-    """Predict the target's loss at each evaluation from the rungs' losses at the same evaluation. The exponents are
-    those of the final law.
+    """Predict the target's loss at each evaluation from the rungs' losses at the same evaluation. The fits at earlier
+    evaluations use the exponents of the final law.
 
     Validation losses vary more while the learning rate is high. A band is therefore at least as wide as the errors of
     predicting the largest rung from the other rungs, at this evaluation and at later evaluations. The band is wider if

@@ -52,7 +52,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Rung:
-    """Run of the ladder: a rung or the target run."""
+    """One run of a ladder: a small run (rung) or the target run."""
 
     size: Size
     rate: float

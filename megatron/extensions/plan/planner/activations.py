@@ -3,7 +3,7 @@
 A stage is measured in parts: one layer of each distinct kind, each pair of adjacent kinds, and the two ends of the
 model. The activations saved by the layers are added up. A tensor that two adjacent layers share is counted once. The
 cost of a plan therefore depends on the number of distinct kinds, not on the depth. Tokens are assumed to be routed
-evenly over experts, because there are no values that could determine the routing.
+evenly over experts, because fake tensors have no values that could determine the routing.
 
 A rank's action list determines how much memory it holds at each point of a step. The rank holds a micro-batch's
 activations from F to B (or I). From I to W, the rank holds the part that weight gradients need.
@@ -47,7 +47,8 @@ class ActivationPlan(StageParts):
     def _with_peaks(
         self, total: StageMemory, units: Sequence[Unit], stage: Stage, parts: Sequence[StageMemory]
     ) -> StageMemory:
-        """Return `total` with the peaks replaced by those of a stage that runs its parts one after another.
+        """Return `total`, the summed memory of a stage's parts, with corrected peaks. The parts run one after another,
+        so their peaks do not add up.
 
         Tensors that the previous part offloaded are still counted on the device: the forward pass has not released them
         yet, and the backward pass prefetches them.

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class Launches(Protocol):
-    """Recorder for planned kernel launches that torch's own operators do not show."""
+    """Interface for recording planned kernel launches that do not appear as torch operators."""
 
     any_order: bool
     """True if kernels may add values in any order, using nondeterministic atomics."""
@@ -189,8 +189,8 @@ def seen_pairs(tile: Tile) -> float:
 
 class FakeKernel:
     """Kernel that allocates outputs and records one launch per tile. If `parts` is True, the kernel plans attention on
-    parts of samples, as used under context parallelism. Whole samples need no packing. They take one launch for any
-    head width."""
+    parts of samples, as used under context parallelism. Attention on whole samples needs no packing. It takes one
+    launch for any head width."""
 
     needs_places, most_queries = False, None
 

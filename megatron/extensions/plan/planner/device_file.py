@@ -103,11 +103,11 @@ class DeviceFile:
     """One kind of device, and a node of such devices. Device files of CPUs omit the fields that describe GPUs."""
 
     name: str
-    """Name of the device that `torch.cuda.get_device_name` returns."""
+    """Name of the device, as returned by `torch.cuda.get_device_name`."""
 
     multiprocessors: PositiveInt
-    """Number of streaming multiprocessors (SMs) of a GPU. The number is 1 for a CPU, whose rate does not depend on
-    waves of tiles."""
+    """Number of streaming multiprocessors (SMs) of a GPU. Device files of CPUs set this number to 1, because the rate
+    of a CPU does not depend on waves of tiles."""
 
     memory_gib: Positive
 
@@ -139,8 +139,8 @@ class DeviceFile:
     the products."""
 
     gather: GatherSpeed | None = None
-    """Rates of kernels that gather rows. If no rates are given, they are assumed to be half of the bf16 product rate,
-    the copy rate, and half of the copy rate.
+    """Rates of kernels that gather rows. By default, products run at half of the bf16 product rate, reads at the copy
+    rate, and additions at half of the copy rate.
     """
 
     capability: tuple[int, int] | None = None
@@ -183,7 +183,7 @@ class DeviceFile:
     """Copy rate between the device and its host's memory, for offloading."""
 
     host_update_gb_per_second: Positive | None = None
-    """Rate at which all host cores of a rank together read and write memory while they update states on the host. By
+    """Memory bandwidth of all host cores of a rank together, while they update optimizer states on the host. By
     default, this rate equals the copy rate."""
 
     disk_gb_per_second: Positive = 3.0
@@ -213,8 +213,8 @@ class DeviceFile:
         return max(self.kernel_floor_us, size / self.copy_tb_per_second / 1e6)
 
     def gemm_us(self, precision: str, m: int, n: int, k: int, batches: int = 1) -> float:
-        """Time of `batches` products [m, k] x [k, n] with the best output tile. Matrix-vector products use kernels
-        without tiles."""
+        """Return the time in microseconds of `batches` products [m, k] x [k, n] with the fastest output tile.
+        Matrix-vector products use kernels without tiles."""
         speed = self._gemm_speed(precision)
         rate = speed.tflops * k / (k + speed.half_depth)
         share = 1.0 if self.device_type == "cpu" or 1 in (m, n) else tile_share(m, n, self.multiprocessors, batches)
@@ -259,15 +259,15 @@ class DeviceFile:
         return max(self.kernel_floor_us, max(times) / 1e6)
 
     def hash_us(self, pairs: float) -> float:
-        """Return the time that an attention kernel spends on hashing dropout masks for `pairs` query-key pairs. This
-        time does not overlap with matrix products. The rate of integer operations is assumed to be a quarter of the
-        fp32 FLOP rate."""
+        """Return the time that an attention kernel spends on hashing dropout masks for `pairs` query-key pairs. Hashing
+        does not overlap with matrix products. The rate of integer operations is assumed to be a quarter of the fp32
+        FLOP rate."""
         return pairs * HASH_OPERATIONS / (self._gemm_speed("fp32").tflops / 4) / 1e6 if pairs else 0.0
 
 
 def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
-    """Return the share of a GPU's time that a product spends on its results [m, n], with the best output tile. The last
-    wave and the edge tiles waste some time, and small tiles load the operands more often."""
+    """Return the efficiency (at most 1) with which a product of size [m, n] uses a GPU, for the best output tile. The
+    last wave and the edge tiles waste some time, and small tiles load the operands more often."""
 
     def filled(rows: int, columns: int) -> float:
         tiles = batches * math.ceil(m / rows) * math.ceil(n / columns)

@@ -186,7 +186,7 @@ MOST_LISTED = 2**17
 
 
 def group_lines(dims: ParallelDims) -> Iterator[str]:
-    """Yield lines about the groups of each axis whose size is above 1."""
+    """Yield lines that list the process groups along each axis of size above 1."""
     axes = [("TP", "tp"), ("CP", "cp"), ("DP", "dp"), ("PP", "pp"), ("EP", "ep")]
     if dims.ep > 1 or dims.expt_tp != dims.tp:
         axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # these axes are the tensor and data parallelism of experts
@@ -298,8 +298,8 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     """Describe the schedule and its bubble as a share of the passes, assuming that times are proportional to FLOPs and
     messages take no time.
 
-    The step ends when the gradient norm is known. All ranks wait for the norm unless --optimizer-post-validation is
-    given.
+    The step ends when the gradient norm is known. All ranks wait for the gradient norm unless
+    --optimizer-post-validation is given.
     """
     schedule, costs = Schedule.of_run(config), stage_costs(config.model, config.parallel)
     bubble = schedule.bubble(StageCosts(forward=costs, input_grad=costs, weight_grad=costs), microbatches)

@@ -3,8 +3,8 @@
 A layer's saved activations, allocations and matrix products are measured on this stage, so the code contains no
 formulas for layers.
 
-Its process groups are fake: every collective completes at once and moves no data, so shapes and memory are those of a
-real rank. torch's own "fake" backend would need the default process group, which a caller may have for a real world.
+Process groups are fake: collectives complete at once and move no data, so shapes and memory are those of a real rank.
+torch's own "fake" backend would need the default process group, which a caller may have for a real world.
 """
 
 from __future__ import annotations
@@ -333,7 +333,7 @@ class StageParts:
         self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
         # Parts that do not offload do not depend on whether other layers offload. The model ends do not depend on
-        # which layers recompute. Parts without the head do not depend on the head's chunks.
+        # which layers recompute. Parts without the head do not depend on the loss chunk size.
         inner = replace(kept, parallel=replace(kept.parallel, loss_chunk_tokens=None))
         same = {"offloaded": batch, "kept": kept, "inner": inner, "ends": _nothing_recomputed(kept)}
         self._of_kind = {kind: (each, cache.known.setdefault(in_a_layer(each), {})) for kind, each in same.items()}

@@ -1,4 +1,4 @@
-"""Command-line options and entry points for plans, searches and rehearsals, and the registry of plan sections.
+"""Command-line options of plans, searches and rehearsals, and the interface for plan sections of extensions.
 
 This module does not import torch.
 """

@@ -22,7 +22,7 @@ from megatron.extensions.plan.planner.time.events import Attention, Product
 
 
 class FlopsPerToken(NamedTuple):
-    """Model FLOPs per token in the forward and backward pass together. Recomputation is not counted."""
+    """Model FLOPs per token, summed over the forward and the backward pass. Recomputation is not counted."""
 
     matmul: float
     """FLOPs of matrix parameters per token: 6 x the number of matrix parameters that a token uses, including the output

@@ -27,7 +27,7 @@ class LiveMemory(TorchDispatchMode):
         self._inside = self._elsewhere = False
 
     def count_apart(self, pool: Pool) -> list[int]:
-        """Count the buffers that `pool` allocates from now on as host memory, separately from device memory."""
+        """Count all buffers that `pool` allocates after this call as host memory, separately from device memory."""
         made, allocate = list[int](), pool.allocate
 
         def on_host(size: int) -> Tensor:

@@ -177,8 +177,8 @@ class UnitsInFlight:
 class RankStates:
     """Parameters and optimizer states of each rank at one pipeline position.
 
-    Ranks that differ in tp, cp and dp hold the same amount, except for the states of a transform chain. For the states
-    of a transform chain, the rank with the most bytes is used.
+    Ranks that differ in tp, cp and dp hold the same amount, except for the states of a transform chain. The states of a
+    transform chain are counted for the rank that holds the most of them.
     """
 
     pp_rank: int
@@ -257,7 +257,7 @@ def states_of_callbacks(config: RunConfig) -> dict[str, tuple[str, ...]]:
 def chain_bytes(
     buffers: Sequence[BufferLayout], optimizer: OptimizerConfig, dims: ParallelDims, pp_rank: int, main: int
 ) -> tuple[list[int], list[int]]:
-    """Return the bytes of transform-chain states that are stored outside shards: one list for the device and one for
+    """Return two lists with the bytes of transform-chain states that are stored outside shards, on the device and on
     the host. Each list has an entry for each rank at `pp_rank`, in rank order.
 
     `main` is the size in bytes of an element of the main dtype.
@@ -326,8 +326,8 @@ def _buckets_of_units(buffers: Sequence[BufferLayout]) -> dict[str, list[BucketL
 
 
 def _passes_of_units(units: list[str], config: RunConfig, stages: Sequence[Stage]) -> tuple[list[str], list[str], bool]:
-    """Return three values: the units of a forward pass; the units whose gradients a backward pass completes; and
-    whether the embedding's gradient is whole throughout the backward pass."""
+    """Return (units of a forward pass, units whose gradients a backward pass completes, whether the embedding's
+    gradient stays unsharded throughout the backward pass)."""
     if not (config.model.tied_embeddings and stages[-1].last and EMBEDDING in units):
         return units, units, False
     inner = [unit for unit in units if unit != EMBEDDING]
@@ -338,8 +338,8 @@ def _passes_of_units(units: list[str], config: RunConfig, stages: Sequence[Stage
 
 
 def _reduction_bytes(size: int, num_shards: int, parallel: ModelParallelConfig, ddp: DDPConfig) -> int:
-    """Return the additional bytes that the reduction of `size` elements needs. Blocks that gloo exchanges are not
-    counted, because runs on GPUs do not use gloo for this reduction."""
+    """Return the additional bytes that the reduction of `size` elements needs. Buffers that the gloo backend needs are
+    not counted, because GPU runs do not reduce gradients with gloo."""
     dtype = parallel.params_dtype if ddp.grad_reduce_in_bf16 else parallel.main_dtype
     if num_shards == 1:
         return 0  # gradients of a single rank are copied unchanged

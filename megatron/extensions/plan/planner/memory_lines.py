@@ -91,8 +91,8 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
 
 
 def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
-    """Yield a line about where matrices and their gradients are stored between passes, unless each device holds whole
-    matrices."""
+    """Yield a line that states where matrices and their gradients are stored between passes. If each device holds whole
+    matrices, yield nothing."""
     if config.ddp.unit_ranks(config.parallel) is None:
         return
     what = "gradients and parameters" if config.ddp.drops_parameters(config.parallel) else "gradients"
@@ -213,7 +213,7 @@ class Fit:
 
     @property
     def record(self) -> dict[str, object]:
-        """Return the comparison as a JSON object, which is empty if no memory size is known."""
+        """Return the comparison as a JSON object; empty if no memory limit is known."""
         if self.limit is None and not self.over_host:
             return {}
         record: dict[str, object] = {"fits": not (self.over or self.over_host)}

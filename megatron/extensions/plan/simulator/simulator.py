@@ -20,7 +20,8 @@ class StageCosts:
 
     A whole backward pass takes `input_grad + weight_grad`. `comm` is the time of a message: either one number for all
     ranks or, for each stage, the time of a message to the next stage. The activations of a stage, `activation`, are
-    held from F to the end of the backward pass. Between I and W, only the fraction `kept_for_weight_grad` is held.
+    held from F to the end of the backward pass. Between I and W, the rank holds only the fraction
+    `kept_for_weight_grad` of these activations.
 
     Each F, and each B or I, waits for `exchanges` expert all-to-alls at equal intervals. The duration of one all-to-all
     is `exchange`. While one of two interleaved passes waits, the other pass computes.
@@ -150,8 +151,8 @@ def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, d
     """Return the peak activations that a rank holds between two actions, and the number of micro-batches in flight in
     each stage at that peak.
 
-    A list without backward passes holds the activations of only one action at a time. Two interleaved passes are one
-    action. While they run, the rank partly holds one more micro-batch.
+    If the list has no backward passes, activations are released after each action. Two interleaved passes count as one
+    action, although the rank partly holds one more micro-batch while they run.
     """
     forward_only = all(action.kind not in (Kind.B, Kind.I) for action in actions)
     held = peak = 0.0

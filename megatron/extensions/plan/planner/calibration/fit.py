@@ -43,7 +43,7 @@ class Measured:
     """Seconds of copies, by the number of bytes read and written."""
 
     floor: float
-    """Seconds that an operation on a single number takes."""
+    """Seconds that an element-wise operation on a tensor with one element takes."""
 
 
 def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -89,7 +89,8 @@ def gemm_speed(points: Sequence[tuple[Product, float]], filled: Sequence[float],
 
 
 def attention_speed(points: Sequence[tuple[Attention, float]]) -> tuple[float, float]:
-    """Return (TFLOP/s for an infinitely long sequence, sequence length at which half of that rate is reached)."""
+    """Return (TFLOP/s in the limit of long sequences, sequence length at which the kernel reaches half of this
+    rate)."""
     xs = [[each.flops, each.flops / each.length] for each, _ in points]
     per_flop, per_row = line(xs, [seconds for _, seconds in points])
     return 1e-12 / per_flop, per_row / per_flop

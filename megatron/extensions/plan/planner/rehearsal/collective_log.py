@@ -1,4 +1,4 @@
-"""Log of a rank's collectives, recorded when torch dispatches them, in a real or fake world.
+"""Log of a rank's collectives, which are recorded when torch dispatches them. The world may be real or fake.
 
 The log covers all callers: this library, torch's own functions, and custom layers. A collective of Python objects is
 recorded as one call, because the sizes of its messages depend on values.

@@ -217,7 +217,7 @@ class Report:
     def _sent_by_axis(self, record: RankRecord) -> dict[str, tuple[int, int]]:
         """Return (number of calls, bytes sent) in a whole step by axis.
 
-        Each micro-batch that was not rehearsed counts as much as the middle micro-batch of the rehearsal.
+        Each micro-batch that was not rehearsed is assumed to send as much as the middle rehearsed micro-batch.
         """
         calls = Counter[str]()
         sizes = Counter[str]()

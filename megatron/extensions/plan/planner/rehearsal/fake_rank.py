@@ -177,7 +177,7 @@ def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(parent)
-    gc.freeze()  # garbage collection would copy the memory pages of inherited objects
+    gc.freeze()  # otherwise, garbage collection would copy the memory pages of inherited objects
     sender.send(job())
     sender.close()
 

@@ -52,7 +52,8 @@ ELEMENTS = 2**20
 shards need no padding."""
 
 FULLEST = 5
-"""Number of leading pipeline ranks that are checked for the largest memory, in addition to the last rank.
+"""Number of pipeline ranks, counted from the first, that are checked for the largest memory. The last rank is also
+checked.
 
 The first rank holds fewer layers than the second rank if the embedding counts as a layer. Dense layers often precede
 MoE layers.
@@ -152,7 +153,8 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _ideal(self, cp: int, recompute: str, split: bool) -> float:
-        """Return the ideal time, in seconds, of one sample on one of `cp` ranks; 0 if the layout is illegal."""
+        """Return a lower bound, in seconds, on the time of one sample on one of `cp` ranks; 0 if the layout is
+        illegal."""
         families = [Family(1, cp, 1, 1, samples, recompute, split) for samples in (1, 2)]
         if cp > 1 and not self._possible(families[0], cp):
             return 0.0
@@ -200,8 +202,8 @@ class LayoutCosts:
         return self._times[family]
 
     def time_bound(self, layout: Layout) -> float:
-        """Return a lower bound on a layout's step time in seconds, computed from the times of its layers and the fixed
-        time."""
+        """Return a lower bound, in seconds, on a layout's step time. The bound is computed from the times of the layers
+        and the fixed time of a step."""
         hidden = "ep_communication" if runs_passes_in_turns(self.run.given) else ""
         parts = np.array(
             [
@@ -255,7 +257,8 @@ class LayoutCosts:
     def memory_bound(self, layout: Layout) -> int:
         """Return a cheap lower bound on the bytes of a layout's fullest rank.
 
-        The bound includes sharded states without padding, and one rank's activations divided evenly over TP and CP.
+        The bound includes states, sharded without padding, and activations, which are assumed to be divided evenly over
+        TP and CP.
         """
         family, saving = layout.family, layout.saving
         shards = {False: layout.replicas}
@@ -337,7 +340,7 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _bytes_each(self, saving: Saving, shards: int, expert: bool) -> float:
-        """Return the number of state bytes per element of a large matrix on a rank."""
+        """Return the bytes of state that one rank holds per element of a large matrix."""
         config = self.run.with_layout(Layout(saving=saving))
         found = [meta for meta in stage_metas(self.run.own.model) if meta.expert is expert and meta.matrix]
         if not found or any(config.optimizer.freezes(meta) for meta in found):
@@ -382,8 +385,8 @@ def step_bound(
     the end.
 
     Args:
-        stages: Seconds that a micro-batch takes in each stage: in the forward pass, in the backward pass (or only for
-            the input gradient), and for the deferred weight gradient.
+        stages: Seconds that a micro-batch takes in each stage, as (forward pass, backward pass, deferred weight
+            gradient). If weight gradients are deferred, the second entry covers only the input gradient.
         layout: Placement of the stages.
         microbatches: Micro-batches per step.
         more: Seconds that each rank needs in addition to its passes, for example for communication.

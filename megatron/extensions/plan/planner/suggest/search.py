@@ -80,7 +80,7 @@ class Found:
     step: StepTime
     memory: tuple[RankMemory, ...] = ()
     given: bool = False
-    """True for the run's own layout."""
+    """True if this layout is the run's own."""
 
     @property
     def host(self) -> int:

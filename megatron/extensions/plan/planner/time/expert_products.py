@@ -54,7 +54,7 @@ PLANNED: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "add_fp8_products_grouped_": (grouped.add_fp8_products_grouped_, _add_fp8_products),
     "grouped_scaled_mm": (grouped.grouped_scaled_mm, _multiply_rows),
 }
-"""Operation and its planned replacement for each kernel, keyed by kernel name."""
+"""Pairs (operation, planned replacement), keyed by kernel name."""
 
 
 TORCH: dict[str, Callable[..., object]] = {

@@ -34,11 +34,12 @@ class Schedule:
     group: int | None = None
     in_turns: bool = False
     validates: bool = False
-    """True if no rank waits for the other ranks between two steps. The end times are then those of consecutive
-    steps."""
+    """True if no rank waits for the other ranks between two steps. `times` then returns the time between the ends of
+    consecutive steps."""
 
     flows: bool = False
-    """True if each step starts before the previous step ends. The end times are then those of consecutive steps."""
+    """True if each step starts before the previous step ends. `times` then returns the time between the ends of
+    consecutive steps."""
 
     tied: bool = False
     """True if the first and last rank sum the gradients of shared weights at the end of a step."""
@@ -53,8 +54,8 @@ class Schedule:
     def of_run(cls, config: RunConfig) -> Schedule:
         """Create the schedule of a run, whose steps may overlap.
 
-        Unless a log line reads the result of each step, an unflushed schedule starts passes before the previous step
-        ends.
+        Under a schedule without flushes, passes of a step start before the previous step ends, unless every step is
+        logged (--log-interval 1).
         """
         alone = cls.of(config.parallel, pipeline_layout(config.model, config.parallel))
         flushes, tied = PIPELINE_SCHEDULES.facts(alone.name).flushes, bool(tied_stages(config.model, alone.layout))
@@ -128,7 +129,8 @@ def consecutive(lists: Lists, steps: int) -> Lists:
 
 
 def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float, float]:
-    """Return (time of a step, its idle share) in a steady run that updates before the gradient norm is known.
+    """Return (step time, idle share of the step), in the steady state, for runs that update before the gradient norm is
+    known.
 
     `lists` are the action lists of one step. At the VALIDATE action, each rank waits until all ranks have ended the
     previous step. Without VALIDATE, no rank waits (arXiv 2401.10241, section 4, and section 5.2 for the bubble).
@@ -142,7 +144,7 @@ def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float
 def unflushed(
     schedule: str, p: int, microbatches: int, costs: StageCosts | None = None, tied: bool = False
 ) -> tuple[float, float]:
-    """Return (time of a step, its idle share) in a steady run of an unflushed schedule.
+    """Return (step time, idle share of the step) for a schedule without pipeline flushes, in the steady state.
 
     If weights are `tied`, the last rank waits for the first rank to end each step.
     """
@@ -164,6 +166,6 @@ def _of_step(found: Simulation, microbatches: int, number: int) -> tuple[float, 
 
 
 def _end(found: Simulation, microbatches: int) -> float:
-    """Return the time at which all ranks have finished the micro-batches with numbers below a limit."""
+    """Return the time at which all ranks have finished the first `microbatches` micro-batches."""
     timed = (entry for timeline in found.timeline for entry in timeline if entry.action.kind in TIMED)
     return max(entry.stop for entry in timed if entry.action.microbatch < microbatches)

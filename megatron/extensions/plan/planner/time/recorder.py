@@ -153,8 +153,8 @@ class Recorder(LiveMemory):
 
         If the first, the middle and the last of an odd number of parts do the same work with evenly growing sizes, the
         middle part represents all of them. Otherwise, the method checks each half of the parts separately. The last two
-        parts run first, in sequence. The memory of these parts, which includes the tensors that the previous part left,
-        may be the peak.
+        parts run first, in sequence, because their memory may be the peak. Their memory includes the tensors that the
+        previous part left.
         """
         outer = self.events
         passes = dict[int, list[Event]]()
@@ -180,8 +180,8 @@ class Recorder(LiveMemory):
             self.events += passes[place] * count
 
     def _within_kernel(self) -> bool:
-        """Return True if the current operation is part of a launch, of a compiled region, or of a region's backward
-        pass."""
+        """Return True if the current operation belongs to a kernel that is recorded as a whole: a planned launch, a
+        compiled region, or the backward pass of a compiled region."""
         node = running_node()
         within = node is not None and sequence_number(node) in self._nodes and not computing_again()
         return self._inside or self._unseen or within

@@ -1,4 +1,5 @@
-"""Times of a list of events on one kind of device, for one placement of ranks. This module does not import torch.
+"""Predict the times of recorded events on one kind of device, for one placement of ranks. This module does not import
+torch.
 
 Large collectives use rings: a rank of n sends (n - 1) / n of the operand, and twice that in an all-reduce. Within a
 node, each rank has a separate link. Between nodes, the ranks of a node share the node's adapters, and all groups of the
@@ -53,7 +54,7 @@ class Placement:
 def placement(dims: ParallelDims, axes: tuple[str, ...], ranks_per_node: int) -> Placement:
     """Return the placement of rank 0's groups along axes; other groups have the same placement."""
     near, nearest = [0], list[int]()
-    for axis in axes:  # the rank number grows with each coordinate, so the node's ranks have the first positions
+    for axis in axes:  # rank numbers grow along each axis, so the ranks of the first node come first
         ranks = (dims.rank(**{axis: place}) for place in range(dims.size(axis)))
         steps = list(takewhile(lambda rank: rank < ranks_per_node, ranks))
         near = [rank + step for rank in near for step in steps if rank + step < ranks_per_node]

@@ -67,7 +67,8 @@ class StepTime:
 
     parts: dict[str, float]
     bubble: float
-    """Mean share of the time until the last pass ends in which pipeline ranks are idle or send messages."""
+    """Share of the step time during which pipeline ranks are idle or send messages before the last pass ends, averaged
+    over the ranks."""
 
     parts_of_pp_rank: int | None
     """Pipeline rank whose times `parts` holds; None without pipeline parallelism."""
@@ -238,7 +239,7 @@ class Step:
         return peaks.get(wide.get(parallel.params_dtype, "bf16"))
 
     def _times(self, events: Sequence[Event]) -> Times:
-        """Return the times of a list of events. Identical layers share one list."""
+        """Return the times of a list of events, computed once per list. Identical layers share one list of events."""
         if id(events) not in self._known_times:
             self._known_times[id(events)] = self.replay.run(events)
         return self._known_times[id(events)]
@@ -369,8 +370,8 @@ class Step:
         return 1e-3 * fixed + 3 * self.network.seconds("all_reduce", 8, world)
 
     def _behind(self, times: Sequence[float], compute: float) -> float:
-        """Return the exposed time of consecutive collectives whose operands become ready at equal intervals during the
-        computation.
+        """Return the exposed time of a sequence of collectives that overlaps with computation. Their operands become
+        ready at equal intervals during the computation.
 
         The hidden part of the collectives slows the computation.
         """

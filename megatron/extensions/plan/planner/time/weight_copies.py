@@ -62,7 +62,7 @@ def streamed_elements(config: RunConfig, dims: ParallelDims, stage: Stage) -> li
 def copies_beside(
     config: RunConfig, elements: Sequence[float], seconds: Sequence[tuple[float, float]], again: bool, rate: float
 ) -> tuple[float, float]:
-    """Return the exposed copy time of a micro-batch in seconds: (forward pass, backward pass).
+    """Return the exposed copy times of a micro-batch in seconds, as (forward pass, backward pass).
 
     Args:
         config: The configuration.
