@@ -23,10 +23,10 @@ class BestRate:
 def rate_of_target(found: Sequence[BestRate], parameters: float, transfers: bool) -> tuple[float, float, float] | None:
     """Return (rate, lowest, highest) for a model of N `parameters`; None if no size has a bracketed rate.
 
-    If learning rates transfer, as with muP (`transfers`), the result is the geometric mean of the sizes' rates, with
-    their range. Without muP, the rate is extrapolated by a power law in the number of parameters. The range then covers
-    the leave-one-out fits, each of which omits one size. If only one size has a bracketed rate, this rate is
-    returned."""
+    If `transfers` is True, as with muP, the best rate does not depend on the size. The result is then the geometric
+    mean and the range of the bracketed rates. Without muP, the rate is extrapolated by a power law in the number of
+    parameters. The range then covers the leave-one-out fits, each of which omits one size. If only one size has a
+    bracketed rate, this rate is returned."""
     known = [each for each in found if each.bracketed]
     if not known:
         return None

@@ -99,8 +99,8 @@ class Form:
 
 
 def form_of(points: Sequence[Point]) -> Form:
-    """Choose a law with two terms if the points separate the effect of N from the effect of D and there are more points
-    than the five coefficients; otherwise, choose one term."""
+    """Choose the form of the law. The law has two terms if the points separate the effect of N from the effect of D,
+    and if there are more points than the five coefficients. Otherwise, it has one term."""
     logs = np.log([[point.parameters, point.tokens] for point in points])
     spread = np.linalg.svd(logs - logs.mean(0), compute_uv=False)
     return Form(2 if len(points) > 5 and spread[1] > 0.1 * spread[0] else 1)
@@ -111,8 +111,8 @@ def fit(points: Sequence[Point], form: Form | None = None, start: Law | None = N
     not installed.
 
     Args:
-        start: If given, the single starting point of the fit, for losses that differ only by noise. By default, the fit
-            has many starting points.
+        start: Law from which the fit starts, for losses that differ from its predictions only by noise. By default, the
+            fit is repeated from many starting points.
     """
     try:
         from scipy.optimize import least_squares

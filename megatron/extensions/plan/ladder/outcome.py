@@ -44,7 +44,8 @@ class Outcome:
         return 1.0 if self.diverged else max(self.losses, default=0) / self.evaluations
 
     def point(self, evaluation: int | None = None) -> Point:
-        """Return the rung as a point of a law: its size, and the loss of an evaluation (by default the last one)."""
+        """Return the data point for fitting a law: the size of the rung and its loss at an evaluation (by default the
+        last one)."""
         size, number = self.rung.size, evaluation or self.evaluations
         return Point(size.parameters, size.tokens, self.losses[number])
 
@@ -96,7 +97,7 @@ def of_law(found: Sequence[Outcome], rate: float) -> list[Outcome]:
 
 
 def tuned(found: Sequence[Outcome]) -> bool:
-    """Return True if all sizes sweep the same rates, and at least two of them."""
+    """Return True if all sizes sweep the same learning rates and there are at least two rates."""
     rates: dict[Size, set[float]] = {}
     for each in found:
         rates.setdefault(each.rung.size, set()).add(each.rung.rate)

@@ -25,7 +25,8 @@ TOO_WIDE = 0.05
 """Interval width, as a share of the loss, above which an interval is too wide for any decision."""
 
 NEAR = 1.05
-"""The law applies if the target's tokens per parameter are within this factor of the range of the rungs."""
+"""Factor by which the target's tokens per parameter may lie outside the range of the rungs. Beyond it, a law of compute
+alone does not cover the target."""
 
 FAR = 10
 """Ratio of the target's compute to the largest rung's compute above which intervals are reported as optimistic."""
@@ -194,7 +195,7 @@ def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRa
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """Return the prediction as lines of text."""
+    """Yield the prediction as lines of text."""
     target, loss = found["target"], found["predicted"]
     law = found["law"]
     names = [name for name in law if name not in ("form", "noise")]

@@ -197,8 +197,8 @@ def _uneven(config: RunConfig, width: int) -> Iterator[str]:
 
 
 def _widths(config: RunConfig, width: int) -> dict[str, Fraction]:
-    """Return the width fields that the model uses, scaled to another width. Fields of layer kinds that the model does
-    not have keep their defaults."""
+    """Return the configuration fields that depend on the width, scaled to another width. Fields that do not affect this
+    model are omitted."""
     here = count_parameters(config.model)
 
     def counts(field: str) -> bool:
@@ -226,8 +226,8 @@ def _rungs(config: RunConfig, target: Rung, wanted: Wanted, step: int) -> Iterat
 
 
 def _rates(target: Rung, wanted: Wanted, width: int) -> list[float]:
-    """Return the learning rates of a width. If only some widths are swept, every width is also trained at the target's
-    learning rate, at which the law compares all sizes."""
+    """Return the learning rates at which models of a width are trained. If only some widths are swept, every width is
+    also trained at the target's learning rate, at which the law compares all sizes."""
     if not wanted.rates or (wanted.swept and width not in wanted.swept):
         return [target.rate]
     alone = wanted.swept and {*wanted.swept} != {*wanted.widths}

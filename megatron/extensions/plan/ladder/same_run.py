@@ -29,7 +29,7 @@ def runs_of_other_flags(ladder: Ladder, rungs: Sequence[Rung], flags: Sequence[s
     """Return a problem if the ladder's folder contains runs of these rungs that were started with other flags. The
     problem lists the differing flags of the first such run.
 
-    The check compares each run's run_config.yaml. The flags of the layout, logs and checkpoints may differ."""
+    The check compares each run's run_config.yaml. Flags of the layout, logs and checkpoints are not compared."""
     found = {rung.name: text for rung in rungs if (text := _differences(ladder, rung, flags, folder))}
     if not found:
         return []

@@ -100,8 +100,8 @@ class RankActivations:
     """Peak number of bytes held between two actions."""
 
     working: int
-    """Peak memory of a single action, beyond the held activations, for gradients and temporary tensors. This memory
-    includes communication buffers, but not memory that a kernel allocates and frees internally."""
+    """Peak memory that a single action takes for gradients and temporary tensors, in addition to the held activations.
+    This memory includes communication buffers, but not memory that a kernel allocates and frees internally."""
 
     weight_copies: int = 0
     """Bytes of fp8 weight copies."""
@@ -113,7 +113,7 @@ class RankActivations:
 def activations_of_ranks(
     batch: MicroBatch, microbatches: int, cache: PlannerCache | None = None
 ) -> list[RankActivations]:
-    """Return the activation memory of each pipeline rank in a step of this number of micro-batches.
+    """Return the activation memory of each pipeline rank in a step of `microbatches` micro-batches.
 
     `cache` keeps measurements between calls.
     """

@@ -302,7 +302,7 @@ class PlannedHardware(Hardware):
 
 @dataclass(frozen=True)
 class PlannedGPU(PlannedHardware):
-    """Planned hardware of a GPU, which may be absent. FlashAttention receives tiles as GPUs pack them."""
+    """Planned hardware of a GPU, which may be absent. FlashAttention receives tiles that are packed as on a GPU."""
 
     fused_dropout: bool = False
     """True if attention with dropout is one fused kernel."""
@@ -389,8 +389,8 @@ class PlannedFunctions(PlannedRegions):
     def __init__(
         self, live: LiveMemory, launches: Launches = UNRECORDED, device: str | None = None, fused: bool = True
     ) -> None:
-        """Create the mode. With `fused`, an operation is planned as its fused kernel if the kernel describes its work
-        (`FusedKernel.planned`) and this process does not disable it."""
+        """Create the mode. If `fused` is True, operations are planned as fused kernels. This applies to each kernel
+        that has a plan (`FusedKernel.planned`) and is not disabled in this process."""
         super().__init__(live)
         self.launches, self.device = launches, device
         kernels = planned_kernels() if fused else {}

@@ -165,7 +165,7 @@ class DryRun(Command):
 
     def run(self, run: Prepared) -> int:
         """Print the plan or the suggested layouts. If the only problems are missing files that a plan does not need,
-        print the plan before them."""
+        print the plan first, and then the problems."""
         try:
             whole = self.suggest is not None and run.config.training.global_batch_size
             return self._suggest(run) if whole else self._plan(run)

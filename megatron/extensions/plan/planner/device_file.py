@@ -2,7 +2,7 @@
 speeds.
 
 All times that this module returns are predictions. A GEMM reaches the rate of its precision, reduced for a short inner
-dimension and for a last wave that does not fill the device. Attention reaches the rate of its kernel. Every other
+dimension and for a last wave that does not fill the device. Attention runs at the rate of its kernel. Every other
 kernel moves bytes at copy bandwidth.
 """
 
@@ -162,8 +162,8 @@ class DeviceFile:
     """Number of network adapters that the ranks of a node share."""
 
     sustained: Annotated[float, ABOVE_0, SHARE] = 1.0
-    """Share of an isolated kernel's product and attention rates that a whole step reaches. An isolated kernel runs at
-    higher clocks than a step that keeps the device at its power limit."""
+    """Ratio of the product and attention rates within a whole step to those of isolated kernels. Isolated kernels run
+    at higher clocks than a step, which keeps the device at its power limit."""
 
     sustained_fp8: Annotated[float, ABOVE_0, SHARE] | None = None
     """Share of the fp8 product rate that a whole step reaches; if None, `sustained` applies. fp8 products need less
@@ -199,7 +199,7 @@ class DeviceFile:
         return "cpu" if self.capability is None else "cuda"
 
     def ranks_of_node(self, world_size: int) -> int:
-        """Ranks per node if --gpus-per-node is not given: `ranks_per_node` or, if the world needs several nodes, the
+        """Return the default number of ranks per node. It is `ranks_per_node` or, if the world needs several nodes, the
         largest divisor of the world size that is at most `ranks_per_node`."""
         most = self.ranks_per_node
         return most if world_size <= most else next(size for size in range(most, 0, -1) if world_size % size == 0)
@@ -252,7 +252,8 @@ class DeviceFile:
         return max(self.kernel_floor_us, flops / (endless * length / (length + half)) / 1e6)
 
     def gather_us(self, flops: float, read: float, added: float) -> float:
-        """Time of a kernel that gathers `read` bytes of rows, and adds `added` bytes to rows."""
+        """Return the time in microseconds of a kernel that gathers `read` bytes of rows and adds `added` bytes to
+        rows."""
         copy = self.copy_tb_per_second
         speed = self.gather or GatherSpeed(self._gemm_speed("bf16").tflops / 2, copy, copy / 2)
         times = flops / speed.tflops, read / speed.read_tb_per_second, added / speed.add_tb_per_second

@@ -61,7 +61,7 @@ def step_lines(time: StepTime) -> Iterator[str]:
 
 
 def share_text(share: float | None) -> str:
-    """Format a share as a percentage; if the share is not known, state this."""
+    """Format a share as a percentage, or as "unknown" if it is None."""
     return "unknown" if share is None else f"{share:.1%}"
 
 
@@ -78,12 +78,11 @@ def print_plan(
     failures: AskedFailures | None = None,
 ) -> None:
     """Print the plan of a validated configuration. If a `device` is given, also print the predicted step time. The plan
-    states whether the run fits devices of `device_memory` GiB; the default is the memory of `device`. The plan also
-    lists where the run differs from the same run in other programs. If `failures` is given, the plan also states the
-    expected cost of device failures.
+    states whether the run fits devices of `device_memory` GiB (default: the memory of `device`), and how it differs in
+    other programs. If `failures` is given, the plan also states the cost of device failures.
 
-    The same content is written as JSON to the file of --json. The keys of the JSON object are "world_size", "config"
-    (every field by its flat name), "plan" (lines by title), "memory" (bytes of each pipeline rank), "time"
+    The same content is written as JSON to the file that --json names. The keys of the JSON object are "world_size",
+    "config" (every field by its flat name), "plan" (lines by title), "memory" (bytes of each pipeline rank), "time"
     (`StepTime`), "device_memory" (bytes), "fits", "fullest_pp_rank", "bytes_over" and "failures". If the host's memory
     is too small, the object also has the keys "host_memory" and "host_bytes_over". `problems` are missing input files,
     which the JSON contains and the caller reports. If the path is "", only the JSON is printed, to standard output.

@@ -113,8 +113,8 @@ ANSWERS: dict[object, Callable[..., object]] = {
     torch.ops.aten.addmm.dtype_out: lambda *args, out, **options: out,
     torch.ops.prim.device.default: lambda x: x.fake_device,
 }
-"""Results of operators that torch does not support on fake tensors: numbers read from tensors are 0, grouped products
-have the right shape, and 16-bit products are added to fp32 sums. The device query is answered here for speed."""
+"""Substitutes for operators that torch does not support on fake tensors. Numbers read from tensors are 0, and the
+results of products have the right shape and dtype. The device query is answered here for speed."""
 
 
 class NoValues(TorchDispatchMode):
@@ -303,7 +303,7 @@ def _layers_of(model: TransformerConfig, parallel: ModelParallelConfig) -> Itera
 
 @dataclass
 class PlannerCache:
-    """Cache for recordings of stage parts, shared by configurations whose layers compute the same."""
+    """Cache for recordings of stage parts, shared by configurations whose layers do the same work."""
 
     kinds: dict[LayersKey, tuple[int, ...]] = field(default_factory=dict)
     """Number of each layer's first identical layer, keyed by model."""
@@ -356,8 +356,8 @@ class StageParts:
         return tuple(self._alike[number] for number in unit.layers)
 
     def of(self, parts: Sequence[Part]) -> list[PassEvents]:
-        """Return the recordings of parts. Parts without a recording are run; all parts of one kind run in one fake
-        step."""
+        """Return the recordings of parts. Parts without a recording are run, under one fake mode for each kind of
+        part."""
         keys = [
             part._replace(units=tuple(unit._replace(layers=self.kinds(unit)) for unit in part.units)) for part in parts
         ]
@@ -379,7 +379,7 @@ def _kind_of_part(part: Part) -> str:
 
 
 def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
-    """Return a key that is equal for micro-batches that do the same work at the ends of the model. The ends contain
+    """Return a key that is equal for micro-batches with equal work in the embedding and the head. These parts contain
     layers only with multi-token prediction."""
     if batch.model.mtp_depths:
         return batch
@@ -423,7 +423,7 @@ def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
     elif batch.parallel.compiles(batch.device):
         functions.append(PlannedRegions(live))
     tensors = nullcontext() if meta else FakeTensorMode()
-    # A run on a GPU may have disabled the kernel by which a plan recognizes attention: all devices share this flag.
+    # Plans recognize attention by its flash kernel, which a GPU run may have disabled for all devices.
     seen = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
     with fake_state(batch.parallel, not on_gpus) as state, tensors, NoValues(), ExitStack() as stack, seen:
         for mode in functions:
@@ -440,7 +440,7 @@ def _recorded(batch: MicroBatch, parts: Sequence[Part]) -> list[PassEvents]:
 
 
 def planned(batch: MicroBatch, work: Callable[[bool], T]) -> T:
-    """Return the result of `work(meta)`, called within `fake_stages`.
+    """Return `work(meta)`, which runs stages on meta tensors if `meta` is True, and on fake tensors otherwise.
 
     Plans for GPUs use meta tensors, which are several times as fast as fake tensors. A plan falls back to fake tensors
     if a part does not run on meta tensors because it creates tensors on the host or reads several numbers at once."""

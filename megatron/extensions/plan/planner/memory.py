@@ -43,7 +43,7 @@ EMBEDDING = "embedding.word_embeddings"
 DEVICE = "device"
 HOST = "host"
 DISK = "disk"
-"""Places that can store units between passes."""
+"""Places (device, host and disk) that can store units, such as layers, between passes."""
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -274,7 +274,7 @@ def chain_bytes(
 def _units_in_flight(
     buffers: Sequence[BufferLayout], config: RunConfig, stages: Sequence[Stage], several: bool
 ) -> UnitsInFlight:
-    """Return the peak memory of whole units.
+    """Return the peak memory of units that are temporarily unsharded.
 
     Usually, two units are unsharded at a time. For parameters, these are the current unit and the next one. For
     gradients, they are the current unit and the bucket that is being reduced. For units in host memory, from the second
@@ -426,9 +426,9 @@ def memory_of_ranks(config: RunConfig, world_size: int, cache: PlannerCache | No
 
 
 def come_and_go(plan: RankStates, held: RankActivations, config: RunConfig) -> int:
-    """Return the bytes of temporary tensors, whole units and fp8 weight copies.
+    """Return the total bytes of temporary tensors, temporarily unsharded units, and fp8 weight copies.
 
-    If parameters are sharded, weight copies are counted only for whole units.
+    If parameters are sharded, fp8 weight copies are counted only for units that are temporarily unsharded.
     """
     copies = held.weight_copies
     if config.ddp.drops_parameters(config.parallel) and plan.in_flight.parameters:

@@ -38,7 +38,7 @@ RANKS_SHOWN = 8
 
 
 def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemory]) -> Iterator[str]:
-    """Return one line per pipeline rank, followed by the items that are counted. The line of a rank states its layers
+    """Yield one line per pipeline rank, followed by lines that explain the sizes. The line of a rank states its layers
     and the bytes of parameters, gradients, optimizer state and activations."""
     from megatron.extensions.plan.planner.micro_batch import MicroBatch
 
@@ -110,7 +110,7 @@ def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
 
 
 def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> Iterator[str]:
-    """Yield lines about the items that count as activations and their size per layer."""
+    """Yield lines that state which items count as activations, and how many bytes they take."""
     model = batch.model
     even = ", tokens distributed evenly over the experts" if model.num_experts is not None else ""
     on_gpus = ", and GPU kernels for norms and attention"

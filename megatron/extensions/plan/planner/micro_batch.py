@@ -27,7 +27,7 @@ class MicroBatch:
     """True if gradients are summed in bf16 (--main-grads-dtype)."""
 
     packs: bool = True
-    """True if attention on parts of samples packs them, as in `PlannedGPU`."""
+    """True if attention kernels pack parts of samples into one launch, as in `PlannedGPU`."""
 
     deterministic: bool = False
     """True if every sum is computed in a fixed order (--deterministic-mode)."""

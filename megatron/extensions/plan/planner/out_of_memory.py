@@ -55,8 +55,8 @@ def changes(config: RunConfig) -> Iterator[Change]:
 
 
 def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: TrainingRun | None) -> str:
-    """Return a multi-line report with the planned and allocated bytes of the ranks at `pp_rank` by category, and a
-    change that fits.
+    """Return a multi-line report that states the planned and the allocated bytes by category for the ranks at
+    `pp_rank`, and names a change that fits.
 
     This is the first of `changes` whose plan fits into the device. If the device's memory size is unknown, as on CPUs,
     the report names the first change that takes less memory than the plan.
@@ -109,7 +109,8 @@ def _cheapest(config: RunConfig, world_size: int, pp_rank: int, limit: int, unti
 
 
 def with_change(config: RunConfig, change: Change, world_size: int) -> RunConfig | None:
-    """Return the configuration with a change; None if the change has no effect or the result cannot run."""
+    """Apply a change to a configuration. Return None if the change has no effect or if the changed configuration is
+    invalid."""
     changed = with_named(config, change)
     if changed == config:
         return None
@@ -142,7 +143,7 @@ def host_memory_of_a_rank() -> float:
 
 
 def held_bytes(run: TrainingRun | None) -> dict[str, int]:
-    """Return the known bytes that this rank holds, by category."""
+    """Return the bytes that this rank holds, by category. Categories of unknown size are omitted."""
     held: dict[str, int] = {}
     if run is not None:
         held["parameters"], held["gradients"], host = run.ddp.nbytes

@@ -1,4 +1,4 @@
-"""Progress output and Ctrl-C handling of long commands. This module does not import torch."""
+"""Progress output and Ctrl-C handling for long commands. This module does not import torch."""
 
 from __future__ import annotations
 

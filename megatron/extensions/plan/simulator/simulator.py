@@ -23,8 +23,8 @@ class StageCosts:
     held from F to the end of the backward pass. Between I and W, the rank holds only the fraction
     `kept_for_weight_grad` of these activations.
 
-    Each F, and each B or I, waits for `exchanges` expert all-to-alls at equal intervals. The duration of one all-to-all
-    is `exchange`. While one of two interleaved passes waits, the other pass computes.
+    Each forward pass (F) and each backward pass (B or I) waits for `exchanges` expert all-to-alls at equal intervals.
+    The duration of one all-to-all is `exchange`. While one of two interleaved passes waits, the other pass computes.
     """
 
     forward: PerStage = 1.0

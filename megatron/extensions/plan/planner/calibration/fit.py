@@ -1,4 +1,4 @@
-"""Fit of a device file's constants to measured times. This module does not import torch.
+"""Fit the constants of a device file to measured times. This module does not import torch.
 
 Each measured time is modeled as a linear combination of constants, which are fitted by least squares. The fit minimizes
 relative errors, and no constant is negative. Constants that only whole steps reveal, such as the host time per
@@ -23,8 +23,9 @@ from megatron.extensions.plan.planner.time.replay import ROUNDS
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Measured times of a collective in seconds, keyed by the bytes of its whole operand. The `size` ranks of the group
-    communicate over link `link`: all ranks are on one node (`node`), or each is on a different node (`network`)."""
+    """Measured time of a collective in seconds. `moved` is the size of the unsharded operand in bytes. The `size` ranks
+    of the group communicate over link `link`: all ranks are on one node (`node`), or each is on a different node
+    (`network`)."""
 
     link: str
     kind: str
@@ -97,14 +98,15 @@ def attention_speed(points: Sequence[tuple[Attention, float]]) -> tuple[float, f
 
 
 def sent(point: CollectiveTime) -> float:
-    """Return the number of bytes that a rank sends, counted as in `megatron.extensions.plan.planner.time.replay`."""
+    """Return the number of bytes that each rank sends in a measured collective, counted as in
+    `megatron.extensions.plan.planner.time.replay`."""
     rounds = ROUNDS.get(point.kind, 1.0)
     return point.moved if point.kind == "send" else rounds * point.moved * (point.size - 1) / point.size
 
 
 def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
-    """Fit a link. `ranks_per_adapter` is the number of ranks of a node that shared an adapter during the measurement; 1
-    within a node."""
+    """Fit a link. `ranks_per_adapter` is the number of ranks that shared a network adapter during the measurement; it
+    is 1 for the link within a node."""
     rates, starts = dict[str, float](), dict[str, float]()
     for kind in dict.fromkeys(each.kind for each in points):
         own = [each for each in points if each.kind == kind]
@@ -181,7 +183,7 @@ def errors(device: DeviceFile, measured: Measured) -> dict[str, float]:
         way = "backward" if a.backward else "forward"
         us = device.attention_us(a.backend, a.width, a.flops, a.length, a.backward)
         note(f"attention {a.backend} {way}", us, seconds)
-    # CPU entries are fitted to whole steps, where caches are in another state than in an isolated operation.
+    # The copy rates of CPUs are fitted to whole steps, because caches behave differently in isolated operations.
     if device.capability is not None:
         for moved, seconds in measured.moves:
             note("element-wise", device.memory_us(moved), seconds)

@@ -41,7 +41,7 @@ class Sizes:
 
     columns: int
     messages: tuple[int, ...]
-    """Bytes of the whole operand of each measured collective."""
+    """Sizes in bytes of the unsharded operands with which collectives are measured."""
 
 
 CPU = Sizes(
@@ -67,7 +67,7 @@ GPU = Sizes(
 
 
 class Clock:
-    """Clock that times a call on all ranks at once, in rounds of many repetitions."""
+    """Timer for calls that all ranks make at the same time, in rounds of many repetitions."""
 
     def __init__(self, device: torch.device, round_seconds: float, rounds: int = 3) -> None:
         self.device = device
@@ -160,8 +160,8 @@ def _attention(
 
 
 def moves(clock: Clock, sizes: Sizes) -> Iterator[tuple[int, float]]:
-    """Return a list of copy times: (bytes read and written, seconds). A CPU's bandwidth is later adjusted to the times
-    of whole steps, starting from these values."""
+    """Return a list of copy times: (bytes read and written, seconds). On CPUs, the bandwidth that is fitted to these
+    times is later adjusted to the times of whole steps."""
     for rows in sizes.rows:
         x, y = (torch.randn(rows, sizes.columns, device=clock.device) for _ in range(2))
         yield 2 * x.nbytes, clock.seconds(partial(y.copy_, x))

@@ -52,7 +52,7 @@ class SaveCost:
     """Number of seconds for which a save stops training: delta."""
 
     seconds: float
-    """Seconds from the start of a save until it can be loaded."""
+    """Seconds from the start of a save until the saved checkpoint can be loaded."""
 
     source: str
     """Text that describes how `seconds` was determined."""

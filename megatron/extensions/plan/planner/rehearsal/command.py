@@ -108,8 +108,8 @@ def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecor
 def _planned_or_told(rehearsal: Rehearsal) -> tuple[dict[int, int], list[str]]:
     """Return the memory of each pipeline rank as planned by `--dry-run`. If no plan can be made, print the reason.
 
-    The plan covers as many micro-batches as are rehearsed. Planning may fail because it runs layers separately, which a
-    custom layer may not support.
+    The plan covers the same number of micro-batches as the rehearsal. Planning may fail because it runs layers
+    separately, which a custom layer may not support.
     """
     try:
         memory = memory_of_ranks(rehearsal.config, rehearsal.world_size)

@@ -70,7 +70,7 @@ class RankMode(LiveMemory):
         self.peak_phase = ""
         self.sites: dict[int, str] = {}
         self.on_host: list[list[int]] = []
-        """Buffer sizes of each host pool."""
+        """Sizes in bytes of the buffers of each host pool."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.log.record(func, args, kwargs or {})

@@ -3,7 +3,7 @@ import torch.
 
 All ranks of a group must call the same collectives in the same order. Each message needs a matching receive of the same
 size on the other rank. The messages between two ranks of a group must be sent and received in the same order, because
-NCCL ignores tags. The boxes that all ranks write must cover each tensor exactly once.
+NCCL ignores tags. The parts of a checkpoint that all ranks write must together cover each tensor exactly once.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Collective(NamedTuple):
 
 
 def bytes_sent(collective: Collective, rank: int) -> int:
-    """Return the number of bytes that `rank` sends under the algorithm with the least traffic, assuming that all ranks
-    send equally much.
+    """Return the number of bytes that `rank` sends. The collective is assumed to use the algorithm with the least
+    traffic, and all ranks to send equal amounts.
 
     All-reduces, all-gathers and reduce-scatters use rings.
     """
@@ -139,7 +139,7 @@ class Failure:
     """Places of the traceback that are outside torch, innermost first."""
 
     holders: tuple[Holder, ...] = ()
-    """Places that hold the most memory, if memory ran out."""
+    """Code locations whose tensors hold the most memory; empty unless memory ran out."""
 
 
 @dataclass
@@ -149,7 +149,7 @@ class RankRecord:
     rank: int
     coords: dict[str, int]
     axes: dict[Group, str] = field(default_factory=dict)
-    """Names of the layout's process groups, by axis."""
+    """Axis name of each process group of the layout."""
 
     collectives: list[Collective] = field(default_factory=list)
     built: int = 0
@@ -184,8 +184,8 @@ def distinct_ranks(dims: ParallelDims) -> list[int]:
 
     Every pipeline rank is included, because pipeline ranks differ in their action lists and layers. Along each other
     axis, the first and the last rank are included, for the first and the last pipeline stage. Code may treat the ends
-    of an axis differently. For example, the first rank reports, the last shard of a buffer may be shorter, and
-    context-parallel rings end.
+    of an axis differently. For example, only the first rank reports, the last shard of a buffer may be shorter, and a
+    context-parallel ring wraps around at its last rank.
     """
     found = {dims.rank(pp=pp) for pp in range(dims.pp)}
     for pp in {0, dims.pp - 1}:

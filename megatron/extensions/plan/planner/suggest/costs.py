@@ -60,10 +60,10 @@ MoE layers.
 """
 
 SAME_LAYERS = 0.98
-"""Assumed minimum time of layers with recomputation or separate weight gradients, as a share of the time of plain
-layers.
+"""Assumed lower bound on the time of layers with recomputation or deferred weight gradients, as a share of the time of
+plain layers.
 
-This value is below 1 because the same kernels may run in a different order.
+The share is below 1 because the same kernels may run in a different order.
 """
 
 lists_of = lru_cache(maxsize=4096)(build_schedule)
@@ -100,9 +100,9 @@ class LayoutCosts:
     def family_bound(self, family: Family) -> float:
         """Return a lower bound, in seconds, on the step time of all layouts in a family.
 
-        The bound is the sum of three times. The first is the time of the layers' matrix products, attention and
-        element-wise operations, at the device's best rates and evenly distributed over the ranks. The other two are the
-        time of the layers' exposed collectives and the fixed time of a step.
+        The bound is the sum of the computation time, the time of the layers' exposed collectives, and the fixed time of
+        a step. The computation time covers the layers' matrix products, attention and element-wise operations, at the
+        device's best rates and evenly distributed over the ranks.
         """
         seconds = self._ideal(1, family.recompute, family.split)
         tp, ep = family.tp, family.ep
@@ -133,7 +133,8 @@ class LayoutCosts:
     def untimed_bound(self, layout: Layout, seconds: float) -> float:
         """Return a lower bound on a layout's step time in seconds, before its layers are timed.
 
-        The bound is the communication time among replicas plus `seconds`, a lower bound on the time of the passes.
+        The bound is the sum of `seconds`, which is a lower bound on the time of the passes, and the exposed
+        communication time among replicas.
         """
         if named_value(self.run.given, "freeze"):  # no bound is known for frozen parameters
             return seconds
@@ -164,8 +165,8 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _exposed(self, subject: str, tp: int, ep: int) -> float:
-        """Return the seconds of one category in all layers, for one sample on links without latency; 0 if the layout is
-        illegal."""
+        """Return the seconds that one category of time takes in all layers, for one sample, on links without latency.
+        Return 0 if the layout is illegal."""
         family, ranks = Family(tp, 1, ep, tp), tp * ep
         if not self._possible(family, ranks):
             return 0.0
@@ -175,8 +176,7 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def divides(self, tp: int, cp: int, ep: int, expert_tp: int) -> bool:
-        """Return True if a model with these parallel sizes has a legal layout, whatever the batch size and the
-        pipeline."""
+        """Return True if a legal layout with these parallel sizes exists for some batch size and some pipeline."""
         return self._possible(Family(tp, cp, ep, expert_tp), lcm(tp * cp, ep * expert_tp))
 
     def _possible(self, family: Family, ranks: int) -> bool:
@@ -381,8 +381,8 @@ def step_bound(
 
     A rank cannot start its first forward pass before the forward passes of the earlier stages. After the last backward
     pass of the rank's first stage, the earlier stages still have to run their backward passes. All work of the rank
-    lies between its first forward pass and that backward pass, except for weight gradients, which may be deferred to
-    the end.
+    lies between its first forward pass and its last backward pass, except for weight gradients, which may be deferred
+    to the end.
 
     Args:
         stages: Seconds that a micro-batch takes in each stage, as (forward pass, backward pass, deferred weight

@@ -30,8 +30,8 @@ ZERO = {
 
 
 def crossing(each: Found) -> list[str]:
-    """Return the parallel sizes whose groups span several nodes, if every layer waits for the messages of these
-    groups."""
+    """Return the parallel sizes (TP, CP or EP) whose groups span several nodes. Every layer waits for the messages of
+    these groups."""
     dims = ParallelDims.from_config(each.config.parallel, each.step.world_size)
     return [
         f"{name} {dims.size(axis)}"
@@ -219,9 +219,9 @@ def print_suggestions(
     """Print whether the given layout fits and how long a step takes, and the ten fastest layouts that fit.
 
     Returns True if at least one layout is legal. `device_memory` is in GiB; the default is the memory in the device
-    file. `most_timed` has the meaning that it has in `LayoutSearch`. The same content is written to the file of --json.
-    If this path is "", only the JSON is printed. Raises OutputError if the file cannot be written, and DeviceError if
-    no step of this kind can be predicted.
+    file. `most_timed` is passed to `LayoutSearch`. The same content is written to the file of --json. If this path is
+    "", only the JSON is printed. Raises OutputError if the file cannot be written, and DeviceError if no step of this
+    kind can be predicted.
     """
     config = asked.config
     world_size = asked.world_size

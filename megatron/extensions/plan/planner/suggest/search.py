@@ -18,8 +18,8 @@ from megatron.extensions.plan.planner.time.step_time import StepTime
 from megatron.training.config.run_config import RunConfig
 
 NEAREST_MEASURED = 3
-"""Number of layouts that a search measures, if no layout fits, to find the layout that exceeds the limit least. These
-are the layouts with the lowest memory bounds."""
+"""Number of layouts that a search measures, if no layout fits, to find the layout that exceeds the limit least. The
+search measures the layouts with the lowest memory bounds."""
 
 MOST_PREDICTED = 150
 """Number of predictions after which an incomplete search predicts only memory-saving variants of the layouts found so
@@ -257,8 +257,8 @@ class LayoutSearch:
         yield Candidate(timed.step.seconds, (2, layout.order), timed)
 
     def _may_fit(self, layout: Layout) -> Iterator[Layout]:
-        """Return the layout if its memory bound is within the limit; otherwise return variants with more of the same
-        kind of saving."""
+        """Return the layout if its memory bound is within the limit. Otherwise, return its next memory-saving variants
+        that may fit."""
         if layout in self._sizes:
             return
         self.effort.layouts += 1

@@ -68,7 +68,7 @@ class Saving(NamedTuple):
     offload: str = OFFLOADING[0]
 
     def next(self, replicas: int) -> Iterator[Saving]:
-        """Yield settings that save more memory than this setting, by one step.
+        """Yield the settings that save memory in one more way than this setting.
 
         Each yielded setting takes at least as long as the current setting, so it is worth evaluating only if the
         current setting does not fit.
@@ -98,7 +98,7 @@ class Layout(NamedTuple):
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Parallel sizes and micro-batch size, which all layouts of the same shape have in common.
+        """Key that consists of the parallel sizes and the micro-batch size of a layout.
 
         Layouts of the same shape differ only in schedule, virtual stages, recomputation, sharding and offloading.
         """
@@ -147,7 +147,7 @@ class Space:
         return list(divisors(self.global_batch_size, self.most_samples))
 
     def families(self) -> Iterator[Family]:
-        """Yield every family for which a layout exists."""
+        """Yield every family that has at least one layout."""
         splits = sorted({False, *map(splits_backward, self.schedules)})
         for tp in self.tp_sizes:
             for cp in self._context_sizes(self.world_size // tp):
@@ -215,7 +215,7 @@ class SearchedRun:
 
     @cached_property
     def space(self) -> Space:
-        """Return the space of layouts that a search covers."""
+        """Search space of layouts for this run."""
         model, own = self.own.model, self.own.parallel.schedule
         assert self.own.training.global_batch_size is not None, "resolve() fills in the global batch size"
         return Space(
@@ -245,7 +245,8 @@ class SearchedRun:
     def own_layout(self) -> Layout:
         """Layout of the run itself, which must be legal, as an entry of the search space.
 
-        The result ignores where the run splits layers, which modules it recomputes, and how much it offloads.
+        The result does not record where the run splits its layers among stages, which modules it recomputes, or how
+        much it offloads.
         """
         model = self.own.model
         parallel = self.own.parallel

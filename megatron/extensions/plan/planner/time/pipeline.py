@@ -22,7 +22,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.step_parts import late_update, runs_passes_in_turns
 
 ROUNDS = 3
-"""Number of rounds of p micro-batches above which steps are extrapolated."""
+"""Maximum number of rounds, of p micro-batches each, that are simulated; longer steps are extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Schedule:
 
     @classmethod
     def of_run(cls, config: RunConfig) -> Schedule:
-        """Create the schedule of a run, whose steps may overlap.
+        """Create the schedule of a whole run, in which consecutive steps may overlap.
 
         Under a schedule without flushes, passes of a step start before the previous step ends, unless every step is
         logged (--log-interval 1).
@@ -134,8 +134,9 @@ def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float
 
     `lists` are the action lists of one step. At the VALIDATE action, each rank waits until all ranks have ended the
     previous step. Without VALIDATE, no rank waits (arXiv 2401.10241, section 4, and section 5.2 for the bubble).
-    If the first and last rank share weights, ranks wait even without VALIDATE. These two ranks sum the gradients of the
-    shared weights, so they end a step together. All other ranks wait for the forward passes of the first rank.
+    If the first and last rank share weights, ranks wait even without VALIDATE. The first and the last rank sum the
+    gradients of the shared weights, so they end a step together. All other ranks wait for the forward passes of the
+    first rank.
     """
     m = 1 + max(action.microbatch for actions in lists for action in actions)
     return _of_step(simulate(consecutive(lists, STEPS), costs), m, STEPS)

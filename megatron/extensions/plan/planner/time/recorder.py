@@ -69,7 +69,7 @@ COLLECTIVES = {
     "alltoall_base_": ("all_to_all", 1, 2),
     "send": ("send", 0, 1),
 }
-"""Kind of each collective operator, with the positions of its whole operand and of its group among the arguments.
+"""Map from operator names to (kind of collective, argument index of the whole operand, argument index of the group).
 
 A `recv` moves as many bytes as a send.
 """
@@ -117,7 +117,7 @@ class Recorder(LiveMemory):
         """Storages that the current region has written, including new ones."""
 
         self._moves: dict[tuple[Callable[..., object], int], Move] = {}
-        """Memory traffic of each compiled region, keyed by the bytes of its inputs."""
+        """Memory traffic of each compiled region, keyed by the region's function and the bytes of its inputs."""
 
         self._nodes = set[int]()
         """Sequence numbers of the autograd nodes that compiled regions created. The backward pass of each of these
@@ -151,8 +151,8 @@ class Recorder(LiveMemory):
     def some_of(self, parts: Sequence[T]) -> Iterator[T]:
         """Run only some parts of a loop if they represent the others.
 
-        If the first, the middle and the last of an odd number of parts do the same work with evenly growing sizes, the
-        middle part represents all of them. Otherwise, the method checks each half of the parts separately. The last two
+        An odd number of parts is represented by its middle part if the first, the middle and the last part do the same
+        work with evenly growing sizes. Otherwise, the method checks each half of the parts separately. The last two
         parts run first, in sequence, because their memory may be the peak. Their memory includes the tensors that the
         previous part left.
         """

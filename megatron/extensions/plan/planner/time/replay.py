@@ -5,9 +5,9 @@ Large collectives use rings: a rank of n sends (n - 1) / n of the operand, and t
 node, each rank has a separate link. Between nodes, the ranks of a node share the node's adapters, and all groups of the
 node communicate at once.
 
-Kernels follow each other on one stream, and the collectives of each axis on another. A collective starts when the
-preceding kernels are done. If the collective is not finished when its result is needed, the remaining time is exposed.
-Hidden communication slows concurrent kernels.
+Kernels run one after another on one stream. The collectives of each axis run one after another on a stream of their
+own. A collective starts when the preceding kernels are done. If the collective is not finished when its result is
+needed, the remaining time is exposed. Hidden communication slows concurrent kernels.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def placement(dims: ParallelDims, axes: tuple[str, ...], ranks_per_node: int) ->
 
 
 def nested_placements(group: Placement, inner: int) -> tuple[Placement, Placement]:
-    """Return two placements: that of subgroups of `inner` consecutive ranks, and that of the ranks at the same position
-    in each subgroup."""
+    """Split a group into subgroups of `inner` consecutive ranks. Return (placement of a subgroup, placement of the
+    ranks at one position of all subgroups)."""
     rings = Placement(group.size // inner, max(1, -(-group.in_node // inner)), group.stride * inner)
     return Placement(inner, min(inner, group.in_node), group.stride), rings
 
@@ -108,8 +108,8 @@ class Network:
         return _rate(network, kind) * self.device.adapters_per_node / self.ranks_per_node
 
     def _latency(self, group: Placement, rounds: float, ring: bool = False) -> float:
-        """Return the number of latency steps of a ring within each node and a tree between nodes or, for gloo, of a
-        `ring` through all ranks."""
+        """Return the latency of a collective in seconds, assuming a ring within each node and a tree between nodes. For
+        gloo, a single `ring` passes through all ranks."""
         node, network = self._links(group)
         near = node.launch_us + rounds * (group.in_node - 1) * node.latency_us
         if not group.crosses:

@@ -59,7 +59,7 @@ class StepTime:
     """Tokens per second, summed over all ranks."""
 
     tflops: float
-    """Model TFLOP/s per device, with causal attention and without recomputation."""
+    """Model TFLOP/s per device. Causal attention counts half of the square, and recomputation is not counted."""
 
     mfu: float | None
     """MFU relative to the device's peak in the precision of the linear layers; None if the device file does not state
@@ -382,8 +382,8 @@ class Step:
         return exposed + self.device.overlap_slowdown * max(0.0, sum(times) - exposed)
 
     def _reductions(self, numel: float, expert: bool, units: int) -> list[float]:
-        """Return the communication times of the gradient buckets. If the gradients of every micro-batch are reduced,
-        only the buckets of layers are included."""
+        """Return the communication times of the gradient buckets. If gradients are sharded, there are at least as many
+        buckets as units."""
         main = 2 if self.config.ddp.grad_reduce_in_bf16 or self.config.optimizer.gradients_dtype == "bfloat16" else None
         size = main or DTYPE_BYTES[self.config.parallel.main_dtype]
         kind = "reduce_scatter" if self.config.optimizer.use_distributed_optimizer else "all_reduce"
@@ -409,8 +409,8 @@ class Step:
         return [time] * count
 
     def _groups(self, expert: bool) -> tuple[Placement, Placement]:
-        """Return two placements: that of the ranks that shard states, and that of the ranks at the same position in
-        each instance."""
+        """Return (placement of the ranks that shard states, placement of the ranks that hold the same shard in each
+        distributed-optimizer instance)."""
         axes = ("expt_dp",) if expert else ("dp", "cp")
         whole = placement(self.dims, axes, self.network.ranks_per_node)
         if self.dims.instances == 1:

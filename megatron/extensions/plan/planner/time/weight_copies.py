@@ -1,9 +1,9 @@
-"""Exposed time of copies of weights and gradients to and from host memory.
+"""Predict the exposed time of copying weights and gradients to and from host memory.
 
 Copies in both directions run at the same time, concurrently with the passes. During a pass, the parameters of the next
 pass are copied to the device, and the gradients of the previous pass are copied to the host. From the second
-micro-batch on, the gradient sums that the next backward pass extends are also copied to the device. A pass of C seconds
-with `coming` and `leaving` bytes takes
+micro-batch on, gradient sums are also copied to the device, because the next backward pass adds to them. A pass of C
+seconds with `coming` and `leaving` bytes takes
 
 max(C, coming / rate, leaving / rate)
 
