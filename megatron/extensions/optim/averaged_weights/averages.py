@@ -26,7 +26,7 @@ AT_ONCE = 2**22
 
 
 SALT = 0x3C6EF372
-"""Salt that makes the random bits of averages independent of other random bits."""
+"""Salt for the random bits that round averages. It makes these bits independent of all other random bits."""
 
 
 class MovingAverages(Callback):

@@ -38,7 +38,7 @@ class Widths:
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors of one parameter, relative to the same parameter of the base model."""
+    """Scaling factors for one parameter, relative to the same parameter in the base model."""
 
     std: float
     """Factor of the standard deviation of initial values."""
@@ -59,7 +59,8 @@ def factors(meta: ParamMeta, width: float, depth: float, own: Widths | None = No
         meta: The parameter.
         width: Width of the model divided by the width of the base model.
         depth: Depth of the model divided by the depth of the base model.
-        own: Size ratios of the parameter, if they differ from the ratios of its role.
+        own: Ratios of the parameter's sizes to those in the base model. None: derive the ratios from the parameter's
+            role.
     """
     widths = own or usual_widths(meta, width)
     std, change, gradient = _of_widths(meta, widths)

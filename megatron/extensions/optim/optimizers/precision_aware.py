@@ -11,9 +11,9 @@ bf16 or fp8 moment would not change at all, because one update changes it by les
 number. The random bits are a hash of the element's main parameter and the update number. A step therefore depends
 neither on the layout nor on the state of a random generator, and a resumed run takes the same steps.
 
-fp16 and fp8 (e4m3) states have a power-of-two scale per block of 64 elements. Buffers align parameters and shards to
-these blocks, so no sharding splits a block. In these formats, the square root of the second moment is stored, which
-needs half the exponent range. The square root is rounded such that the expected square is exact.
+fp16 and fp8 (e4m3) states have one power-of-two scale for each block of 64 elements. Buffers align parameters and
+shards to these blocks, so no sharding splits a block. In these formats, the square root of the second moment is stored,
+which needs half the exponent range. The square root is rounded such that the expected square is exact.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class StateFormat:
     """Largest number of the format. Only formats with scales use this field."""
 
     exported: torch.dtype | None = None
-    """Dtype of a stored state in checkpoints, if the format has scales. This dtype represents every stored value
-    exactly."""
+    """For formats with scales: dtype in which checkpoints store the state. This dtype represents every value of the
+    format exactly."""
 
     @property
     def scaled(self) -> bool:
@@ -215,7 +215,7 @@ CHUNK = 2**18
 EXP_AVG = 0x3C6EF372
 EXP_AVG_SQ = 0x1B873593
 MAIN = 0x52DCE729
-"""Salts for the random bits of each state."""
+"""Salt for the random bits that round the main parameters. Each optimizer state has a salt of its own."""
 
 
 class PackedShard(Shard):

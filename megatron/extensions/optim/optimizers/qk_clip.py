@@ -106,7 +106,7 @@ def of_elements(of_rows: Tensor, columns: int, start: int, stop: int) -> Tensor:
     """Return the factors of elements [start, stop) of a parameter's flattened local tensor.
 
     Args:
-        of_rows: Factors of the parameter's rows, [groups, rows].
+        of_rows: Factor of each row of the parameter, [groups, rows].
         columns: Number of elements in each row.
         start: First element.
         stop: End of the elements.

@@ -59,8 +59,8 @@ def _saved(save: str) -> dict[str, Any] | None:
 
 
 def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[str, object]:
-    """Return the length and schedule of a branch that has already started. Raises ValueError if the flags differ from
-    the flags with which the branch started."""
+    """Return the length and learning rate schedule of a branch that already has a checkpoint. Raises ValueError if the
+    flags differ from the flags with which the branch started."""
     sections = saved["config"] | {"model": saved["config"]["model"] | saved.get("model_of_run", {})}
     config = config_of_sections(sections)
     before = config.options(BranchFlags)

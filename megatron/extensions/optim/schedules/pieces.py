@@ -2,7 +2,7 @@
 module does not import torch.
 
 Lengths are in samples, tokens or percent of the schedule, so a schedule keeps its meaning under a batch-size ramp-up
-and after a resume. Rates are factors of the peak learning rate, --lr.
+and after a resume. Learning rates are given as multiples of the peak learning rate, --lr.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ LENGTH = re.compile(rf"([0-9.]+(?:e[0-9]+)?)([KMBT]?)\s*({'|'.join(UNITS)})|{RES
 
 @dataclass(frozen=True)
 class Length:
-    """Length of a piece: a number of samples or tokens, a percentage of the schedule, or the rest of the schedule."""
+    """Length of a piece of a learning rate schedule: a number of samples or tokens, a percentage of the schedule, or
+    the rest of the schedule."""
 
     amount: float
     unit: str
@@ -67,8 +68,8 @@ class Piece:
     """For `power`: exponent of the number of samples consumed since the start of the run."""
 
     after: Length | None = None
-    """For `power`: position at which the power law starts. The initial rate is held up to this position. None means the
-    start of the piece."""
+    """For `power`: position at which the power law starts. Until this position, the learning rate keeps its initial
+    value. None means the start of the piece."""
 
     def __str__(self) -> str:
         words = [self.shape, str(self.length)]
@@ -145,8 +146,8 @@ def _check(text: str, piece: Piece) -> None:
 
 
 def without_tokens(text: str, seq_length: int) -> str:
-    """Convert all token counts in the text to samples of `seq_length` tokens. Raises ValueError in the same cases as
-    `parse`."""
+    """Convert all token counts in a schedule's text to numbers of samples, where each sample has `seq_length` tokens.
+    Raises ValueError in the same cases as `parse`."""
 
     def converted(length: Length) -> Length:
         return Length(length.amount / seq_length, "samples") if length.unit == "tokens" else length
@@ -160,7 +161,7 @@ def without_tokens(text: str, seq_length: int) -> str:
 
 def lengths(pieces: Sequence[Piece], total: float) -> list[float]:
     """Return the number of samples in each piece of a schedule of `total` samples. Raises ValueError if the pieces
-    exceed `total`."""
+    together contain more samples than `total`."""
     fixed = sum(piece.length.in_samples(total) for piece in pieces if piece.length.unit != REST)
     if fixed > total * (1 + 1e-9):
         raise ValueError(f"its pieces have {fixed:g} samples, but the schedule has only {total:g}; shorten some")

@@ -9,7 +9,8 @@ from megatron.extensions.optim.schedules.pieces import Rates, parse, rate_at
 
 
 def pieces(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """Build the pieces of --lr-schedule over the decay length."""
+    """Return the learning rate of --lr-schedule after a number of consumed samples. The schedule covers the decay
+    length."""
     text = config.options(ScheduleFlags).lr_schedule
     assert text is not None and config.lr is not None
     rates = Rates(config.lr_warmup_init, config.lr, config.min_lr)

@@ -132,7 +132,7 @@ def _copy_into(inputs: Batch, batch: Batch) -> None:
 
 
 class GraphedPipeline(Pipeline):
-    """Trains micro-batches by replaying recordings."""
+    """Pipeline that trains micro-batches by replaying their recorded CUDA graphs."""
 
     may_overwrite = False  # the first micro-batch has a separate recording
 

@@ -44,7 +44,7 @@ class CastPair(NamedTuple):
 
 class CastOrder(NamedTuple):
     """Request to cast a matrix with a given multiplier []. `wanted` states whether to cast by rows, by columns or both.
-    The amax in `noted` [] is updated to the maximum of its value and the matrix's amax."""
+    The amax of the matrix is recorded in `noted` [], which keeps the maximum of all amax values recorded there."""
 
     multiplier: Tensor
     noted: Tensor | None
@@ -232,8 +232,8 @@ def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
 
 
 def multiplies_in_fp8(x: Tensor) -> bool:
-    """Return True if products of operands like `x` use torch's fp8 GEMM. On CPUs, this GEMM takes up to a thousand
-    times as long as a product of dequantized operands, which gives the same values."""
+    """Return True if matrix products on the device of `x` use torch's fp8 GEMM. On CPUs, this GEMM takes up to a
+    thousand times as long as a product of dequantized operands, which gives the same values."""
     return x.is_cuda
 
 
@@ -281,8 +281,8 @@ def scaled_mm(
 
 
 def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """Compute `scaled_mm` for `a` in tiles and `b` in tiles or blocks with cuBLAS' kernel, which applies the scales
-    after every 128 terms."""
+    """Compute `scaled_mm` if `a` is scaled by tiles and `b` by tiles or blocks. The cuBLAS kernel applies the scales
+    after every 128 terms of the sum."""
     if not a.values.is_cuda:
         return dequantized_mm(a, b, out_dtype, bias)
     rows = a.values.shape[0]

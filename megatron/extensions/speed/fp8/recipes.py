@@ -96,8 +96,8 @@ class Fp8Gemms(nn.Module):
 
     A tensor is cast once for all GEMMs that read it: by rows for GEMMs that sum over the columns of the tensor, and by
     columns for GEMMs that sum over its rows. Inputs are saved for the backward pass as casts by columns, with one byte
-    per element. An input that is gathered over the ranks is instead saved in the form in which it is sent, and is cast
-    by columns after the second gather.
+    per element. With sequence parallelism, each rank instead saves its own part of the input, in the form in which it
+    sends this part to the other ranks. The backward pass gathers the input again, and then casts it by columns.
     """
 
     adds_residual = False
@@ -195,7 +195,8 @@ class Fp8Gemms(nn.Module):
         return multiplier_of(amax, torch.finfo(E4M3).max)
 
     def scale_of_weight(self, amax: Tensor) -> Tensor:
-        """Return the scale of a gathered weight, which equals the scale that `cast` returns."""
+        """Return the scale of a gathered weight with this amax. The scale equals the one that `cast` returns for the
+        weight."""
         return self.weight_multiplier(amax).reciprocal()
 
     def _amax_over_ranks(self, amax: Tensor | None, cut: bool) -> None:
@@ -212,7 +213,8 @@ def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
 
 
 def given_operands(pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-    """Arrange the casts of an activation [*tokens, n] that a kernel made in place of `cast_input` or `cast_grad`."""
+    """Convert the casts that a fused kernel made of an activation [*tokens, n] to the operands that `cast_input` or
+    `cast_grad` would return."""
     return _as_operands(_scaled(pair, Wanted(pair.rows is not None, pair.columns is not None)), tokens)
 
 
@@ -314,7 +316,8 @@ class DelayedGemms(PerTensorGemms):
         return _scaled(cast_transpose_noting_amax(x.detach(), self._order(which, wanted), self.compiled), wanted)
 
     def input_order(self, needs_dw: bool) -> CastOrder:
-        """Return the casts that `cast_input` would make, as a request to the kernel that computes the input."""
+        """Return a request for the casts that `cast_input` would make. The kernel that computes the input makes these
+        casts itself."""
         return self._order(INPUT, BOTH if needs_dw and not self.cuts.sequence else ROWS)
 
     def given_input(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
@@ -382,7 +385,7 @@ class RowwiseGemms(Fp8Gemms):
 class DelayedScaling(Meter):
     """Amax histories of all fp8 layers of a rank, in one tensor, and the multipliers computed from them.
 
-    All ranks of a pipeline stage hold the same histories. Each rank observes only its part of the sequence, the
+    All ranks of a pipeline stage hold the same amax histories. Each rank observes only its part of the sequence, the
     features and the batch. At the end of a step, an all-reduce computes the maximum of the ranks' amax values.
     Histories are part of the model's state and of checkpoints.
     """

@@ -107,8 +107,8 @@ class WeightGather:
 
 
 def build_gather(ddp: DistributedDataParallel) -> WeightGather | None:
-    """Prepare fp8 gathers for the buckets that consist only of weights of fp8 layers. Return None if there are no such
-    buckets."""
+    """Prepare fp8 gathers for the buckets that consist only of weights of fp8 layers. Return None if no bucket consists
+    only of such weights."""
     gemms, axis = gemms_of_weights(ddp.modules), ddp.state.shard_axis("dp_cp")
     weights: dict[int, tuple[GatheredWeight, Fp8Gemms]] = {}
     parts: list[Part] = []

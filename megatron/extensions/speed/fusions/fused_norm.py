@@ -175,8 +175,8 @@ def fused_norm(
         update: Addend [..., h]; None: no addition.
         norm: Norm of the sum. 16-bit operands are normalized in fp32.
         mask: Dropout mask of the update, for x [s, b, h].
-        cast: Casts that the next layer requests. If there is no mask, the returned norm is a placeholder with these
-            casts.
+        cast: fp8 casts of the norm that the next layer requests. If there is no mask, the returned norm is a
+            placeholder with these casts.
 
     If there is no mask, and a linear layer computed the update (or x if there is no update), the backward pass also
     computes the casts and sums of the gradient that this linear layer needs.
@@ -269,7 +269,7 @@ def _added_and_normalized(x: Tensor, update: Tensor, mask: DropoutMask | None, n
 
 
 def _backward_of_both(mask: DropoutMask | None, *operands: *NormBackward) -> tuple[Tensor | None, ...]:
-    """Return the results of `_backward` and the update's gradient. This gradient is None if there is no dropout,
-    because it then equals the gradient of x."""
+    """Compute `_backward`, and also return the gradient of the update. Without dropout, the gradient of the update
+    equals the gradient of x, and None is returned in its place."""
     dx, *of_parameters = _backward(*operands)
     return dx, None if mask is None else mask.applied(dx), *of_parameters

@@ -89,7 +89,7 @@ class WeightGradKernel:
 
     def suits(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> bool:
         fits = runs_triton(out) and out.dtype == torch.float32 and out.is_contiguous()
-        # gradient sums were aligned in the timings, but those in a buffer may be unaligned
+        # the timed gradient sums were aligned, but gradient sums in a buffer may be unaligned
         if self._kernel(out, dy) == "cublaslt":
             fits = fits and out.data_ptr() % cublaslt.ALIGNMENT == 0
         return fits and self._kernel(out, dy) != TORCH
@@ -132,8 +132,7 @@ def choose_weight_grads(
     device: torch.device,
     clock: Clock = device_clock,
 ) -> Mapping[ProductShape, Choice]:
-    """Time the weight gradient kernels at each shape of the fp8 linear layers, and select the fastest kernel for each
-    shape.
+    """For each shape of the fp8 linear layers, time the weight gradient kernels and select the fastest.
 
     Collective over the ranks of a pipeline stage, which have the same shapes. The slowest rank decides, and all ranks
     use the same kernels, so that replicas stay equal.

@@ -38,8 +38,8 @@ LISTS = ("wide", "tall", "small")
 """Tilings of the kernel with one list of tiles (`grouped_triton.TILINGS`)."""
 
 TOLERANCE = 2.0**-12
-"""Allowed relative error of sums, in norm: 16-bit products are exact in fp32, and all kernels sum them in fp32. A
-missing step or tile would cause an error of more than 2^-6."""
+"""Allowed relative error of the norm of sums. It is small because 16-bit products are exact in fp32, and all kernels
+sum them in fp32. A missing step or tile would cause an error of more than 2^-6."""
 
 CHECKED = 64
 """Number of rows and columns at each corner of an expert's gradient whose sums are compared."""
@@ -132,7 +132,7 @@ def _untimed(run: Callable[[], object]) -> float:
 def weight_grad_runs(
     shapes: RunShapes, outputs: int, inputs: int, operands: tuple[Tensor, Tensor, Tensor, Segments]
 ) -> dict[str, Callable[[], object]]:
-    """Return, for each kernel and for torch, a function that runs it on the operands.
+    """Return one function per implementation (each kernel, and torch) that runs this implementation on the operands.
 
     The first run of a kernel raises RuntimeError if its sums are wrong for even or uneven numbers of rows.
 

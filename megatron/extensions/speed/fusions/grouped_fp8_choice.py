@@ -1,8 +1,8 @@
 """fp8 expert kernels, and the choice between them by timings at a run's shapes (see `grouped_choice.py`). The products
 of rows, y = x Wᵀ and dX = dY W, are computed by torch or by Triton's kernel with one list of tiles. torch uses its
 grouped kernel if the GPU supports this kernel for the recipe; otherwise, it computes one product for each expert.
-Operands of weight gradients are cast by tiles along tokens. Triton's kernel multiplies these operands in fp8, and torch
-multiplies the same values in 16 bits.
+The operands of weight gradients are cast with one scale per tile of tokens. Triton's kernel multiplies these operands
+in fp8, and torch multiplies the same values in 16 bits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ROW_LISTS = ("square", "shallow", "flat")
 """Tilings of products of rows (`grouped_fp8_triton.ROW_TILINGS`)."""
 
 ANY = "shallow"
-"""Tiling for shapes that were not timed. It fits every GPU that supports fp8."""
+"""Tiling for shapes that were not timed. Its shared memory fits every GPU that supports fp8."""
 
 Operands = TypeVarTuple("Operands")
 Run = Callable[[], object]
@@ -117,7 +117,7 @@ class ExpertKernel(Generic[*Operands]):
 
         Args:
             shape: (outputs, inputs) of the product.
-            runs: Run of each kernel.
+            runs: Functions to compare: for each kernel name, a function that runs the kernel.
             shapes: Shapes of the training run.
             world: Axis of all ranks.
             clock: Function that times a run. None: choose the first correct kernel.

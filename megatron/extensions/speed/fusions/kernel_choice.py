@@ -35,8 +35,8 @@ SLOWER = 1.1
 kernel, which would change the last bits of a run's results."""
 
 OF_FP8 = 4
-"""Factor by which the allowed error is larger for fp8 results: torch's compiler omits the rounding to 16 bits before
-the rounding to fp8, which makes results differ by 1.3 % in e4m3 and 1.6 % in e5m2."""
+"""Factor by which the allowed error is larger for fp8 results. torch's compiler omits the rounding to 16 bits before
+the rounding to fp8. This changes results by 1.3 % in e4m3 and by 1.6 % in e5m2."""
 
 NOT_A_NUMBER = 1e9
 """Error that is reported for a kernel if its result is NaN and torch's result is not NaN."""
@@ -207,8 +207,7 @@ def choose_kernels(
 
     Args:
         shapes: Shapes of the run.
-        world: Axis of all ranks.
-        clock: Function that times a run. None: do not compare times.
+        world: Axis that contains all ranks of the run. clock: Function that times a run. None: do not compare times.
         say: Function that prints a log line.
         kernels: Kernels to compare; the default is all registered kernels.
     """
@@ -328,7 +327,7 @@ def has_triton() -> bool:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; for other devices, return a small number."""
+    """Return the number of multiprocessors of a GPU, or 4 for any other device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 

@@ -72,7 +72,7 @@ def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor
 
 
 class MLPKernel:
-    """Kernel entry for `cast_mlp`. The parts of `cast_mlp` are compared with torch separately (`kernels/casts.py`)."""
+    """Kernel entry for `cast_mlp`. `kernels/casts.py` compares each kernel that `cast_mlp` calls with torch."""
 
     suits = staticmethod(casts_swiglu)
     __call__ = staticmethod(cast_mlp)
@@ -125,8 +125,9 @@ class FusedTransformerLayer(TransformerLayer):
         return stream if pending else stream.added()
 
     def takes_pending(self) -> bool:
-        """Return True if a norm of this layer adds the pending update in its kernels. Forward hooks receive the sum,
-        unless they declare that they accept a stream with a pending addition."""
+        """Return True if a norm kernel of this layer adds the pending update to the residual stream. Forward hooks
+        receive the stream after this addition, unless they declare that they accept a stream whose last update is not
+        yet added."""
         norm = self.input_layernorm if self.mixes else self.pre_mlp_layernorm
         observed = is_hooked(self, forward=False) or not all(
             getattr(hook, "takes_pending", False) for hook in forward_hooks(self)

@@ -63,7 +63,7 @@ def split_heads(
         of_qkv: Requested casts of the qkv gradient, for the linear layer that computed qkv. The backward pass computes
             these casts instead of the gradient of qkv.
     """
-    # prompts vary in length during generation, and must not cause one compilation per length
+    # during generation, prompts vary in length; dynamic shapes avoid a compilation for each length
     static = torch.is_grad_enabled()
     split = HeadSplit(tuple(counts), interleaved, compiled, static)
     q, *gate, k, v = _SplitHeads.apply(qkv, bias, tuple(tables), split, of_qkv)

@@ -52,7 +52,7 @@ from megatron.training.initialize import Runtime
 
 @dataclass(frozen=True)
 class Products:
-    """Products of the rows of a cast activation with a weight: x Wᵀ + bias, or dY W."""
+    """Products of an fp8-cast activation's rows with a weight: x Wᵀ + bias, or dY W."""
 
     gemms: LinearGemms
     weight: Tensor
@@ -62,7 +62,7 @@ class Products:
 
     @property
     def matrix(self) -> Tensor:
-        """Return the right operand: [in, out], or [out, in] for dY W."""
+        """Return the right operand of the product: Wᵀ [in, out] for x Wᵀ, or W [out, in] for dY W."""
         matrix = matrix_of(self.weight)
         return matrix if self.of_grad else matrix.t()
 
@@ -104,8 +104,8 @@ class RingOverlap:
     backend and device. All ranks of the axis call these methods with the same shapes.
 
     A part consists of one rank's rows. While a part is multiplied, either this part is sent to the next rank
-    (all-gather), or a partial sum arrives from the previous rank (reduce-scatter). A step takes as long as the slower
-    of computation and communication.
+    (all-gather), or a partial sum arrives from the previous rank (reduce-scatter). Each step of the ring takes as long
+    as its matrix product or its transfer, whichever is slower.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -152,7 +152,7 @@ class SymmetricOverlap:
     """GEMMs that overlap with collectives, implemented with torch's symmetric-memory operations, in the precision of
     the parameters. This needs NCCL, and GPUs that access each other's memory (NVLink).
 
-    Unlike NCCL's sends and receives, the copies between GPUs use no multiprocessors.
+    The copies between GPUs use no multiprocessors, in contrast to NCCL's sends and receives.
     """
 
     @staticmethod

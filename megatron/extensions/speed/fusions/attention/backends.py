@@ -120,7 +120,7 @@ def _lengths(lengths: Lengths | None) -> dict[str, object]:
 
 
 class CudnnKernel(TorchKernel):
-    """cuDNN kernel for tiles without a window, with one launch per tile."""
+    """cuDNN attention kernel that is launched once per tile. It does not support windows."""
 
     needs_places, most_queries = False, None
 

@@ -75,7 +75,7 @@ class AttentionShape:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Return the names of the kernels to time. cuDNN is not used for documents and windows."""
+        """Return the names of the kernels to time. cuDNN is omitted if tiles have a window or consist of documents."""
         if self.dropout:
             return (WITH_DROPOUT,)
         varlen = self.tiles and (self.window is not None or self.documents)
@@ -114,8 +114,8 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
 
 
 def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
-    """Return a function that can be timed. The function allocates its operands at the first call. `compare` then holds
-    only one kernel's operands in memory at a time."""
+    """Return a function to time. The function allocates its operands when it is first called, so that `compare` holds
+    the operands of only one kernel in memory at a time."""
     run = cache(lambda: attention_run(shape, device, name))
     return lambda: run()()
 
@@ -206,8 +206,8 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
 def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     """Choose the attention kernel of all ranks, for `ModelParallelConfig.attention_backend`. Collective.
 
-    A requested kernel that does not support this attention is not used. At the start of the run, a notice reports such
-    a kernel. Raises ValueError if the requested kernel supports the attention but does not run on this machine.
+    If the requested kernel does not support this attention, another kernel is chosen, and a notice at the start of the
+    run reports it. Raises ValueError if the requested kernel supports the attention but does not run on this machine.
     """
     asked = config.parallel.attention_backend
     if asked not in ("auto", "unfused", WITH_DROPOUT, *BACKENDS, *IN_FP8):

@@ -1,8 +1,8 @@
 """Attention with dropout in one fused GPU kernel, which applies the masks of `megatron.core.dropout`: the tile kernel,
 its operators, and attention for all local queries.
 
-The equivalent in plain torch is `TorchKernel` (`megatron.core.attention.tile_kernels`), which uses the same masks but
-adds in a different order.
+The equivalent in plain torch is `TorchKernel` (`megatron.core.attention.tile_kernels`), which uses the same dropout
+masks but sums in a different order.
 
 The forward pass works as in FlashAttention-2 (arXiv 2307.08691). The backward pass consists of two kernels without
 atomic additions, one for queries and one for keys and values, so its results are bit-equal in every run. Dropout masks
@@ -39,18 +39,18 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """Range of keys for each query, and range of queries for each key. Key positions are relative to `keys.start`, and
-    query positions to `queries.start`. If the ranges are equal for all samples, a single entry represents all
-    samples."""
+    """Range of keys to which each query attends, and range of queries that attend to each key. Key positions are
+    relative to `keys.start`, and query positions to `queries.start`. If the ranges are equal for all samples, a single
+    entry represents all samples."""
 
     queries: range
     """Smallest range of rows that contains all queries with at least one key."""
     keys: range
     of_queries: tuple[Integers, Integers]
-    """First key of each query and end of the query's key range, each [samples, n]. The first key and the end are equal
-    if the query has no keys."""
+    """Start and end of each query's key range, each [samples, n]. The start and the end are equal if the query attends
+    to no keys."""
     of_keys: tuple[Integers, Integers]
-    """First query of each key, and end of the key's query range, each [samples, m]."""
+    """Start and end of each key's query range, each [samples, m]."""
     query_places: Integers
     """Positions [n] of the queries in the whole sequence."""
     key_places: Integers

@@ -39,10 +39,12 @@ from megatron.extensions.speed.fusions.attention.row_blocks_triton import (
 LOG2_E = 1.4426950408889634
 
 FORWARD = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)}
-"""Block size of queries, block size of keys, warps and stages of the forward pass, by head width."""
+"""Compilation settings of the forward pass for each head width: queries per block, keys per block, warps and pipeline
+stages."""
 
 OF_QUERIES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (32, 32, 8, 1)}
-"""Block size of queries, block size of keys, warps and stages for query gradients, by head width."""
+"""Compilation settings of the query gradients for each head width: queries per block, keys per block, warps and
+pipeline stages."""
 
 OF_KEYS = {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 64, 8, 1)}
 """Block size of queries, block size of keys, warps and stages for key and value gradients, by head width."""

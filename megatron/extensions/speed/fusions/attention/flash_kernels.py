@@ -62,7 +62,7 @@ def flash_kernel(of: AttentionOperands, on_gpus: Callable[[float], PackedKernel]
 
 
 def fits_flash(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
-    """Return True if torch's FlashAttention for GPUs supports the operands."""
+    """Return True if torch's FlashAttention on GPUs supports this dtype and these head widths."""
     widest = max(head_dim, value_head_dim)
     return dtype in (torch.float16, torch.bfloat16) and widest % 8 == 0 and widest <= 256
 
@@ -154,7 +154,8 @@ class FlashCUDAKernel:
 
 class EqualWidthsKernel:
     """Adapter for a packed-sequence kernel that requires keys and values of equal width. The adapter pads the narrower
-    tensors with zero channels, which do not change scores or outputs. The padding exists only while the kernel runs."""
+    tensors with zero channels, which do not change scores or outputs. The padded tensors are freed after the kernel
+    call."""
 
     def __init__(self, kernel: PackedKernel) -> None:
         self.kernel = kernel

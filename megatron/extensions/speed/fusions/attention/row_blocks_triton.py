@@ -1,7 +1,8 @@
 """Row blocks in Triton attention kernels: loads and stores, the ranges that rows attend to, and dropout.
 
-A band limits the loop over the blocks of the other side (keys for a program of queries, and vice versa). Only the
-blocks at both ends of the range need a mask, because every row of the program attends to all blocks in between.
+A program that processes a block of queries loops only over the blocks of keys in their range. A program that processes
+a block of keys does the same with blocks of queries. Only the blocks at both ends of the range need a mask, because
+every row of the program attends to all blocks in between.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -104,8 +105,9 @@ def load_bounds(bounds, sample, i, in_i):
 
 @triton.jit
 def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
-    """Divide the ranges [first, stop) of rows into blocks. Returns the start of the first block, the range of blocks to
-    which every row attends, and the number of other blocks before and after this range."""
+    """Divide the ranges [first, stop) of rows into blocks. Returns five numbers: the start of the first block, the
+    start and end of the blocks to which every row attends, and the numbers of remaining blocks before and after
+    these."""
     begin = tl.min(tl.where(inside, first, size)) // BLOCK * BLOCK
     end = tl.maximum(tl.max(tl.where(inside, stop, 0)), begin)
     end = begin + (end - begin + BLOCK - 1) // BLOCK * BLOCK
@@ -117,8 +119,8 @@ def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_blocks(add_block, sums, own, other, seen, ranges, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr):
-    """Process the blocks of the `other` side, and add them to the `sums` of the program's `own` rows, whose ranges are
-    `seen` (first, stop). Blocks to which every row attends are added first."""
+    """Loop over the blocks of the `other` operands, and add their contributions to the `sums` of the program's `own`
+    rows. `seen` contains the range (first, stop) of each row. Blocks to which every row attends are added first."""
     begin, full, full_end, before, behind = ranges
     for start in range(full, full_end, BLOCK):
         sums = add_block(sums, own, other, seen, start, numbers, WIDTHS, BLOCK, False)

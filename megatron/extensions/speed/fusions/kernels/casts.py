@@ -2,7 +2,7 @@
 its gradient, and the gradients of attention heads.
 
 Without these fused kernels, a GPU would write the result in 16 bits, and a cast would read it again. Values are still
-rounded to 16 bits before the cast, so the results equal those of separate kernels."""
+rounded to 16 bits before the cast, so the results equal those of a separate cast kernel."""
 
 from __future__ import annotations
 
@@ -162,8 +162,8 @@ WIDTHS = 64, 128, 256
 
 @operation
 def swiglu_cast(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
-    """Compute SiLU(gate) * up [n, f] from x [n, 2f], which holds gate and then up (arXiv:2002.05202), and cast it as
-    `cast_transpose_noting_amax` does."""
+    """Compute SiLU(gate) * up [n, f] (arXiv:2002.05202), and cast the result as in `cast_transpose_noting_amax`. x [n,
+    2f] is the concatenation of gate and up."""
     return noting(swiglu_cast_twin, compiled, cast, x)
 
 
@@ -186,7 +186,7 @@ def swiglu_cast_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
 
 
 def swiglu_gradient_cast_twin(x: Tensor, grad: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
-    """Compute `swiglu_gradient_cast` in plain torch, and return the amax instead of recording it."""
+    """Plain-torch version of `swiglu_gradient_cast` that returns the amax instead of recording it."""
     return cast_transpose_with_amax_twin(SWIGLU[1](wide(x), wide(grad)).to(x.dtype), cast)
 
 

@@ -127,8 +127,8 @@ def cast_and_store(values, casts, i, j, in_i, in_j, n, k):
 @triton.jit
 def note_amax(bits, casts):
     """Combine the largest magnitude of a program, given as `bits`, with the largest magnitudes of the other programs.
-    The last program to finish stores the scale of the tensor and updates `noted`. The scale is NaN if the amax is not
-    finite."""
+    The last program to finish stores the scale of the tensor and records its amax in `noted`. The scale is NaN if the
+    amax is not finite."""
     tl.atomic_max(casts.state, bits)
     if tl.atomic_add(casts.state + 1, 1) == tl.num_programs(0) - 1:
         largest = tl.atomic_xchg(casts.state, 0)
@@ -280,7 +280,7 @@ def _tiles(n: int, k: int, tile: tuple[int, int] = (TILE, TILE)) -> tuple[int]:
 
 def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
     """Return the values by rows and by columns, followed by the scales, or by a single scale for both casts if the amax
-    is []. A cast whose amax is None is omitted. x must not be empty."""
+    is []. If the amax for rows or columns is None, the cast by rows or by columns is omitted. x must not be empty."""
     (n, k), amax = x.shape, (row_amax, column_amax)
     wanted = [one is not None for one in amax]
     vector = any(one is not None and one.ndim > 0 for one in amax)

@@ -57,7 +57,7 @@ class _Algorithm(ctypes.Structure):
 
 @dataclass
 class _Product:
-    """Prepared matrix product of one shape."""
+    """cuBLASLt matrix product that is prepared for one shape."""
 
     description: ctypes.c_void_p
     a: ctypes.c_void_p

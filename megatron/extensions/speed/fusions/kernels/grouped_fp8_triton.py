@@ -52,7 +52,8 @@ memory of Ada.
 
 
 class RowTiling(NamedTuple):
-    """Compilation settings of the kernel for products of rows: rows, outputs and terms of a step, warps and stages."""
+    """Compilation settings of the kernel for products of rows: the rows, outputs and terms that one step covers, and
+    the numbers of warps and pipeline stages."""
 
     rows: int
     outputs: int

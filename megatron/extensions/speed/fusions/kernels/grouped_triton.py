@@ -1,15 +1,15 @@
 """Triton kernels for expert weight gradients: a persistent kernel whose programs share one list of tiles.
 
-A weight gradient with few tokens per expert is bound by the memory traffic of its fp32 sums. For a matrix of 3,584 x
-4,096 and 1,024 tokens, reading and writing the sums takes as long as the multiplication. A program therefore does not
-wait for these reads and writes. Each program sends its tile to the L2 cache, which performs the addition while the
-loads of the next tile are in flight. One program runs on each multiprocessor, with tiles of 128 x 256. Smaller tiles of
-128 x 128 would read their operands more often than the cache can deliver them.
+With few tokens per expert, the memory traffic of the fp32 sums limits the speed of a weight gradient. For a matrix of
+3,584 x 4,096 and 1,024 tokens, reading and writing the sums takes as long as the multiplication. A program therefore
+does not wait for these reads and writes. Each program sends its tile to the L2 cache, which performs the addition while
+the loads of the next tile are in flight. One program runs on each multiprocessor, with tiles of 128 x 256. Smaller
+tiles of 128 x 128 would read their operands more often than the cache can deliver them.
 
-The list is sorted by the experts' numbers of rows in ascending order, so that adjacent tiles take about equally long.
-If the last tiles would leave many multiprocessors idle, these tiles are split along tokens into equal parts. The first
-part of a split tile is added like a whole tile. The other parts of a split tile are written to separate memory, and a
-second kernel adds them in order. Every sum therefore has a fixed order that does not depend on the timing of programs.
+Experts are listed in ascending order of their numbers of rows, so that adjacent tiles take about the same time. If the
+last tiles would leave many multiprocessors idle, these tiles are split along tokens into equal parts. The first part of
+a split tile is added like a whole tile. The other parts of a split tile are written to separate memory, and a second
+kernel adds them in order. Every sum therefore has a fixed order that does not depend on the timing of programs.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -34,10 +34,11 @@ MOST_PARTS = tl.constexpr(4)
 """Number of parts into which a tile is split along tokens."""
 
 ENOUGH_ROUNDS = tl.constexpr(16)
-"""Number of steps per program, relative to the steps of the longest tile, above which no tile is split."""
+"""Threshold for splitting tiles: no tile is split if the number of steps per program exceeds this multiple of the
+number of steps of the longest tile."""
 
 LEAST_STEPS = tl.constexpr(8)
-"""Minimum number of steps in a part of a split tile."""
+"""Minimum number of steps in each part of a tile that is split along tokens."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ def list_steps(schedule, experts, tiles, program, programs, EXPERTS: tl.constexp
 
 @triton.jit
 def tile_corner(tile, outputs, inputs, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Return the indices of a tile's first output and first input. Tiles are ordered so that eight tile rows share
-    their operands in the cache."""
+    """Return the index of the first output and of the first input in a tile. Tiles are ordered in groups of eight tile
+    rows, whose tiles share operands in the cache."""
     down, across = tl.cdiv(outputs, BLOCK_O), tl.cdiv(inputs, BLOCK_I)
     group, place = tile // (8 * across), tile % (8 * across)
     height = tl.minimum(down - group * 8, 8)
@@ -173,8 +174,8 @@ def add_grouped_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Add out[e] [outputs, inputs] += dy_eᵀ x_e. `parts` [slots, BLOCK_O, BLOCK_I] receives all parts of split tiles
-    except the first. All steps of a program form one loop, so that the loads of a tile are in flight while the previous
-    tile is added."""
+    except the first. A program processes all steps of all its tiles in one loop, so that it loads operands of the next
+    tile while the previous tile is being added."""
     item = tl.program_id(0) - programs
     row, end = 0, 0
     corner_o, corner_i = 0, 0
@@ -193,8 +194,8 @@ def add_grouped_kernel(
         of_x = tl.load(x + at * inputs + i[None, :], mask=used & (i[None, :] < inputs), other=0.0)
         total = tl.dot(tl.trans(of_dy), of_x, total, input_precision="ieee")
         if row + BLOCK_N >= end:
-            # Read the position of the tile again, because Triton does not prefetch loads if this value is carried from
-            # step to step.
+            # Read the position of the tile again: Triton does not prefetch loads if the loop carries this value from
+            # one step to the next.
             rank, _tile, part, _row, _end = list_item(schedule, item, experts, tiles, BLOCK_N)
             expert = tl.load(schedule + HEAD + rank).to(tl.int64)
             slot = (item - tl.load(schedule + WHOLE) - tl.load(schedule + TAIL)).to(tl.int64)
@@ -209,8 +210,9 @@ def send_tile(
 ):
     """Add a whole tile, or the first part of a split tile, to the matrix, or write another part to separate memory.
 
-    No other program of this kernel adds to the same tile. The tile is sent in four pieces, which saves shared memory
-    while values are rearranged so that each thread holds adjacent values.
+    No other program of this kernel adds to the same tile. The tile is sent in four parts. Before each part is sent, its
+    values are rearranged in shared memory so that each thread holds adjacent values. Four parts need less shared memory
+    than a whole tile.
     """
     left, right = _halves(total, BLOCK_O, BLOCK_I)
     for half in tl.static_range(2):

@@ -138,8 +138,8 @@ def _fits_with_cast(total: Tensor, *operands_and_cast: object) -> bool:
 
 
 def normalized(x: Tensor, norm: Norm) -> tuple[Tensor, ...]:
-    """Return the norm of each row of x [..., h], 1 / the row's standard deviation or root mean square and, for
-    LayerNorm, the row's mean."""
+    """Normalize each row of x [..., h]. Returns the normalized rows, the inverse of each row's standard deviation
+    (LayerNorm) or root mean square (RMSNorm) and, for LayerNorm, each row's mean."""
     rows = wide(x)
     mean = rows.mean(-1, keepdim=True) if norm.centered else None
     rows = rows if mean is None else rows - mean
@@ -208,7 +208,7 @@ def norm_gradients_twin(
     sums: bool,
     cast: CastOrder | None,
 ) -> tuple[NormGradients, Tensor | None]:
-    """Compute `norm_gradients` in plain torch, and return the amax instead of recording it."""
+    """Plain-torch version of `norm_gradients` that returns the amax instead of recording it."""
     dx, *of_parameters = gradients_of_norm(total, of_total, of_normed, weight, statistics, one_plus)
     row_sum = wide(dx).sum(0).to(dx.dtype) if sums else None
     pair, amax = (None, None) if cast is None else cast_transpose_with_amax_twin(dx, cast)
@@ -259,9 +259,9 @@ _norm_gradients = gpu_operator(
     f"{CAST}) -> Tensor[]",
     _fake_gradients,
 )
-"""Operator that returns four results: the gradient of the total; a tensor [., h] with the gradients of the parameters
-and, with `sums`, the total's gradient summed over rows; the requested casts by rows and by columns; and the scale of
-the casts."""
+"""Operator that returns four results. The first is the gradient of the total. The second is a tensor [., h] that
+contains the parameter gradients and, if `sums` is True, the total's gradient summed over rows. The third contains the
+requested casts by rows and by columns. The fourth is the scale of these casts."""
 
 
 def _rows(shapes: RunShapes) -> tuple[Tensor, Tensor, Norm]:

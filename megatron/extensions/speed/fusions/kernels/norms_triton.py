@@ -33,9 +33,9 @@ GRADIENT_ELEMENTS = 2**13
 computes sums over rows and casts, more elements would not fit into the 128 registers of a thread."""
 
 CACHED_ELEMENTS, CHUNK_ROWS = 2**16, 16
-"""Maximum number of elements and maximum number of rows in a block. A program reads its block twice, the second time
-from the L2 cache: for two 16-bit operands and 132 programs, the blocks take 35 MB of a cache of 50 MB. A column of a
-cast holds 16 bytes for the rows of a block."""
+"""Maximum number of elements in a block, and maximum number of rows in a block. A program reads its block twice, the
+second time from the L2 cache: for two 16-bit operands and 132 programs, the blocks take 35 MB of a cache of 50 MB. A
+column of a cast holds 16 bytes for the rows of a block."""
 
 SUMMED, SUMMED_PARTS = 64, 32
 """For the second kernel: number of columns that a program sums, and number of partial sums that it reads at a time."""
