@@ -41,10 +41,10 @@ class Factors:
     """Scaling factors for one parameter, relative to the same parameter in the base model."""
 
     std: float
-    """Factor of the standard deviation of initial values."""
+    """Factor by which the standard deviation of initial values is multiplied."""
 
     change: float
-    """Factor of the elements of an optimizer update."""
+    """Factor by which the elements of an optimizer update are multiplied."""
 
     gradient: float
     """Factor of the elements of the gradient that the backward pass computes."""

@@ -48,6 +48,6 @@ CYCLES = ("simple", "quintic")
 
 
 def coefficients(kind: str, steps: int) -> tuple[Coefficients, ...]:
-    """Return the coefficients of each Newton-Schulz step, for `steps` steps."""
+    """Return the coefficients of the first `steps` Newton-Schulz steps, one entry per step."""
     known = COEFFICIENTS[kind]
     return tuple(known[i % len(known) if kind in CYCLES else min(i, len(known) - 1)] for i in range(steps))

@@ -157,7 +157,7 @@ def chunks(numel: int, size: int = 2**22) -> list[tuple[int, int]]:
 
 
 def on_host(numel: int, dtype: torch.dtype | None, read: Callable[[int, int], Tensor]) -> Tensor:
-    """Read all elements into host memory with `read`, part by part."""
+    """Copy all elements to host memory, one chunk at a time. `read(start, stop)` returns the elements of a chunk."""
     values = torch.empty(numel, dtype=dtype)
     for start, stop in chunks(numel):
         values[start:stop].copy_(read(start, stop))
@@ -215,7 +215,7 @@ CHUNK = 2**18
 EXP_AVG = 0x3C6EF372
 EXP_AVG_SQ = 0x1B873593
 MAIN = 0x52DCE729
-"""Salt for the random bits that round the main parameters. Each optimizer state has a salt of its own."""
+"""Salt for the random bits that round main parameters. EXP_AVG and EXP_AVG_SQ are the salts for the moments."""
 
 
 class PackedShard(Shard):
@@ -332,7 +332,8 @@ def read_main(kind: str, part: Part, main: StoredState) -> Tensor:
 
 
 class PrecisionAwareAdam(FusedTransform):
-    """Adam with decoupled weight decay (arXiv 1711.05101), with moments in the formats of the flags."""
+    """Adam with decoupled weight decay (arXiv 1711.05101). The moments are stored in the formats of --exp-avg-dtype and
+    --exp-avg-sq-dtype."""
 
     def states(self, meta: ParamMeta) -> Sequence[State]:
         options = self.config.options(PrecisionAwareFlags)
@@ -352,7 +353,7 @@ def stored_state(name: str, meta: ParamMeta, number: StateFormat) -> State:
 
 
 def packed_adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
-    """Build --optimizer adam --use-precision-aware-optimizer."""
+    """Build the transforms of --optimizer adam under --use-precision-aware-optimizer."""
     return [PrecisionAwareAdam(config)]
 
 
@@ -400,7 +401,7 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
     main = before * (1 - lr * weight_decay) - lr * direction
 
     key = mixed(_leading_bits(before))
-    if kind == "fp16":  # add the gradient, because few distinct main parameters do not distinguish elements
+    if kind == "fp16":  # hash the gradient too, because many elements have equal fp16 main parameters
         key = mixed(key ^ _leading_bits(grad))
     key = key ^ mixed(number.to(torch.int32))
     _store(shard.exp_avg, exp_avg, part.exp_avg, key, EXP_AVG, skipped)

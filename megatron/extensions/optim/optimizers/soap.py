@@ -44,7 +44,7 @@ def soap(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
 
 
 class Soap(Transform):
-    """Transform that performs the complete update of SOAP, including learning rate and weight decay."""
+    """Transform that computes the complete SOAP update, including the learning rate and weight decay."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.options = config.options(SoapFlags)
@@ -168,7 +168,8 @@ def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     """Find the columns that are linearly independent of all independent columns before them.
 
-    QR finds the first dependent column only: it continues with that column's rounding errors as a direction.
+    A single QR decomposition finds only the first dependent column. For later columns, it would use the rounding errors
+    of the first dependent column as a direction.
 
     Args:
         columns: Vectors [n, count].
@@ -181,7 +182,7 @@ def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     left = torch.arange(columns.shape[1], device=columns.device)
     while len(left):
         rest = columns[:, left]
-        for _ in range(2):  # once leaves rounding errors as large as the columns' parts in the span
+        for _ in range(2):  # a single projection leaves rounding errors in proportion to the part that it removes
             rest = rest - basis @ (basis.mT @ rest)
         distant = rest.norm(dim=0) > noise
         left, rest = left[distant], rest[:, distant]

@@ -47,7 +47,8 @@ def with_branch(config: RunConfig) -> RunConfig:
 
 
 def _with_any_length(config: RunConfig, options: BranchFlags) -> RunConfig:
-    """Set a length for a branch that cannot start, so that the missing length is not reported as a second problem."""
+    """Set an arbitrary length if a branch cannot start, so that its missing length is not reported as a second
+    problem."""
     values = _of_branch(config, _samples(config, max(1, options.decay_tokens or 1)), None)
     return with_named(config, values | {"lr_decay_style": config.optimizer.lr_decay_style})
 

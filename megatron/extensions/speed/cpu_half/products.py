@@ -1,4 +1,4 @@
-"""16-bit matrix products computed in fp32, for CPUs without instructions for them.
+"""16-bit matrix products computed in fp32, for CPUs that lack 16-bit matrix instructions.
 
 On such CPUs, torch's own kernels take up to fifty times as long as an fp32 product. Operands are cast to fp32 and
 results are rounded once, as in torch's kernels. This module replaces operators of torch, so that layers, their backward

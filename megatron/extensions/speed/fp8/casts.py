@@ -5,8 +5,8 @@ number of the format. A GEMM sums in fp32 and multiplies by the scales 1 / m of 
 and Inf are not lost, because they propagate to the scale and therefore to the result.
 
 A cast by rows has the shape of the matrix, [n, k]. A cast by columns has the transposed shape [k, n], because fp8 GEMMs
-sum along the last dimension of both operands. One pass over the matrix makes both casts. Before the casts, collectives
-reduce the amax over the ranks.
+sum along the last dimension of both operands. One pass over the matrix computes both the cast by rows and the cast by
+columns. Before the casts, collectives reduce the amax over the ranks.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def noting(
     Args:
         twin: Function of `others` and `cast` that returns a result and an amax.
         compiled: Whether the region is compiled.
-        cast: Cast request, which is the last operand of the twin. The field `noted` of this operand receives the amax.
+        cast: Cast request, which is the last operand of the twin. The amax is recorded in its field `noted`.
         others: Other operands with which the twin is called.
     """
     found, amax = region(twin, compiled, static=True)(*others, cast._replace(noted=None))
@@ -113,7 +113,7 @@ def amax_of_rows_and_columns(
 
 @operation
 def transpose(values: Tensor, compiled: bool) -> Tensor:
-    """Return the transpose [k, n] of fp8 values [n, k], row-major."""
+    """Return the transpose [k, n] of fp8 values [n, k] as a row-major tensor."""
     return region(transposed, compiled, static=True)(values)
 
 
@@ -232,8 +232,8 @@ def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
 
 
 def multiplies_in_fp8(x: Tensor) -> bool:
-    """Return True if matrix products on the device of `x` use torch's fp8 GEMM. On CPUs, this GEMM takes up to a
-    thousand times as long as a product of dequantized operands, which gives the same values."""
+    """Return True if matrix products on the device of `x` use torch's fp8 GEMM. On CPUs, torch's fp8 GEMM takes up to a
+    thousand times as long as a product of dequantized operands. Both compute the same values."""
     return x.is_cuda
 
 

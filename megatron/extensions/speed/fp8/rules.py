@@ -160,9 +160,9 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
 
 
 def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
-    """Check the fp8 attention projections of each kind of layer. The check covers the rows of the projection to
-    queries, gates, keys and values, which may have several widths, and the columns of the output projection. The sizes
-    on each rank must be divisible by `rank`; `rule` is the text that describes this rule."""
+    """Check the sizes of the fp8 attention projections for each kind of layer. Two sizes must be divisible by `rank`:
+    the number of rows of the projection to queries, gates, keys and values, and the number of columns of the output
+    projection. `rule` is the text that describes this requirement."""
     try:
         kinds = dict.fromkeys(c.model.of_layer(number) for number in range(c.model.num_layers))
     except ValueError:

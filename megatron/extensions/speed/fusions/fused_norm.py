@@ -93,7 +93,8 @@ def _added_dropped(x: Tensor, update: Tensor, p: float, row_bits: Tensor, column
 
 
 class ResidualSum(NamedTuple):
-    """Residual stream with a pending addition, x + dropout(update), that the next norm computes."""
+    """Residual stream x and an update that is not yet added to it. The next norm computes the sum x +
+    dropout(update)."""
 
     x: Tensor
     update: Tensor | None = None
@@ -104,7 +105,7 @@ class ResidualSum(NamedTuple):
 
 
 class FusedLayerNorm(LayerNorm):
-    """`LayerNorm` whose kernels also compute the pending addition of a stream if gradients are enabled."""
+    """`LayerNorm` whose kernels also add the pending update to the residual stream if gradients are enabled."""
 
     centered = True
 
@@ -144,7 +145,7 @@ class FusedLayerNorm(LayerNorm):
 
 
 class FusedRMSNorm(FusedLayerNorm, RMSNorm):
-    """`RMSNorm` whose kernels also compute the pending addition of a stream, as in `FusedLayerNorm`."""
+    """`RMSNorm` whose kernels also add the pending update to the residual stream, as in `FusedLayerNorm`."""
 
     centered = False
 
@@ -175,8 +176,8 @@ def fused_norm(
         update: Addend [..., h]; None: no addition.
         norm: Norm of the sum. 16-bit operands are normalized in fp32.
         mask: Dropout mask of the update, for x [s, b, h].
-        cast: fp8 casts of the norm that the next layer requests. If there is no mask, the returned norm is a
-            placeholder with these casts.
+        cast: fp8 casts of the norm that the next layer requests. If there is no mask, a placeholder that contains these
+            casts is returned instead of the norm.
 
     If there is no mask, and a linear layer computed the update (or x if there is no update), the backward pass also
     computes the casts and sums of the gradient that this linear layer needs.
@@ -249,8 +250,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _with_casts_and_sum(of_update: OutputGradient, operands: NormBackward) -> tuple[Tensor | None, ...]:
-    """Compute `_backward_of_both` without a mask, and pass the casts and the sum of the update's gradient to the layer
-    that computed the update."""
+    """Compute `_backward_of_both` without a mask. Pass the update's gradient to the linear layer that computed the
+    update, as fp8 casts and a sum over rows."""
     total, of_total, of_normed, weight, statistics, one_plus = operands
     of_sum = None if of_total is None else _rows(of_total)
     of_rows = tuple(part.view(-1, 1) for part in statistics)

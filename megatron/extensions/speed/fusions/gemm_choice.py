@@ -138,7 +138,7 @@ def choose_weight_grads(
     use the same kernels, so that replicas stay equal.
 
     Args:
-        modules: Modules with the layers.
+        modules: Modules that contain the fp8 linear layers.
         tokens: Tokens of a micro-batch on each rank.
         recipe: fp8 recipe.
         stage: Axis of the pipeline stage's ranks.
@@ -318,7 +318,7 @@ def choose_additions(
     Collective over the ranks of a pipeline stage. The times of the slowest rank decide.
 
     Args:
-        modules: Modules with the layers. Only layers that support an addend are timed.
+        modules: Modules that contain the linear layers. Only layers that support an addend are timed.
         tokens: Tokens of a micro-batch on each rank.
         stage: Axis of the pipeline stage's ranks.
         device: Device of the layers.
@@ -356,8 +356,8 @@ def _row_parallel(modules: Iterable[nn.Module]) -> list[RowParallelLinear]:
 
 
 def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device) -> dict[str, Run]:
-    """Return, for each variant, a function that runs the variant on random operands. The variants are a GEMM with an
-    addend, and a GEMM without an addend followed by the additional pass of the norm."""
+    """Return two functions that compute the residual addition on random operands. One runs a GEMM with an addend. The
+    other runs a GEMM without an addend and the extra memory pass that the norm then needs."""
     generator = torch.Generator(device).manual_seed(0)
 
     def made(*size: int) -> Tensor:

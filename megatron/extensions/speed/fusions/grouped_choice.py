@@ -4,7 +4,7 @@ cannot add weight gradients to fp32 sums, and leaves rows that belong to no expe
 
 There are several kernels for weight gradients. One kernel uses a single list of tiles for all experts, and has several
 tilings (`grouped_triton.py`). The other kernel runs one program for each tile, which suits small numbers of rows. The
-kernel with one program for each tile also accepts an output that is not in fp32. If kernels are not timed, as in
+kernel with one program per tile also supports outputs that are not in fp32. If kernels are not timed, as in
 deterministic runs, the first kernel with correct results is used.
 """
 
@@ -82,7 +82,8 @@ def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segm
 
 @dataclass
 class GroupedWeightGrad:
-    """Chosen kernel for expert weight gradients by (outputs, inputs); other shapes use `TILES`."""
+    """Kernels chosen for expert weight gradients, one for each shape (outputs, inputs). Shapes without an entry use
+    `TILES`."""
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)

@@ -45,7 +45,7 @@ ROW_LISTS = ("square", "shallow", "flat")
 """Tilings of products of rows (`grouped_fp8_triton.ROW_TILINGS`)."""
 
 ANY = "shallow"
-"""Tiling for shapes that were not timed. Its shared memory fits every GPU that supports fp8."""
+"""Tiling for shapes that were not timed. It fits into the shared memory of every GPU that supports fp8."""
 
 Operands = TypeVarTuple("Operands")
 Run = Callable[[], object]
@@ -89,8 +89,8 @@ class ExpertKernel(Generic[*Operands]):
 
     @abstractmethod
     def runs(self, shapes: RunShapes) -> Iterator[tuple[tuple[int, int], dict[str, Run]]]:
-        """Yield (outputs, inputs) of each product in a training run, with a function for each kernel that runs the
-        kernel; `TORCH` is last. A kernel's first run raises RuntimeError if its results are wrong."""
+        """Yield the shape (outputs, inputs) of each product in a training run, and one function per kernel that runs
+        this kernel. `TORCH` is the last kernel. A kernel's first run raises RuntimeError if its results are wrong."""
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
         """Return the reason why a run uses torch instead of these kernels; None if it uses the kernels. Collective over
@@ -141,7 +141,7 @@ def _untimed(run: Run) -> float:
 
 
 class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
-    """Kernels for fp8 weight gradients: sums of products over the rows of each expert."""
+    """Kernels for fp8 weight gradients, which sum products over the rows of each expert."""
 
     def suits(self, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> bool:
         return runs_triton(out) and out.dtype == torch.float32 and out.is_contiguous()
@@ -241,7 +241,7 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
 
 
 def _part(tiles: ExpertTiles, start: int, stop: int, columns: slice) -> ExpertTiles:
-    """Return the given columns of the tiles from `start` to `stop`."""
+    """Return a range of columns of tiles [start, stop)."""
     values, rows = tiles.values[columns, TILE * start : TILE * stop], TILE * (stop - start)
     return ExpertTiles(values, tiles.scale[start:stop, columns], rows)
 

@@ -207,7 +207,8 @@ def choose_kernels(
 
     Args:
         shapes: Shapes of the run.
-        world: Axis that contains all ranks of the run. clock: Function that times a run. None: do not compare times.
+        world: Axis that contains all ranks of the run.
+        clock: Function that times a run. None: do not compare times.
         say: Function that prints a log line.
         kernels: Kernels to compare; the default is all registered kernels.
     """
@@ -267,7 +268,7 @@ def _relative(found: Tensor, expected: Tensor) -> float:
 
 
 def copied(value: R) -> R:
-    """Copy nested tuples and lists with the tensors in them."""
+    """Copy nested tuples and lists, including the tensors that they contain."""
     leaves, structure = tree_flatten(value)
     copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     found: R = tree_unflatten(copies, structure)
@@ -278,7 +279,8 @@ def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.d
     """Time each run on every rank. Returns the times of the slowest rank. Collective over the world.
 
     Args:
-        runs: Functions to time, by name. Each function is removed after it is timed, so that its operands are freed.
+        runs: Functions to time, keyed by kernel name. Each function is removed after it is timed, so that its operands
+            are freed.
         clock: Function that times a run.
         device: Device of the reduction.
         world: Axis of all ranks.

@@ -1,9 +1,9 @@
 """Transformer layer that fuses residual additions into adjacent norms or GEMMs, and SwiGLU MLP that computes the
 activation and its input gradient directly in fp8.
 
-The MLP needs `--compile` and scales that are known in advance (--fp8-recipe delayed). Neither the activation nor the
-gradient of its input is stored in 16 bits. Placeholders carry the casts to the linear layers before and after the
-activation.
+The fused MLP requires `--compile`, and scales that are known before the activation is computed (--fp8-recipe delayed).
+Neither the activation nor the gradient of its input is stored in 16 bits. Placeholders carry the casts to the linear
+layers before and after the activation.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class FusedTransformerLayer(TransformerLayer):
     """
 
     def forward(self, x: Stream, context: BatchContext, pending: bool = False) -> Stream:  # type: ignore[override]
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. If `pending` is True, the next reader of
-        the stream computes the last addition."""
+        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. If `pending` is True, the last update is
+        returned without being added. The module that reads the stream next adds it."""
         if self.norms_sums:
             return super().forward(added(x), context)
         stream = self._next(x if isinstance(x, ResidualSum) else ResidualSum(added(x)), context)

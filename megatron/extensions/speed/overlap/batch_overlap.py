@@ -24,11 +24,11 @@ from megatron.training.step_parts import StepParts
 
 
 class _Abandoned(BaseException):
-    """Exception that ends a pass after the other pass failed."""
+    """Exception that ends one of two interleaved passes after the other pass failed."""
 
 
 class BatchOverlap(PassPair):
-    """Run two passes in alternation."""
+    """Run passes of two micro-batches in alternation: a pass yields whenever it launches a collective."""
 
     in_turns = True
 
@@ -55,8 +55,8 @@ class BatchOverlap(PassPair):
             raise self._error
 
     def hand_over(self) -> None:
-        """Yield to the other pass after a collective was launched. Returns when the other pass yields or ends; if there
-        is no other pass, returns immediately."""
+        """Yield to the other pass. A pass calls this method after it launches a collective. Returns when the other pass
+        yields or ends; if there is no other pass, returns immediately."""
         if not self._active or self._finished[1 - self._turn]:
             return
         own = self._turn

@@ -10,8 +10,8 @@ In the backward pass, the gather before a row-parallel layer's GEMMs runs in par
 column-parallel layer runs without parts: as in `LinearFunction`, the gather overlaps with the GEMM for dX, and the
 reduction overlaps with the GEMM for dW. If the schedule defers dW, however, dX is computed and reduced in parts.
 
-Parts are sent in the form that the GEMMs read. For fp8 with one scale per tensor, ranks send bytes, which equal the
-cast of the whole tensor in one process.
+Ranks send their parts of the operands in the format that the GEMMs read. For fp8 with one scale per tensor, ranks send
+bytes, which equal the cast of the whole tensor in one process.
 
 Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 """
@@ -150,7 +150,7 @@ class RingOverlap:
 
 class SymmetricOverlap:
     """GEMMs that overlap with collectives, implemented with torch's symmetric-memory operations, in the precision of
-    the parameters. This needs NCCL, and GPUs that access each other's memory (NVLink).
+    the parameters. These operations require NCCL, and GPUs that can access each other's memory (NVLink).
 
     The copies between GPUs use no multiprocessors, in contrast to NCCL's sends and receives.
     """
@@ -269,7 +269,8 @@ def _weight_grad(layer: Overlapped, weight: Tensor, dy: Operand, x: Callable[[],
 
 
 class Overlapped(ParallelLinear):
-    """Parallel linear layer whose collectives overlap with its GEMMs; `function` computes it."""
+    """Parallel linear layer whose collectives overlap with its GEMMs. The autograd function `function` computes the
+    layer."""
 
     function: type[torch.autograd.Function]
 

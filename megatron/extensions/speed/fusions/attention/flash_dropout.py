@@ -60,7 +60,7 @@ class Band:
 
     @property
     def tile(self) -> Tile:
-        """Return the query rows of the band as a tile."""
+        """Return the band as one tile that contains all of its queries and keys."""
         places = int(self.query_places[0]), int(self.key_places[0])
         return Tile(None, self.queries, self.keys, *places, diagonal=self.diagonal)
 
@@ -150,7 +150,7 @@ class FlashDropoutKernel:
         return PackedAttention.apply(q, k, v, sinks, _AtOnce(self), tiles)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Outputs:
-        """Return the attention outputs of the rows that the tiles cover.
+        """Return the attention outputs for all query rows in the tiles.
 
         Args:
             q: Queries [n, b, heads, d].
@@ -172,7 +172,7 @@ class FlashDropoutKernel:
 
 
 class _AtOnce:
-    """Dropout kernel for all queries of a rank, with the interface that `PackedAttention` uses."""
+    """Adapter of the dropout kernel for `PackedAttention`. One launch computes all queries of a rank."""
 
     def __init__(self, kernel: FlashDropoutKernel) -> None:
         self.kernel = kernel

@@ -47,10 +47,11 @@ OF_QUERIES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (32, 32, 8, 1)}
 pipeline stages."""
 
 OF_KEYS = {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 64, 8, 1)}
-"""Block size of queries, block size of keys, warps and stages for key and value gradients, by head width."""
+"""Compilation settings of the key and value gradients for each head width: queries per block, keys per block, warps and
+pipeline stages."""
 
 ROWS = 64
-"""Number of rows per program of the kernel that prepares the backward pass."""
+"""Number of rows per program in the kernel that prepares the backward pass."""
 
 
 @triton.jit

@@ -54,7 +54,7 @@ class Flash2:
 
 def flash_kernel(of: AttentionOperands, on_gpus: Callable[[float], PackedKernel] = Flash2) -> Kernel:
     """Return the FlashAttention kernel that supports the device, dtype and head sizes. On GPUs, `on_gpus(scale)`
-    creates this kernel. All kernels agree up to rounding."""
+    creates this kernel. The results of all kernels agree up to rounding."""
     fits = of.device.type == "cuda" and fits_flash(of.dtype, of.head_dim, of.value_head_dim)
     if fits and torch.cuda.get_device_capability(of.device) >= (8, 0):
         return FlashCUDAKernel(on_gpus(of.scale))
@@ -181,7 +181,7 @@ def of_one_width(*tensors: Tensor) -> list[Tensor]:
 
 
 def window_of(tile: Tile) -> Window:
-    """Return the kernel's window argument for the window of a tile."""
+    """Convert a tile's window to the window argument of a FlashAttention kernel."""
     if tile.diagonal:
         return (-1 if tile.window is None else tile.window - 1, 0)
     if tile.window is None:

@@ -16,7 +16,7 @@ gradients by 1 % (`tests/extensions/fusions/test_fp8_attention.py`).
 
 There are several kernels. `Twin` is the reference implementation in plain torch, and runs on every device.
 FlashAttention-3 and `fp8_attention_triton` run only on GPUs. torch's cuDNN attention cannot run the fp8 forward pass,
-because it accepts no scales.
+because it does not accept scales.
 """
 
 from __future__ import annotations
@@ -257,7 +257,8 @@ class Fp8Attention(nn.Module):
         return out
 
     def planned(self, launches: Launches) -> Fp8Attention:
-        """Return a copy of this attention whose kernels record their launches in a plan for GPUs."""
+        """Return a copy of this attention for planning a run on GPUs. Its kernels record their launches instead of
+        running."""
         return Fp8Attention(self.name, PlannedKernels(self.name, launches), compiled=True)
 
 

@@ -37,8 +37,8 @@ class Casts(NamedTuple):
     multiplier: Tensor
     scale: Tensor
     state: Tensor
-    """Two numbers [2]: the bits of the largest magnitude so far, and the number of finished programs. Both are zero
-    before and after a call."""
+    """Two numbers [2]: the bit pattern of the largest magnitude so far, and the number of finished programs. Both are
+    zero before and after a call."""
     noted: Tensor | None
     """Recorded amax. If the amax of the matrix is larger, the kernel raises the recorded amax to it."""
 
@@ -119,16 +119,16 @@ def store_casts(values, by_rows, by_columns, rows, columns, i, j, in_i, in_j, n,
 
 @triton.jit
 def cast_and_store(values, casts, i, j, in_i, in_j, n, k):
-    """Call `store_casts` with the multiplier of `casts`."""
+    """Multiply `values` by the multiplier in `casts`, and store the requested casts."""
     by = tl.load(casts.multiplier)
     store_casts(values, by, by, casts.rows, casts.columns, i, j, in_i, in_j, n, k)
 
 
 @triton.jit
 def note_amax(bits, casts):
-    """Combine the largest magnitude of a program, given as `bits`, with the largest magnitudes of the other programs.
-    The last program to finish stores the scale of the tensor and records its amax in `noted`. The scale is NaN if the
-    amax is not finite."""
+    """Combine the largest magnitude in this program's block with those of the other programs. `bits` is this
+    magnitude's bit pattern. The last program to finish stores the scale of the tensor and records its amax in `noted`.
+    The scale is NaN if the amax is not finite."""
     tl.atomic_max(casts.state, bits)
     if tl.atomic_add(casts.state + 1, 1) == tl.num_programs(0) - 1:
         largest = tl.atomic_xchg(casts.state, 0)

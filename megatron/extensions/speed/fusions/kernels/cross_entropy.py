@@ -16,7 +16,8 @@ from megatron.core.tensor_parallel.cross_entropy import scale_rows_
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, no_result, runs_triton
 
 ROWS = 4096
-"""Maximum number of tokens in a comparison with plain torch. The logits of this many tokens suffice to occupy a GPU."""
+"""Maximum number of tokens for which the kernel is compared with plain torch. The logits of this many tokens suffice to
+occupy a GPU."""
 
 
 def makes_gradients(logits: Tensor, *_: object) -> bool:
@@ -28,7 +29,8 @@ def makes_gradients(logits: Tensor, *_: object) -> bool:
 def loss_and_gradient_twin_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
     """Compute the losses [n] in fp32, and replace the logits with the gradients of the losses.
 
-    A loss is -log softmax(logits)[label] + z_loss_coeff * log(sum of exp(logits))^2. Both terms are computed in fp32.
+    A loss is -log softmax(logits)[label] + z_loss_coeff * log(sum of exp(logits))^2. Both terms of the loss are
+    computed in fp32.
 
     Args:
         logits: Logits [n, width].

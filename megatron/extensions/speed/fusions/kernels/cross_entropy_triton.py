@@ -70,7 +70,7 @@ def _of_row(place, labels, losses, block, width, columns, z_loss, THREADS: tl.co
 
 @triton.jit
 def scale_row(x, factors, width, BLOCK: tl.constexpr):
-    """Multiply the row of x [n, width] by its factor, in place."""
+    """Multiply one row of x [n, width] by the row's factor, in place."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factors + row)
     if factor != 1.0:

@@ -1,8 +1,8 @@
 """cuBLASLt GEMMs with an addend (beta = 1), called through ctypes. torch does not expose beta for fp8 operands, and
 first copies a 16-bit addend into the output.
 
-Constants and signatures are those of cublasLt.h, which are the same in CUDA 12 and 13. The status of every call is
-checked. Operations that cuBLASLt does not support raise RuntimeError.
+Constants and signatures are those of cublasLt.h, which are the same in CUDA 12 and 13. The module checks the status of
+every cuBLASLt call. Operations that cuBLASLt does not support raise RuntimeError.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ A_SCALE_POINTER = 17
 B_SCALE_POINTER = 18
 FAST_ACCUM = 25
 BIAS_TYPE = 26
-"""Attribute numbers of a matrix product. Operand B is not transposed by default."""
+"""Numbers of the attributes of a cuBLASLt matrix product descriptor. There is no entry for the transposition of B,
+which is off by default."""
 
 MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
 """Numbers of preference attributes: workspace bytes, and alignments of A, B, C and D."""
@@ -132,7 +133,7 @@ class Kind(NamedTuple):
 
 
 def _description(kind: Kind) -> ctypes.c_void_p:
-    """Describe the product D = C + Aᵀ B, summed in fp32."""
+    """Return a cuBLASLt descriptor of the product D = C + Aᵀ B, summed in fp32."""
     description = ctypes.c_void_p()
     _call("cublasLtMatmulDescCreate", ctypes.byref(description), ctypes.c_int(COMPUTE_32F), ctypes.c_int(R_32F))
     _set_of_product(description, TRANS_A, ctypes.c_int32(OP_T))

@@ -3,8 +3,8 @@
 
 Tensor cores read fp8 operands along the dimension that a product sums over. Therefore a cast for weight gradients
 writes columns, [k, tokens], and pads the rows of each expert to whole tiles of 128, so that every load is aligned. Each
-step of the loop processes one tile and applies its scales in fp32. Thus, Hopper's tensor cores, which sum with fewer
-bits, sum only the terms of one tile.
+step of the loop processes one tile and applies its scales in fp32. Hopper's tensor cores sum in less than fp32
+precision, but each of their sums therefore contains only the terms of one tile.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -44,7 +44,7 @@ TILINGS = {
     "shallow": Tiling(128, 128, 1, warps=8, stages=3),
     "small": Tiling(64, 128, 1, warps=4, stages=3, of_multiprocessor=2),
 }
-"""Tilings for weight gradients by name. In these tilings, rows are counted in tiles of 128.
+"""Tilings for weight gradients by name. The number of rows per step is given in tiles of 128 rows.
 
 Larger tiles would leave no registers for the second accumulator of each output. The second tiling fits the shared
 memory of Ada.
@@ -134,8 +134,8 @@ def add_grouped_fp8_kernel(
     TILE: tl.constexpr,
 ):
     """Add out[e] [outputs, inputs] += dy_e x_eᵀ, for dy [outputs, tokens] and x [inputs, tokens] with scales [tokens /
-    TILE, outputs] and [tokens / TILE, inputs]. The kernel works like `add_grouped_kernel`, with one token tile per
-    step: BLOCK_N is 1, and the schedule counts tiles."""
+    TILE, outputs] and [tokens / TILE, inputs]. The kernel works like `add_grouped_kernel`, but each step processes one
+    tile of tokens: BLOCK_N is 1, and the schedule counts tiles instead of rows."""
     item = tl.program_id(0) - programs
     step, end = 0, 0
     corner_o, corner_i = 0, 0

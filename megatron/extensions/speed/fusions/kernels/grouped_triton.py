@@ -26,9 +26,9 @@ from torch import Tensor
 from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 
 FIRST, WHOLE, TAIL, PARTS, HEAD = (tl.constexpr(place) for place in range(5))
-"""Positions of four counts in a schedule: experts without rows, whole tiles, split tiles, and parts per split tile. The
-experts start at HEAD, in ascending order of their numbers of rows. For each expert, the schedule holds the first row
-and the end."""
+"""Positions in a schedule tensor. The first four positions hold the numbers of experts without rows, whole tiles, split
+tiles, and parts per split tile. The list of experts starts at HEAD, in ascending order of their numbers of rows. After
+this list, the schedule holds the first rows of all experts, and then the ends of their rows."""
 
 MOST_PARTS = tl.constexpr(4)
 """Number of parts into which a tile is split along tokens."""

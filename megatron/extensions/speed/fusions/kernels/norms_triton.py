@@ -259,7 +259,8 @@ def norm_gradients(
     n, h = x.shape
     casts, tile = Casts.of(n, h, *cast), gradient_tile(h)
     dx, blocks = torch.empty_like(x), triton.cdiv(n, tile[0])
-    programs = min(blocks, multiprocessors(x.device))  # a program fills the registers of a multiprocessor
+    # Launch one program per multiprocessor, because a program uses all registers of a multiprocessor.
+    programs = min(blocks, multiprocessors(x.device))
     part_sums = torch.empty(programs, len(statistics) + sums, h, device=x.device)
     order = casts, n, h, triton.cdiv(blocks, programs), one_plus, sums, tile
     norm_gradient_chunks[(programs,)](given, dx, part_sums, *order, num_warps=WARPS)

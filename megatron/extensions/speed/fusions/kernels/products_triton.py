@@ -15,7 +15,7 @@ GROUPED_TILE = {"BLOCK_O": 128, "BLOCK_I": 128, "BLOCK_N": 64}
 a time."""
 
 CLEARED = 1024
-"""Number of columns that a program clears."""
+"""Number of columns that each program of `clear_rows_kernel` sets to zero."""
 
 TILE = {"TILE_O": 128, "TILE_I": 128, "TILE_N": 128, "GROUP": 8}
 """Default tile sizes for fp8. TILE_N is also the number of values per tile scale. Larger tiles would leave no registers
@@ -24,7 +24,8 @@ for the second accumulator of each output."""
 WARPS, STAGES = 8, 4
 
 OF_MATRIX, OF_ROWS, OF_TILES = range(3)
-"""Kinds of scales: one scale for the matrix, for each row, or for each tile of a row."""
+"""Granularity of an operand's scales: one scale for the whole matrix, one for each row, or one for each tile of a
+row."""
 
 
 @triton.jit
@@ -83,7 +84,8 @@ def add_product_kernel(
 
     There is one scale for the matrix [], for each row [outputs], or for each tile of a row [outputs, n / TILE_N].
     Programs that run at the same time share operands: they compute GROUP tiles of outputs and all tiles of inputs.
-    Hopper's tensor cores sum TILE_N terms with fewer bits. The kernel adds these sums in fp32.
+    Hopper's tensor cores compute sums of TILE_N terms in less than fp32 precision. The kernel adds these partial sums
+    in fp32.
     """
     down, across = tl.cdiv(outputs, TILE_O), tl.cdiv(inputs, TILE_I)
     group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
