@@ -64,14 +64,15 @@ def factors(meta: ParamMeta, width: float, depth: float, own: Widths | None = No
     """
     widths = own or usual_widths(meta, width)
     std, change, gradient = _of_widths(meta, widths)
-    if in_block(meta):  # the sublayer's output is multiplied by 1 / depth, so the initial values need not shrink
+    if in_block(meta):  # initial values are not reduced, because the sublayer's output is multiplied by 1 / depth
         gradient /= depth
         std *= depth**0.5 if meta.to_residual else 1.0
     return Factors(std, change, gradient, widths)
 
 
 def usual_widths(meta: ParamMeta, width: float) -> Widths:
-    """Return the size ratios of a parameter's role if all widths grow by the ratio `width`."""
+    """Return the ratios of a parameter's sizes to those in the base model, derived from the parameter's role. All
+    widths of the model grow by the factor `width`."""
     if meta.width_kind == "hidden":
         return Widths(width, width)
     if meta.role in ("router", "gate"):

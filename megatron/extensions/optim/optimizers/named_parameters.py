@@ -63,7 +63,8 @@ class GroupRule:
     settings: Mapping[str, float]
 
     def applied(self, group: ParamGroup, name: str) -> ParamGroup:
-        """Apply this rule to `group` for the parameter `name`."""
+        """Return `group` with the settings of this rule if the rule's pattern matches the parameter `name`. Otherwise,
+        return `group` unchanged."""
         if not re.search(self.pattern, name):
             return group
         group = replace(group, lr_mult=self.settings.get("lr_mult", group.lr_mult))

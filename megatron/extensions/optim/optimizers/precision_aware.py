@@ -43,7 +43,7 @@ class StateFormat:
 
     dtype: torch.dtype
     mantissa: int
-    """Number of stored mantissa bits."""
+    """Number of mantissa bits that the format stores."""
 
     least: int = SMALLEST
     """Exponent of the smallest normal number."""
@@ -116,7 +116,7 @@ class StoredState:
         return values.square() if self.squared else values
 
     def rounded(self, values: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (codes, exponents) of rounded values.
+        """Round fp32 values to the format. Returns the stored codes, and the exponent of each block's scale.
 
         A value is rounded up if `uniform`, in [0, 1), is below the probability of rounding up; 0.5 rounds to nearest.
         """
@@ -133,8 +133,8 @@ class StoredState:
         return codes.to(self.format.dtype), exponents.to(torch.int8)
 
     def exported(self) -> Tensor:
-        """Return the checkpoint contents. For formats without scales, return the state's own memory; otherwise, return
-        an exact copy on the host."""
+        """Return the values that a checkpoint stores. For formats without scales, return the state's own memory;
+        otherwise, return an exact copy on the host."""
         if not self.format.scaled:
             return self.codes
         return on_host(self.codes.numel(), self.format.exported, lambda *part: self.read(*self.tensors(*part)))
@@ -172,7 +172,8 @@ def power_of_two(exponents: Tensor) -> Tensor:
 def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
     """Return the smallest e (int32) for which amax / 2^e is at most the format's largest number.
 
-    If values are already rounded with such a scale, computing the scale from these values again leaves them exact.
+    If this function is called again for values that were rounded with the scale 2^e, the new scale represents these
+    values exactly.
     """
     assert number.largest is not None
     ratio = (amax / number.largest).view(torch.int32)
@@ -210,7 +211,8 @@ def join_master(params: Tensor, remainders: Tensor) -> Tensor:
 
 
 CHUNK = 2**18
-"""Elements per chunk of an update that is not compiled, so that its temporary tensors stay in a CPU's cache."""
+"""Number of elements per chunk of an update that is not compiled. Temporary tensors of this size fit into a CPU's
+cache."""
 
 EXP_AVG = 0x3C6EF372
 EXP_AVG_SQ = 0x1B873593
@@ -232,8 +234,8 @@ class PackedShard(Shard):
         plan, options = config.state_plan, config.options(PrecisionAwareFlags)
         self.kind = plan.main_kind(config, *names, on_host=self.on_host)
         self.as_remainders = plan.main_kind(config, *names) == "remainders"
-        """True if parameters are rounded with ties away from zero. Remainders round in this way, regardless of where
-        states are stored."""
+        """True if parameters are rounded with ties away from zero. This is the case if main parameters on the device
+        would be stored as remainders, even if the states of this shard are on the host."""
         self.remainders = self.zeros(numel if self.kind == "remainders" else 0, torch.int16)
         stored = {"stored": numel, "fp16": numel}.get(self.kind, 0)
         name = "fp16" if self.kind == "fp16" else "fp32"

@@ -89,7 +89,7 @@ def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
     """Return factors [groups/tp, rows] of a projection's rows that scale the logits of each head by at most eta
     [heads/tp].
 
-    Queries are scaled by eta^alpha, and keys by the remaining factor. All heads of a group use the smallest eta of the
+    Queries are multiplied by eta^alpha, and keys by eta^(1 - alpha). All heads of a group use the smallest eta of the
     group. A key that all heads share is not scaled, so the queries are scaled by the whole factor.
     """
     of_groups = eta.unflatten(0, (-1, rows.heads)).amin(1, keepdim=True)

@@ -4,8 +4,8 @@ For a matrix G [m, n] with L <- beta L + (1 - beta) G G^T [m, m], and R likewise
 Adam(Q_L^T G Q_R) Q_R^T. Q_L and Q_R are eigenvector bases of L and R of the previous steps. Every
 --soap-precondition-frequency steps, the bases are updated with a step of power iteration and a QR decomposition.
 
-The formulas and the order of operations follow the authors' program (github.com/nikhilvyas/SOAP): the first update only
-initializes L and R, and weight decay acts on the updated parameter. One difference from the authors' program keeps
+The formulas and the order of operations follow the authors' program (github.com/nikhilvyas/SOAP). The first update only
+initializes L and R. Weight decay is applied to the updated parameter. One difference from the authors' program keeps
 rounding noise out of the update, so that updates agree between layouts. A non-square matrix has directions that its
 gradients have not reached. In the authors' program, the basis of these directions is rounding noise. Here, these
 directions keep their previous basis, which initially consists of unit vectors. Eigenvectors whose eigenvalues are just

@@ -82,8 +82,8 @@ def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[s
 
 
 def _is_origin(origin: dict[str, Any], given: str) -> bool:
-    """Return True if --branch-from names the checkpoint from which a branch started, or the run that saved this
-    checkpoint.
+    """Return True if --branch-from is the checkpoint from which a branch started, or is the folder of the run that
+    saved this checkpoint.
 
     A moved checkpoint is recognized by its iteration and its number of samples.
     """

@@ -69,7 +69,7 @@ class Piece:
 
     after: Length | None = None
     """For `power`: position at which the power law starts. Until this position, the learning rate keeps its initial
-    value. None means the start of the piece."""
+    value. If None, the power law starts with the piece."""
 
     def __str__(self) -> str:
         words = [self.shape, str(self.length)]
@@ -178,7 +178,7 @@ class Rates:
 
     peak: float
     lowest: float
-    """Rate at the end of a decay without `to`."""
+    """Learning rate at the end of a decay whose text does not specify `to`."""
 
 
 def rate_at(pieces: Sequence[Piece], samples: float, total: float, rates: Rates) -> float:

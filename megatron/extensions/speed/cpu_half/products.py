@@ -59,7 +59,7 @@ Kernel = Callable[..., Results]
 
 @cache
 def _replace_operators() -> Library:
-    """Replace torch's operators as long as the returned object exists. With this replacement, each call takes about 1.5
+    """Replace torch's operators as long as the returned object exists. Each call of a replaced operator takes about 1.5
     microseconds longer."""
     library = Library("aten", "IMPL", "CPU")
     with warnings.catch_warnings():

@@ -1,9 +1,10 @@
 """Run the forward and backward pass of a micro-batch as one CUDA graph, which is recorded once and replayed.
 
-Launching the kernels of a small model one by one takes longer than running them. A graph needs a single launch, and
-replays the same kernels on the same memory. Inputs are therefore copied to the memory of the recorded batch, and the
-loss is copied out of it. Parameters and gradient sums are in flat buffers that never move. Dropout depends only on the
-sample indices, which are inputs. `flags.py` lists features that cannot be recorded.
+Launching the kernels of a small model one by one takes longer than running them. A CUDA graph needs only one launch,
+and replays the recorded kernels on the recorded memory addresses. Therefore, the inputs of each micro-batch are first
+copied to the recorded addresses, and its loss is copied from there. Parameters and gradient sums are in flat buffers
+that never move. Dropout depends only on the sample indices, which are inputs. `flags.py` lists features that cannot be
+recorded.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Call `run` and record its device work without executing the work. Returns the result of `run`, and a function
-        that replays the recording. The values of the result are valid after each call of the replay function."""
+        """Call `run`, and record the kernels that it launches without executing them. Returns the result of `run`, and
+        a function that replays the recording. The values of the result are valid after each call of the replay
+        function."""
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.collect()
         gc.disable()

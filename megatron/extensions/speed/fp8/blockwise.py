@@ -2,8 +2,8 @@
 
 The recipe follows DeepSeek-V3, arXiv 2412.19437, section 3.3.2 and figure 7. Tiles extend along the dimension that a
 GEMM sums over, so that an outlier reduces precision only within one tile. Multipliers are powers of two, so that a
-scaled value keeps its mantissa. Casting the result again along another dimension then loses only small values (section
-3.5.2).
+scaled value keeps its mantissa. If a cast tensor is cast again by tiles of the other dimension, only small values lose
+precision (section 3.5.2).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def amax_of_blocks(blocks: Tensor) -> Tensor:
 
 
 def power_of_two(multiplier: Tensor) -> Tensor:
-    """Round fp32 multipliers down to powers of two by keeping only the sign and exponent bits. The multipliers 0 and
-    NaN, which mark blocks with nonfinite values, become NaN."""
+    """Round fp32 multipliers down to powers of two by keeping only the sign and exponent bits. Multipliers of blocks
+    with nonfinite values are 0 or NaN; both become NaN."""
     rounded_down = (multiplier.view(torch.int32) & 0x7F800000).view(torch.float32)
     return torch.where(multiplier > 0, rounded_down, torch.nan)
 
 
 def cast_by_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> Scaled:
-    """Cast x [n, k] by blocks of `rows` x 128. `rows` is 1 for tiles or 128 for blocks. The last blocks may be
+    """Cast x [n, k] by blocks of `rows` x 128. `rows` is 1 for tiles, and 128 for square blocks. The last blocks may be
     smaller."""
     n, k = x.shape
     blocks = in_blocks(x, rows)

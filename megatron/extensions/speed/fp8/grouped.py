@@ -41,8 +41,8 @@ GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 
 def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:
-    """Return True if a single kernel multiplies all experts in fp8 and reads the numbers of rows on the device. The
-    kernel is torch's, or a replacement that this process may use."""
+    """Return True if one kernel computes the fp8 products of all experts and reads the experts' numbers of rows on the
+    device. The kernel is torch's, or a replacement that this process may use."""
     if device.type != "cuda" or ("grouped_scaled_mm" in KERNELS and "grouped_scaled_mm" not in LEFT_OUT):
         return True
     return recipe != "blockwise" and torch.cuda.get_device_capability(device) in GROUPED_CAPABILITIES
@@ -116,7 +116,7 @@ class ExpertTiles(NamedTuple):
     values: Tensor
     """[k, 128 tiles]"""
     scale: Tensor
-    """Tile scales [tiles, k], fp32: powers of two."""
+    """Scale of each tile and column, [tiles, k], in fp32. All scales are powers of two."""
     rows: int
     """Number of rows n, excluding padding."""
 
@@ -156,8 +156,8 @@ def cast_along_tokens_twin(x: Tensor, ends: Tensor, tile_ends: Tensor) -> tuple[
 @operation
 @torch_function
 def add_fp8_products_grouped_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
-    """Add weight gradients in place: out[e] [o, i] += dy_e x_eᵀ for each expert e. Without an fp8 kernel, the fp8
-    values are multiplied in 16 bits, and on CPUs in fp32.
+    """Add weight gradients in place: out[e] [o, i] += dy_e x_eᵀ for each expert e. If there is no fp8 kernel, the fp8
+    values are multiplied in 16 bits on GPUs, and in fp32 on CPUs.
 
     Args:
         out: Gradient sums [experts, o, i].

@@ -61,8 +61,8 @@ class GatheredWeight:
     """Largest absolute value of each block, fp32 [row blocks, column blocks]."""
 
     valid: bool = False
-    """True if the cast is up to date. It is False before the first update, when each rank casts the initial weights
-    without a gather."""
+    """True if the cast of the weight is up to date. This field is False before the first update, when each rank casts
+    the initial weights without a gather."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,8 @@ class PerTensorGemms(Fp8Gemms):
         return values.view(torch.uint8).view(dy.shape), scale
 
     def _cast_part_of_grad(self, dy: Tensor) -> Scaled:
-        """Cast dY [n, out], which covers part of the tokens, by rows. The scale is computed over all tokens."""
+        """Cast dY [n, out], which covers part of the tokens, by rows. The scale is computed from the gradients of all
+        tokens."""
         return self.cast(dy, GRAD, ROWS)[0]
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
@@ -270,7 +271,7 @@ class TensorwiseGemms(PerTensorGemms):
     """Tensorwise recipe: scale each tensor by its amax, which takes a pass over the tensor before the cast."""
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
-        x = x.detach()  # this avoids compiling a second variant of each region
+        x = x.detach()  # so that each region is compiled only for tensors without gradients
         amax, cuts = region(amax_of, self.compiled, static=True)(x), self.cuts
         sequence = cuts.sequence or cuts.tokens
         cut = (sequence or cuts.inputs, cuts.inputs or cuts.outputs, cuts.outputs or cuts.tokens)[which]
@@ -330,7 +331,8 @@ class DelayedGemms(PerTensorGemms):
         return Operands(local, local)
 
     def grad_order(self, needs_dw: bool) -> CastOrder:
-        """Return the casts that `cast_grad` would make, as a request to the kernel that computes the gradient."""
+        """Return a request for the casts that `cast_grad` would make. The kernel that computes the gradient makes these
+        casts itself."""
         return self._order(GRAD, BOTH if needs_dw else ROWS)
 
     def given_grad(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
@@ -383,7 +385,8 @@ class RowwiseGemms(Fp8Gemms):
 
 
 class DelayedScaling(Meter):
-    """Amax histories of all fp8 layers of a rank, in one tensor, and the multipliers computed from them.
+    """Amax histories of all fp8 layers on a rank, stored in one tensor, and the multipliers computed from these
+    histories.
 
     All ranks of a pipeline stage hold the same amax histories. Each rank observes only its part of the sequence, the
     features and the batch. At the end of a step, an all-reduce computes the maximum of the ranks' amax values.

@@ -219,8 +219,8 @@ def _kinds(c: RunConfig) -> _Kinds:
 
 
 def _multi_token(c: RunConfig) -> Iterator[Problem]:
-    """Check the projection of multi-token prediction modules. The projection's output features on a rank are the rank's
-    share of the hidden size. The projection uses fp8 if the last layer uses fp8."""
+    """Check the projection of multi-token prediction modules. The number of its output features on a rank is the hidden
+    size divided by the tensor-parallel size. The projection uses fp8 if the last layer uses fp8."""
     m = c.model
     own = c.options(Fp8Flags)
     tp = c.parallel.tensor_model_parallel_size

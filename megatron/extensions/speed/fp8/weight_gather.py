@@ -43,8 +43,8 @@ class Part:
     """Bytes to send, as a uint8 tensor with the length of `values`."""
 
     def amax(self) -> tuple[int, Tensor]:
-        """Return (first, amax [rows, columns]): the row of the weight's amax at which this part begins, and the amax of
-        this part."""
+        """Return the amax [rows, columns] of this part's blocks. Also return the index of its first row in the amax of
+        the whole weight."""
         if not isinstance(self.gemms, BlockwiseGemms):
             return 0, region(amax_of, self.gemms.compiled)(self.values).view(1, 1)
         first, before, matrix_shape = self._blocks()
@@ -73,8 +73,8 @@ class Part:
 
 
 class WeightGather:
-    """Casts of this rank's parts of `weights`, the weights that are gathered in fp8 over `axis`. The order of the
-    weights is the same on all ranks of the axis."""
+    """All-gather of fp8 casts of `weights` over `axis`. Each rank casts its own parts of these weights. The order of
+    the weights is the same on all ranks of the axis."""
 
     def __init__(self, weights: Sequence[tuple[GatheredWeight, Fp8Gemms]], parts: Sequence[Part], axis: Axis) -> None:
         self.weights = weights

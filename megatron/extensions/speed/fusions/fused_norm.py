@@ -1,8 +1,9 @@
 """RMSNorm and LayerNorm fused with the residual addition. One kernel computes the sum x + update and the norm of this
 sum. The backward pass computes the gradients of x, update, weight and bias in one pass over the operands.
 
-The fusion needs `--compile`. torch's own norms are separate kernels. With them, a residual addition would read and
-write the residual stream once more in both passes, and the weight gradient would read both operands again.
+The fusion needs `--compile`. torch's own norms are separate kernels. With separate kernels, a residual addition would
+read and write the residual stream once more in both the forward and the backward pass. The weight gradient would also
+read both of its operands again.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ SIZES = 16
 """Number that must divide the input and output feature counts, for fp8 products and aligned rows."""
 
 CHECKED = 64
-"""Number of rows and columns at each corner of a result whose sums are compared."""
+"""Size of the compared corners: at each corner of a result, the sums in this many rows and columns are compared."""
 
 TOLERANCES = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 """Allowed relative error of sums, in norm: twice the rounding error of one sum, and for weight gradients the error of
@@ -163,7 +163,7 @@ def choose_weight_grads(
 def weight_grad_runs(
     shape: ProductShape, grad_format: torch.dtype, recipe: str, device: torch.device
 ) -> dict[str, Run]:
-    """Return, for each kernel, a function that runs the kernel on random operands.
+    """Return one function per kernel that runs this kernel on random operands.
 
     Args:
         shape: Shape of the product.
@@ -197,8 +197,8 @@ def weight_grad_runs(
 
 
 def _checked(run: Run, sums: Callable[[], Tensor], expected: Callable[[slice], Tensor], kernel: str) -> Run:
-    """Wrap `run` so that the first call also checks the result of `sums`. The check raises RuntimeError if the first or
-    last rows and columns differ from `expected`."""
+    """Wrap `run` so that the first call also checks the result of `sums`. The first call raises RuntimeError if the
+    first or last rows and columns of this result differ from `expected`."""
     known = False
 
     def checked() -> None:

@@ -38,11 +38,13 @@ LISTS = ("wide", "tall", "small")
 """Tilings of the kernel with one list of tiles (`grouped_triton.TILINGS`)."""
 
 TOLERANCE = 2.0**-12
-"""Allowed relative error of the norm of sums. It is small because 16-bit products are exact in fp32, and all kernels
-sum them in fp32. A missing step or tile would cause an error of more than 2^-6."""
+"""Allowed error of a kernel's sums: the norm of the error, divided by the norm of the sums. This tolerance is small
+because 16-bit products are exact in fp32, and all kernels sum them in fp32. A missing step or tile would cause an error
+of more than 2^-6."""
 
 CHECKED = 64
-"""Number of rows and columns at each corner of an expert's gradient whose sums are compared."""
+"""Size of the compared corners: at each corner of an expert's gradient, the sums in this many rows and columns are
+compared."""
 
 _add_in_list = gpu_operator(
     "kernels.grouped_triton:add_grouped_in_list_",
@@ -72,7 +74,7 @@ def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segm
         out: Gradient sums [experts, o, i].
         dy: Output gradients [n, o], sorted by expert.
         x: Inputs [n, i], sorted by expert.
-        segments: Rows of each expert.
+        segments: Range of rows of each expert.
     """
     if kernel == TILES:
         _add_products(out, dy, x, segments.ends)

@@ -39,10 +39,10 @@ from megatron.extensions.speed.fusions.kernel_choice import (
 from megatron.extensions.speed.fusions.kernels.casts import TOLERANCE
 
 LISTS = ("square", "shallow", "small")
-"""Tilings of weight gradients (`grouped_fp8_triton.TILINGS`)."""
+"""Names of the tilings for weight gradients (`grouped_fp8_triton.TILINGS`)."""
 
 ROW_LISTS = ("square", "shallow", "flat")
-"""Tilings of products of rows (`grouped_fp8_triton.ROW_TILINGS`)."""
+"""Names of the tilings for products of rows (`grouped_fp8_triton.ROW_TILINGS`)."""
 
 ANY = "shallow"
 """Tiling for shapes that were not timed. It fits into the shared memory of every GPU that supports fp8."""
@@ -81,7 +81,8 @@ _multiply = gpu_operator(
 
 @dataclass
 class ExpertKernel(Generic[*Operands]):
-    """Expert operation, with the kernel that a run chose for each shape (outputs, inputs); other shapes use `ANY`."""
+    """Expert operation that uses the fastest kernel for each shape (outputs, inputs) of the run. Shapes that were not
+    timed use `ANY`."""
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)

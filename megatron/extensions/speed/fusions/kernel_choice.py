@@ -39,7 +39,7 @@ OF_FP8 = 4
 the rounding to fp8. This changes results by 1.3 % in e4m3 and by 1.6 % in e5m2."""
 
 NOT_A_NUMBER = 1e9
-"""Error that is reported for a kernel if its result is NaN and torch's result is not NaN."""
+"""Value that is reported as a kernel's error if the error is NaN."""
 
 Clock = Callable[[Callable[[], object]], float]
 """Function that measures how many seconds a call takes."""
@@ -324,7 +324,7 @@ def device_clock(run: Callable[[], object]) -> float:
 
 @cache
 def has_triton() -> bool:
-    """Return True if Triton is installed, without importing it."""
+    """Return True if Triton is installed. This check does not import Triton."""
     return find_spec("triton") is not None
 
 

@@ -54,7 +54,7 @@ def casts_swiglu(fc1: ParallelLinear, activation: object, fc2: ParallelLinear) -
 
 def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor | None = None) -> Tensor:
     """Compute fc2(SwiGLU(fc1(x))), with gradients: x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism.
-    Do not call this function if hooks observe the layers, because they would see placeholders.
+    Do not call this function if hooks are registered on the layers, because the hooks would receive placeholders.
 
     Args:
         x: Input.
@@ -72,7 +72,8 @@ def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor
 
 
 class MLPKernel:
-    """Kernel entry for `cast_mlp`. `kernels/casts.py` compares each kernel that `cast_mlp` calls with torch."""
+    """Kernel registry entry for `cast_mlp`. `kernels/casts.py` compares each kernel that `cast_mlp` calls with
+    torch."""
 
     suits = staticmethod(casts_swiglu)
     __call__ = staticmethod(cast_mlp)
@@ -152,7 +153,8 @@ class FusedTransformerLayer(TransformerLayer):
         return self._add_mlp(x, normed, context)
 
     def _cast_of(self, sublayer: nn.Module) -> InputCast | None:
-        """Return the casts that a sublayer can read in place of its input. A recomputed norm makes no casts."""
+        """Return the casts that a sublayer can read in place of its input. Returns None if norms are recomputed,
+        because a recomputed norm does not make casts."""
         return None if self.recompute_norms and self.training else input_cast_of(sublayer)
 
     def _add_attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> ResidualSum:

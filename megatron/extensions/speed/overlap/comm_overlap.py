@@ -1,8 +1,8 @@
 """Overlap of tensor-parallel collectives with GEMMs, under sequence parallelism (--tp-comm-overlap).
 
 A GEMM with an all-gathered input runs in parts. Each part starts when its rows arrive. The operand of a reduce-scatter
-is also computed in parts, in the order in which the ranks need them. Each part is computed while the partial sum of the
-previous part is in flight. The forward pass of a layer therefore never waits for a whole collective, and sends the same
+is also computed in parts, in the order in which the ranks need them. While the partial sum of one part is in flight,
+the next part is computed. The forward pass of a layer therefore never waits for a whole collective, and sends the same
 number of bytes as without overlap. (Wang et al., "Overlap Communication with Dependent Computation via Decomposition",
 ASPLOS 2023.)
 
@@ -88,7 +88,7 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
     """Yield a function that returns the context manager for each step of a loop. On GPUs, every other step runs on a
     second stream, so that the first tiles of a product use the multiprocessors that the last tiles of the previous
-    product leave idle. Tensors that a step creates must be kept alive until the end of the loop."""
+    product leave idle. The caller must keep all tensors that a step creates alive until the loop ends."""
     with hardware.at_one_time(count):
         if not x.is_cuda:
             yield lambda _: nullcontext()

@@ -35,14 +35,14 @@ WITH_DROPOUT = "triton"
 """Name of the only fused kernel that supports dropout."""
 
 IN_FP8 = {"fp8": ("fp8_flash3", "fp8_triton"), "fp8_flash3": ("fp8_flash3",), "fp8_triton": ("fp8_triton",)}
-"""Candidate kernels for each --attention-backend choice with a forward pass in fp8."""
+"""Candidate kernels for each --attention-backend choice that runs the forward pass in fp8."""
 
 COMPARED_LENGTH = 512
 """Number of tokens with which fp8 kernels are compared with their plain-torch definition, which keeps scores in
 memory."""
 
 OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-"""Backend of torch's `scaled_dot_product_attention` for each kernel name."""
+"""Backend of torch's `scaled_dot_product_attention` to which each kernel name refers."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class AttentionShape:
     value_head_dim: int
     dtype: torch.dtype
     queries: Spans | None = None
-    """Positions of this rank's queries under context parallelism by p2p or all_gather; None for all positions."""
+    """Positions of this rank's queries if --cp-comm-type is p2p or all_gather. None means that the rank has all
+    queries."""
 
     window: int | None = None
     """Number of keys that a query attends to in every layer; None if each query attends to all keys up to its own
@@ -169,8 +170,8 @@ def use(winner: str) -> None:
 
 def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | None:
     """Return the shape of this rank's attention; None if no kernels need to be compared. No comparison is needed if no
-    layer has attention, or if attention runs in plain torch or in 32 bits. In a deterministic run without dropout, no
-    comparison is made either, because results must not depend on timings."""
+    layer has attention, or if attention runs in plain torch or in 32 bits. A deterministic run without dropout compares
+    no kernels, because its results must not depend on timings."""
     model = config.model
     parallel = config.parallel
     dtype = getattr(torch, config.parallel.params_dtype)

@@ -8,11 +8,11 @@ The forward pass works as in FlashAttention-2 (arXiv 2307.08691). The backward p
 atomic additions, one for queries and one for keys and values, so its results are bit-equal in every run. Dropout masks
 are hashed in the kernels that compute the scores, and are never stored.
 
-Tiles are converted to bands of query-key pairs. A band holds, for each query, the range of keys that the query attends
-to and, for each key, the range of queries that attend to the key. Rows are sorted by position. A query attends to an
-interval of positions, from the beginning of its document or window to the query's position. The keys of a query are
-therefore adjacent rows for all kinds of tiles: documents, windows, and the two chunks of a rank under context
-parallelism. From one query to the next, neither end of the key range decreases.
+Tiles are converted to bands of query-key pairs. A band contains two kinds of ranges: the keys to which each query
+attends, and the queries that attend to each key. Rows are sorted by position. A query attends to an interval of
+positions, from the beginning of its document or window to the query's position. The keys of a query are therefore
+adjacent rows for all kinds of tiles: documents, windows, and the two chunks of a rank under context parallelism. From
+one query to the next, neither end of the key range decreases.
 """
 
 from __future__ import annotations

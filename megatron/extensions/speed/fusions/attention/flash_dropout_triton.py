@@ -139,7 +139,7 @@ def attention_forward(
     samples, heads, dv], lse [samples, heads, n]. `WIDTHS` is the result of `widths_of`."""
     samples, n, m, heads, of_group = sizes
     sample_index, places, column_bits = mask
-    # programs start with the rows that have the most keys
+    # the last block of rows has the most keys, so the first program processes this block
     start_n = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCKS[0]
     sample, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     i = tl.arange(0, BLOCKS[0])
@@ -291,7 +291,7 @@ class Settings(NamedTuple):
 
     @property
     def limit(self) -> int:
-        """Return the threshold for hashes: a pair whose hash is below it is dropped."""
+        """Return the dropout threshold. A query-key pair is dropped if its hash is below this threshold."""
         return threshold(self.p)
 
 

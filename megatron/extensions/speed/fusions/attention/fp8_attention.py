@@ -101,7 +101,7 @@ class Kernels(Protocol):
 
 class Twin:
     """Reference implementation in plain torch, for any device. The implementation computes one group of heads at a
-    time, and keeps the scores in memory."""
+    time, and stores the scores of this group in memory."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -197,7 +197,8 @@ class Launches(Protocol):
 
 
 class PlannedKernels:
-    """Planned kernels, which record launches under the kernel name `name` and return tensors of the right shapes."""
+    """Attention kernels for a planned run. They record launches under the kernel name `name`, and return tensors that
+    have the shapes of the results."""
 
     def __init__(self, name: str, launches: Launches) -> None:
         self.name, self.launches = name, launches

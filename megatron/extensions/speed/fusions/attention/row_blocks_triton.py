@@ -75,7 +75,7 @@ def load_bits(bits, i, in_i):
 
 @triton.jit
 def of_head(x, sample, head):
-    """Return the pointer to a head of x (`Rows`)."""
+    """Return a pointer to the elements of one head in the tensor x (`Rows`)."""
     return x.data + sample.to(tl.int64) * x.sample + head * x.head
 
 
@@ -105,9 +105,9 @@ def load_bounds(bounds, sample, i, in_i):
 
 @triton.jit
 def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
-    """Divide the ranges [first, stop) of rows into blocks. Returns five numbers: the start of the first block, the
-    start and end of the blocks to which every row attends, and the numbers of remaining blocks before and after
-    these."""
+    """Divide the union of the rows' ranges [first, stop) into blocks. Returns five numbers: the start of the first
+    block, the start and end of the blocks to which every row attends, and the numbers of remaining blocks before and
+    after these."""
     begin = tl.min(tl.where(inside, first, size)) // BLOCK * BLOCK
     end = tl.maximum(tl.max(tl.where(inside, stop, 0)), begin)
     end = begin + (end - begin + BLOCK - 1) // BLOCK * BLOCK

@@ -5,7 +5,7 @@ the GPU uses fused multiply-add and a different exponential function.
 A Triton kernel is worthwhile only if torch.compile does not turn a region into one fast kernel (`compiled_regions.py`).
 For a subject S, `S.py` contains the twin, the operator `megatron::...` with a fake implementation, and the function
 that callers use. This function runs the operator on GPUs with Triton, and the twin on other devices. The modules
-`..._triton` contain the kernels. Only these modules import Triton, and they are imported when an operator first runs.
-An absent optional operand of a kernel is None. Triton compiles a variant of the kernel for this case. Related operands
-are passed to kernels as a tuple.
+`..._triton` contain the kernels. Only the modules `..._triton` import Triton, and they are imported when an operator
+first runs. An absent optional operand of a kernel is None. Triton compiles a variant of the kernel for this case.
+Related operands are passed to kernels as a tuple.
 """

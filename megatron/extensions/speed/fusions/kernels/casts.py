@@ -29,13 +29,15 @@ from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShap
 from megatron.extensions.speed.fusions.split_heads import joined_heads
 
 TOLERANCE = 2.0**-7
-"""Allowed relative error, in norm. Values halfway between two fp8 numbers may be rounded in either direction."""
+"""Allowed error of a cast: the norm of the difference from torch's cast, divided by the norm of torch's cast. Values
+halfway between two fp8 numbers may be rounded in either direction."""
 
 MODULE = "kernels.casts_triton"
 
 CAST = "Tensor multiplier, Tensor(a!)? noted, bool[] wanted, ScalarType dtype"
-"""Operator schema of the last arguments of casting operators: the fields of a `CastOrder`. These operators return the
-requested casts, by rows first, and the scale. As torch requires, no operator returns the same tensor twice."""
+"""Schema of the last arguments of operators that make casts. These arguments are the fields of a `CastOrder`. The
+operators return the cast by rows (if requested), the cast by columns (if requested), and the scale. As torch requires,
+no operator returns the same tensor twice."""
 
 
 def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:

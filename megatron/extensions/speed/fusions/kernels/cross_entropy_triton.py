@@ -1,8 +1,7 @@
-"""Triton kernels of `cross_entropy.py`. Each program processes one row after another, and reads one block of a row at a
-time.
+"""Triton kernels of `cross_entropy.py`. Each program processes its rows one at a time, and reads a row in blocks.
 
-There is one program for each multiprocessor, so that the rows in progress fit into the L2 cache. The second read of
-each row is served by this cache. Each thread keeps a separate largest logit and sum, for the same columns of every
+Each multiprocessor runs one program, so that all rows that are being processed fit into the L2 cache. The second read
+of each row is served by this cache. Each thread keeps a separate largest logit and sum, for the same columns of every
 block. The threads then exchange no data within a block, at the cost of one more exponential per thread.
 """
 

@@ -1,8 +1,8 @@
 """cuBLASLt GEMMs with an addend (beta = 1), called through ctypes. torch does not expose beta for fp8 operands, and
 first copies a 16-bit addend into the output.
 
-Constants and signatures are those of cublasLt.h, which are the same in CUDA 12 and 13. The module checks the status of
-every cuBLASLt call. Operations that cuBLASLt does not support raise RuntimeError.
+The constants and signatures come from cublasLt.h. They are the same in CUDA 12 and CUDA 13. The module checks the
+status of every cuBLASLt call. Operations that cuBLASLt does not support raise RuntimeError.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _layout(kind: int, rows: int, columns: int) -> ctypes.c_void_p:
 
 
 class Kind(NamedTuple):
-    """Properties of a matrix product apart from its sizes."""
+    """Properties of a matrix product except its sizes: dtypes, bias, and precision of partial sums."""
 
     a: torch.dtype
     b: torch.dtype

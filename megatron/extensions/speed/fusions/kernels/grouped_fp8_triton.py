@@ -46,8 +46,8 @@ TILINGS = {
 }
 """Tilings for weight gradients by name. The number of rows per step is given in tiles of 128 rows.
 
-Larger tiles would leave no registers for the second accumulator of each output. The second tiling fits the shared
-memory of Ada.
+Larger tiles would leave no registers for the second accumulator of each output. The tiling "shallow" fits into the
+shared memory of Ada GPUs.
 """
 
 

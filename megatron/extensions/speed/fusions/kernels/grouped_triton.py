@@ -2,9 +2,9 @@
 
 With few tokens per expert, the memory traffic of the fp32 sums limits the speed of a weight gradient. For a matrix of
 3,584 x 4,096 and 1,024 tokens, reading and writing the sums takes as long as the multiplication. A program therefore
-does not wait for these reads and writes. Each program sends its tile to the L2 cache, which performs the addition while
-the loads of the next tile are in flight. One program runs on each multiprocessor, with tiles of 128 x 256. Smaller
-tiles of 128 x 128 would read their operands more often than the cache can deliver them.
+does not wait until the sums are read and written. Each program sends its tile to the L2 cache, which performs the
+addition while the loads of the next tile are in flight. One program runs on each multiprocessor, with tiles of 128 x
+256. Smaller tiles of 128 x 128 would read their operands more often than the cache can deliver them.
 
 Experts are listed in ascending order of their numbers of rows, so that adjacent tiles take about the same time. If the
 last tiles would leave many multiprocessors idle, these tiles are split along tokens into equal parts. The first part of

@@ -2,10 +2,10 @@
 operands computes.
 
 The forward pass returns fp8 casts of the norm, by rows and by columns, instead of the norm. The gradient of the
-residual sum is the output gradient of the previous linear layer. The backward pass also returns the fp8 casts of this
-gradient and its sum over tokens, which is the bias gradient of that layer. Values are still rounded to 16 bits before
-they are cast or summed. The results therefore equal those of separate kernels, except that sums may be computed in a
-different order."""
+residual sum is the output gradient of the previous linear layer. The backward pass also returns the fp8 casts of the
+residual sum's gradient, and the sum of this gradient over tokens, which is the bias gradient of the previous linear
+layer. Values are still rounded to 16 bits before they are cast or summed. The results therefore equal those of separate
+kernels, except that sums may be computed in a different order."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def norm_cast(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> 
 
     Args:
         x: Residual stream [n, h].
-        update: Addend [n, h]. None: the sum is x itself.
+        update: Addend [n, h]. None: x is normalized without an addition.
         norm: Norm of the sum.
         cast: Requested casts of the norm.
     """
@@ -160,8 +160,8 @@ def gradients_of_norm(
 ) -> tuple[Tensor, ...]:
     """Compute the gradients of x, of the weight and, for LayerNorm, of the bias.
 
-    For the normalized row z and its gradient g, dx = (g - z mean(g z) - mean(g)) / deviation. RMSNorm has no mean(g)
-    term.
+    For the normalized row z and its gradient g, dx = (g - z mean(g z) - mean(g)) / deviation. The term mean(g) is
+    absent for RMSNorm.
 
     Args:
         x: Rows [..., h].

@@ -29,7 +29,7 @@ ELEMENTS, WARPS = 2**15, 16
 program's number of warps."""
 
 GRADIENT_ELEMENTS = 2**13
-"""Number of elements of each operand that a program of the backward kernel holds, 16 per thread. If the kernel also
+"""Number of elements of each operand that a program of the backward kernel holds (16 per thread). If the kernel also
 computes sums over rows and casts, more elements would not fit into the 128 registers of a thread."""
 
 CACHED_ELEMENTS, CHUNK_ROWS = 2**16, 16
@@ -66,7 +66,7 @@ def norm_cast_rows(
     x, update, weight, bias, total, inverse, mean, casts, n, h, eps, ONE_PLUS: tl.constexpr, TILE: tl.constexpr
 ):
     """Compute `total` = x + update [n, h], the row statistics [n] of `total` (including the `mean` for LayerNorm), and
-    the casts of its norm. The amax of the norm is recorded."""
+    the casts of its norm. The kernel also records the amax of the norm."""
     i = (tl.program_id(0) * TILE[0] + tl.arange(0, TILE[0])).to(tl.int64)
     j = tl.arange(0, TILE[1])
     in_i, in_j = i < n, j < h
@@ -149,8 +149,8 @@ def norm_gradient_chunks(
     SUMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute the gradients `dx` [n, h] of x and their casts, for `steps` blocks of rows. This kernel records the amax
-    of dx. `part_sums` [programs, sums, h] receives the program's partial sums of the weight gradient, of the bias
+    """Compute the gradients `dx` [n, h] of x and their casts, for `steps` blocks of rows. The kernel also records the
+    amax of dx. `part_sums` [programs, sums, h] receives the program's partial sums of the weight gradient, of the bias
     gradient (LayerNorm), and of dx (with SUMS).
 
     The first pass over the chunks of a block sums within rows. The second pass computes gradients, starting from the
