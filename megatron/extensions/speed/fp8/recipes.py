@@ -195,8 +195,7 @@ class Fp8Gemms(nn.Module):
         return multiplier_of(amax, torch.finfo(E4M3).max)
 
     def scale_of_weight(self, amax: Tensor) -> Tensor:
-        """Return the scale of a gathered weight with this amax. The scale equals the one that `cast` returns for the
-        weight."""
+        """Return the scale of a gathered weight. `cast` returns the same scale for this weight."""
         return self.weight_multiplier(amax).reciprocal()
 
     def _amax_over_ranks(self, amax: Tensor | None, cut: bool) -> None:
@@ -213,8 +212,7 @@ def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
 
 
 def given_operands(pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-    """Convert the casts that a fused kernel made of an activation [*tokens, n] to the operands that `cast_input` or
-    `cast_grad` would return."""
+    """Convert the casts that a fused kernel made to the result of `cast_input` or `cast_grad` [*tokens, n]."""
     return _as_operands(_scaled(pair, Wanted(pair.rows is not None, pair.columns is not None)), tokens)
 
 
@@ -254,8 +252,7 @@ class PerTensorGemms(Fp8Gemms):
         return values.view(torch.uint8).view(dy.shape), scale
 
     def _cast_part_of_grad(self, dy: Tensor) -> Scaled:
-        """Cast dY [n, out], which covers part of the tokens, by rows. The scale is computed from the gradients of all
-        tokens."""
+        """Cast dY [n, out] of some of the tokens by rows. The scale is computed from all tokens."""
         return self.cast(dy, GRAD, ROWS)[0]
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
@@ -317,8 +314,7 @@ class DelayedGemms(PerTensorGemms):
         return _scaled(cast_transpose_noting_amax(x.detach(), self._order(which, wanted), self.compiled), wanted)
 
     def input_order(self, needs_dw: bool) -> CastOrder:
-        """Return a request for the casts that `cast_input` would make. The kernel that computes the input makes these
-        casts itself."""
+        """Return a request that makes the kernel that computes the input also compute the casts of `cast_input`."""
         return self._order(INPUT, BOTH if needs_dw and not self.cuts.sequence else ROWS)
 
     def given_input(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
@@ -331,8 +327,7 @@ class DelayedGemms(PerTensorGemms):
         return Operands(local, local)
 
     def grad_order(self, needs_dw: bool) -> CastOrder:
-        """Return a request for the casts that `cast_grad` would make. The kernel that computes the gradient makes these
-        casts itself."""
+        """Return a request that makes the kernel that computes the gradient also compute the casts of `cast_grad`."""
         return self._order(GRAD, BOTH if needs_dw else ROWS)
 
     def given_grad(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
@@ -385,8 +380,7 @@ class RowwiseGemms(Fp8Gemms):
 
 
 class DelayedScaling(Meter):
-    """Amax histories of all fp8 layers on a rank, stored in one tensor, and the multipliers computed from these
-    histories.
+    """Amax histories of all fp8 layers on a rank, and the multipliers computed from these histories.
 
     All ranks of a pipeline stage hold the same amax histories. Each rank observes only its part of the sequence, the
     features and the batch. At the end of a step, an all-reduce computes the maximum of the ranks' amax values.
