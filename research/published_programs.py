@@ -1,6 +1,6 @@
 """Differences between published programs and this one, expressed as a different list of events for the same step.
 
-A plan contains the kernels of this program. The programs of 2021 and 2022 kept the attention scores, added weight
+A plan assumes the kernels of this program. The programs of 2021 and 2022 kept the attention scores, added weight
 gradients to their sums in a separate kernel, and computed the loss in several passes over fp32 logits. Every difference
 is derived from the code of these programs; no difference is derived from their step times.
 """
@@ -67,11 +67,11 @@ THIS = Program()
 """This program."""
 
 PASSES_OF_LOSS = 6 - 2, 4, 8, 8, 4, 8
-"""Bytes per logit of these passes: convert to fp32, maximum, subtract, exponential, sum, divide. The bytes that this
-program's kernel reads are subtracted."""
+"""Bytes per logit in six passes: conversion to fp32, maximum, subtraction, exponential, sum and division. The bytes
+that this program's kernel reads are subtracted."""
 
 PASSES_OF_GRADIENT = 8 - 4, 6
-"""Bytes per logit of these passes: multiply by the gradient of the loss, convert to 16 bits. The bytes that this
+"""Bytes per logit in two passes: multiplication by the loss gradient, and conversion to 16 bits. The bytes that this
 program's kernel moves are subtracted."""
 
 

@@ -81,7 +81,7 @@ class PublishedRun:
     """Bytes that the published program keeps per attention score."""
 
     program: Program = THIS
-    """Differences in the published program's computation."""
+    """Differences between the published program's computation and this program's."""
 
     HEAD: ClassVar[str] = f"{'model':<17}{'source':<14}{'':<12}{'GPUs':>6}{'tokens':>8}{'batch':>11}  {'layout':<22}"
 

@@ -130,8 +130,8 @@ def updated(model: nn.Module, backward: Step) -> Step:
 
 
 def over_samples(model: nn.Module, batches: Batches, begin: Callable[[bool], None], rank: int, size: int) -> Step:
-    """Return the forward and backward passes of every `size`-th sample. Before each micro-batch, calls `begin` with
-    True if it is the last micro-batch, and with False otherwise."""
+    """Return a training step in which this rank runs forward and backward passes of every `size`-th sample. Before each
+    micro-batch, the step calls `begin` with True if the micro-batch is the last, and with False otherwise."""
 
     def backward() -> None:
         batch = next(batches)

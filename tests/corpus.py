@@ -74,7 +74,7 @@ def largest_file(nbytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
-        # The bytecode of modules imported from now on would be truncated on disk.
+        # The bytecode of modules that are imported after this point would be truncated on disk.
         with mock.patch.object(sys, "dont_write_bytecode", True):
             yield
     finally:

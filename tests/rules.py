@@ -1,8 +1,9 @@
 """Tables of configuration rules: flags, and the problems that validation reports for them.
 
-An unindented line is a case. A case contains flags that are added to those of the last line `base: FLAGS`, after `N
-ranks:` if there are several, and after `[EXTENSION]` if one is needed. Each indented line below a case is the beginning
-of a problem or notice, or `... ` and a part of one. A case without indented lines is a valid configuration.
+An unindented line is a case. The flags of a case are added to the flags of the last line that begins with `base:`. They
+follow `N ranks:` if the case has several ranks, and `[EXTENSION]` if the case needs an extension. Each indented line
+below a case is the beginning of a problem or notice, or `... ` and a part of one. A case without indented lines is a
+valid configuration.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 One shell runs all blocks fenced as bash in order, in a copy of the tree. Long commands are fenced as text, and only
 their flags are validated. Blocks that must not run, such as an sbatch line, are fenced without a language.
 
-Blocks fenced as python run too. A comment before a Python fragment contains the program around it: a line `<!--
+Blocks fenced as python also run. A comment before a Python fragment contains the program around it: a line `<!--
 python`, the program with a line BLOCK in place of the fragment, and a line `-->`.
 """
 

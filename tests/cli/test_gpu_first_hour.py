@@ -40,7 +40,7 @@ def first_hour(
 
 
 def stub(folder: Path, body: str) -> str:
-    """Write a program that replaces python."""
+    """Write an executable named `python` that runs the shell commands in `body`."""
     program = folder / "python"
     program.write_text(f"#!/usr/bin/env bash\n{body}\n")
     program.chmod(0o755)
@@ -210,8 +210,8 @@ def alive(pid: int) -> bool:
 
 
 def test_the_first_half_hour_includes_the_headline(recorded: Recorded) -> None:
-    """The script and the documentation state the minutes that follow from the time limits, and a GPU is available for
-    30 minutes."""
+    """The script and the documentation state the minutes that follow from the time limits. The first parts must fit
+    into 30 minutes of GPU time."""
     documented = (ROOT / "docs/performance.md").read_text()
     first, rest = ("tests", "llama", "headline"), ("curve", "calibrate", "parts", "models", "features")
     all_parts = ("nccl", *first, *rest)

@@ -1,4 +1,4 @@
-"""tools/bench/gpu_page.py: the page for a folder of figures, whether complete or not."""
+"""Page that tools/bench/gpu_page.py generates from a complete or incomplete folder of figures."""
 
 from __future__ import annotations
 

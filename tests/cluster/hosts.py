@@ -118,7 +118,7 @@ class Box:
         self.names = [f"host{number}" for number in range(count)]
         self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
         self.folder = Path(tempfile.mkdtemp(prefix="box-", dir="/tmp"))
-        """Folder of this box: disks, logs and files of names."""
+        """Folder that contains the disks, the logs and the host name files of this box."""
 
         self.disk = disk
         """Path of each host's own disk: an initially empty folder that no other host sees."""

@@ -57,6 +57,6 @@ class SlurmBox:
 
 @contextmanager
 def slurm_box(nodes: int) -> Iterator[SlurmBox]:
-    """Box with `nodes` nodes and a controller."""
+    """Yield a box with one host for the SLURM controller and `nodes` hosts for the nodes."""
     with hosts(nodes + 1) as box:
         yield SlurmBox(box)

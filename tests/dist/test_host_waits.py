@@ -109,7 +109,7 @@ CAPACITY = "--moe-expert-capacity-factor 1"
 def test_experts_wait_only_for_sizes_of_all_to_all_messages(
     flags: str, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, the numbers of rows per expert stay on the device. Each layer reads sizes `reads` times per
+    """As on a GPU, the numbers of rows per expert stay on the device. Each layer reads message sizes `reads` times per
     micro-batch. The host computes values from these sizes, and `integers_on` and `copied_to` copy the values from
     pinned memory."""
     monkeypatch.setattr(Hardware, "host_waits_for", lambda self, x: True)

@@ -21,7 +21,7 @@ GLIBC_DEFAULTS = {M_TRIM_THRESHOLD: 128 << 10, M_MMAP_MAX: 65536}
 
 
 def faults(rank: int, world_size: int, device: torch.device, environ: dict[str, str]) -> int:
-    """Allocate and free four blocks of 256 MiB in turn, and return the page faults of the last one."""
+    """Allocate and free a block of 256 MiB four times, and return the number of page faults in the last round."""
     os.environ |= environ
     library = ctypes.CDLL(None)
     for parameter, default in GLIBC_DEFAULTS.items():  # the parent process may have changed them

@@ -43,7 +43,7 @@ def empty() -> dict[str, torch.Tensor]:
 
 
 def in_boxes(tensors: dict[str, torch.Tensor], cuts: int) -> dict[str, ShardedBoxes]:
-    """Split each tensor into `cuts` boxes along its rows."""
+    """Split each tensor along its rows into `cuts` parts, and return the parts as `ShardedBoxes`."""
     step = ROWS // cuts
     return {
         key: ShardedBoxes((ROWS, COLUMNS), [((i * step, 0), part) for i, part in enumerate(data.split(step))])

@@ -1,4 +1,4 @@
-"""Collectives as pairs of adjoint maps, <Ax, y> = <x, A'y>, and their fast path for one rank.
+"""Collectives in adjoint pairs A and A', which satisfy <Ax, y> = <x, A'y>, and the fast path for one rank.
 tests/parity/test_matrix.py checks their values."""
 
 from __future__ import annotations

@@ -100,11 +100,12 @@ NAMES = [extension.name for extension in extensions.BUILT_IN]
 
 
 def deleted_together() -> Iterator[frozenset[str]]:
-    """Yield the sets of extensions to delete, beginning with the set that tries the most new pairs."""
+    """Yield the sets of extensions to delete together. Each set is chosen to test the most new pairs of a deleted and a
+    remaining extension."""
     draw = Random(0)
     sets = [with_users(draw.sample(NAMES, count)) for count in (1, 2, 3, 4, 5, 6, 8, 10) for _ in range(150)]
     sets += [with_users([name]) for name in NAMES]
-    # for each extension, the extensions that have not yet run without it
+    # maps each extension to the extensions that have not yet been tested in its absence
     untried = {name: frozenset(NAMES) - with_users([name]) for name in NAMES}
     while any(untried.values()):
         best = max(sets, key=lambda gone: sum(len(untried[name] - gone) for name in gone))

@@ -1,4 +1,4 @@
-"""Runs of several processes that are ended by a fault, and the time until they end."""
+"""Multi-process runs that a fault ends, and the time until all processes have exited."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_another_program_at_the_port_is_reported_in_time(tmp_path: Path) -> None
             os.environ["OUTCOME_FILE"] = str(tmp_path / "outcome")
             if rank == 1:
                 (tmp_path / "started").touch()
-            else:  # rank 0 imports nothing, so it could fail before rank 1 exists, as if in an earlier start
+            else:  # rank 0 imports nothing, so it waits here; otherwise, it could fail before rank 1 exists
                 wait_for((tmp_path / "started").exists)
 
         flags = [*MODEL, "--pp", "1", "--startup-timeout-minutes", "30"]

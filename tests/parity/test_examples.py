@@ -54,8 +54,8 @@ DIFFERENTIABLE += ["trainable_swish.py"]
 
 
 def parity(extension: Path, flags: str, rows: list[str], folder: Path) -> tuple[int, dict[str, dict[str, object]]]:
-    """Return the exit code and the rows of the parity command. The command also requests rows that only this example
-    has."""
+    """Return the exit code of the parity command, and its result rows by name. `rows` names the layouts to request,
+    including layouts that only this example has."""
     path = folder / "rows.json"
     command = ["-m", "megatron.testing.parity", "--extension", extension, "--json", path]
     chosen = ["--layouts", *rows] if rows else []

@@ -29,8 +29,8 @@ STATES = {"sgd": ["momentum_buffer"], "own": ["exp_avg", "exp_avg_sq", "exp_avg_
 
 @pytest.mark.parametrize("family", list(MODELS))
 def test_checkpoints_load_under_other_layouts(tmp_path: Path, family: str, pytestconfig: pytest.Config) -> None:
-    """Each layout loads the checkpoint of the previous layout, and the first loads that of the last. With --whole,
-    every layout loads every checkpoint."""
+    """Each layout loads the checkpoint of the previous layout. The first layout loads the checkpoint of the last
+    layout. With --whole, every layout loads every checkpoint."""
     whole, checkpoints = pytestconfig.getoption("--whole"), Checkpoints(tmp_path)
     names = list(LAYOUTS[family])
     names = names if whole or len(names) < 3 else names[::3]

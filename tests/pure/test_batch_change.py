@@ -1,4 +1,4 @@
-"""Runs that resume with a different batch size: their length, batch sizes and learning rates from then on."""
+"""Runs that resume with a different batch size: their length, batch sizes and learning rates after they resume."""
 
 from __future__ import annotations
 

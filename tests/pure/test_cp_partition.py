@@ -126,7 +126,7 @@ def test_neighbouring_full_tiles_are_joined() -> None:
 
 
 def test_far_documents_cost_nothing() -> None:
-    """A rank has no tiles with keys of other documents, and its diagonal tiles are no larger than the documents."""
+    """No tile pairs queries with keys of a different document, and no diagonal tile is larger than a document."""
     spans = [rank_spans(64, rank, 4) for rank in range(4)]
     documents = (tuple(range(0, 64, 8)),)
     for rank in range(4):

@@ -1,5 +1,5 @@
-"""The order of samples equals Megatron-LM's in recorded cases, and a plain implementation of the rule on any data. An
-extended run uses each token of an epoch as an input exactly once."""
+"""The sample order equals Megatron-LM's in recorded cases. On any data, it equals the order of a plain implementation
+of the rule. An extended run uses each token of an epoch as an input exactly once."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Storage of files: File storage: URL paths, operations that are built from five methods, and the local disk."""
+"""File storage: URL paths, the operations that are derived from a storage's five methods, and the local disk."""
 
 from __future__ import annotations
 

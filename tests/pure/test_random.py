@@ -154,8 +154,8 @@ def test_dropout_has_the_right_rate_and_scale(p: float) -> None:
 
 
 def test_masks_are_independent_in_every_direction() -> None:
-    """Mask elements agree with their neighbours along each dim, and across samples, sites and heads, as often as chance
-    predicts. No row or column is dropped more often than chance allows."""
+    """Mask elements equal their neighbours along each dim as often as chance predicts. So do the masks of different
+    samples, sites and heads. No row or column is dropped more often than chance allows."""
     p, n = 0.5, 128 * 6 * 512
     samples = torch.tensor([0, 1, 2, 3, 1000, 2**33])
     mask = hidden_mask(samples, 128, 512, p=p).float()

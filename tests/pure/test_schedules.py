@@ -73,7 +73,8 @@ def test_every_small_schedule_runs_with_alternating_passes(schedule, v):
     ("schedule", "v", "p"), [*((*each, p) for each in IN_TURNS for p in (1, 2, 4)), ("1f1b", None, 1)]
 )
 def test_alternating_passes_hide_all_to_alls_at_the_full_rate(schedule, v, p):
-    """Each additional round of micro-batches takes only its computation time, because its all-to-alls overlap."""
+    """An additional round of micro-batches extends the step by its computation time only, because its all-to-alls
+    overlap with computation."""
 
     def run(m, in_turns):
         costs = StageCosts(2, 2, 2, exchanges=4, exchange=0.3)

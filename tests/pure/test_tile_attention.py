@@ -171,8 +171,8 @@ def test_biases_of_far_positions_are_fp32_in_16_bits() -> None:
 
 
 def test_no_whole_score_matrix_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest tile of packed documents is the longest document. A tile has at most as many queries as the kernel
-    accepts. No pair whose key comes after its query is computed outside the diagonal tiles."""
+    """With packed documents, no tile is larger than the longest document. A tile has at most as many queries as the
+    kernel accepts. Outside the diagonal tiles, no score is computed for a key that comes after its query."""
     sizes, original = list[tuple[int, int]](), TorchKernel._scores
     monkeypatch.setattr(
         TorchKernel, "_scores", lambda self, q, k: sizes.append((len(q), len(k))) or original(self, q, k)

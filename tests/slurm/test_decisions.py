@@ -1,5 +1,5 @@
-"""Decisions of scripts/train_gpt_slurm.sh after the ranks have ended. Scripts replace srun and scontrol, so that the
-tests need no SLURM and each case takes only a moment."""
+"""Decisions that scripts/train_gpt_slurm.sh makes after the ranks have ended. Scripts replace srun and scontrol, so
+that the tests need no SLURM and each case takes only a moment."""
 
 from __future__ import annotations
 

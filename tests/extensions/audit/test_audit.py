@@ -44,7 +44,7 @@ def test_a_sketch_detects_equal_bits_and_measures_the_distance() -> None:
 
 
 def report(rank: int, kind: str = "", **facts: object) -> Report:
-    """Return the report of one of four one-rank replicas. The replica after it recomputes the rank's parts."""
+    """Return the report of one of four one-rank replicas. The next replica recomputes the parts of this replica."""
     first = Difference(kind, "tensor", 0.5, **facts) if kind else None  # type: ignore[arg-type]
     return Report(rank, f"host{rank}", (rank + 1) % 4, first)
 

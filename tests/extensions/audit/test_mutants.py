@@ -1,4 +1,4 @@
-"""Each guarantee of the audits is broken on purpose, and at least one test must fail."""
+"""Mutation tests of the audits: each guarantee is broken on purpose, and at least one test must then fail."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def merge(*words: object) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """Run a command that must fail and leave no output. Returns the command's error message without the preceding
+    """Run a command that must fail and leave no output. Return the command's error message without the preceding
     notices."""
     with pytest.raises(SystemExit) as error:
         run_tool(lambda: merge_checkpoints.main([str(word) for word in words]))

@@ -21,7 +21,7 @@ from megatron.extensions.interop.conversion.merge_weights import (
 )
 
 LR, BATCH, BRANCH = 0.25, 8, 5
-"""The constant learning rate, the samples per step, and the iteration at which the decay begins."""
+"""Constant learning rate, number of samples per step, and iteration at which the decay begins."""
 
 Gradient = Callable[[int, Tensor], Tensor]
 """Function that returns the gradient of a step, given the iteration and the weights."""

@@ -88,7 +88,7 @@ def scaled_lookup(run: TrainingRun, first: int) -> None:
         own = args[0].t().chunk(tp.size)[tp.rank]
         return out * torch.where(own >= table.vocab_rows // tp.size, SCALE, 1.0)[..., None]
 
-    # This hook runs before the statistics hook, as if the embedding itself multiplied.
+    # This hook runs before the statistics hook, so the statistics include the multiplication.
     table.register_forward_hook(scaled, prepend=True)
 
 

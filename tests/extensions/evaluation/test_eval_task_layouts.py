@@ -55,7 +55,7 @@ def evaluated(
 
 
 def numbers(document: dict[str, Any]) -> tuple[list[float], list[Any]]:
-    """Return (log-likelihoods, greedy flags and texts) of a document."""
+    """Return the log-likelihoods of a document, and a list of its greedy flags and generated texts."""
     flat = [each for (answer,) in document["resps"] for each in (answer if isinstance(answer, tuple) else (answer,))]
     return [each for each in flat if isinstance(each, float)], [each for each in flat if not isinstance(each, float)]
 

@@ -1,4 +1,4 @@
-"""Casts to fp8 are compared with the exact error bounds of the formats, and every fp8 GEMM with a GEMM of the
+"""Casts to fp8 are compared with the exact error bounds of the formats. Every fp8 GEMM is compared with a GEMM of the
 dequantized operands."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def by_multiplier(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> tuple[Scaled, Tensor]:
-    """Return x cast by rows with this multiplier, and the recorded amax."""
+    """Cast x, but not its transpose, with the given multiplier. Return the cast and the recorded amax."""
     noted = torch.zeros(())
     pair = cast_transpose_noting_amax(x, CastOrder(multiplier, noted, ROWS, dtype), False)
     assert pair.rows is not None and pair.row_scale is not None
@@ -195,7 +195,7 @@ def test_cpus_multiply_dequantized_operands(monkeypatch: pytest.MonkeyPatch) -> 
 
 @dataclass
 class Layer:
-    """Linear layer with a gradient buffer and with operands for one step."""
+    """Linear layer, its gradient buffer, and its operands for one step."""
 
     recipe: str
     hybrid: bool = True

@@ -168,7 +168,8 @@ def test_resuming_is_bitwise_and_histories_fit_any_layout(tmp_path: Path) -> Non
     for found in stages:
         for name, history in found.items():
             assert torch.equal(history, whole[name]) and (history > 0).all()
-    # Amax histories that only the checkpoint or only the run has are ignored. Histories of a different length start
+    # An amax history is ignored if it exists only in the checkpoint or only in the run. Histories of a different length
+    # start
     # again.
     longer = run_world(1, loaded_histories, flags_of("delayed", f"{load} --fp8-amax-history-len 3"))[0]
     assert all((history[:, 0] > 0).all() and not history[:, 1:].any() for history in longer.values())

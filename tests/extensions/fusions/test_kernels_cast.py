@@ -49,8 +49,8 @@ def matrices() -> Iterator[Tensor]:
 @pytest.mark.grid("stride", [5], [1])
 @apart(interpret=True)
 def test_interpreted_casts_match_their_twins(stride: int) -> None:
-    """Only this test runs the operators on CPU tensors. A stride of five cases still covers each matrix, and each
-    format in each orientation."""
+    """Only this test runs the operators on CPU tensors. Every fifth case is tested. These cases still cover each
+    matrix, and each format in each orientation."""
     from megatron.extensions.speed.fusions.kernels import casts, casts_triton
 
     round_to_fp8_as_torch()
@@ -92,7 +92,7 @@ def assert_same(found: Iterable[Tensor | None], expected: Iterable[Tensor | None
 
 
 def assert_cast(pair: CastPair, of: Tensor, order: CastOrder, share: float = 0.004) -> None:
-    """Assert that the casts equal those of the kernel's rounded values. A `share` of the numbers, next to a tie, may
+    """Assert that `pair` equals the cast that the twin computes from `of`. A `share` of the numbers, next to a tie, may
     differ. Also assert that the recorded amax is the largest of the values and 0.25, the initial amax."""
     expected, amax = twins.cast_transpose_with_amax_twin(of, order._replace(multiplier=order.multiplier.cpu()))
     if order.noted is not None:
@@ -174,9 +174,9 @@ def swiglu_cast(x: Tensor, grad: Tensor | None, order: CastOrder) -> CastPair:
 
 
 def check_swiglu(device: str = "cpu") -> None:
-    """Compare the twin with the cast of autograd's result, and the kernel with the twin. Results may differ where
-    exponentials differ in the last bit: some values are then rounded to the next 16-bit number, and a few of these to
-    the next 8-bit number. On a GPU, only the kernel runs."""
+    """Compare the twin with the cast of autograd's result. Then compare the kernel with the twin. Results may differ
+    where exponentials differ in the last bit: some values are then rounded to the next 16-bit number, and a few of
+    these to the next 8-bit number. On a GPU, only the kernel runs."""
     interpreted = device == "cpu"
     if interpreted:
         round_to_fp8_as_torch()

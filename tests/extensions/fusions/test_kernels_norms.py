@@ -113,8 +113,9 @@ def check_norms(device: str = "cpu") -> None:
 
 
 def check_heads(device: str = "cpu") -> None:
-    """Compare the twin with the cast of autograd's rounded fp32 result, and the kernel bit for bit with the twin. On a
-    GPU, which fuses multiplications and additions, only the kernel runs, and numbers next to a tie may differ."""
+    """Compare the twin with the cast of autograd's rounded fp32 result. Then compare the kernel with the twin bit for
+    bit. On a GPU, which fuses multiplications and additions, only the kernel runs, and numbers next to a tie may
+    differ."""
     interpreted = device == "cpu"
     if interpreted:
         run_on_cpu(heads._heads)

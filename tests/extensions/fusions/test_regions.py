@@ -23,8 +23,7 @@ SAMPLES = torch.tensor([3, 8])
 
 
 def of_dropout(x: Tensor, compiled: bool) -> Tensor:
-    """Split x into two halves, and return the first half plus dropout of the second, together with the norm of this
-    sum."""
+    """Add dropout of the second half of x to the first half, and return the sine and the norm of this sum."""
     x, update, weight = *x.chunk(2, -1), x[0, 0, :20].sin()
     arguments = 0.3, 1234567, SAMPLES, 7
     if compiled:
@@ -47,7 +46,7 @@ def sum_with_dropout(x: Tensor, compiled: bool) -> Tensor:
 
 def with_norm(x: Tensor, compiled: bool, centered: bool, added: bool = True) -> Tensor:
     """Return the sum of the two halves of x and the norm of this sum, each multiplied so that their gradients differ.
-    With `compiled`, also check that a norm with 1 + weight equals the norm whose weight is lower by 1."""
+    With `compiled`, also check that the norm with `weight` equals the norm that adds 1 to `weight - 1`."""
     x, update, weight, bias = *x.chunk(2, -1), x[0, 0, :20].sin(), x[0, 1, :20].cos()
     if compiled:
         (total, normed), (_, same) = (

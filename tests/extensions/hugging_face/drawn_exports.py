@@ -87,7 +87,7 @@ def is_legal(config: TransformerConfig) -> bool:
     try:
         return not any(problem.flag in of_models for problem in validate(run_of(config), 1))
     except ArithmeticError:
-        return False  # sizes that do not divide, which other rules refuse for a whole run
+        return False  # a size is not divisible; other rules refuse it in a whole run
 
 
 def weights_of(config: TransformerConfig) -> dict[str, Tensor]:

@@ -284,7 +284,8 @@ def test_weights_named_in_config_json_take_precedence(llama: Path, tmp_path: Pat
 
 
 def test_a_single_file_takes_precedence_over_an_index(llama: Path, tmp_path: Path) -> None:
-    """As in transformers, the leftover index of an earlier model is ignored, whatever files it names."""
+    """As in transformers, an index that an earlier model left in the folder is ignored, whatever files the index
+    names."""
     folder = shutil.copytree(llama, tmp_path / "model")
     stale = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(stale))

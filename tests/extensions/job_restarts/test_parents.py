@@ -23,7 +23,7 @@ BEFORE = Start((0, 1), (0, 1, 2))
 
 
 def parents_of(*peers: Peer) -> list[Parents]:
-    """Return parents that share a store; each announces itself with one of the given peers."""
+    """Return one parent per given peer. The parents share a store that contains the announcement of each peer."""
     store = dist.HashStore()
     for worker, peer in enumerate(peers):
         store.set(f"parent/{worker}", json.dumps([f"host{worker}", asdict(peer)]))

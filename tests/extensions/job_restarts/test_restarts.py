@@ -43,7 +43,7 @@ def parent(rank: int, world: int, port: int, attempt: Attempt) -> None:
 
 
 def codes_of(world: int, attempt: Attempt) -> list[int]:
-    """Return the exit codes of the parents in a world."""
+    """Start `world` parents that run `attempt`, and return the exit code of each parent."""
     context, port = mp.get_context("fork"), next(PORTS)
     parents: list[Any] = [context.Process(target=parent, args=(rank, world, port, attempt)) for rank in range(world)]
     for process in parents:
@@ -206,7 +206,7 @@ def test_a_stopped_store_continues(resumed: str, monkeypatch: pytest.MonkeyPatch
                 wait_for(lambda: rank_store._stat(store)[0] != "T")
             return 1
         if number == 0:
-            time.sleep(HANG)  # the parent ends the rank when it learns from the store that a new start is needed
+            time.sleep(HANG)  # the parent ends this rank after reading in the store that a restart is needed
         return 75
 
     assert codes_of(2, attempt) == [75, 75]

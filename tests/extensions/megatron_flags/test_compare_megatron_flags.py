@@ -45,7 +45,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_new_flags_of_a_checkout_are_listed(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The checkout may lack modules. New and changed flags are listed with their treatment."""
+    """The Megatron-LM checkout may lack modules. New and changed flags are listed with their treatment."""
     assert compare_megatron_flags.main([str(checkout)]) == 1
     out = capsys.readouterr().out
     new, _, rest = out.partition("\nGone:")

@@ -1,4 +1,4 @@
-"""Objects on an S3 server: the storage keeps its guarantees even if connections are cut."""
+"""Object storage on an S3 server keeps its guarantees even if connections are cut."""
 
 from __future__ import annotations
 

@@ -90,7 +90,8 @@ def test_checkpoints_of_save_interval_are_uploaded_and_the_newest_are_kept(
 def test_kills_and_outages_lose_nothing_that_was_saved(
     port: int, tmp_path: Path, expected: list[tuple[int, float]]
 ) -> None:
-    """Each launch is killed at a random moment. In every second launch, the store is unavailable before the kill."""
+    """Each launch is killed at a random moment. In every second launch, the object store becomes unavailable before the
+    launch is killed."""
     url, local, moments = f"s3://{BUCKET}/killed", tmp_path / "local", random.Random(3)
     root, screen = local_root(str(local), url), tmp_path / "screen"
     faults = Faults(seed=3, cut=0.05)

@@ -117,7 +117,7 @@ def test_checkpoints_load_across_formats_and_layouts(tmp_path: Path) -> None:
 
 
 def test_a_sum_in_bf16_keeps_small_terms() -> None:
-    """Each of 32 micro-batches adds a tenth of a rounding step to the sum."""
+    """Each of the 32 micro-batches adds about a tenth of the bf16 rounding step to the sum."""
     weight = torch.nn.Parameter(torch.zeros(100, 100))
     weight.main_grad = torch.ones(100, 100, dtype=torch.bfloat16)
     small = 0.1 * 2**-7 * (1 + 0.1 * torch.rand(100, 100))

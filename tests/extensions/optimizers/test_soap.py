@@ -132,8 +132,8 @@ def drawn(rows: int, columns: int, rank: int) -> list[Tensor]:
     ("shape", "max_dim"), [((5, 5), 10_000), ((9, 4), 10_000), ((3, 8), 10_000), ((9, 4), 8), ((9, 4), 2)], ids=str
 )
 def test_updates_match_the_authors_program(shape, max_dim):
-    """In directions without gradients, the authors' program computes a basis from rounding errors. The gradients in
-    this test therefore all span the same directions."""
+    """If the gradients do not span a direction, the authors' program computes the basis in this direction from rounding
+    errors. The gradients in this test therefore all span the same directions."""
     meta = ParamMeta("weight", shape, role="hidden")
     flags = FLAGS | {"soap_shampoo_beta": 0.7, "soap_max_precondition_dim": max_dim, "adam_eps": 1e-4}
     link = Soap(optimizer_config(**flags))

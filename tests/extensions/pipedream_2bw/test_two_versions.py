@@ -249,8 +249,8 @@ def test_weights_without_an_older_version_start_from_the_newest(tmp_path: Path) 
 
 @pytest.mark.skipif(not installed("diagnosis"), reason="diagnosis is deleted")
 def test_a_step_with_layer_statistics_runs_alone() -> None:
-    """The pipeline is empty at both ends of a step with layer statistics, so its passes do not begin in the previous
-    step."""
+    """A step with layer statistics starts and ends with an empty pipeline. Its passes therefore do not begin in the
+    previous step."""
     ranks = run_world(2, trained, config_of("--fp64 --pp 2 --log-layer-stats 3", 2))
     assert [begun for _, begun in ranks] == [[True, False, False, True, False]] * 2
 

@@ -27,7 +27,8 @@ def test_peaks_match_those_of_the_mfu(name: str) -> None:
 
 
 def test_a_peak_is_found_only_by_the_whole_model_name() -> None:
-    """A laptop GPU has the same name as the desktop card, but a third of its rate."""
+    """A laptop GPU's name contains the name of the desktop card, but the laptop GPU reaches only a third of the card's
+    rate."""
     known = {
         "NVIDIA A100-SXM4-40GB": 312.0,
         "NVIDIA GeForce RTX 4090": 165.2,
@@ -62,7 +63,7 @@ def test_short_inner_dims_and_partial_waves_slow_gemms(h100: DeviceFile) -> None
         return 2 * m * n * k / h100.gemm_us("bf16", m, n, k)
 
     assert rate(8192, 8192, 512) < rate(8192, 8192, 8192)
-    whole = 128 * 132  # the rows of one wave of tiles
+    whole = 128 * 132  # number of rows whose tiles fill one wave
     assert rate(whole + 128, 256, 8192) < 0.7 * rate(whole, 256, 8192)
     assert h100.gemm_us("bf16", 16, 16, 16) == h100.kernel_floor_us
     assert h100.gemm_us("bf16", 1, 2**20, 4096, 64) < h100.gemm_us("bf16", 2, 2**20, 4096, 64) / 30

@@ -48,7 +48,7 @@ EXPERTS = (
     "--hidden-dropout 0 --ep 2 --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1 "
     "--moe-pad-expert-input-to-capacity"
 )
-"""Flags that give messages a fixed size, which would otherwise depend on the router."""
+"""Flags under which all messages have a fixed size. Without these flags, the router determines the sizes."""
 
 OFFLOAD = "--cpu-offloading --min-offloaded-tensor-size 1 --cpu-offloading-num-layers"
 ZERO2, ZERO3 = (f"--data-parallel-sharding-strategy {name}" for name in ("optim_grads", "optim_grads_params"))

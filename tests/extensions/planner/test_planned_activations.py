@@ -257,8 +257,8 @@ def test_offloading_keeps_the_input_of_a_stage_on_the_device(kind: str) -> None:
     "fp8", [Fp8Flags(), Fp8Flags(fp8_format="hybrid"), Fp8Flags(fp8_format="e4m3", fp8_recipe="blockwise")]
 )
 def test_grouped_gemms_on_gpus_can_be_planned(fp8: Fp8Flags) -> None:
-    """On GPUs, the row counts are device tensors, and fake device tensors have no values. The layer keeps offsets
-    instead of row counts."""
+    """On GPUs, the row counts are device tensors, and fake device tensors have no values. The layer keeps the offsets
+    of the experts' rows instead of the row counts."""
     even = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_token_dispatcher_type="alltoall")
     kept = [
         ActivationPlan(MicroBatch(model, ModelParallelConfig(bf16=True, extension_options=(fp8,)), SAMPLES, "cuda"))

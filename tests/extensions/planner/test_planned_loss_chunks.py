@@ -169,7 +169,7 @@ SMALL_GPU_RUN = (
 
 
 def test_a_plan_names_the_chunk_that_saves_memory() -> None:
-    """The saving that the message promises equals that of a plan with the suggested chunk."""
+    """The memory saving that the message states equals the saving in a plan with the suggested chunk size."""
     device = read_device("h100")
     config, cache = resolve_legal(parse_args(SMALL_GPU_RUN.split()), 1), PlannerCache()
 

@@ -102,7 +102,7 @@ def state_of(run: TrainingRun) -> dict[str, Any]:
 
 
 def trained(run: TrainingRun, steps: int, plant: Callable[[TrainingRun], None] | None = None) -> dict[str, Any]:
-    """Train some steps, and return `state_of` together with the results of the steps."""
+    """Train for `steps` steps. Return the state of the run, together with the results and losses of the steps."""
     interval = run.interval = Interval()
     if plant is not None:
         plant(run)

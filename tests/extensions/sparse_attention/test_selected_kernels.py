@@ -73,8 +73,7 @@ MANY = [
 
 
 def keys_of(case: Case, count: int, window: int | None, generator: torch.Generator) -> Keys:
-    """Return the keys in one set to which the queries attend. The first queries attend to fewer keys than the
-    others."""
+    """Return the set of keys that each query attends to. The first queries attend to fewer keys than the others."""
     places = torch.arange(case.s - case.n, case.s)[:, None].repeat(1, case.samples)
     places[0] = min(1, case.s - 1)
     begins = (places - torch.arange(case.samples) - 8).clamp(min=0) if case.documents else torch.zeros_like(places)

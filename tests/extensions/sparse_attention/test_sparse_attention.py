@@ -42,8 +42,8 @@ COEFF, SCALE = 0.7, 1.3
 
 
 def literal(layer: Any, x: Tensor, context: BatchContext, sparse_loss: bool, topk: int) -> tuple[Tensor, Tensor]:
-    """Return the output of a layer, computed by dense attention with a mask that is sorted in Python, and the sum of
-    divergences."""
+    """Compute the output of a layer with dense attention. Its mask is derived by sorting scores in Python. Return the
+    output and the sum of the divergences."""
     whole = MultiLatentAttention._latents(layer, x)
     q, k, v = MultiLatentAttention._heads(layer, Latents(*whole), context)
     (s, b, *_), indexer = q.shape, layer.indexer

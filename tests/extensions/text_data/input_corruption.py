@@ -114,13 +114,13 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 
 def content_of(name: str, texts: Sequence[str]) -> bytes:
-    """Return the content of a file with this name and these texts."""
+    """Return the content of a file that contains `texts` in the format and compression of the suffixes in `name`."""
     suffix, *compression = Path(name).suffixes
     return COMPRESS["".join(compression)](FORMATS[suffix](texts))
 
 
 CHECKED = (".parquet", *(f".jsonl{compression}" for compression in COMPRESS if compression))
-"""Formats with checksums of the contents."""
+"""File formats that store checksums of their contents."""
 
 DAMAGED = (".jsonl", ".json", ".csv", ".txt", ".arrow", *CHECKED)
 
@@ -179,7 +179,7 @@ class Trial:
 
     name: str
     files: Mapping[str, bytes]
-    """Contents of the files by name. The first file is damaged."""
+    """Contents of the files by name. The trial damages the first of these files."""
 
     read: Callable[[Path], Any]
     """Function that reads the files in a folder. The function runs in a separate process."""
@@ -314,7 +314,7 @@ def _tokenizers(folder: Path) -> list[Trial]:
 
 
 TOO_LITTLE = "SentencePiece: Vocabulary size"
-"""Beginning of an error message about the size of a file rather than the file itself."""
+"""Beginning of SentencePiece's error message for text that is too small for the requested vocabulary."""
 
 
 def _training_trial(suffix: str) -> Trial:

@@ -23,7 +23,7 @@ STILL = "--lr 1e-30 --train-iters 1"
 
 @pytest.fixture(scope="module", params=["gelu", "swiglu"])
 def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Return the folder of a dense checkpoint that was trained for one step, and the model's flags."""
+    """Return the folder of a dense model's checkpoint after one training step, and the model's flags."""
     folder = tmp_path_factory.mktemp("dense") / "dense"
     model = MODEL + (" --swiglu --disable-bias-linear" if request.param == "swiglu" else "")
     run_forked(1, f"{model} {TRAINING} --lr 0.1 --train-iters 1 --save {folder}".split(), folder.with_name("screen"))

@@ -80,7 +80,7 @@ class Combination:
 
     @property
     def is_there(self) -> bool:
-        """True if all choices of the combination exist; choices of a deleted extension do not."""
+        """True if all choices of the combination exist. Choices that a deleted extension provides do not exist."""
         return all(choice in options for choice, options in zip(self.choices, FACTORS.values(), strict=True))
 
     @property
