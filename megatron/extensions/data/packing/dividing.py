@@ -1,5 +1,5 @@
 """Division of training samples between context-parallel ranks. The division depends on the documents in the samples.
-This module also logs the work balance."""
+This module also computes statistics of the work balance."""
 
 from __future__ import annotations
 

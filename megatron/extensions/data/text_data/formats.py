@@ -374,8 +374,8 @@ def _arrow(stream: IO[bytes], reading: Reading) -> Iterator[Record]:
 
 
 def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Record]:
-    """Yield table rows. The texts in the rows are bytes, because decoding one text that is not valid UTF-8 would
-    otherwise prevent all rows from being read."""
+    """Yield table rows. Texts are yielded as bytes, because one text that is not valid UTF-8 would prevent the decoding
+    of all rows of its batch."""
     for batch in batches:
         if not reading.keys:
             yield from batch.to_pylist()
