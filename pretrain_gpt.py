@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             with visible_output(), early_end_told(launch):
                 config = prepare(command_line(sys.argv[1:] if argv is None else argv, launch), launch)
-                sys.argv[1:] = map(redacted, sys.argv[1:])  # dashboards upload the command line
+                sys.argv[1:] = map(redacted, sys.argv[1:])  # because dashboards upload the command line
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         with suppress(OSError):
             print(why, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # for a plan, a search or a rehearsal; `pretrain` installs signal handlers of its own
+    except KeyboardInterrupt:  # in a plan, a search or a rehearsal; `pretrain` handles SIGINT itself
         print("Interrupted.", file=sys.stderr)
         return ExitCode.KILLED + signal.SIGINT
     if closed:

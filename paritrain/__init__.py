@@ -1,8 +1,9 @@
-"""The distribution's own package: it makes the library `megatron` importable.
+"""Top-level package of the distribution, which makes the library `megatron` importable.
 
-`pip install` puts the library into `paritrain/_src`. There, it replaces no file of another distribution that is
-imported as `megatron`, such as megatron-core. Importing `paritrain` puts that folder first on the path. A program that
-uses the library therefore begins with `import paritrain`. In a clone, the library is in the parent folder.
+`pip install` puts the library into `paritrain/_src`, so that it does not replace files of another distribution that is
+imported as `megatron`, such as megatron-core. Importing `paritrain` puts the folder with the library first on the path.
+A program that uses the library therefore begins with `import paritrain`. In a clone of the repository, the library is
+in the parent folder of `paritrain`.
 """
 
 from __future__ import annotations

@@ -70,17 +70,17 @@ class TrainingData:
     runtime: Runtime
     train: DataIterator
     splits: list[Splits]
-    """Training, validation and test data of each phase."""
+    """One entry for each phase, with its training, validation and test data."""
 
     fingerprints: list[tuple[int, str]]
-    """(first sample, fingerprint) of the training data of each phase."""
+    """For each phase, the number of its first sample and the fingerprint of its training data."""
 
     sources: SourceNames
-    """Names of all data sets, with their numbers."""
+    """Number and name of each data set."""
 
     valid: dict[str, DataIterator] = field(default_factory=dict)
     test: DataIterator | None = None
-    """Iterator over the test set; None if there is no test set, or if nothing is evaluated."""
+    """Iterator over the test set; None if there is no test set or no evaluation."""
 
     watchers: list[Callable[[Step, Sequence[MicroBatch]], None]] = field(default_factory=list)
     """Hooks called with this rank's micro-batches of each training step, before context parallelism shards them."""
@@ -99,12 +99,12 @@ class TrainingData:
     def evaluated(self, split: str) -> dict[str, DataIterator]:
         """Return the iterators over the current phase's "valid" or "test" sets, by name; "" for the unnamed set.
 
-        The result is empty if there is nothing to evaluate. Looking up a missing name raises ValueError."""
+        The result is empty if there is nothing to evaluate. Looking up a set that does not exist raises ValueError."""
         sets = self.valid if split == "valid" else {"": self.test} if self.test is not None else {}
         return EvaluatedSets(sets, split, self.eval_iters)
 
     def add_source_ids(self) -> None:
-        """Store the dataset number of each sample in all further micro-batches."""
+        """From now on, store the dataset number of each sample in every micro-batch."""
         for each in self._iterators():
             each.with_sources = True
 
@@ -158,7 +158,7 @@ class DealsSamples(Protocol):
 
 
 def dealer_of(config: RunConfig) -> Dealer:
-    """Return the dealer, selected by flags, that assigns the samples of a training step to replicas."""
+    """Return the dealer that the flags select. A dealer assigns the samples of a training step to replicas."""
     asked = [
         options.dealer(config.model.seq_length)
         for options in config.extension_options
@@ -223,7 +223,8 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
     config = phase.config
     training = phase.config.training
     order = demands.order
-    # Evaluation requests as many samples as Megatron-LM does, because the sample order depends on this number.
+    # The number of requested evaluation samples is the same as in Megatron-LM, because the sample order depends on this
+    # number.
     once = training.eval_iters * training.eval_batch_size
     for_valid = None if training.full_validation else (plan.iterations // training.eval_interval + 1) * once
     order.planned = phase.planned
@@ -258,8 +259,8 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
 
 
 def check_same_data(fingerprints: list[tuple[int, str]], world: Axis) -> None:
-    """Raise ValueError on every rank if ranks found different training data under the same paths. This happens if a
-    host has a copy of another version. Collective over `world`.
+    """Raise ValueError on every rank if ranks found different training data under the same paths. The data may differ
+    if a host has a copy of a different version. Collective over `world`.
     """
     first = on_first_rank(lambda: fingerprints, world)
     if different := ranks_without([tuple(each) for each in first] == fingerprints, world):
@@ -275,7 +276,7 @@ def _with_length(plan: RunPlan) -> RunPlan:
     if last.end is not None:
         return plan
     config, training = last.config, last.config.training
-    # The requested splits determine whether tokens are divided.
+    # The requested splits determine whether the tokens of one data set are divided among several splits.
     needed = (True, training.eval_iters > 0 or training.full_validation, training.eval_iters > 0)
     train = _build(config, (None, 0, 0), Demands(needed=needed)).train
     assert train is not None
@@ -289,7 +290,7 @@ def _with_length(plan: RunPlan) -> RunPlan:
 
 
 def with_tokens(config: RunConfig) -> DatasetConfig:
-    """Replace text files in the data flags with indexed datasets. Datasets that no earlier run has built are built now.
+    """Replace text files in the data flags with indexed datasets. Datasets that do not exist yet are built.
 
     Raises ValueError with the problems of all files.
     """
@@ -340,7 +341,7 @@ class WrapsDatasets(Protocol):
     """Base class of extension flags, registered with `part_of="data"`, that change the samples of data sets."""
 
     def wrapped(self, dataset: Dataset, config: DatasetConfig, tokenizer: Tokenizer | None, seed: int) -> Dataset:
-        """Return a data set that changes the samples of `dataset`, or `dataset` itself."""
+        """Return a data set that wraps `dataset` and changes its samples, or `dataset` itself if nothing changes."""
 
 
 def _wrapped(config: RunConfig, datasets: Datasets) -> Datasets:

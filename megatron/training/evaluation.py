@@ -22,11 +22,12 @@ from megatron.training.run import TrainingRun
 
 
 def evaluate(run: TrainingRun, split: str, log: Log) -> None:
-    """Evaluate the "valid" or "test" data sets of the current phase, and log the loss of each, with the perplexity if
-    the loss is a plain cross-entropy. Collective.
+    """Evaluate the "valid" or "test" data sets of the current phase, and log the loss of each set. The log also
+    contains the perplexity if the loss is a plain cross-entropy. Collective.
 
-    The evaluation stops early if the run is asked to stop. If all data sets are named, the unnamed loss covers the
-    tokens of all data sets. Each validation continues with the next samples.
+    The evaluation stops early if the run is asked to stop. If every data set has a name, the loss without a name is
+    that of the tokens of all data sets. Each validation begins at the sample after the last one of the previous
+    validation.
     """
     training = run.config.training
     runtime = run.runtime
@@ -74,8 +75,8 @@ def weights_to_evaluate(run: TrainingRun) -> AbstractContextManager[None]:
 
 @contextmanager
 def _in_place_of_loss(run: TrainingRun, metric: Loss | None) -> Iterator[None]:
-    """Context in which the last stage computes `metric` instead of the loss, and does not call the loss watchers. None
-    leaves the loss."""
+    """Context in which the last stage computes `metric` instead of the loss and does not call the loss watchers. If
+    `metric` is None, nothing changes."""
     last = [stage for stage in run.stages.values() if stage.last and metric is not None]
     before = [(stage, stage.loss, stage.loss_watchers) for stage in last]
     for stage in last:
@@ -99,8 +100,8 @@ def summed_loss(
 ) -> tuple[float, float, Record] | None:
     """Evaluate `steps` batches without dropout. Collective.
 
-    Returns (loss sum over all tokens, number of tokens, reports of the meters), equal on every rank; None if the run is
-    asked to stop before the evaluation ends. The sum covers the tokens that the loss mask selects.
+    Returns (loss sum, number of tokens, values that the meters report), equal on every rank. The sum covers the tokens
+    that the loss mask selects. Returns None if the run is asked to stop before the evaluation ends.
 
     Args:
         run: The run.
@@ -109,9 +110,9 @@ def summed_loss(
         steps: Number of steps.
         split: "valid" or "test".
         name: Name of the validation set.
-        metric: Function that is summed instead of the loss. It has the same contract as a loss
+        metric: Function whose values are summed instead of the loss. It has the same contract as a loss
             (`megatron.core.models.gpt.loss.TokenLoss`): logits [s, b, V/tp], labels [s, b] -> values [s, b], equal on
-            all tensor-parallel ranks. Meters do not count this evaluation.
+            all tensor-parallel ranks. Meters do not count during an evaluation with `metric`.
     """
     training, runtime = run.config.training, run.runtime
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)

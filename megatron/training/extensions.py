@@ -43,7 +43,7 @@ class Stored:
     """Name of the states' torch dtype; None for the main dtype."""
 
     on_host: bool = False
-    """True for host memory, False for the device of the parameters."""
+    """True if the states are in host memory, False if they are on the device of the parameters."""
 
 
 def _as_main_parameters(config: RunConfig) -> Stored:
@@ -52,17 +52,18 @@ def _as_main_parameters(config: RunConfig) -> Stored:
 
 @dataclass(frozen=True)
 class CallbackFacts:
-    """Properties of a callback that are known before it is imported."""
+    """Properties of a callback class that are known before the class is imported."""
 
     when: Callable[[RunConfig], bool] = _always
-    """Function that returns True if a run with this configuration uses the callback; otherwise the callback is not
-    imported."""
+    """Function that returns True if a run with the given configuration uses the callback. If it returns False, the
+    callback is not imported."""
 
     evaluates: str = ""
-    """Flag that makes a task of the callback evaluate the model, so that --skip-train has something to do."""
+    """Flag with which a task of the callback evaluates the model. With this flag, --skip-train is useful even without
+    data sets."""
 
     states: tuple[str, ...] | Callable[[RunConfig], tuple[str, ...]] = ()
-    """Names of the callback's states, or a function that returns their names for a run.
+    """Names of the callback's states, or a function that returns these names for a run's configuration.
 
     A state has one number per element of the trained parameters, stored in the format and on the device that `stored`
     returns. States start at zero. They are included in plans, sharded like the optimizer's states, and saved in
@@ -70,10 +71,11 @@ class CallbackFacts:
     """
 
     stored: Callable[[RunConfig], Stored] = _as_main_parameters
-    """Function that returns the storage of the states; the default is the main dtype, on the device."""
+    """Function that returns the number format and device of the states. By default, states have the main dtype and are
+    on the device of the parameters."""
 
     def states_in(self, config: RunConfig) -> tuple[str, ...]:
-        """Return the names of the states that the callback keeps in a run."""
+        """Return the names of the states that the callback keeps in a run with this configuration."""
         return self.states(config) if callable(self.states) else self.states
 
 
@@ -111,8 +113,8 @@ def extension_flags(
 ) -> Callable[[type[T]], type[T]]:
     """Decorate a frozen dataclass whose fields become flags; the string below a field is its help text.
 
-    Parts read the values with `config.options(Cls)`. The functions `rules`, `resolve` and `reads` may also be given as
-    "module:function".
+    Registered components read the values of these flags with `config.options(Cls)`. The functions `rules`, `resolve`
+    and `reads` may also be given as "module:function".
     Args:
         title: Title of the flags in `--help`.
         may_change: True if a run's values may differ from those in the checkpoint that it loads, as for a callback, a
@@ -123,7 +125,7 @@ def extension_flags(
         reads: `reads(config)` returns the configuration with values from files that these flags name. The function
             raises ValueError with the flag's name if a file cannot be read.
         part_of: "model" for flags that describe a model. Such flags are taken from a checkpoint and converted like the
-            model's own flags. "data" for flags that select data.
+            built-in model flags. "data" for flags that select data.
         always: True to call the rules in every run, for a part that other flags select.
     """
 
@@ -164,14 +166,14 @@ def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown
 
     An extension is permitted if one of the user's runs has recorded its code for the folder of `source`. An extension
     in `given`, which the command line names, replaces an extension that has the same file name or whose file is
-    missing. Raises ExtensionError if some named extensions are neither permitted nor replaced. The message lists each
-    of these extensions with the flag that permits it.
+    missing. Raises ExtensionError if some named extensions are neither permitted nor replaced. The error message lists
+    each such extension, with the flag that permits it.
 
     Args:
         names: Extensions that the file names.
         given: Extensions on the command line.
         source: File that names the extensions.
-        shown: Name of the source in messages.
+        shown: Name of `source` in messages.
     """
     recorded = []
     refused = []
@@ -205,7 +207,7 @@ def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown
 CHANGED = " (changed since that run)"
 
 _LOADED: dict[str, str] = {}
-"""Modules of all imported extensions, by extension name. Paths in names are absolute."""
+"""Module name of each imported extension, keyed by the extension's name. If the name is a path, it is absolute."""
 
 
 def _load(name: str) -> str:
@@ -250,8 +252,8 @@ def _import_file(path: Path) -> str:
 
 
 def problem_in_extension(error: BaseException) -> Problem | None:
-    """Return a problem for an error that an extension raised after its import, directly or as a cause: `file:line:
-    Kind: message`. None if no code of an extension was involved."""
+    """Convert an error to a problem `file:line: Kind: message` if an extension's code, after its import, raised the
+    error or one of its causes. Returns None if no extension's code was involved."""
     if (found := place_in_extension(error)) is None:
         return None
     cause, place = found
@@ -260,8 +262,8 @@ def problem_in_extension(error: BaseException) -> Problem | None:
 
 
 def place_in_extension(error: BaseException) -> tuple[BaseException, str] | None:
-    """Return the error, or the cause of it, that passed through an extension's code, with the last `file:line` in that
-    code. Returns None if neither did."""
+    """Find the extension code that raised `error` or one of its causes. Returns that exception and the innermost
+    `file:line` in an extension; None if no extension code was involved."""
     own = tuple(_own_code())
     cause: BaseException | None = error
     while cause is not None:
@@ -273,7 +275,7 @@ def place_in_extension(error: BaseException) -> tuple[BaseException, str] | None
 
 
 def _own_code() -> Iterator[str]:
-    """Yield the files of extensions, and the folders of the packages that contain them."""
+    """Yield the file of each imported extension, or the folders of its package."""
     for name in _LOADED.values():
         module = sys.modules[name.partition(".")[0]]
         folders = [f"{folder}/" for folder in getattr(module, "__path__", ())]

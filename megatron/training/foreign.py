@@ -1,7 +1,7 @@
-"""Replace functions in other libraries that offer no other way to observe or silence these functions.
+"""Replace functions of other libraries that cannot be observed or silenced in any other way.
 
-Examples are the collectives of torch.distributed, which this program, torch and custom layers all call, and the
-progress output of lm-evaluation-harness.
+One example is the collectives of torch.distributed, because this program, torch and custom layers all call them.
+Another example is the progress output of lm-evaluation-harness.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _MISSING = object()
 
 @contextmanager
 def replaced(*stand_ins: tuple[object, str, object]) -> Iterator[None]:
-    """Replace attributes within the block, given as (owner, name, replacement).
+    """Context manager that temporarily replaces attributes, given as (owner, name, replacement).
 
-    An owner is a module, class or object of another library. Within this program, variants are passed as arguments
-    instead.
+    An owner is a module, class or object of another library. Do not use this function for this program's own code, in
+    which variants are passed as arguments.
     """
     with ExitStack() as stack:
         for owner, name, stand_in in stand_ins:

@@ -1,5 +1,5 @@
-"""Forward and backward passes of a step on a rank's pipeline stages, for training, replays, and the search for a
-NaN."""
+"""Forward and backward passes of a step on a rank's pipeline stages. Training, replays of a step, and the search for a
+NaN use this module."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Sums:
     """Results of the forward and backward passes of a step, except gradients."""
 
     seed: float
-    """Factor by which each loss sum was multiplied before the backward pass."""
+    """Factor by which the passes multiplied each loss sum before its backward pass."""
 
     total_tokens: torch.Tensor
     """Valid tokens of the global batch; scalar float64 on every rank."""
 
     loss_and_tokens: torch.Tensor
-    """[loss sum, valid tokens] in float64. A plain sum over the world counts each token once."""
+    """[loss sum, valid tokens] in float64. A sum over all ranks counts each token once."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StepInput:
     """This rank's micro-batches, on its device."""
 
     scaled: list[Batch]
-    """This rank's micro-batches with the factor for auxiliary losses."""
+    """This rank's micro-batches, which also contain the factor for auxiliary losses."""
 
     total_tokens: torch.Tensor
     """Valid tokens of the global batch; scalar float64 on every rank."""
@@ -68,7 +68,7 @@ class ForwardBackward:
     meters: Sequence[Meter]
 
     def __call__(self, step: Step, batches: list[Batch], loss_scale: float) -> Sums:
-        """Add the gradients of the step's loss sums, multiplied by the seed, to the gradient buffers."""
+        """Run the passes of a step, which add the gradients of the scaled loss sums to the gradient buffers."""
         return self.gradients(self.prepared(step, batches, loss_scale))
 
     def prepared(self, step: Step, batches: list[Batch], loss_scale: float) -> StepInput:
@@ -77,7 +77,7 @@ class ForwardBackward:
         return StepInput(step, batches, *self.with_scale(step, batches, seed), seed)
 
     def gradients(self, given: StepInput) -> Sums:
-        """Add the gradients of prepared micro-batches, as `__call__` does."""
+        """Add the gradients of prepared micro-batches to the gradient buffers."""
         self.ddp.begin_step(len(given.batches), overwrite=self.pipeline.may_overwrite)
         losses = self.pipeline.train(given.scaled, given.seed)
         self.ddp.zero_stale_grads()
@@ -85,13 +85,13 @@ class ForwardBackward:
         return Sums(given.seed, given.total_tokens, own)
 
     def loss_seed(self, loss_scale: float) -> float:
-        """Return the factor for loss sums. In fp16, the loss scale applies to the mean over a sample's tokens instead
-        of their sum."""
+        """Return the factor by which loss sums are multiplied before the backward pass. In fp16, the loss scale applies
+        to the mean over a sample's tokens instead of the sum."""
         return loss_scale / (self.config.model.seq_length if self.config.parallel.fp16 else 1)
 
     def with_scale(self, step: Step, batches: list[Batch], seed: float) -> tuple[list[Batch], torch.Tensor]:
-        """Return the micro-batches with the loss seed and the factor for auxiliary losses, and the number of valid
-        tokens in the global batch."""
+        """Return a pair: the micro-batches, with the loss seed and the factor for auxiliary losses added, and the
+        number of valid tokens in the global batch."""
         total = global_token_count(count_tokens(batches), self.runtime.state, self.pipeline.counting_rank)
         scale = total * (seed / (step.samples * self.config.model.seq_length))
         for meter in self.meters:
@@ -102,7 +102,8 @@ class ForwardBackward:
         return batches, total
 
     def end_step(self, skip: torch.Tensor) -> None:
-        """Update expert biases, scales and logged values along with the weights, unless `skip` is 1."""
+        """Update expert biases, scales and logged values when the weights are updated. Nothing changes if `skip` is
+        1."""
         for meter in self.meters:
             meter.end_step(skip)
 
@@ -158,8 +159,8 @@ class Pipeline:
         return self.layout.rank_of(self.layout.num_stages - 1)
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
-        """Run the forward pass, and the backward pass of `seed` * loss sum. Returns the loss sum of each micro-batch on
-        the last stage, and [] on other stages."""
+        """Run the forward and backward passes of the micro-batches. Each loss sum is multiplied by `seed` before its
+        backward pass. Returns the loss sum of each micro-batch on the last stage, and [] on other stages."""
         lists = self.lists(len(batches), in_turns=self.passes.pair.in_turns)
         return self.executor.run(lists[self.pp.rank], batches, loss_scale_seed=seed)
 
@@ -169,8 +170,8 @@ class Pipeline:
         return self.executor.run(self.lists(len(batches))[self.pp.rank], batches, loss_scale_seed=seed)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Run only forward passes. Returns the loss sum of each micro-batch on the last stage, and [] on other
-        stages."""
+        """Run the forward passes of the micro-batches, without backward passes. Returns the loss sum of each
+        micro-batch on the last stage, and [] on other stages."""
         lists = pipeline_lists(self.schedule, self.pp.size, len(batches), self.layout.chunks, True, self.group)
         return self.executor.run(lists[self.pp.rank], batches)
 

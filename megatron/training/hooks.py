@@ -1,8 +1,8 @@
 """Hooks for extensions in a run: callbacks, meters, periodic tasks and metrics. This module does not import torch.
 
-A `Callback` is an extension's object in a run: its methods are called on events, and it may add meters (counts during
-passes, reported at log lines), periodic tasks and checkpoint state. The built-in extensions use the same interface.
-`Parts` adds a program's own objects.
+A `Callback` is an extension's object in a run. The run calls its methods on events. It may add meters, which count
+during passes and report at log lines, periodic tasks and checkpoint state. The built-in extensions use the same
+interface. `Parts` adds a program's own objects.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RunView:
     """This rank's pipeline stages."""
     optimizer: DistributedOptimizer
     progress: Progress
-    """`iteration` and `consumed_samples` so far."""
+    """Position of the run: completed iterations, consumed samples and related counts."""
     say: Callable[[str], None]
     """Function that prints a line on one rank."""
     stop_reason: str | None = None
@@ -100,10 +100,10 @@ class Verdict:
     """True if the loss or gradient was not finite and a lower loss scale would not help."""
 
     refused: bool
-    """True if the step violates a check and is therefore skipped or ends the run."""
+    """True if the step failed a check. Such a step is skipped, or it ends the run."""
 
     ends_run: bool
-    """True if --max-skipped-iterations has been reached."""
+    """True if the run has skipped more iterations than --max-skipped-iterations allows."""
 
     def __str__(self) -> str:
         total, tokens = self.result.sums
@@ -119,9 +119,9 @@ class Judge(Protocol):
     """State of the judge as a flat float64 tensor, which checkpoints contain."""
 
     def __call__(self, norm: Tensor, overflow: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (skip, spike) as float64 scalars on the device: `skip` is 1 to skip the update, `spike` 1 if the step
-        is a spike. The inputs are the gradient norm, a flag that is 1 if a value is not finite, and [loss sum, tokens]
-        over the world."""
+        """Return (skip, spike) as float64 scalars on the device: `skip` is 1 if the update must be skipped, and `spike`
+        is 1 if the loss or gradient is unusually large. The inputs are the gradient norm, a flag that is 1 if a value
+        is not finite, and [loss sum, tokens] over the world."""
 
 
 class Log(Protocol):
@@ -138,8 +138,8 @@ class Log(Protocol):
 
 
 class Exporter(Protocol):
-    """Processor of complete checkpoints that works while training continues. All methods except `poll` and `abandon`
-    run on one rank."""
+    """Processes complete checkpoints while training continues. All methods except `poll` and `abandon` run on one
+    rank."""
 
     doing: str
     """Description of the current work, for reports about hangs."""
@@ -148,23 +148,23 @@ class Exporter(Protocol):
         """Register a complete checkpoint, which is not deleted while `held` contains it (`Callback.exporter`)."""
 
     def poll(self, wait: bool = False) -> list[str]:
-        """Continue the current export; with `wait`, complete all exports. Returns lines to print."""
+        """Continue the current export or, if `wait` is True, complete all exports. Returns lines to print."""
 
     def abandon(self) -> list[str]:
-        """Abandon unfinished exports, because the process must exit. Returns lines to print."""
+        """Abandon unfinished exports because the process must exit. Returns lines to print."""
 
 
 class Meter:
-    """Base class of meters, which count during the passes of steps and report at log lines. Calls for each step:
-    `begin_step`, the passes, `gradients_ready`, `end_step` with the weight update (or `discard_step` instead), and
-    `after_update`. At a log line: `take` on every rank, then a sum over the world, then `report`."""
+    """Base class of meters, which count during the passes of steps and report at log lines. The calls for each step are
+    `begin_step`, `gradients_ready` after the passes, `end_step` with the weight update (or `discard_step` instead), and
+    `after_update`. At a log line, `take` is called on every rank, and `report` gets the sum over the world."""
 
     def begin_step(self, step: Step) -> None:
         """Called before the passes of a step, and again before repeated passes."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """Return the micro-batches for the passes. `scale` is the factor that converts a mean over the tokens of the
-        global batch to a term of the differentiated loss."""
+        """Return the micro-batches for the passes. To differentiate a mean over the tokens of the global batch together
+        with the loss, multiply that mean by `scale`."""
         return batches
 
     def gradients_ready(self, factor: Tensor) -> None:
@@ -174,22 +174,22 @@ class Meter:
         """Called with the weight update. Must not count a step with `skip` 1, and must not wait for the device."""
 
     def step_state(self) -> list[Tensor]:
-        """Return the tensors that `end_step` changes, which are restored if the update is rolled back."""
+        """Return the tensors that `end_step` changes. They are restored if the update is rolled back."""
         return []
 
     def discard_step(self) -> None:
-        """Discard the counts of a step that will not reach `end_step`."""
+        """Discard the counts of a step for which `end_step` will not be called."""
 
     def after_update(self, step: StepView, result: StepResult) -> None:
-        """Called after the weight update. `result.skip` is 1 if the update was skipped; read it only if `reads_result`
-        returns True for the step."""
+        """Called after the weight update. `result.skip` is 1 if the update was skipped. Read this value only if
+        `reads_result` returns True."""
 
     def reads_result(self, iteration: int) -> bool:
         """Return True if the meter reads the parameters or this step's result before the next step begins."""
         return False
 
     def take(self) -> Tensor | None:
-        """Return this rank's flat float64 counts since the last call, which are summed over the world, or None."""
+        """Return this rank's counts since the last call (flat, float64), for a sum over the world, or None."""
         return None
 
     def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
@@ -197,19 +197,19 @@ class Meter:
         return {}
 
     def write(self, log: Log) -> None:
-        """Write additional records, before the record of the interval."""
+        """Write additional records. Called before the record of the interval is written."""
 
     def lines(self, record: Record) -> list[str]:
         """Return console lines to print below the record's line."""
         return []
 
     def evaluating(self, evaluation: Evaluation) -> AbstractContextManager[Tensor | None]:
-        """Return a context for an evaluation. The context yields this rank's counts, which are complete at the end of
-        the block and then summed over the world."""
+        """Return a context for an evaluation. The context yields this rank's counts. They are complete when the context
+        exits, and are then summed over the world."""
         return nullcontext()
 
     def report_evaluation(self, summed: Tensor, split: str) -> Mapping[str, object]:
-        """Return values to log, computed from the sum of the counts of `evaluating` over the world."""
+        """Return values to log, given the counts of `evaluating` summed over the world."""
         return {}
 
 
@@ -222,21 +222,21 @@ class Task:
     """Number of iterations between runs of the task; None or 0 for never."""
     run: Callable[[], object]
     at_end: bool = False
-    """True if the task is also due after the last iteration."""
+    """True if the task also runs after the last iteration."""
     also: Callable[[], bool] | None = None
     """Function that returns True if the task is due now, independently of the interval."""
     counts: bool = False
     """True if the task's time counts as step time."""
     reads_result: bool = True
-    """True if the task reads the step's result or the parameters. The next step then waits for the task."""
+    """True if the task reads the step's result or the parameters, so that the next step must wait for the task."""
     may_stop: bool = False
-    """True if callbacks may stop the run after the task."""
+    """True if a callback may request the end of the run in the task."""
     evaluates: bool = False
-    """True if the task evaluates the model. --skip-train performs such a task once."""
+    """True if the task evaluates the model. A run with --skip-train performs the task once."""
     before_step: bool = False
-    """True if the task runs before steps, even the first, instead of after them. Its time counts only with `counts`."""
+    """True if the task runs before each step, not after it. Its time counts as step time only if `counts` is True."""
     ends_interval: bool = False
-    """True if a log line is written before the task, so that no log line covers steps on both sides of the task."""
+    """True if a log line must be written before the task, so that no log line covers steps before and after it."""
     at_finish: bool = False
     """True if the task runs once, after all iterations are trained and saved."""
 
@@ -245,7 +245,7 @@ class Task:
         return (last and self.at_end) or bool(self.interval and self.interval > 0 and iteration % self.interval == 0)
 
     def is_due(self, iteration: int, last: bool) -> bool:
-        """Return True if the task is due, according to its interval or to `also`."""
+        """Return True if the task is due according to its interval or to `also`."""
         return self.at(iteration, last) or (self.also is not None and self.also())
 
 
@@ -272,7 +272,7 @@ class Callback:
     """Order in which the callbacks' `start` methods are called. The first callback that returns a position decides."""
 
     to_continue = ""
-    """Advice for continuing a complete run if the user cannot extend the run with a flag."""
+    """Advice for continuing a complete run that no flag can extend."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -306,13 +306,13 @@ class Callback:
 
     def on_failure(self, error: BaseException, launch: Launch, run: Any | None) -> None:
         """Called on a rank that ends with `error`, before all ranks end, to add notes to the error (`error.add_note`).
-        `run` is None if the run is not built yet. Other ranks wait meanwhile."""
+        `run` is None if the run is not built yet. Other ranks wait until this method returns."""
 
     def on_setup(self, runtime: Runtime) -> None:
-        """Called after rendezvous, before the model is built, to read inputs. A ValueError ends the run."""
+        """Read the callback's inputs. Called after rendezvous, before the model is built. A ValueError ends the run."""
 
     def choose(self, config: RunConfig, parallel: ModelParallelConfig, runtime: Runtime) -> ModelParallelConfig:
-        """Return the settings for building the model: `parallel`, or other settings with the same results, such as
+        """Return the settings for building the model: `parallel`, or settings that give the same results, such as
         another kernel. `config` is the configuration of the longest phase. Collective."""
         return parallel
 
@@ -320,12 +320,12 @@ class Callback:
         """Called once this rank's stages are built, before gradients and states are allocated. Collective."""
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
-        """Load the initial weights instead of --load, and return the run's position; return None to load from --load.
-        `data` maps consumed samples to a fingerprint. A ValueError ends the run. Collective."""
+        """Load initial weights instead of those in --load, and return the run's position; None to load from --load.
+        `data` maps consumed samples to a data fingerprint. A ValueError ends the run. Collective."""
         return None
 
     def metrics(self) -> Mapping[str, Measure]:
-        """Return metrics by their names in records. The metrics are averaged over log intervals."""
+        """Return metrics, keyed by their names in records. The run averages metrics over log intervals."""
         return {}
 
     def flops_per_token(self, model: TransformerConfig) -> float | None:
@@ -339,9 +339,8 @@ class Callback:
         return None
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """Called with a step's outcome, after that step or during the next step, before anything else depends on the
-        outcome. May raise `StepsTakenBackError` if `on_step_end` requested that the run read the outcome before the
-        next step."""
+        """Called with a step's outcome, after that step or during the next one, before anything else depends on it. May
+        raise `StepsTakenBackError` if `on_step_end` requested the outcome before the next step."""
 
     def search(self, verdict: Verdict) -> StepFinding | None:
         """Search for the cause of a step whose loss or gradient was not finite. Called on every rank before the next
@@ -361,7 +360,7 @@ class Callback:
         return None
 
     def load_state(self, state: object) -> None:
-        """Restore the value that `state` returned when the run's checkpoint was saved. Called before `meters`."""
+        """Restore the state that `state` returned when the checkpoint was saved. Called before `meters`."""
 
     def exporter(self, held: list[PurePath]) -> Exporter | None:
         """Return the exporter that processes complete checkpoints while training continues. Checkpoints in `held` are
@@ -373,7 +372,7 @@ class Callback:
         `held`. Called on one rank, on the thread that writes checkpoints. May raise OSError."""
 
     def on_start(self, run: RunView) -> None:
-        """Called before the first step, after a checkpoint was loaded."""
+        """Called before the first step, when the checkpoint, if any, is loaded."""
 
     def on_step_end(self, run: RunView) -> None:
         """Called after each step. The device may still be computing the step."""
@@ -383,8 +382,8 @@ class Callback:
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
         """Return weights for evaluation, such as averages; None for the model's own weights. The weights are a state of
-        the callback, or a state of the optimizer from `run.optimizer.sharded_state()`. Every rank returns the elements
-        that it updates. The last returned weights are used. Collective."""
+        the callback, or a state of the optimizer from `run.optimizer.sharded_state()`. Every rank returns the weights
+        of the elements that it updates. If several callbacks return weights, the last ones are used. Collective."""
         return None
 
     def on_evaluation(self, run: RunView, split: str, record: Record) -> None:
@@ -401,13 +400,13 @@ class Callback:
 
 @dataclass(frozen=True)
 class Parts:
-    """Objects that a program adds to a run: `pretrain(config, launch, Parts(callbacks=[...]))`."""
+    """Callbacks and metrics that a program adds to a run: `pretrain(config, launch, Parts(callbacks=[...]))`."""
 
     callbacks: Sequence[Callback] = ()
     metrics: Mapping[str, Measure] = field(default_factory=dict)
 
     def with_registered(self, config: RunConfig) -> Parts:
-        """Return these callbacks, after those that extensions have registered, and the metrics of all callbacks."""
+        """Return these parts with registered callbacks, which come first, and the metrics of all callbacks."""
         callbacks = (*(registered(name, config) for name in CALLBACKS.wanted(config)), *self.callbacks)
         metrics = {name: measure for callback in callbacks for name, measure in callback.metrics().items()}
         return Parts(callbacks, metrics | dict(self.metrics))
@@ -422,12 +421,12 @@ def registered(name: str, config: RunConfig) -> Callback:
 
 
 def states_of(callback: Callback) -> tuple[str, ...]:
-    """Return the names of the states with which a callback was registered."""
+    """Return the names of the states declared in the callback's registration."""
     return CALLBACKS.facts(callback.name).states_in(callback.config) if callback.name in CALLBACKS else ()
 
 
 def storage_of(callback: Callback) -> Stored:
-    """Return the number format and device of a callback's registered states."""
+    """Return the number format and device with which the callback's states were registered."""
     return CALLBACKS.facts(callback.name).stored(callback.config) if callback.name in CALLBACKS else Stored()
 
 
@@ -441,8 +440,8 @@ def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:
 def tell_of_failure(
     error: BaseException, callbacks: Sequence[Callback], launch: Launch, run: Any | None = None
 ) -> None:
-    """Call each callback's `on_failure`. An exception in a callback is added to `error` as a note, so that the
-    exception does not hide `error`."""
+    """Call each callback's `on_failure`. If a callback raises an exception, it becomes a note on `error`, so that it
+    does not hide `error`."""
     for callback in callbacks:
         try:
             callback.on_failure(error, launch, run)

@@ -61,7 +61,7 @@ class StartupPhases:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Environment of a rank: launch, device, process groups and watchdog."""
+    """Runtime environment of a rank: launch, device, process groups and watchdog."""
 
     launch: Launch
     device: torch.device
@@ -118,8 +118,8 @@ def set_determinism(config: RunConfig) -> None:
 
 
 def connect(config: RunConfig, watchdog: Watchdog) -> None:
-    """Connect this rank to the store of all ranks before anything that can fail or hang. Raises ValueError if the
-    environment is wrong."""
+    """Connect this rank to the store of all ranks. Call this function before anything that can fail or hang. Raises
+    ValueError if an environment variable is wrong."""
     launch = watchdog.launch
     launch.export(os.environ)
     watchdog.failures.checkpoints = config.checkpoint
@@ -172,8 +172,9 @@ def keep_memory(device: torch.device) -> None:
 def give_back_memory(device: torch.device) -> None:
     """Return free pages of the C heap to the system when training on the CPU, if the C library supports this.
 
-    glibc keeps the freed memory of temporary tensors in its heap. Because gloo's threads allocate memory in between,
-    the resident size would otherwise grow slowly for hundreds of steps, although no tensor is kept.
+    glibc keeps the freed memory of temporary tensors in its heap. gloo's threads allocate memory between these tensors.
+    If free pages were not returned, the resident size would grow slowly for hundreds of steps, although no tensor is
+    kept.
     """
     trim = getattr(_C_LIBRARY, "malloc_trim", None) if device.type == "cpu" else None
     if trim is not None:
@@ -192,7 +193,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
     Raises ValueError if the requested device or backend is not available.
     """
     parallel, watchdog = config.parallel, watchdog or Watchdog(launch)
-    if launch.local_rank:  # otherwise, all ranks of a node would print the same warnings
+    if launch.local_rank:  # only one rank per node prints warnings, which are the same on all of its ranks
         logging.getLogger("megatron").setLevel(logging.ERROR)
     set_determinism(config)
     device = choose_device(parallel, launch)
@@ -211,7 +212,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
     backend = parallel.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     timeout = timedelta(minutes=parallel.startup_timeout_minutes)
     launch.export(os.environ)
-    # Pipeline messages that must not wait for each other use separate groups.
+    # NCCL's warning does not apply, because pipeline messages that must not wait for each other use separate groups.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if backend == "nccl" and (folder := config.checkpoint.save_folder) is not None:
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")

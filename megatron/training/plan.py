@@ -1,9 +1,9 @@
-"""Plan of a run: length, batch sizes and learning rate, all known before the run starts. This module does not import
-torch.
+"""Plan of a run, which sets its length, batch sizes and learning rate before the run starts. This module does not
+import torch.
 
-By default, a run has a single phase, with the configuration that the flags give. An extension may plan several phases
-(`PLANS`). The number of samples consumed before a step determines everything in a phase, so a run can resume at any
-step and under any layout.
+By default, a run has a single phase, whose configuration results from the flags. An extension may register a plan with
+several phases in `PLANS`. Everything in a phase depends only on the number of samples consumed before a step, so a run
+can resume at any step and under any layout.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Phase:
 
     @property
     def name(self) -> str:
-        """Name of the phase; empty in a run with one phase."""
+        """Name of the phase; empty if the run has only one phase."""
         return ""
 
     @property
@@ -51,8 +51,8 @@ class Phase:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Earlier and current planned lengths, in order. A length that does not exceed the earlier lengths does not
-        change the sample order."""
+        """Lengths, in samples, that earlier plans and this plan give the phase, in order. A length that does not exceed
+        the earlier lengths does not change the sample order."""
         longer = self.end is not None and self.samples > max(self.planned, default=0)
         return (*self.planned, self.samples) if longer else self.planned
 
@@ -64,8 +64,8 @@ class Phase:
 
     def take_up(self, source: Any, prefix: str, format: Any) -> None:
         """Prepare a training source for this phase. `source` is the `SourceOrder` after all earlier phases, and
-        `format` is the `SampleFormat` of the samples that this phase takes. This method may change the source's
-        order."""
+        `format` is the `SampleFormat` of the samples that this phase takes. This method may change the order of the
+        samples in `source`."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class History:
 
     consumed_samples: int
     phases: list[dict[str, Any]]
-    """Started phases, as `RunPlan.record` stores them."""
+    """Records of the phases that the run has started, in the format of `RunPlan.record`."""
 
     config: RunConfig | None = None
-    """Configuration of the checkpoint."""
+    """Configuration of the run that saved the checkpoint."""
 
     @property
     def remedy(self) -> str:
@@ -90,14 +90,14 @@ class RunPlan:
     """Plan of a run with one phase, and the base class of other plans."""
 
     base: RunConfig
-    """Configuration that the flags give."""
+    """Configuration that results from the flags, without changes by phases."""
 
     phases: tuple[Phase, ...]
     sizes: BatchSizes
     """Global batch sizes over the whole run."""
 
     flag: ClassVar[str] = "--load"
-    """Prefix of messages about phases."""
+    """Flag with which messages about phases begin."""
 
     @classmethod
     def planned(cls, config: RunConfig) -> tuple[Self | None, list[Problem]]:
@@ -115,8 +115,8 @@ class RunPlan:
         judge: Callable[[RunConfig], list[Problem]],
         resolved: RunConfig | None = None,
     ) -> list[Problem]:
-        """Return the problems of a run. `judge` returns the problems of a configuration without phases. `resolved` is
-        the configuration after `resolve`, if known."""
+        """Return the problems with all phases of a run. `judge` returns the problems with a single configuration,
+        without its phases. `resolved` is the resolved configuration, if already known."""
         return judge(config)
 
     @property
@@ -133,12 +133,12 @@ class RunPlan:
         return given if given is not None else self.sizes.iterations(self.samples)
 
     def at(self, consumed_samples: int) -> Phase:
-        """Return the phase of the step that starts after `consumed_samples`. At the end of the run, return the last
-        phase."""
+        """Return the phase of the step that begins when `consumed_samples` samples have been consumed. At the end of
+        the run, return the last phase."""
         return self.phases[sum(consumed_samples >= phase.first_sample for phase in self.phases[1:])]
 
     def trained(self, consumed_samples: int) -> Phase:
-        """Return the phase of the step that ended at `consumed_samples`."""
+        """Return the phase of the step after which `consumed_samples` samples had been consumed."""
         return self.at(max(0, consumed_samples - 1))
 
     def tokens(self, consumed_samples: int) -> int:
@@ -180,7 +180,7 @@ class RunPlan:
         return replace(self, phases=(*begun, *self.phases[len(begun) :]))
 
     def changes(self, history: History) -> Iterator[str]:
-        """Yield a line for each started phase that differs from the plan."""
+        """Yield a line for each phase that the run has started and that differs from the plan."""
         if missing := ", ".join(str(saved["name"]) or "0" for saved in history.phases[len(self.phases) :]):
             rule = f"the checkpoint's run has begun phase {missing}, which is missing"
             yield f"{self.flag}: {rule}; {history.remedy}"
@@ -189,8 +189,8 @@ class RunPlan:
     def schedule_sizes(self) -> BatchSizes:
         """Return the batch sizes that convert iterations to positions in the learning-rate and weight-decay schedule.
 
-        If the run's length is given in iterations, the schedule depends on the iteration. A new batch size after a
-        resume must not change the rest of the schedule, so the schedule counts samples as if the run had used the
+        If the run's length is given in iterations, the schedule depends on the iteration. A batch size that changes at
+        a resume must not change the rest of the schedule, so the schedule counts samples as if the run had used the
         current batch sizes from the beginning."""
         return self.sizes if self.base.training.train_iters is None else replace(self.sizes, past=START)
 
@@ -258,14 +258,14 @@ class PlanClass(Protocol):
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """Properties of a plan that are known before it is imported."""
+    """Properties of a plan class that are known before the class is imported."""
 
     field: str
-    """Field of the flag that enables the plan."""
+    """Configuration field of the flag that enables the plan."""
 
 
 PLANS = Registry("plan", PlanFacts, protocol=PlanClass)
-"""Plans of runs with several phases, by the field that enables them:
+"""Plan classes for runs with several phases, each with the configuration field that enables it:
 
     @PLANS.register("own phases", field="own_phases")
     class OwnPhases(RunPlan): ...

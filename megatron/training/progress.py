@@ -1,4 +1,5 @@
-"""Progress of a run, the next step, the parts of a step, and the values collected over a log interval."""
+"""Data classes for the progress of a run, the next step, the parts of a step, and the values collected over a log
+interval."""
 
 from __future__ import annotations
 
@@ -40,12 +41,12 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
-    """Data position in samples. It determines the following batches and their sizes."""
+    """Number of samples consumed so far. This data position determines the following batches and their sizes."""
 
     scheduled_samples: int = 0
     """Number of samples in steps that updated the weights. Learning rate and weight decay depend on this number, so
-    they do not advance in skipped steps. If the run's length is given in iterations, every step counts with the current
-    batch sizes (`RunPlan.schedule_sizes`)."""
+    they do not advance in skipped steps. If the run's length is given in iterations, this number is computed as if
+    every step had used the current batch sizes (`RunPlan.schedule_sizes`)."""
 
     skipped_iterations: int = 0
     """Number of iterations without an update, because of a non-finite value, a spike, or --iterations-to-skip."""
@@ -63,8 +64,8 @@ class Progress:
     """Positions of batch-size changes, followed by the position of the last save; empty at the start."""
 
     data_fingerprint: str | None = None
-    """Fingerprint of the training data. If two fingerprints are equal, each sample number refers to the same sample in
-    both."""
+    """Fingerprint of the training data. If the fingerprints of two runs are equal, each sample number refers to the
+    same sample in both runs."""
 
     loaded_from: str | None = field(default=None, compare=False)
     """Checkpoint from which this process resumed."""
@@ -86,11 +87,12 @@ STEP_PARTS = ("data", "forward", "backward", GRAD_SYNC, "optimizer")
 
 
 EVALUATION, SAVE = "evaluation batch", "save"
-"""Names of the timed parts of a run between steps."""
+"""Names of the parts of a run that are timed outside of steps."""
 
 
 class BegunRun(Protocol):
-    """Run before its first step, into which a callback may load weights. The object is a `RunCheckpoint`."""
+    """Run that has not taken its first step, so that a callback may load weights into it. The object is a
+    `RunCheckpoint`."""
 
     @property
     def config(self) -> RunConfig: ...
@@ -107,12 +109,12 @@ class BegunRun(Protocol):
     def resume_from(
         self, load: str, say: Callable[[str], None], data: Callable[[int], str | None], why: str
     ) -> Progress:
-        """Load the newest checkpoint in the folder `load`, and log the reason `why`. Collective."""
+        """Load the newest checkpoint in the folder `load`. The log gives `why` as the reason. Collective."""
 
     def resume_with(
         self, checkpoint: Checkpoint, say: Callable[[str], None], data: Callable[[int], str | None], source: str
     ) -> Progress:
-        """Load an open checkpoint, which the log calls `source`. Collective."""
+        """Load an open checkpoint. The log line names `source` as the origin of the checkpoint. Collective."""
 
 
 class StepsTakenBackError(Exception):
@@ -125,9 +127,10 @@ class StepsTakenBackError(Exception):
 
 
 class StepTimers:
-    """Contexts for timing the parts of a step (`with timers("forward"):`), each `EVALUATION` batch, and each `SAVE`.
+    """Contexts that time the parts of a step, as in `with timers("forward"):`, each `EVALUATION` batch, and each
+    `SAVE`.
 
-    To time or trace the parts, add a watcher: a function that returns the context to enter for a part. Without
+    To time or trace the parts of a step, add a watcher, which is a function that returns a context for a part. Without
     watchers, the timers cost nothing.
     """
 
@@ -151,10 +154,10 @@ class Interval:
 
     start: float = field(default_factory=time.perf_counter)
     losses: list[Tensor] = field(default_factory=list)
-    """[loss sum, tokens] of this rank for each iteration; zeros if another rank counts the tokens."""
+    """One tensor [loss sum, tokens] of this rank for each iteration; zeros if another rank counts the tokens."""
     results: list[StepResult] = field(default_factory=list)
     passed_over: int = 0
-    """Number of iterations skipped by --iterations-to-skip."""
+    """Number of iterations since the last log line that --iterations-to-skip skipped."""
     excluded: float = 0.0
     """Seconds spent on work other than training, such as evaluation."""
     learning_rate: float = 0.0

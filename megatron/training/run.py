@@ -1,4 +1,4 @@
-"""Components of a training run."""
+"""Components of a training run on one rank, and their owner."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class RunStep(Protocol):
 
 @dataclass(kw_only=True)
 class TrainingRun(RunView):
-    """Owner of a run's components on one rank. The training loop owns this object. Other functions accept only the
-    components that they use.
+    """Object that owns all components of a run on one rank. The training loop owns this object. The functions that the
+    loop calls get only the components that they use.
 
     `config` is the configuration of the current phase, and `plan.base` is the configuration that the flags give.
-    `progress` and `interval` change with every step. Everything else is built once.
+    `progress` and `interval` change with every step. All other components are built once.
     """
 
     plan: RunPlan
@@ -62,7 +62,7 @@ class TrainingRun(RunView):
     """Iterations whose samples are skipped without training, given by --iterations-to-skip or added by extensions."""
 
     first_iteration: int
-    """Iteration at which this process started."""
+    """Iteration at which training begins in this process."""
 
     timers: StepTimers = field(default_factory=StepTimers)
     """Timing contexts around the parts of a step."""
@@ -71,7 +71,7 @@ class TrainingRun(RunView):
     """Periodic tasks, in the order in which they are performed."""
 
     interval: Interval = field(default_factory=Interval)
-    """Data collected since the last log line."""
+    """Values collected since the last log line."""
 
     measured: dict[str, float | None] = field(default_factory=dict)
     """Metrics measured at the current iteration, saved with that iteration's checkpoint."""

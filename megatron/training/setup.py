@@ -49,8 +49,8 @@ def build_stages(
     passes: PassContext,
     parallel: ModelParallelConfig,
 ) -> dict[int, GPTModel]:
-    """Build this rank's pipeline stages with `parallel` instead of `config.parallel`. Initial weights do not depend on
-    the layout."""
+    """Build this rank's pipeline stages with the settings in `parallel` instead of those in `config.parallel`. Initial
+    weights do not depend on the layout."""
     state, model = runtime.state, config.model
     layout = pipeline_layout(model, config.parallel)
     holds = pipeline_stages(model, config.parallel)
@@ -78,17 +78,18 @@ def build_stages(
 
 
 def host_threads(device: torch.device) -> int:
-    """Return the number of threads for drawing initial weights and updating states in host memory. This is the number
-    of CPU cores per GPU of this node, or torch's number of threads on CPU."""
+    """Return the number of threads for drawing initial weights and updating states in host memory. On a GPU, this is
+    the number of CPU cores of the node divided by its number of GPUs. On the CPU, it is the number of threads that
+    torch uses."""
     if device.type != "cuda":
         return torch.get_num_threads()
     return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
 
 
 def _is_elsewhere(plan: RunPlan, progress: Progress) -> bool:
-    """Return True if a run resumes at a position other than the planned one.
+    """Return True if the position at which a run resumes differs from the position in its plan.
 
-    This happens if the newest checkpoint is damaged, or was not examined during planning.
+    The positions differ if the newest checkpoint is damaged, or if it was not examined during planning.
     """
     at = progress.iteration, progress.consumed_samples
     return bool(progress.past_batches) and (plan.sizes.past[-1] > at or plan.sizes.points(*at) != progress.past_batches)
@@ -109,8 +110,8 @@ def planned_data(config: RunConfig, runtime: Runtime) -> tuple[TrainingData, Run
 def build_model(
     config: RunConfig, runtime: Runtime, passes: PassContext, plan: RunPlan, callbacks: Sequence[Callback]
 ) -> dict[int, GPTModel]:
-    """Build this rank's pipeline stages with the settings that callbacks choose. Memory for gradients and states is not
-    allocated."""
+    """Build this rank's pipeline stages with the settings that callbacks choose. This function does not allocate memory
+    for gradients and optimizer states."""
     parallel, longest = config.parallel, plan.longest.config
     for callback in callbacks:
         parallel = callback.choose(longest, parallel, runtime)
@@ -185,7 +186,8 @@ def build_guard(
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Build data, model, gradient buffers and optimizer, then load the checkpoint if there is one. Collective.
 
-    `parts` contains all additional objects (`Parts.with_registered`), by default the extensions' registered objects."""
+    `parts` contains the callbacks and metrics of the run, as returned by `Parts.with_registered`. The default is those
+    that extensions have registered."""
     phases, state = runtime.phases, runtime.state
     replaced = step_parts(config)
     with phases("data"):

@@ -1,9 +1,9 @@
 """Policy for NaN/Inf and spiking steps: skip, report or end the run.
 
 The device alone decides whether a step updates the weights, so the host does not wait for the device. The verdict is
-read while the gradients of the next step are computed, before these gradients are used. The weights are then still the
-same as before the bad step, so the step can be repeated. Every rank reads the same verdict and makes the same
-decisions.
+read while the device computes the gradients of the next step, and before these gradients are used. At this time, the
+weights are still the same as before a bad step, so the step can be repeated. All ranks read the same verdict, so they
+make the same decisions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ADVICE_SPIKE = "check the data and the learning rate; a larger --max-skipped-ite
 
 
 class BadStepError(Exception):
-    """Raised if a step ends the run. `advice` tells the user how to continue."""
+    """Raised if a bad step ends the run. `advice` tells the user how to continue the run."""
 
     def __init__(self, message: str, advice: str) -> None:
         super().__init__(message)
@@ -33,8 +33,8 @@ class BadStepError(Exception):
 
 
 class StepGuard:
-    """Policy that judges every step and ends the run after too many bad steps. In the run's progress, it counts skipped
-    steps, and the samples of all other steps. `say` prints a line on one rank."""
+    """Policy that judges every step and ends the run after too many bad steps. The policy counts skipped steps, and the
+    samples of all other steps, in the run's progress. `say` prints a line on one rank."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class StepGuard:
         self._pending = step, result
 
     def settle(self) -> bool:
-        """Read the verdict on the last step and act on it, once per step. Waits for the device. Collective if the loss
-        or gradient was not finite. Returns True if a search may have overwritten the gradient buffers. Raises
-        BadStepError, on every rank, if the step ends the run.
+        """Read the verdict on the last step and act on it. Call this method once per step. Waits for the device.
+        The call is collective if the loss or gradient was not finite. Returns True if a search may have overwritten the
+        gradient buffers. Raises BadStepError, on every rank, if the step ends the run.
         """
         self._optimizer.end_update()
         if self._pending is None:

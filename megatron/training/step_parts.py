@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """Classes of the objects that perform a step. None selects another extension's class if there is one, and otherwise
-    the trunk's class."""
+    """Classes of the objects that perform a step. If a field is None, the class comes from another extension or, by
+    default, from the trunk."""
 
     step: type[TrainStep] | None = None
     pipeline: type[Pipeline] | None = None
     optimizer: type[DistributedOptimizer] | None = None
     pair: type[PassPair] | None = None
-    """Class that alternates between parts of a forward pass and parts of a backward pass on a rank."""
+    """Class that runs parts of a forward pass and parts of a backward pass alternately on a rank."""
 
 
 class UpdateBytes(NamedTuple):
@@ -61,14 +61,14 @@ class StepFacts:
     """Function (configuration section) -> True if these parts are used."""
 
     kept: Callable[[UpdateBytes], int] | None = None
-    """Function that returns the number of bytes that these parts keep on the device; None if updates wait for the
-    gradient norm at the end of the step."""
+    """Function that returns the number of bytes that these step parts keep on the device. None if all updates wait for
+    the gradient norm at the end of the step."""
 
     kept_name: str = ""
-    """Name of the memory of these parts in plans."""
+    """Label in plans for the memory that these step parts keep."""
 
     in_turns: bool = False
-    """True if a forward and a backward pass run in turns (`ScheduleFacts.in_turns`)."""
+    """True if parts of a forward pass alternate with parts of a backward pass (`ScheduleFacts.in_turns`)."""
 
     launches_once: bool = False
     """True if the host launches all kernels of a micro-batch at once."""
@@ -78,8 +78,8 @@ STEP_PARTS = Registry("training step", StepFacts, protocol=StepParts)
 
 
 def step_parts(config: RunConfig) -> StepParts:
-    """Return the classes that replace the objects of a run's step. The rules of extensions ensure that no two of them
-    replace the same object."""
+    """Return the classes that replace the objects that perform a run's steps. The rules of extensions ensure that no
+    two of these classes replace the same object."""
     found: dict[str, object] = {}
     for name in STEP_PARTS.wanted(config):
         parts = STEP_PARTS[name]
@@ -96,7 +96,7 @@ def late_update(config: Section) -> str | None:
 
 
 def runs_passes_in_turns(config: Section) -> bool:
-    """Return True if a forward and a backward pass run in turns."""
+    """Return True if parts of a forward pass alternate with parts of a backward pass."""
     return any(STEP_PARTS.facts(name).in_turns for name in STEP_PARTS.wanted(config))
 
 

@@ -110,7 +110,7 @@ def say_what_starts(run: TrainingRun) -> None:
 
 
 def why_untrained(run: TrainingRun) -> str:
-    """Return the reason why the run performed no step."""
+    """Return the reason why the run did not take any training steps."""
     if run.config.training.skip_train:
         return "--skip-train is given, as a flag or in the --config file"
     longer = "raise --train-iters, --train-samples or --train-tokens"
@@ -121,8 +121,8 @@ def why_untrained(run: TrainingRun) -> str:
 def end_callbacks(run: TrainingRun) -> str:
     """Call `on_end` of all callbacks. Collective.
 
-    The run has ended and is saved, so an exception must not change its result. Returns, on every rank, the message of
-    the first exception, which is also printed; empty if no exception was raised.
+    The run has ended and is saved, so an exception in a callback must not change the run's result. Prints the message
+    of the first exception, and returns it on every rank; empty if no callback raised an exception.
     """
     raised = []
     for callback in run.callbacks:
@@ -157,7 +157,7 @@ class GarbageCollection:
         return Task("garbage collection", self.interval, gc.collect, counts=True, reads_result=False)
 
     def around(self, task: Task) -> Task:
-        """Return the task with a garbage collection before and after it, unless --no-manual-gc-eval is given."""
+        """Return the task, with garbage collection before and after it unless --no-manual-gc-eval is given."""
         return replace(task, run=partial(self._between_collections, task.run)) if self.at_evaluations else task
 
     def _between_collections(self, run: Callable[[], object]) -> None:

@@ -74,8 +74,8 @@ class TrainStep:
         return self.run.forward_backward.gradients(given)
 
     def update(self, step: Step, sums: Sums, factor: torch.Tensor) -> StepResult:
-        """Update the weights with the gradients, multiplied by `factor`. The samples counted so far determine the
-        learning rates. The previous step must be settled."""
+        """Multiply the gradients by `factor`, and update the weights with them. The samples counted so far determine
+        the learning rates. Call `settle` for the previous step first."""
         run, samples = self.run, self.run.progress.scheduled_samples
         rates = Rates(
             run.scheduler.lr_at(samples), run.scheduler.weight_decay_at(samples), run.scheduler.decoupled_lr_at(samples)
@@ -92,8 +92,8 @@ class TrainStep:
 
 
 def is_read(run: TrainingRun, step: Step) -> bool:
-    """Return True if parameters or a step's result are read before the next step begins. Otherwise, the update may
-    happen later."""
+    """Return True if a task or meter reads the parameters or the step's result before the next step begins. If the
+    result is False, the weight update may be delayed."""
     iteration, is_last = step.iteration, step.iteration == run.train_iters
     by_task = any(task.reads_result and task.at(iteration, is_last) for task in run.tasks)
     return is_last or by_task or any(meter.reads_result(iteration) for meter in run.meters)

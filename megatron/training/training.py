@@ -1,7 +1,7 @@
 """The training loop: pretrain -> train -> train_step -> forward_backward -> PipelineExecutor.run.
 
-Metrics stay on the device within a log interval. At a log line, one reduction makes them global, so that every rank has
-the same loss and makes the same decisions.
+Within a log interval, metrics stay on the device. At a log line, one reduction combines the metrics of all ranks, so
+that every rank has the same loss and makes the same decisions.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
 
 
 def train(run: TrainingRun) -> ExitCode:
-    """Train until the end of the run, an exit condition, or an error. The caller must have started `run`
-    (`start_run`)."""
+    """Train until the end of the run, an exit condition, or an error. Call `start_run` for the run first."""
     while goes_on(run):
         pass
     finish(run)
@@ -102,7 +101,8 @@ def next_step(run: TrainingRun) -> bool:
 
 
 def perform_due(run: TrainingRun, before_step: bool = False) -> list[Task]:
-    """Perform the tasks that are due after the last step or before the next step, and return these tasks."""
+    """Perform the tasks that are due now: those before the next step if `before_step` is True, and otherwise those
+    after the last step. Returns these tasks."""
     iteration = run.progress.iteration
     tasks = [task for task in run.tasks if task.before_step == before_step]
     due = [task for task in tasks if task.is_due(iteration, last=iteration == run.train_iters)]
@@ -125,7 +125,7 @@ def exits(run: TrainingRun, after: Sequence[Task]) -> bool:
 
 
 def finish(run: TrainingRun) -> None:
-    """Finish the work in progress, and perform the last save and evaluations."""
+    """Finish the run: complete the work in progress, and perform the last save and evaluations."""
     watchdog, iteration = run.runtime.watchdog, run.progress.iteration
     requests, trains = watchdog.requests, not run.config.training.skip_train
     if trains and run.config.checkpoint.save and run.saver.last != iteration:

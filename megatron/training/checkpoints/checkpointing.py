@@ -1,9 +1,9 @@
 """Save and load a run's state, and check that a checkpoint fits the run that loads it.
 
 The state consists of the parameters, the optimizer's tensors, its update count and loss scale, the `Progress`, and the
-states of extensions' callbacks. No other state is needed: the learning rate is computed from the progress. Initial
-values, dropout and data order are functions of the seed and a position, so there is no random generator state to save.
-A run that keeps the seed of its checkpoint resumes exactly, under any layout.
+states of extensions' callbacks. No other state is needed. The learning rate is computed from the progress. Initial
+values, dropout and data order are functions of the seed and a position, so there is no random-number generator state to
+save. A run that keeps the seed of its checkpoint resumes exactly, under any layout.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def no_fingerprint(consumed_samples: int) -> None:
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """Contents of a run's checkpoint on one rank, and methods that load them. `CheckpointWriter` writes checkpoints, in
-    the foreground or in the background, and deletes older ones. All methods are collective."""
+    """One rank's part of a run's checkpoint, and methods that load checkpoints. `CheckpointWriter` writes checkpoints,
+    in the foreground or in the background, and deletes older ones. All methods of this class are collective."""
 
     config: RunConfig
     state: ParallelState
@@ -91,9 +91,10 @@ class RunCheckpoint:
     def contents(
         self, progress: Progress, metrics: Mapping[str, float | None] | None = None
     ) -> tuple[StateDict, dict[str, object]]:
-        """Return (tensors, other values) of a checkpoint of `progress.iteration`. The tensors are not copied.
+        """Return the tensors and the other values that a checkpoint of `progress.iteration` contains. The tensors are
+        not copied.
 
-        `metrics` contains values measured at this iteration. Cleanups use them to choose checkpoints.
+        `metrics` contains values measured at this iteration. They help to decide which older checkpoints are deleted.
         """
         config = self.config
         optimizer = self.optimizer
@@ -139,8 +140,8 @@ class RunCheckpoint:
     def load(
         self, say: Callable[[str], None] = lambda line: None, data: Fingerprint = no_fingerprint, why: str = ""
     ) -> Progress:
-        """Load the newest complete and undamaged checkpoint of --load, saved under any layout, into parameters and
-        optimizer.
+        """Load the newest complete and undamaged checkpoint in --load into the parameters and the optimizer. The
+        checkpoint may have been saved under any layout.
 
         Prints which checkpoints were skipped and why, what was loaded, and where the run starts. Returns the position
         of the run. The run starts from the beginning if there is no checkpoint, or with --finetune or
@@ -148,12 +149,12 @@ class RunCheckpoint:
 
         Args:
             say: Function that prints a line.
-            data: Function that returns the fingerprint of the run's data at a number of consumed samples.
-            why: Reason for loading from this folder, for the log.
+            data: Function that maps a number of consumed samples to the fingerprint of the run's data.
+            why: Reason for loading from the checkpoint's folder, which the log reports.
 
         Raises:
-            ValueError: Raised on every rank if the checkpoint does not fit the run, or if the run's data differ from
-                the data at the checkpoint's position.
+            ValueError: Raised on every rank if the checkpoint does not fit the run, or if the samples consumed up to
+                the checkpoint's position are not the same in this run's data.
         """
         options = self.config.checkpoint
         checkpoint = _choose(self.config, self.state.world, say)
@@ -167,7 +168,8 @@ class RunCheckpoint:
     def resume_with(
         self, checkpoint: Checkpoint, say: Callable[[str], None], data: Fingerprint, source: str
     ) -> Progress:
-        """Resume from an open checkpoint, as `load` does; the log line calls the checkpoint `source`."""
+        """Resume from an open checkpoint in the same way as `load`. The log line names `source` as the origin of the
+        checkpoint."""
         options = self.config.checkpoint
         consumed = int(checkpoint.payload.get("consumed_samples") or 0)
         config, data_fingerprint = self.config_at(consumed), data(consumed)
@@ -195,7 +197,7 @@ class RunCheckpoint:
         return progress
 
     def resume_from(self, load: str, say: Callable[[str], None], data: Fingerprint, why: str) -> Progress:
-        """Load a checkpoint from the folder `load` instead of --load; the log line gives the reason `why`."""
+        """Load a checkpoint from the folder `load` instead of --load. The log line gives `why` as the reason."""
         options = replace(self.config.checkpoint, load=load)
         return replace(self, config=replace(self.config, checkpoint=options)).load(say, data, why)
 
@@ -233,8 +235,8 @@ class RunCheckpoint:
 
 @runtime_checkable
 class LoadsModels(Protocol):
-    """Path kind for models in the formats of other programs, registered in `PATH_KINDS`. Both methods are
-    collective."""
+    """Path kind that loads models in the formats of other programs. Such path kinds are registered in `PATH_KINDS`.
+    Both methods are collective."""
 
     def start(self, checkpoint: RunCheckpoint, say: Callable[[str], None], data: Fingerprint) -> Progress:
         """Load the model that --load names into parameters and optimizer, as `RunCheckpoint.load` does."""
@@ -261,7 +263,8 @@ def load_start(
 ) -> Progress:
     """Load parameters and optimizer at the start of a run, and return the run's position. Collective.
 
-    The source is a callback's checkpoint, or the checkpoint or other model that --load names.
+    The weights come from a checkpoint that a callback provides, or from the checkpoint or other model that --load
+    names.
     """
     for callback in sorted(checkpoint.callbacks, key=lambda each: each.start_order):
         if (progress := callback.start(checkpoint, say, data)) is not None:
@@ -325,8 +328,8 @@ def load_stages(
 
     Args:
         path: Path of the checkpoint or model.
-        layout_of: Function that returns the layout for a configuration, whatever its number format. It raises
-            ValueError if the configuration does not allow a layout.
+        layout_of: Function that returns the layout for a configuration. The layout does not depend on the number
+            format. It raises ValueError if the configuration does not allow a layout.
         state: Process groups of the ranks that load the model.
         device: Device of the model.
         number_format: Number format of the weights; None keeps the stored one.
@@ -381,7 +384,8 @@ def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Check
 
 
 def _load_counters(checkpoint: Checkpoint, optimizer: DistributedOptimizer) -> None:
-    """Load the optimizer's update count, and the loss scale if it is dynamic both in the checkpoint and in the run."""
+    """Load the optimizer's update count. Also load the loss scale if both the checkpoint and the run use dynamic loss
+    scaling."""
     saved = checkpoint.payload["optimizer"]
     optimizer.step_count = saved["step_count"]
     if saved["loss_scaler"].keys() == optimizer.scaler.state_dict().keys():

@@ -44,9 +44,9 @@ def choose_checkpoint(
 ) -> Checkpoint | None:
     """Open the newest complete and undamaged checkpoint; None if there is no checkpoint. Collective over `world`.
 
-    With `verified`, the ranks read all files and compare them with the manifest. A checkpoint also counts as damaged if
-    its metadata contain values of wrong types. `say` receives one line for each skipped checkpoint, on every rank.
-    Raises ValueError on every rank if there are checkpoints but none is readable.
+    If `verified` is True, the ranks read all files of a checkpoint and compare them with its manifest. A checkpoint
+    also counts as damaged if its metadata contain values of wrong types. `say` receives one line for each skipped
+    checkpoint, on every rank. Raises ValueError on every rank if there are checkpoints but none is readable.
     """
     found = on_first_rank(lambda: candidates(path), world)
     _check_seen(path, found, world)
@@ -116,7 +116,7 @@ def verify(folder: PurePath, world: Axis) -> list[str]:
 FORMAT_VERSION = 1
 
 PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
-"""Metadata entries that a run needs to resume from a checkpoint, with their types."""
+"""Types of the metadata entries without which a run cannot resume from a checkpoint."""
 
 
 def saved_config(checkpoint: Checkpoint) -> RunConfig:
@@ -162,7 +162,7 @@ def check_may_start(options: CheckpointConfig) -> None:
 def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:
     """Raise ValueError, with every difference at once, if the run would not continue the saved run.
 
-    The data are compared if both fingerprints are known.
+    Training data are compared if the fingerprints of both runs are known.
     """
     options = config.checkpoint
     saved = saved_config(checkpoint)
@@ -206,8 +206,8 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
 
 
 def _new_phase(config: RunConfig) -> str:
-    """Return a remedy for a change of data or sequence length: the flags that divide a run into phases. The text is
-    empty if the run already has phases."""
+    """Return a remedy for a change of data or sequence length, which names the flags that divide a run into phases.
+    Returns an empty text if the run already has phases."""
     flags = [field_table()[PLANS.facts(name).field] for name in PLANS]
     if not flags or any(value_of(config, flag) is not None for flag in flags):
         return ""
@@ -244,10 +244,10 @@ def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str 
 
 
 def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
-    """Drop the histories that the checkpoint lacks, or stores with another length, from the targets.
+    """Remove fp8 histories from the targets if the checkpoint lacks them or stores them with a different length.
 
-    These histories start empty: a run may turn on fp8, or change the fp8 recipe, at any time. Missing optional states
-    are dropped too.
+    The run starts these histories empty, because it may turn on fp8 or change the fp8 recipe at any time. Optional
+    states that the checkpoint lacks are removed too.
     """
 
     def saved(key: str) -> bool:
@@ -257,13 +257,14 @@ def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict
 
 
 def _is_optional(key: str) -> bool:
-    """Return True for the key of an optional state, which a checkpoint may lack and a run may ignore."""
+    """Return True if `key` belongs to an optional state. A checkpoint may lack optional states, and a run may ignore
+    them."""
     kinds = (kind for store in STATE_STORES for kind in STATE_STORES.facts(store).optional)
     return key.startswith(tuple(optimizer_key(kind, "") for kind in kinds))
 
 
 def without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: Callable[[str], None]) -> StateDict:
-    """Drop optimizer states from the targets if their parameters were frozen in the saved run but are trained now.
+    """Remove from the targets the optimizer states of parameters that were frozen in the saved run but are trained now.
     These states start at zero."""
     saved = saved_config(checkpoint)
     missing = [key for key in targets if key.startswith(OPTIMIZER) and key not in checkpoint.tensors]
@@ -278,15 +279,15 @@ def without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: Ca
 
 
 def _frozen_by(saved: RunConfig) -> Iterator[str]:
-    """Yield each flag that froze parameters in the saved run, followed by its values."""
+    """Yield the flags that froze parameters in the saved run, each with its values."""
     for flag in all_flags():
         if flag.spec.chooses_trained and (values := value_of(saved, flag)):
             yield " ".join([flag.name, *values])
 
 
 def mismatch_remedy(keys: Sequence[str]) -> str:
-    """Return the remedy if only optimizer states do not match. For example, another version of the program may have
-    updated some parameters with another optimizer. Empty otherwise."""
+    """Return the remedy if only optimizer states do not match, and an empty text otherwise. Such a mismatch occurs, for
+    example, if another version of the program updated some parameters with a different optimizer."""
     if not all(key.startswith(OPTIMIZER) for key in keys):
         return ""
     return "; a different optimizer updated these parameters: add --no-load-optim to start with new optimizer states"
@@ -314,7 +315,7 @@ def frozen_names(config: RunConfig) -> frozenset[str]:
 
 
 def _parameter_of(key: str) -> str:
-    """Return the parameter name in an optimizer key: `decoder.layers.0.mlp.linear_fc1.weight` of
+    """Extract the parameter name from an optimizer key: `decoder.layers.0.mlp.linear_fc1.weight` of
     `optimizer.exp_avg.decoder...`."""
     return key.removeprefix(OPTIMIZER).partition(".")[2]
 
@@ -322,7 +323,7 @@ def _parameter_of(key: str) -> str:
 def unused_tensors(
     checkpoint: Checkpoint, load_optimizer: bool, config: RunConfig | None = None
 ) -> Callable[[str], bool]:
-    """Return a predicate that is true for keys of a checkpoint that the run may leave unused.
+    """Return a predicate that is true for the checkpoint keys that the run need not load.
 
     The run may ignore histories, optional states, callback states, optimizer states of frozen parameters, and
     parameters that are loaded from their main copies.

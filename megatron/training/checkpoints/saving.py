@@ -1,4 +1,5 @@
-"""Checkpoints during training: start each save, report its outcome, and wait for it before the process exits."""
+"""Save checkpoints during training: start each save, report the outcome, and wait for the save before the process
+exits."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class RunSaver:
         """Iteration that was last saved or loaded; None if there is none."""
 
         self._told: tuple[int, str] | None = None
-        """Iteration of the last printed failure, and its reason without numbers."""
+        """Iteration and reason of the last failed save that was printed; numbers are removed from the reason."""
 
         self._given_up = ""
         """Reason why the newest checkpoint is not on disk; empty if it is on disk or being written."""
@@ -49,8 +50,8 @@ class RunSaver:
             self.exporters = [exporter for exporter in found if exporter is not None]
 
     def prepare(self) -> None:
-        """Allocate staging memory if checkpoints are saved during the run. Warn if --save holds checkpoints of later
-        iterations, which this run will replace."""
+        """Allocate staging memory if checkpoints are saved during the run. Warn if --save contains checkpoints of later
+        iterations, because this run will replace them."""
         save = self.options.save
         root = self.options.save_root
         iteration = self._progress.iteration
@@ -65,8 +66,8 @@ class RunSaver:
             self.writer.prepare(self.checkpoint.contents(self._progress)[0])
 
     def save(self, metrics: Mapping[str, float | None]) -> None:
-        """Start to save the current iteration. With --no-async-save, the checkpoint is complete when this method
-        returns."""
+        """Start to save a checkpoint of the current iteration. With --no-async-save, the checkpoint is complete when
+        this method returns."""
         assert self.writer is not None
         iteration, start = self._progress.iteration, time.perf_counter()
         self.last, self._given_up = iteration, ""
@@ -82,7 +83,7 @@ class RunSaver:
     def report(self) -> None:
         """Print, on the first rank, the outcome of each save that ended since the last call.
 
-        Raises CheckpointError if a save was given up under --fatal-save-errors.
+        Raises CheckpointError if --fatal-save-errors is given and a save failed after all retries.
         """
         for report in self.writer.reports() if self.writer is not None else []:
             if report.error is None:
@@ -104,8 +105,8 @@ class RunSaver:
         self._say_exported()
 
     def _say_failure(self, report: SaveReport, message: str) -> None:
-        """Print the reason for a failed save. If further saves fail for the same reason, print only their
-        iterations."""
+        """Print why a save failed. If later saves fail for the same reason, print only the iterations of these
+        saves."""
         failure = report.iteration, re.sub(r"[\d,]+", "", str(report.error))  # numbers such as the free bytes change
         if failure == self._told and not report.complete:
             message = f"checkpoint of iteration {report.iteration} was not saved, for the same reason; {_then(report)}"
@@ -145,7 +146,7 @@ class RunSaver:
             self._runtime.watchdog.doing(f"finishing the save at iteration {self._progress.iteration}")
             self.writer.close()
             self.report()
-            if self._given_up:  # without --async-save, `save` has already reported it
+            if self._given_up:  # with --no-async-save, `save` has already raised the error
                 raise CheckpointError(f"{self._given_up} (it was the last of the run)")
         for line in (line for exporter in self.exporters if hurry for line in exporter.abandon()):
             self._runtime.say(f" {line}")

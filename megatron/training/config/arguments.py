@@ -57,7 +57,7 @@ class CommandLine:
     config: RunConfig
     world_size: int | None = None
     notes: tuple[str, ...] = ()
-    """Lines to print about flags that have no effect and flags that are read as other flags."""
+    """Lines to print about flags that have no effect, and about flags that were replaced with other flags."""
 
     command: Command | None = None
     """Command that runs instead of training; None to train."""
@@ -73,10 +73,10 @@ class CommandLine:
 
 
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
-    """Parse `argv`. `--help` prints and raises SystemExit(0).
+    """Parse `argv`. For `--help`, this function prints the help text and raises SystemExit(0).
 
-    Raises SystemExit(2) for invalid flags after one rank has printed every problem, including those that validation
-    finds.
+    If flags are invalid, one rank prints every problem, including those that validation finds, and SystemExit(2) is
+    raised.
     """
     launch = launch or Launch.from_environment()
     if "--version" in argv:
@@ -128,7 +128,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
 
 
 def _options() -> list[tuple[str, str]]:
-    """Return (spelling, help text) pairs of the flags that are not configuration."""
+    """Return (spelling, help text) pairs of the command-line options that are not configuration fields."""
     return [
         *((f"{name} {option.usage}".rstrip(), option.help) for name, option in options().items()),
         (
@@ -155,7 +155,7 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
 
 @runtime_checkable
 class StatesFlags(Protocol):
-    """Path kind for models that determine some flags of a run when --load names them. Such kinds are registered in
+    """Path kind for models that determine some flags of the runs that load them. Such path kinds are registered in
     `PATH_KINDS`."""
 
     def __call__(self, path: str, /) -> bool: ...
@@ -169,7 +169,7 @@ class StatesFlags(Protocol):
 
 @runtime_checkable
 class ChangesModel(Protocol):
-    """Base class of flags that modify the model in --load at the start of a run."""
+    """Base class of extension flags that modify the loaded model at the start of a run."""
 
     def changes_model(self) -> Collection[str]:
         """Return the names of the model fields that the flags change."""
@@ -205,16 +205,16 @@ def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
 
 
 def config_of(values: dict[str, object]) -> RunConfig:
-    """Return the unresolved configuration with these field values."""
+    """Build the unresolved configuration from values keyed by field name."""
     zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)  # zero replaces missing values
     return replace(config_of_sections({"": values}), given=zeros)
 
 
 def read_flags(argv: Sequence[str], script: Path | None = None) -> FlagReader:
-    """Read a command line: first the extensions that it names, then --config files in order, then flags, which override
-    the files.
+    """Read a command line. The extensions that it names are read first, then the --config files in order. The flags are
+    read last and override the files.
 
-    `script` is the file from which the flags were read, if the user did not type them. Raises ExtensionError.
+    `script` is the file that contains the flags, or None if the user typed them. Raises ExtensionError.
     """
     tokens = list(tokens_of(argv))
     extensions = _load_extensions(tokens, script)
@@ -244,7 +244,8 @@ def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | Non
     """Import the extensions that the command line names and the permitted extensions that files name. Returns absolute
     paths.
 
-    An extension on the command line replaces one in a file that has moved. Raises ExtensionError.
+    If the file of an extension has moved, an extension of that name on the command line replaces it. Raises
+    ExtensionError.
     """
     written = [text for name, texts in tokens if name == "--extension" for text in texts if text_rule(text) is None]
     given = list(load_extensions([] if script else written))
@@ -274,9 +275,9 @@ def _extensions_in(path: str) -> list[str]:
 def save_config(config: RunConfig, path: str | PurePath) -> None:
     """Write a configuration as YAML that `--config` reads back.
 
-    Values derived from other values or from the world size are written as comments. The file therefore also works with
-    another layout, and an overriding flag also changes the values derived from it. The global batch size is kept,
-    because a run that continues under another layout would otherwise differ.
+    Values that are derived from other values or from the world size are written as comments. Because of this, the file
+    can be used with another layout, and a flag that overrides a value also changes the values derived from it. The
+    global batch size is written as a value, because a run that continues under another layout must not change it.
     """
     derived = dict(config.given)
     derived.pop("global_batch_size", None)

@@ -25,16 +25,17 @@ class BatchSizes:
 
     final: int
     earlier: tuple[tuple[int, int], ...] = ()
-    """(end position in consumed samples, batch size) for each batch size before the final one, in order."""
+    """Batch sizes before the final one, in order, as pairs (number of consumed samples at which the size ends, batch
+    size)."""
 
     past: tuple[Point, ...] = START
-    """Positions, in order, of batch-size changes in the part of the run that was trained with other flags. `earlier`
-    and `final` apply from the last of these positions."""
+    """Positions of batch-size changes, in order, in the part of the run that was trained with other flags. `earlier`
+    and `final` apply after the last of these positions."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> BatchSizes:
-        """Return the batch sizes of a resolved and validated configuration, including the part of the run that
-        precedes its checkpoint."""
+        """Return the batch sizes of a resolved and validated configuration. They include the batch sizes with which the
+        run was trained up to its checkpoint."""
         assert config.training.global_batch_size, "resolve() fills the global batch size"
         scheduled = batch_schedule(config)
         if scheduled is not None:
@@ -42,7 +43,8 @@ class BatchSizes:
         return cls(config.training.global_batch_size).resumed(config.past_batches)
 
     def resumed(self, past: Sequence[Point]) -> Self:
-        """Return the batch sizes of a run that has passed these positions and resumes at the last of them."""
+        """Return the batch sizes of a run that resumes at the last position in `past`. The earlier positions are those
+        of batch-size changes."""
         if not past:
             return self
         begun = replace(self, past=tuple(past[:-1]) or START)
@@ -50,8 +52,8 @@ class BatchSizes:
         return begun if begun.samples(iterations) == consumed else replace(begun, past=(*begun.past, past[-1]))
 
     def points(self, iterations: int, consumed_samples: int) -> tuple[Point, ...]:
-        """Return `past` for a run that resumes at this position: the positions of earlier batch-size changes, and this
-        position."""
+        """Return the value of `past` for a run that resumes at this position. The value contains the positions of
+        earlier batch-size changes, followed by this position."""
         found, (done, consumed) = [point for point in self.past if point[1] <= consumed_samples], self.past[-1]
         for end, size in self.earlier:
             steps = -(-(end - consumed) // size) if end > consumed else 0
@@ -70,7 +72,7 @@ class BatchSizes:
         return next((size for end, size in self.earlier if consumed_samples < end), self.final)
 
     def iterations(self, samples: int) -> int:
-        """Return the number of full steps for which `samples` samples suffice."""
+        """Return the number of complete steps that can be taken with `samples` samples."""
         for (i, s), (j, t) in pairwise(self.past):
             if samples < t:
                 return i + (samples - s) * (j - i) // (t - s)
@@ -113,8 +115,8 @@ def batch_schedule(config: RunConfig) -> SchedulesBatches | None:
 
 
 def legal_sizes(config: RunConfig) -> BatchSizes:
-    """Return the batch sizes of a configuration that may be invalid. Sizes are at least 1, and constant if the schedule
-    is invalid."""
+    """Return the batch sizes of a configuration that may be invalid. All sizes are at least 1. If the batch-size
+    schedule is invalid, the size is constant."""
     size = config.training.global_batch_size or 0
     try:
         return BatchSizes.from_config(config) if size > 0 else BatchSizes(1)
@@ -129,8 +131,8 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, data_paralle
 
 
 def samples_of_run(config: RunConfig) -> int | None:
-    """Return the number of samples of a run whose length is given in samples or tokens; if both are given, the smaller
-    number.
+    """Return the number of samples in a run whose length is given in samples or tokens. If both lengths are given, the
+    shorter one applies.
 
     Returns None if the length is given in iterations, or if the run is one epoch.
     """
@@ -181,7 +183,7 @@ def batch_line(config: RunConfig, dims: ParallelDims) -> str:
 
 
 def byte_text(size: float) -> str:
-    """Format a size in bytes in the largest binary unit in which it is at least 1."""
+    """Format a number of bytes in the largest binary unit that gives a value of at least 1."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
             return f"{size / 2**power:.2f} {unit}"

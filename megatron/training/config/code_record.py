@@ -2,10 +2,10 @@
 does not import torch.
 
 Code runs only if the command line names it. A checkpoint or configuration that names code is not trusted, because it
-may come from anywhere. Files in the --save folder of a run that this user has started are the exception. When a run
-starts, `record_code` writes the folder, the names of the code and digests of its content to the user's state folder,
-outside the run. `standing` compares a name in a file with that record. A checkpoint cannot extend the record, and code
-that has changed since is refused.
+may come from anywhere. The only exception is a file in the --save folder of a run that this user has started. When a
+run starts, `record_code` stores the run's folder, and the names and content digests of the code that the run uses. The
+record is in the user's state folder, outside the folder of the run. `standing` compares the code that a file names with
+the record. A checkpoint cannot extend the record, and code that has changed since it was recorded is refused.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def record_code(run: str | Path, names: Iterable[str]) -> None:
 
 
 def standing(source: str | PurePath, name: str) -> Standing:
-    """Return a verdict: whether code that the file or folder `source` names may run.
+    """Decide whether code that the file or folder `source` names may run.
 
-    "recorded": the source is in the folder of one of the user's runs, which used this code with the same content.
-    "changed": the content was different.
+    Returns "recorded" if `source` is in the folder of one of the user's runs, and that run used this code with the same
+    content. Returns "changed" if the run used this code with different content.
     """
     source, name = _resolved(source), _whole(name)
     digests = [_recorded(folder)[name] for folder in (source, *source.parents) if name in _recorded(folder)]
@@ -96,10 +96,11 @@ def code_exists(name: str) -> bool:
 
 
 def code_digest(name: str) -> str | None:
-    """Return a digest of the files that a name refers to, and of their paths.
+    """Return a digest of the paths and contents of the files to which a name refers.
 
-    These are a Python file, a module with all files of its package and with its parent packages, or the Python and YAML
-    files of a folder; a YAML file represents its folder. Nothing is imported. Returns None if there are no such files.
+    A name may refer to a Python file, to a module, or to a folder. For a module, the digest covers all files of its
+    package, and its parent packages. For a folder, it covers the Python and YAML files. A YAML file represents its
+    folder. Nothing is imported. Returns None if the name refers to no files, or to more than `MOST_FILES` files.
     """
     try:
         files = list(islice(_code_files(_whole(name)), MOST_FILES + 1))
@@ -146,10 +147,10 @@ def _module_files(name: str) -> Iterator[Path]:
 
 
 def _recorded(run: Path) -> dict[str, str]:
-    """Return the digests recorded for a folder by code name.
+    """Return the digests that are recorded for a run's folder, keyed by the name of the code.
 
-    The result is empty unless the record belongs to this user and nobody else could have written it. This also holds
-    for a record in the folder itself.
+    The result is empty unless the record belongs to this user and nobody else could have written it. It is also empty
+    if the record is in the run's folder.
     """
     path = _record_file(run)
     try:
@@ -168,7 +169,7 @@ def _record_file(run: Path) -> Path:
 
 
 def _whole(name: str) -> str:
-    """Make the path in a name absolute and resolve its links; a module name is returned unchanged."""
+    """Return the absolute path, with links resolved, if the name is a path; return a module name unchanged."""
     is_path = "/" in name or name.endswith(CODE_SUFFIXES) or os.path.isdir(name)
     return str(_resolved(name)) if is_path else name
 

@@ -29,8 +29,8 @@ class Option:
     """True if the option selects a command other than training."""
 
     json: bool = False
-    """True if the option's value is the file to which a command writes JSON, including problems. Without a value, the
-    JSON goes to standard output."""
+    """True if the option's value is the file to which a command writes JSON, including problems. If the option has no
+    value, the command writes the JSON to standard output."""
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ class Option:
 
 @dataclass
 class GivenOptions:
-    """Options on a command line, and the problems found in them."""
+    """Options given on a command line, and the problems found while reading them."""
 
     options: dict[str, list[str]] = field(default_factory=dict)
     """Values of each option: one entry for each time that the option is given, which is "" if the option has no
@@ -78,10 +78,10 @@ class Prepared:
     config: RunConfig
     world_size: int
     problems: Sequence[Problem]
-    """Problems that prevent a run from starting, except problems with the run's input and output files."""
+    """Problems that prevent a run from starting. Problems with input and output files are not included."""
 
     inputs: Sequence[Problem]
-    """Problems with data lists that cannot be read. `missing_inputs` finds the problems with other inputs."""
+    """Problems with data lists that cannot be read. Problems with other inputs are found by `missing_inputs`."""
 
     given: frozenset[str]
     """Every given flag, both alone and with its first value."""
@@ -92,8 +92,8 @@ class Prepared:
     launch: Launch
 
     def refuse(self, problems: Sequence[Problem], json: bool = True) -> NoReturn:
-        """Print the problems on one rank, then end the process with exit code 2. With `json`, the problems are also
-        written to `json_file`."""
+        """Print the problems on one rank, then end the process with exit code 2. If `json` is True, the problems are
+        also written to `json_file`."""
         refuse(problems, self.launch, self.json_file if json else None)
 
 
@@ -101,15 +101,15 @@ class Command:
     """Base class of commands that run instead of training."""
 
     reads_data: ClassVar[bool] = True
-    """True if flags must select the data. Otherwise, synthetic data are the default."""
+    """True if the command requires flags that select data; False if it can use synthetic data by default."""
 
     def note(self, world_size: int) -> str | None:
-        """Return a line to print if the number of ranks is derived from the layout. This happens if neither flags nor a
-        launcher set the number."""
+        """Return a line to print if the number of ranks is derived from the layout because neither a flag nor a
+        launcher sets it."""
         return f"planned for {world_size} ranks; --world-size sets a different number" if world_size > 1 else None
 
     def run(self, run: Prepared) -> int:
-        """Run the command on every rank; only rank 0 prints. Returns the exit code."""
+        """Run the command. Called on every rank, but only rank 0 prints. Returns the exit code."""
         raise NotImplementedError
 
 
@@ -118,15 +118,15 @@ class CommandFacts:
     """Properties of a command that are known before it is imported."""
 
     options: Mapping[str, Option]
-    """Options of the command, by spelling."""
+    """Options of the command, keyed by spelling."""
 
 
 class ReadCommand(Protocol):
-    """Function that reads the options of a command. It is imported when one of these options is given."""
+    """Function that reads the options of a command. The function is imported when one of the options is given."""
 
     def __call__(self, given: GivenOptions, world_size: int | None) -> Command | None:
         """Return the `Command` that the options select, or None. Add problems with the options to `given.problems`.
-        `world_size` is --world-size."""
+        `world_size` is the value of --world-size."""
 
 
 COMMANDS = Registry("command", CommandFacts, protocol=ReadCommand)
@@ -137,7 +137,7 @@ COMMANDS = Registry("command", CommandFacts, protocol=ReadCommand)
 
 
 def options() -> dict[str, Option]:
-    """Return all options by spelling."""
+    """Return all command-line options, keyed by spelling."""
     of_commands = {name: option for each in COMMANDS for name, option in COMMANDS.facts(each).options.items()}
     return {
         "--config": Option("YAML file of flags; may be given more than once, later files take precedence.", "FILE"),

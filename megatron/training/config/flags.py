@@ -23,13 +23,12 @@ class TooLargeError(ValueError):
 
 
 class StandInError(ValueError):
-    """Raised if values of other flags cannot be read from the file that a flag names."""
+    """Raised if a flag names a file with the values of other flags, but the file cannot be read."""
 
     def __init__(self, text: str, config: RunConfig) -> None:
         super().__init__(text)
         self.config = config
-        """Configuration with placeholders for these values, so that their absence is not reported as a second
-        problem."""
+        """Configuration with placeholders for the unreadable values, so that their absence is not reported as well."""
 
 
 def parse_int(text: str) -> int:
@@ -76,7 +75,7 @@ class Flag:
     section: str
     field: str
     kind: type
-    """Type of a single value: bool, int, float or str."""
+    """Type of the flag's value, or of each element of a tuple: bool, int, float or str."""
 
     default: object
     spec: FlagSpec
@@ -102,12 +101,13 @@ class Flag:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Spellings listed in help texts."""
+        """Spellings of the flag that help texts list."""
         both = self.kind is bool and self.default and not self.spec.name
         return (self.name, *self.spec.aliases, *((dashed(f"no_{self.field}"),) if both else ()))
 
     def spellings(self) -> Iterator[tuple[str, bool]]:
-        """Yield (spelling, whether it turns a bool on). The field's name also turns every bool on and off."""
+        """Yield each spelling, with True if the spelling turns a bool on. The field's name also turns every bool on and
+        off."""
         on = not (self.kind is bool and self.default and self.spec.name)
         yield self.name, on
         for alias in self.spec.aliases:
@@ -170,12 +170,13 @@ class ExtensionSection:
     part_of: str | None = None
     """Section of `RunConfig` to which the flags belong.
 
-    Flags of section "model" describe a model: they are compared with a checkpoint's values, taken from the checkpoint,
-    and converted like that section's fields. Flags of section "data" select data.
+    Flags of section "model" describe a model. Like that section's fields, they are compared with a checkpoint's values,
+    taken from the checkpoint, and converted. Flags of section "data" select data.
     """
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
-        """Return the problems that the rules find in a resolved configuration if one of the flags is set or given."""
+        """Return the rules' problems with a resolved configuration; none if the rules do not apply to default
+        values."""
         unused = given.options(self.cls) == config.options(self.cls) == self.cls()
         if self.rules is None or (unused and not self.always):
             return ()
@@ -183,11 +184,11 @@ class ExtensionSection:
         return found
 
     def resolved(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with the values derived from these flags, if any of them is given."""
+        """Return the configuration, with derived values filled in if any of these flags is given."""
         return self._filled(config, self.resolve)
 
     def with_files(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with the values read from the files that these flags name.
+        """Return the configuration with the values that the files named by these flags contain.
 
         Raises ValueError if a file cannot be opened or read.
         """
@@ -265,7 +266,7 @@ def value_of(config: RunConfig, flag: Flag) -> Any:
 
 
 def shown_value(value: object) -> object:
-    """Format a flag's value for a message; None for a switch."""
+    """Return a flag's value for a message; None for a switch."""
     return None if isinstance(value, bool) else value
 
 
@@ -291,7 +292,7 @@ def flags_of(section: str) -> tuple[Flag, ...]:
 
 
 def changed_flags(before: RunConfig, after: RunConfig) -> frozenset[str]:
-    """Return the names of the flags that have their default in `before` and another value in `after`."""
+    """Return the names of the flags that have the default value in `before` but a different value in `after`."""
     if before == after:
         return frozenset()
     return frozenset(
@@ -321,7 +322,7 @@ def with_named(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
 
 
 def run_of(model: TransformerConfig) -> RunConfig:
-    """Return the configuration of a run with this model, including the model's values of extension flags."""
+    """Return a run configuration with this model and its values of extension flags."""
     return RunConfig(model=model, extension_options=model.extension_options)
 
 
@@ -331,7 +332,7 @@ def with_fields(model: TransformerConfig, values: Mapping[str, object]) -> Trans
 
 
 def flat_values(config: RunConfig) -> dict[str, Any]:
-    """Return the values of all sections by field."""
+    """Return the values of all sections, keyed by field name."""
     values = _values_of_sections(config)
     return {flag.field: getattr(values[flag.section], flag.field) for flag in all_flags()}
 
@@ -368,7 +369,7 @@ def _values_of_sections(config: RunConfig) -> dict[str, object]:
 
 
 def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
-    """Return the configuration that `values_by_section` stored, even if a field was then in another section.
+    """Rebuild the configuration from the output of `values_by_section`. A field may have moved to another section.
 
     Unknown fields are dropped, and missing fields get their defaults.
     """
@@ -378,15 +379,14 @@ def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
         known = {flag.field: flag for flag in all_flags() if flag.section == section and flag.field in saved}
         built[section] = cls(**{field: _as_field(flag, saved[field]) for field, flag in known.items()})
     given = [(section.cls(), built.pop(title)) for title, section in EXTENSION_SECTIONS.items()]
-    options = tuple(options for default, options in given if options != default)  # `Section.options` has the rest
+    options = tuple(options for default, options in given if options != default)  # `Section.options` adds the defaults
     return RunConfig(**built, extension_options=options)
 
 
 def _as_field(flag: Flag, value: object) -> object:
     """Convert a value to its field's type.
 
-    For a field that holds a tuple, a single value also becomes a tuple, because older files store it without a list.
-    The credentials of URLs are hidden.
+    For a tuple field, a single value becomes a tuple, as older files store such values. URL credentials are hidden.
     """
     if flag.spec.path == "url" and isinstance(value, list | tuple):
         value = [take_credentials(each) if isinstance(each, str) else each for each in value]
@@ -396,21 +396,21 @@ def _as_field(flag: Flag, value: object) -> object:
 
 
 def _fields_in_order(cls: type) -> list[Field]:
-    """Return the fields of a section, with inherited fields last."""
+    """Return a section's dataclass fields, inherited fields last."""
     inherited = {name for base in cls.__mro__[1:] for name in getattr(base, "__annotations__", {})}
     return sorted(fields(cls), key=lambda field: field.name in inherited)
 
 
 @lru_cache(maxsize=1)
 def sections() -> dict[str, type]:
-    """Return the dataclasses by attribute of `RunConfig`, or by title for the flags of extensions."""
+    """Map attributes of `RunConfig`, and titles of extensions' flags, to dataclasses."""
     hints = get_type_hints(RunConfig)
     own = {field.name: hints[field.name] for field in fields(RunConfig) if "flag" not in field.metadata}
     return own | {title: section.cls for title, section in EXTENSION_SECTIONS.items()}
 
 
 FLAG_HOMES: dict[str, str] = {}
-"""Built-in extension, installed or not, of each flag or `--flag=value`. `megatron.extensions.load` fills the table."""
+"""Built-in extension (installed or not) for each flag or `--flag=value`; filled in by `megatron.extensions.load`."""
 
 
 def home_of(spelling: str) -> str | None:
@@ -429,7 +429,7 @@ def _kind(hint: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def spelling_table() -> dict[str, tuple[Flag, bool]]:
-    """Map each spelling to its flag, and to True if the spelling turns a bool on."""
+    """Map each spelling to its flag, and to whether the spelling turns a bool on."""
     table: dict[str, tuple[Flag, bool]] = {}
     for flag in all_flags():
         for spelling, on in flag.spellings():
@@ -446,5 +446,5 @@ def is_registered(spelling: str, value: str = "") -> bool:
 
 @lru_cache(maxsize=1)
 def field_table() -> dict[str, Flag]:
-    """Map field names, which are unique over the sections, to flags."""
+    """Map field names to flags. Field names are unique across sections."""
     return {flag.field: flag for flag in all_flags()}

@@ -59,14 +59,14 @@ USAGE = (
 def help_text(
     extra: Sequence[tuple[str, str]], required: Collection[str], words: Sequence[str] = (), width: int = 110
 ) -> str:
-    """Return the help text of flags by section, with defaults.
+    """Return the help text of flags, grouped by section, with default values.
 
-    Without words, the text lists the flags for a first run. The word "all" selects every flag. Other words select the
-    section with that title, or the flags whose name or help text contains all the words.
+    If no words are given, the text lists only the flags for a first run. The word "all" selects every flag. Other words
+    select the section with that title, or the flags whose name or help text contains all the words.
 
     Args:
-        extra: (spelling, help) of options that are not configuration.
-        required: Fields without a default.
+        extra: Pairs (spelling, help text) of options that are not configuration fields.
+        required: Names of fields that have no default.
         words: Words after --help.
         width: Line width in characters.
     """

@@ -19,7 +19,7 @@ from megatron.training.plan import plan_class
 
 
 def missing_inputs(config: RunConfig, known: Sequence[Problem]) -> list[Problem]:
-    """Return the problems with files that a run needs but a plan does not.
+    """Return the problems with files that a run needs, but that are not needed to plan it.
 
     The problems are output folders that cannot be written, missing data sets, and a missing checkpoint to load. Values
     with a `known` problem are not reported again.
@@ -48,7 +48,8 @@ def _missing(config: RunConfig) -> Iterator[Problem]:
 def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Problem]:
     """Return a problem if --load does not exist or is a file, unless the run may start from scratch.
 
-    If neither flags nor the checkpoint describe the model (`has_model` is False), a folder must also contain a model.
+    `has_model` is False if neither the flags nor the checkpoint describe the model. In this case, a --load folder
+    without a model is a problem too.
     """
     options = config.checkpoint
     load, kind = str(options.load), kind_of(options.load or "")
@@ -88,7 +89,7 @@ def missing_data(data: DatasetConfig) -> Iterator[Problem]:
         words = [word.partition("=")[2] for word in words] if field == "valid" else words
         try:
             paths = [split_share(prefix)[0] for prefix in parse_blend(flag, words).prefixes] if words else []
-        except ValueError:  # a rule reports this problem
+        except ValueError:  # a rule reports this error
             continue
         for path in paths if data.dataset == "gpt" else ():
             try:

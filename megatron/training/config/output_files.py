@@ -72,8 +72,8 @@ def _output_fails() -> bool:
 def open_closed_streams() -> bool:
     """Reopen standard streams that the shell has closed (`>&-`), which Python represents as None.
 
-    Later writes to standard output fail as on a full disk. Messages on standard error are lost. Returns whether
-    standard output was closed.
+    Later writes to standard output fail in the same way as writes to a full disk. Messages on standard error are lost.
+    Returns whether standard output was closed.
     """
     closed = sys.stdout is None
     if closed:

@@ -1,4 +1,4 @@
-"""Convert a command line to a valid configuration. All problems are reported at once.
+"""Convert a command line to a valid configuration. All problems are reported together.
 
 This module does not import torch.
 """
@@ -75,7 +75,7 @@ class _LoadError(ValueError):
 
 @dataclass(frozen=True)
 class _Loaded:
-    """Resolved configuration and its problems."""
+    """Resolved configuration, with the problems found in it."""
 
     config: RunConfig
     problems: list[Problem]
@@ -84,7 +84,8 @@ class _Loaded:
 
 
 def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Loaded:
-    """Resolve and validate a command line. `tell` prints notes and flags without effect. Raises _LoadError."""
+    """Resolve and validate the configuration of a command line. `tell` prints notes, and notices about flags without
+    effect. Raises _LoadError."""
     world_size = line.world_size or launch.world_size
     try:
         config, notes = with_saved_flags(line.config, line.given)
@@ -116,7 +117,7 @@ def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Lo
 
 
 def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
-    """Resolve and validate a command line. Errors in an extension's code propagate."""
+    """Resolve and validate the configuration of a training run. Errors in an extension's code propagate."""
 
     def tell(said: str) -> None:
         if launch.rank == 0:
@@ -133,7 +134,7 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
         raise SystemExit(line.command.run(run))
     problems += too_short_a_job(config, os.environ)
     if problems:
-        if launch.rank == 0:  # a run that can start prints these notes later
+        if launch.rank == 0:  # If the run can start, it prints these notes later.
             problems += missing_inputs(config, problems)
         refuse(problems, launch, None)
     return config
@@ -144,8 +145,8 @@ def _vocabulary(
 ) -> tuple[int | None, list[Problem]]:
     """Return the vocabulary size and the problems found while reading the tokenizer.
 
-    The size is None if it is not specified, or if tokenizer flags are wrong. If the tokenizer cannot be read, a command
-    plans with the vocabulary size in the flags or the checkpoint.
+    The size is None if no flag specifies it, or if tokenizer flags are wrong. If the tokenizer cannot be read, a
+    command plans with the vocabulary size in the flags or the checkpoint.
     """
     wrong = (*single_values(config), *tokenizer(resolved, world_size))
     if TOKENIZER_FLAGS & {problem.flag for problem in wrong}:
@@ -163,7 +164,8 @@ def _vocabulary(
 
 
 def _smaller_vocabulary(config: RunConfig, tokens: int | None) -> list[Problem]:
-    """Return a notice if --vocab-size has no effect, because the tokenizer has more tokens than that (`tokens`)."""
+    """Return a notice if --vocab-size has no effect because it is smaller than the number of tokens of the tokenizer,
+    `tokens`."""
     stated = config.model.vocab_size
     if stated is None or tokens is None or config.tokenizer.tokenizer_type == "NullTokenizer" or stated >= tokens:
         return []
@@ -174,8 +176,8 @@ def _smaller_vocabulary(config: RunConfig, tokens: int | None) -> list[Problem]:
 def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> list[Problem]:
     """Return the problems, plus a problem if missing model flags cannot be read from --load.
 
-    `together` means that the flags describe the model. A missing folder is then reported later, by a command or by the
-    ranks, because only some hosts may have it.
+    `together` is True if a command, or all ranks together, check later whether --load exists. In this case, a missing
+    folder is not a problem yet, because only some hosts may have it.
     """
     required = {dashed(field) for field in REQUIRED}
     others = [each for each in problems if each.value is not None or each.flag not in required]
@@ -187,7 +189,7 @@ def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> l
 
 
 def too_short_a_job(config: RunConfig, environ: Mapping[str, str]) -> list[Problem]:
-    """Return a problem if the SLURM job would always end before training starts, even after a requeue."""
+    """Return a problem if the SLURM job's time limit is too short for training to start, even after a requeue."""
     start, end = environ.get("SLURM_JOB_START_TIME"), environ.get("SLURM_JOB_END_TIME")
     margin = config.training.exit_margin_in_mins
     if not (start and end and start.isdigit() and end.isdigit()) or (minutes := (int(end) - int(start)) / 60) > margin:

@@ -23,7 +23,7 @@ NO_URL = (
     "is a URL, but only paths of mounted file systems are accepted here",
     "use such a path, and copy from or to the other storage yourself",
 )
-"""Rule and remedy for a URL given instead of a path."""
+"""Rule and remedy for a flag whose value must be a local path, but is a URL."""
 
 NO_STORAGE = "use a path of a mounted file system, or the --extension that registers the storage (docs/extending.md)"
 """Remedy for a URL whose scheme no extension has registered."""
@@ -41,7 +41,8 @@ LONGEST_NAME = 255
 LONGEST_PATH = 4095
 
 MEMORY, NULL = 1, 3
-"""Major number of Linux's memory devices (/dev/zero, /dev/full, /dev/random, ...), and minor number of /dev/null."""
+"""Major device number of Linux's memory devices (/dev/zero, /dev/full, /dev/random, ...), and minor device number of
+/dev/null."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ class Problem:
     def of_errors(cls, flag: str, value: object, error: Exception) -> list[Problem]:
         """Return a problem for each line of an error message, for example from reading a file.
 
-        A line of the form `--flag value: rule; remedy` is attributed to the flag that it names, and any other line to
-        `flag`.
+        If a line has the form `--flag value: rule; remedy`, the problem belongs to the flag that the line names, and
+        otherwise to `flag`.
         """
         found = []
         for line in str(error).splitlines() or [type(error).__name__]:
@@ -118,8 +119,8 @@ def _shown(value: object) -> str:
 def text_rule(text: str) -> tuple[str, str] | None:
     """Return (rule, remedy) for a text that no flag accepts as its value; None for any other text.
 
-    Flags refuse texts that are empty (as from an unset shell variable), are only white space, or contain a control
-    character.
+    Flags refuse texts that are empty or only white space, as from an unset shell variable, and texts with control
+    characters.
     """
     if not text.strip():
         rule = "is only white space" if text else "is empty"
@@ -133,7 +134,7 @@ def text_rule(text: str) -> tuple[str, str] | None:
 def checked_texts(parser: ArgumentParser) -> ArgumentParser:
     """Make a tool's parser refuse texts and paths that violate `text_rule`, and return the parser.
 
-    Use the type `any_text` for arguments that accept any text, and the type `located` for paths in any storage.
+    Declare arguments that accept any text with `type=any_text`, and paths in any storage with `type=located`.
     """
     from argparse import ArgumentTypeError  # imported here because runs do not need argparse
 
@@ -162,9 +163,10 @@ def any_text(text: str) -> str:
 
 
 def print_problems(problems: Sequence[Problem], json_file: str | None = None) -> None:
-    """Print the number of problems, then one line per problem, as the last lines on the screen.
+    """Print the number of problems and one line per problem, as the last lines on the screen.
 
-    With --json, an object with the "problems" is also written to `json_file`, or to standard output if it is ""."""
+    If `json_file` is not None, the problems are also written to that file as JSON. An empty name means standard
+    output."""
     if json_file is not None:
         text = json.dumps({"problems": [each.record for each in problems]}, indent=1) + "\n"
         if not json_file:
@@ -185,7 +187,7 @@ def multiples(value: int, divisor: int) -> str:
 def unless_multiple(
     flag: str, value: int | None, name: str, divisor: int, step: int | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem if a value is not a multiple of `divisor`, which is the value of the flags `name`.
+    """Yield a problem if a value is not a multiple of `divisor`. `name` contains the flags that determine the divisor.
 
     The remedy names the nearest multiples of `step`, which defaults to the divisor.
     """
@@ -205,16 +207,16 @@ def nearest_divisor(size: int, value: int) -> int:
 
 
 def divides(divisor: int | None, value: int | None) -> bool:
-    """Return True if `divisor` divides `value`. Also return True if either is missing or not positive, because another
-    rule reports that."""
+    """Return True if `divisor` divides `value`. Also return True if either number is missing or not positive, because
+    another rule reports such a number."""
     return not divisor or not value or divisor < 0 or value < 0 or value % divisor == 0
 
 
 def path_rule(kind: str, path: str) -> tuple[str, str] | None:
-    """Return (rule, remedy) for a path that no file can have, or for a device with endless content; None for any other
-    path.
+    """Return (rule, remedy) if no file can have this path, or if it is a device with endless content; None for any
+    other path.
 
-    `kind` is as in `FlagSpec.path`.
+    The values of `kind` are those of `FlagSpec.path`.
     """
     if "://" in path:
         if kind == "stored" and take_credentials(path) != path:

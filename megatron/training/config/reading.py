@@ -28,13 +28,13 @@ class Reading:
     """Outcome of reading one given flag."""
 
     given: tuple[str, ...]
-    """Given flag, followed by its values."""
+    """The flag as given on the command line, followed by its values."""
 
     ours: tuple[str, ...]
     """Flags and values that replace the given flag; empty if the given flag has no effect or is a problem."""
 
     why: str = ""
-    """Reason why `ours` differs from `given`; empty if they are equal."""
+    """Reason why `ours` differs from `given`; empty if both are equal."""
 
     problem: bool = False
 
@@ -97,14 +97,14 @@ class FlagReader(GivenOptions):
 
     values: dict[str, Any] = field(default_factory=dict)
     given: dict[str, str] = field(default_factory=dict)
-    """Spelling or file location that set each field last."""
+    """Spelling or file location that most recently set each field."""
 
     sources: dict[str, str] = field(default_factory=dict)
-    """File that set each field last."""
+    """File that most recently set each field, keyed by field name."""
 
     notes: list[str] = field(default_factory=list)
     suspects: set[str] = field(default_factory=set)
-    """Flags that are not reported as missing, because they were probably given, but misspelled or with an invalid
+    """Flags that must not be reported as missing, because the user probably misspelled them or gave an invalid
     value."""
 
     readings: list[Reading] = field(default_factory=list)
@@ -115,7 +115,8 @@ class FlagReader(GivenOptions):
     """Functions that are called after all flags of a source are read, for flags that cannot be interpreted earlier."""
 
     exchanges: list[Callable[[], None]] = field(default_factory=list)
-    """Functions to call after all sources are read, for switches that replace values from any source, in any order."""
+    """Functions to call after all sources are read. They apply switches that replace values, wherever the values were
+    given."""
 
     def raise_problems(self) -> None:
         """Raise ValueError with every problem, one per line."""
@@ -145,19 +146,18 @@ class FlagReader(GivenOptions):
         if name in options():
             self._option(name, texts)
         elif flag is not None and (not flag.spec.choices or all(text in flag.spec.choices for text in texts)):
-            self.read_field(name, texts, texts)  # most runs never import code for other programs
+            self.read_field(name, texts, texts)  # so most runs import no code for other programs
         elif not any(program.read(self, name, texts) for program in foreign_programs().values()):
             self._unknown(name, texts) if flag is None else self.read_field(name, texts, texts)
 
     def finish(self) -> None:
-        """Finish a source of flags after its last flag."""
+        """Complete the reading of one source of flags."""
         for judge in self.settings:
             judge()
         self.settings.clear()
 
     def read_field(self, name: str, texts: Sequence[str], given: Sequence[str]) -> None:
-        """Read the flag of a field. `texts` are the values, which may have been converted from the values in
-        `given`."""
+        """Read a field's flag, given as `given`. `texts` are its values, possibly converted to this program's."""
         flag, on = spelling_table()[name]
         before = len(self.problems)
         if flag.kind is not bool:
@@ -188,13 +188,12 @@ class FlagReader(GivenOptions):
         return self.number("--world-size", "say how many ranks")
 
     def refuse(self, name: str, texts: Sequence[str], rule: str, remedy: str) -> None:
-        """Add a problem with a flag that has no field."""
+        """Add a problem with a flag for which there is no field."""
         self.problems.append(Problem(name, tuple(texts) or None, rule, remedy))
         self.readings.append(Reading((name, *texts), (), f"{rule}; {remedy}", problem=True))
 
     def _unknown(self, name: str, texts: list[str]) -> None:
-        """Report an unknown flag. A known name is suggested only if it resembles the given name, as after a typing
-        error, or completes it."""
+        """Report an unknown flag. A known name is suggested only if it resembles the given name or begins with it."""
         import difflib
 
         if (home := home_of(name)) is not None:
@@ -222,8 +221,8 @@ class FlagReader(GivenOptions):
             self.set(flag, name, value)
 
     def set(self, flag: Flag, name: str, value: object) -> None:
-        """Set a field's value. If a flag is given several times, the last value applies, because launch scripts append
-        overrides. A note reports differing values.
+        """Set the value of a flag's field. If a flag is given several times, the last value applies, because launch
+        scripts append overrides. A note reports differing values.
 
         The values of a repeatable flag accumulate.
         """
@@ -266,8 +265,8 @@ class FlagReader(GivenOptions):
         self.values = overridden(earlier, self.values)
 
     def refuse_unrecorded_code(self, replaced: Collection[str]) -> None:
-        """Add a problem for each value in a file that names code without a record from one of the user's runs. Fields
-        in `replaced` are skipped."""
+        """Add a problem for each value that names code, was read from a file, and is not recorded for a run of the
+        user. Fields in `replaced` are skipped."""
         for name in self.values.keys() & self.sources.keys() - set(replaced):
             flag = field_table()[name]
             path = self.sources[name]
@@ -311,7 +310,7 @@ class FlagReader(GivenOptions):
 
 
 def settings_in_other_units() -> dict[str, list[str]]:
-    """Map a field to all fields for the same setting in different units, including the field itself."""
+    """Map a field to all fields, including itself, that give the same setting in different units."""
     groups: dict[str, list[str]] = {}
     for flag in all_flags():
         if (first := flag.spec.same_setting_as) is not None:
@@ -330,8 +329,8 @@ def overridden(earlier: dict[str, object], later: dict[str, object]) -> dict[str
 def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag with its values: the text after `=`, if any, and all tokens up to the next flag.
 
-    A token before the first flag does not begin with two dashes and is yielded without values. Quoted blanks are
-    ignored unless they are a flag's first value.
+    A token before the first flag does not begin with two dashes and is yielded without values. A quoted value that is
+    only white space is ignored, unless it is a flag's first value.
     """
     current: tuple[str, list[str]] | None = None
     for token in argv:
@@ -367,7 +366,7 @@ def _is_switch(flag: Flag | None, name: str) -> bool:
 
 
 class IllegalValueError(ValueError):
-    """Raised if the strings after a flag are not a legal value of its field."""
+    """Raised if the texts after a flag are not a legal value of the flag's field."""
 
     def __init__(self, texts: Sequence[str], rule: str, remedy: str) -> None:
         super().__init__(rule)
@@ -377,7 +376,7 @@ class IllegalValueError(ValueError):
 
 
 def legal_value(flag: Flag, texts: Sequence[str]) -> object:
-    """Return the value of a field, given the texts after its flag. Raises IllegalValueError."""
+    """Convert the texts after a flag to the value of its field. Raises IllegalValueError."""
     if flag.spec.empty_is_none and list(texts) == [""]:
         return None
     _check_number_of_values(flag, texts)
@@ -416,7 +415,8 @@ def _check_each(texts: Sequence[str], rule_of: Callable[[str], tuple[str, str] |
 def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueError:
     """Return the error for a value that is not a choice of a flag.
 
-    The value may be a choice in another program, belong to an extension that is not installed, or be unknown.
+    The error says whether the value is a choice in another program, belongs to an extension that is not installed, or
+    is unknown.
     """
     import difflib
 

@@ -207,7 +207,7 @@ class CheckpointConfig:
 
     @property
     def load_root(self) -> PurePath | None:
-        """Path of --load, on disk or in another storage."""
+        """Path that --load names, on disk or in another storage; None without --load."""
         return None if self.load is None else located(self.load)
 
     @property
@@ -251,13 +251,13 @@ class RunConfig(Section):
     """Values of fields before `resolve` derived new values from other fields."""
 
     past_batches: tuple[Point, ...] = field(default=(), metadata={"flag": None})
-    """Positions of earlier batch-size changes, followed by the position at which the run resumes. Empty for a new
+    """Positions of earlier batch-size changes, followed by the position at which this run resumes. Empty for a new
     run."""
 
     @property
     def restarts_positions(self) -> bool:
-        """True if each sample needs position ids of its own. --reset-position-ids affects only position tables: a
-        rotary embedding depends on distances, which do not change when positions restart at a document."""
+        """True if position ids differ between samples. --reset-position-ids affects only position tables. A rotary
+        embedding depends only on distances between tokens, which do not change when positions restart at a document."""
         return self.data.reset_position_ids and self.model.position_table
 
     def __post_init__(self) -> None:

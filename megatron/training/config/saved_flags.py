@@ -37,8 +37,8 @@ SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_de
 
 
 def training_only() -> frozenset[str]:
-    """Return the fields that affect the training or storage of a model, but not its outputs. `extension_options` is one
-    of them, because it belongs to components that other fields select.
+    """Return the fields that affect the training or storage of a model, but not its outputs. They include
+    `extension_options`, whose values belong to components that other fields select.
     """
     return frozenset(flag.field for flag in all_flags() if flag.spec.training_only) | {"extension_options"}
 
@@ -76,7 +76,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         notes += [
             f"{field_table()[field].name} is {value}, as in the checkpoint, not {named_value(config, field)}"
             for field, value in changed.items()
-            if named_value(config, field) != field_table()[field].default  # a flag that has its default was not given
+            if named_value(config, field) != field_table()[field].default  # a flag with its default value was not given
         ]
         config = with_named(config, changed)
     if wanted[0]:
@@ -121,8 +121,8 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with the checkpoint's layer kinds of multi-token prediction modules, and notes. These
-    kinds matter if layers differ: a module that was trained with the kind of the last layer must keep that kind."""
+    """Return the configuration with the layer kinds that the checkpoint's multi-token prediction modules have, and
+    notes. If layers differ in kind, a module that was trained with the kind of the last layer must keep that kind."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
@@ -136,8 +136,8 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with the checkpoint's values of fields whose default has changed, and notes. Given
-    fields keep their values. An unreadable checkpoint is reported when it is loaded."""
+    """For fields whose default has changed, use the value in the checkpoint. Returns the new configuration, and notes.
+    Fields in `given` keep their values. An unreadable checkpoint is reported when it is loaded."""
     load, table = config.checkpoint.load, spelling_table()
     spelled = {table[name][0].field for name in given if name in table}
     wanted = [flag for flag in all_flags() if flag.spec.keeps_saved and flag.field not in spelled]
@@ -172,8 +172,8 @@ def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
 
 
 def read_history(options: CheckpointConfig) -> History | None:
-    """Return the batch-size history in the checkpoint from which a run resumes; None if the run starts at sample 0 or
-    with different data.
+    """Return the history of phases in the checkpoint from which a run resumes. Returns None if the run starts at sample
+    0 or with different data.
 
     Raises ValueError if no checkpoint can be read.
     """
@@ -184,7 +184,7 @@ def read_history(options: CheckpointConfig) -> History | None:
         return None
     config = config_of_sections(metadata["config"])
     phases = metadata.get("stages")
-    if phases is None:  # as in a converted checkpoint
+    if phases is None:  # a converted checkpoint has no phases
         samples = samples_of_run(config)
         if config.training.train_iters is not None and config.training.global_batch_size:
             samples = BatchSizes.from_config(config).samples(config.training.train_iters)
@@ -197,14 +197,14 @@ def with_past_batches(config: RunConfig) -> RunConfig:
     try:
         metadata = resumed_metadata(config.checkpoint)
     except ValueError:
-        return config  # the error is reported when the checkpoint is loaded
+        return config  # loading the checkpoint reports this error
     return config if metadata is None else replace(config, past_batches=past_batches(metadata))
 
 
 def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
-    """Return the positions at which the saved run changed its batch size, and the position of the checkpoint.
+    """Return the positions at which the saved run changed its batch size, followed by the position of the checkpoint.
 
-    A checkpoint without such positions comes from a run with a constant batch size.
+    If a checkpoint contains no such positions, its run had a constant batch size.
     """
     here = metadata.get("iteration"), metadata.get("consumed_samples")
     if not all(isinstance(value, int) for value in here):
@@ -216,8 +216,8 @@ def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
 def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
     """Return the configuration sections of the latest checkpoint in a folder; None if there is none.
 
-    Flags that a phase changed have the values that were given for the whole run. Raises ValueError under the same
-    conditions as `saved_metadata`.
+    If a phase has changed a flag, the sections contain the value that was given for the whole run. Raises ValueError
+    under the same conditions as `saved_metadata`.
     """
     metadata = saved_metadata(load)
     if metadata is None:
@@ -229,7 +229,7 @@ def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
 def saved_metadata(load: PurePath) -> dict[str, Any] | None:
     """Return the contents, except tensors, of the latest checkpoint in a folder; None if there is no checkpoint.
 
-    An unreadable checkpoint is skipped in favor of the previous one, as when loading. Raises ValueError if no
+    As when a run loads, an unreadable checkpoint is skipped in favor of the previous one. Raises ValueError if no
     checkpoint is readable, or if another program wrote the checkpoints.
     """
     damaged = []
@@ -260,8 +260,8 @@ def _read(metadata: PurePath) -> dict[str, Any]:
 
 
 def check_types(values: dict[str, object], metadata: PurePath) -> None:
-    """Raise ValueError if a value in a checkpoint's metadata has a wrong type. The message names the file and the
-    entry."""
+    """Raise ValueError if any value in the metadata of a checkpoint has the wrong type. The message names the file and
+    the entry."""
     if broken := metadata_problem(values):
         raise ValueError(f"{metadata} is damaged: {broken}")
 
@@ -294,8 +294,8 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
 
 
 def free_choices(saved: RunConfig) -> frozenset[str]:
-    """Return the model fields that a run that starts from converted weights may set freely, because they do not change
-    outputs."""
+    """Return the model fields that do not change outputs. A run that starts from converted weights may set these fields
+    freely."""
     learned = saved.model.position_embedding_type == "learned_absolute"
     free = training_only() - WITH_PARAMETERS
     return free if learned else free | {"max_position_embeddings"}
@@ -314,14 +314,14 @@ def changed_fields(
 ) -> list[str]:
     """Return the flags that affect results and differ between two runs, with both values.
 
-    Only flags of the model, and of the extensions in the checkpoint's `sections`, are compared. A field that is derived
-    from another field, and differs only because that field does, is not reported.
+    The compared flags are those of the model, and those of the extensions in the checkpoint's `sections`. A derived
+    field is not reported if it differs only because the field from which it is derived differs.
 
     Args:
         saved: Configuration of the checkpoint.
         run: Configuration of the run.
         sections: Extension sections in the checkpoint.
-        ignored: Fields to ignore.
+        ignored: Names of the fields that are not compared.
         where: Names of the two runs.
     """
     changed = []
@@ -349,8 +349,8 @@ def _model_fields(saved: RunConfig) -> Iterator[tuple[str, object]]:
 
 
 def _schedule_fields(saved: RunConfig) -> Iterator[tuple[str, object]]:
-    """Yield the fields of the schedule with their values. A decay over the whole saved run keeps the saved run's
-    length."""
+    """Yield the fields of the learning-rate and weight-decay schedule, with their values. If the saved run decays the
+    learning rate over its whole length, that length is kept."""
     for flag in all_flags():
         if flag.section == "optimizer" and (flag.field.startswith("lr_") or flag.field in SCHEDULE):
             value = getattr(saved.optimizer, flag.field)

@@ -1,7 +1,7 @@
-"""Validation of a configuration before anything starts. This module needs neither torch nor a process group.
+"""Validation of a configuration before the run starts. This module needs neither torch nor a process group.
 
-`resolve` fills in derived values. `validate` reports all violated rules at once, each with the nearest legal value. The
-rules are in `megatron.training.config.rules`.
+`resolve` fills in the values that are derived from other flags. `validate` reports all violated rules together, each
+with the nearest legal value. The rules are in `megatron.training.config.rules`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def validate(config: RunConfig, world_size: int) -> list[Problem]:
 
 
 def notices(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return notices about flags that have no effect in combination with the other flags."""
+    """Return notices about flags that have no effect because of the values of other flags."""
     return [problem for problem in findings(config, world_size) if problem.harmless]
 
 
@@ -66,8 +66,8 @@ def findings(config: RunConfig, world_size: int, resolved: RunConfig | None = No
 
 
 def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, RunConfig | None]) -> list[Problem]:
-    """Return the findings for a configuration without phases. `known` contains a configuration and its resolved
-    form."""
+    """Return the findings for a configuration without phases. `known` is a pair of a configuration and its resolved
+    form, which is reused if `config` is that configuration."""
     problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}
     same, resolved = known
@@ -94,7 +94,7 @@ def _of_extension(section: ExtensionSection, given: RunConfig, config: RunConfig
 
 
 def switched_off(c: RunConfig) -> Iterator[tuple[str, object, Problem]]:
-    """Yield (field, new value, notice) for each field that other flags turn off."""
+    """Yield (field, new value, notice) for each field that has no effect under the other flags."""
     single_expert = _is_dense(c)
     if single_expert:
         rule, remedy = (
@@ -136,8 +136,8 @@ def resolve_legal(config: RunConfig, world_size: int) -> RunConfig:
 def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -> RunConfig:
     """Return the configuration with derived values filled in. Given values remain unchanged, even if they are illegal.
 
-    `vocab_size` is the tokenizer's vocabulary size. A larger --vocab-size takes precedence, which leaves room for more
-    tokens.
+    `vocab_size` is the tokenizer's vocabulary size. If --vocab-size is larger, it takes precedence, so that the model
+    has room for more tokens.
     """
     given = config
     config = with_named(config, {field: value for field, value, _ in switched_off(config)})
@@ -164,8 +164,8 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int | None) -> RunConfig:
-    """Return a resolved configuration with the vocabulary size of its tokenizer, if known, as `resolve` would set it. A
-    larger --vocab-size takes precedence."""
+    """Return a resolved configuration with the vocabulary size of its tokenizer, if known, as `resolve` would set it.
+    If --vocab-size is larger, it takes precedence."""
     before = config.model.vocab_size
     if vocab_size is None or (before is not None and before >= vocab_size):
         return config
@@ -239,8 +239,8 @@ def _resolve_training(config: RunConfig, world_size: int) -> TrainingConfig:
             training = _filled(training, num_microbatches=size // step)
     by_tokens = training.train_tokens is not None and training.train_tokens > 0 and config.model.seq_length > 0
     if plan_class(config) is not RunPlan or not by_tokens:
-        return training  # if phases differ in sequence length, their plan converts tokens
-    samples = samples_of_run(config)  # the shorter of two lengths applies
+        return training  # The sequence lengths of phases may differ, so the plan converts tokens to samples.
+    samples = samples_of_run(config)  # If two lengths are given, the shorter one applies.
     if training.train_iters is not None and training.global_batch_size:
         of_iters = legal_sizes(replace(config, training=training)).samples(training.train_iters)
         samples = of_iters if samples is None else min(samples, of_iters)

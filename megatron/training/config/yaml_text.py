@@ -1,7 +1,8 @@
 """Reader for untrusted YAML that accepts only plain values of bounded size. This module does not import torch.
 
-A few lines of YAML can represent billions of values (aliases of aliases), a list that contains itself, or Python
-objects. The reader refuses everything that settings files do not need, and reports the line number.
+Arbitrary YAML is dangerous. A few lines can represent billions of values through aliases of aliases, a list that
+contains itself, or Python objects. The reader refuses everything that settings files do not need, and reports the line
+number.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     Node = ScalarNode | SequenceNode | MappingNode
 
 Plain = None | bool | str | list[str] | dict[str, str]
-"""YAML value that `plain` returns; an empty mapping represents anything that `plain` does not convert."""
+"""Value that `plain` returns. An empty mapping represents any YAML value that `plain` does not convert."""
 
 MOST_BYTES = 16 * 2**20
 """Maximum file size in bytes."""
@@ -24,7 +25,7 @@ MOST_VALUES = 100_000
 """Maximum number of values in a file, including repetitions through aliases."""
 
 DEEPEST = 50
-"""Maximum nesting depth of lists and mappings."""
+"""Maximum depth of nested lists and mappings."""
 
 PLAIN = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
 """Tags of values that are permitted in a settings file."""
@@ -34,7 +35,7 @@ TAG = "tag:yaml.org,2002:"
 
 def read_yaml_file(path: str | Path) -> str:
     """Return the text of a YAML file. Raises OSError or ValueError if the file cannot be read."""
-    with Path(path).open("rb") as file:  # the path may be a pipe from the shell
+    with Path(path).open("rb") as file:  # not `read_text`, because the path may be a pipe from the shell
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise ValueError(f"is larger than {MOST_BYTES >> 20} MiB")
@@ -76,15 +77,17 @@ def load_yaml(text: str) -> object:
 
 
 class _Check:
-    """Measure the size and height of nodes. Each node is measured once, however often aliases repeat the node."""
+    """Measure how many values and nested levels nodes contain. Each node is measured once, even if aliases repeat
+    it."""
 
     def __init__(self, any_tag: bool) -> None:
         self._any_tag = any_tag
         self._known: dict[int, tuple[int, int] | None] = {}
-        """Results by node id; None for a node that is being measured."""
+        """Results of `measure`, keyed by node id; None for a node that is being measured."""
 
     def measure(self, node: Node) -> tuple[int, int]:
-        """Return (values, levels) of a node. Raises ValueError if the node is not plain or exceeds a limit."""
+        """Return the number of values in a node and the number of nested levels. Raises ValueError if the node is not
+        plain or exceeds a limit."""
         if id(node) in self._known:
             if (known := self._known[id(node)]) is None:
                 raise _refused(node, "contains itself")
@@ -127,7 +130,7 @@ def compose(path: str) -> Node | None:
 def plain(node: Node) -> Plain:
     """Convert a YAML node to None, a bool, a string, or a list of strings. Fields convert strings to their own types.
 
-    Returns {} for a mapping, and for a list that contains anything but single values.
+    Returns {} for a mapping, and for a list with an element that is not a single value.
     """
     if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
         return [item.value for item in node.value]

@@ -1,4 +1,4 @@
-"""Lines that a run prints once at its start: model, layout, precision, batch, length, memory."""
+"""Lines that a run prints once at its start. They describe the model, layout, precision, batch, length and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.training.run import TrainingRun
 
 
 def banner(run: TrainingRun) -> Iterator[str]:
-    """Yield one line for each subject."""
+    """Yield the lines about model, layout, precision, batch, length and memory, one line for each."""
     config = run.config
     dims = run.runtime.state.dims
     device = run.runtime.device
@@ -45,8 +45,8 @@ def banner(run: TrainingRun) -> Iterator[str]:
 
 
 def _state_bytes(run: TrainingRun) -> int:
-    """Return the number of bytes that this rank's weights, gradients and optimizer state occupy on the device. Frozen
-    weights are included."""
+    """Return the number of bytes that this rank's weights, including frozen weights, gradients and optimizer states
+    occupy on the device."""
     frozen = {p for stage in run.stages.values() for p in stage.parameters() if not p.requires_grad}
     parameters, gradients, _ = run.ddp.nbytes
     return sum(p.nbytes for p in frozen) + parameters + gradients + run.optimizer.nbytes[0]

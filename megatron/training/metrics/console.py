@@ -42,7 +42,7 @@ class LogLines:
         Args:
             iteration: Iteration of the evaluation.
             split: "valid" or "test".
-            name: Name of one of several validation sets, or empty.
+            name: Name of the validation set if there are several; otherwise empty.
             loss: Mean loss, in nats if it is a cross-entropy.
         """
         found = perplexity(loss, self.config.model)
@@ -50,11 +50,12 @@ class LogLines:
         yield f" {f'{split} {name}'.strip()} after iteration {iteration} | loss: {loss:.6E}{shown}"
 
     def saving(self, iteration: int, stalled: float) -> str:
-        """Return the line about a started save. Training waited `stalled` seconds for the start."""
+        """Return the line about a save that has started. Training was stalled for `stalled` seconds until the save had
+        started."""
         return f" saving checkpoint at iteration {iteration}, stalled for {stalled:.2f} s"
 
     def saved(self, iteration: int, seconds: float) -> str:
-        """Return the line about a save that succeeded after `seconds`."""
+        """Return the line about a save that succeeded after this many `seconds`."""
         folder = self.place or self.config.checkpoint.save
         return f" saved checkpoint at iteration {iteration} to {folder} in {seconds:.2f} s"
 
@@ -77,7 +78,8 @@ def duration(seconds: float | None) -> str:
 
 
 def progress_line(record: Record, train_iters: int, metrics: Sequence[str] = ()) -> str:
-    """Format a record as one line of a log file, with all digits of the loss. The metrics file contains every field."""
+    """Format a record as one line of a log file, with all digits of the loss. The line omits some fields of the record,
+    which the metrics file contains."""
     _, loss, *others = parts_by_weight(record, train_iters, metrics)
     if record["lm_loss"] is not None:
         loss = f"lm loss: {record['lm_loss']:.6E}"
@@ -116,4 +118,4 @@ def parts_by_weight(record: Record, train_iters: int, metrics: Sequence[str] = (
 
 
 TROUBLES = {"nan_iterations": "NaN", "skipped_iterations": "skipped", "spike_iterations": "spikes"}
-"""Counts in a record that are shown only if they are nonzero."""
+"""Record keys of counts that a console line shows only if they are nonzero, with their labels."""

@@ -19,7 +19,7 @@ class SourceNames:
         """Tokens per epoch of each training source, by source number."""
 
     def numbers(self, config: DatasetConfig, split: str) -> list[int]:
-        """Return the source numbers of a split's blend, in the order of the blend."""
+        """Return the numbers of the data sources that a split blends, in the order of the blend."""
         values = getattr(config, f"{split}_data_path") if config.per_split else config.data_path
         paths = parse_blend("--data-path", values).prefixes if values and config.dataset == "gpt" else [config.dataset]
         return [self._number(path) for path in paths]

@@ -20,8 +20,8 @@ from megatron.training.progress import Interval
 class Tallies(Meter):
     """Sum of the tallies of a rank's modules over the steps of a log interval.
 
-    `tallies` are tensors of equal shape, to which the modules add their counts. `counts` is True on the one
-    tensor-parallel rank whose tallies are counted, because all tensor-parallel ranks have equal tallies.
+    `tallies` are tensors of equal shape, to which the modules add their counts. All tensor-parallel ranks have equal
+    tallies, so `counts` is True only on the tensor-parallel rank whose tallies are used.
     """
 
     def __init__(self, tallies: Sequence[Tensor], rows: int, counts: bool, device: torch.device) -> None:
@@ -49,12 +49,13 @@ class Tallies(Meter):
 
 
 def means(summed: Tensor) -> list[float | None]:
-    """Return each row's mean, given `take` summed over the world; None if no token counted."""
+    """Return the mean of each row of (sum, count) pairs, after `take` has been summed over the world; None for a row
+    without tokens."""
     return [total / count if count else None for total, count in summed.view(-1, 2).tolist()]
 
 
 class MultiTokenLosses(Tallies):
-    """Losses of a rank's multi-token prediction modules, in the current step and since the last record."""
+    """Meter of the losses of a rank's multi-token prediction modules, in the current step and since the last record."""
 
     def __init__(
         self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device
@@ -92,7 +93,8 @@ class UserMetrics(Tallies):
             self.totals += torch.where(result.skip > 0, 0.0, torch.stack(rows))
 
     def _row(self, name: str, measured: tuple[Tensor | float, Tensor | float]) -> Tensor:
-        """Return [sum, count]. Raises ValueError unless `measured` consists of two numbers."""
+        """Convert a metric's result to a tensor [sum, count]. Raises ValueError unless `measured` consists of two
+        numbers."""
         try:
             total, count = (torch.as_tensor(x, dtype=torch.float64, device=self.device).view(()) for x in measured)
         except (TypeError, ValueError, RuntimeError):
@@ -107,7 +109,7 @@ class UserMetrics(Tallies):
 
 
 class PeakMemory(Meter):
-    """Meter of the largest peak memory of any rank so far."""
+    """Meter of the peak memory so far, as the maximum over all ranks."""
 
     def __init__(self, world: Axis, device: torch.device) -> None:
         self.world, self.device = world, device

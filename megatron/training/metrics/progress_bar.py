@@ -26,8 +26,8 @@ class Bar(Protocol):
 
 
 class ProgressBar:
-    """Show how much of `total` is done. On a terminal, this is a tqdm bar. Otherwise, a line is passed to `say` every
-    30 seconds, so that short operations print nothing."""
+    """Show how much of `total` is done. On a terminal, the progress is a tqdm bar. Elsewhere, `say` receives a line
+    every 30 seconds, so that short operations print nothing."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ProgressBar:
 
 
 def bars(what: str, unit: str, say: Callable[[str], None] | None = None) -> Callable[[int, int], None]:
-    """Return a function (done, total) that shows the progress of successive operations. A call with `done` 0 starts a
+    """Return a function (done, total) that shows the progress of successive operations. A call with `done=0` starts a
     new operation."""
     shown: list[ProgressBar] = []
 
@@ -81,4 +81,4 @@ def bars(what: str, unit: str, say: Callable[[str], None] | None = None) -> Call
 
 
 def no_bar(done: int, total: int) -> None:
-    """Show nothing; used on ranks other than the first."""
+    """Show no progress. Ranks other than the first use this function."""

@@ -39,7 +39,7 @@ class RunLog:
         self._runtime, self._lines = runtime, run.lines
         self._sinks: list[Sink] = []
         self._bar: Bar | None = None
-        self._config_file: list[tuple[RunConfig, Path]] = []  # at most one entry
+        self._config_file: list[tuple[RunConfig, Path]] = []  # empty, or one entry
         if not runtime.is_main:
             return
         save = config.checkpoint.save_root
@@ -81,7 +81,7 @@ class RunLog:
             sink.write(stamped)
 
     def report(self, record: Record, meters: Sequence[Meter]) -> None:
-        """Write and print an interval's record, to which the meters have added their values."""
+        """Write and print the record of an interval. The record already contains the values of the meters."""
         self._restore_config()
         for meter in meters if self._runtime.is_main else ():
             meter.write(self)

@@ -1,4 +1,5 @@
-"""Sinks of metric records: `metrics.jsonl`, and sinks that extensions register in `SINKS`."""
+"""Sinks to which metric records are written: the file `metrics.jsonl`, and sinks that extensions register in
+`SINKS`."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class Sink(Protocol):
 
 
 class SinkClass(Protocol):
-    """Function that opens a sink on the first rank of a run that starts after `iteration`."""
+    """Function that opens a sink. It is called on the first rank of a run that starts after `iteration`."""
 
     def __call__(self, config: RunConfig, iteration: int) -> Sink: ...
 
@@ -63,12 +64,13 @@ class JsonLinesSink:
 
     A resumed run continues the file. Records later than the checkpoint are dropped, so that the file reads as if the
     run had never stopped. An existing record of the checkpoint's iteration, such as the test record of a finished run
-    that is started again, is not repeated. If lines other than the last one are damaged, the file is copied first. A
-    new run renames an existing file instead of overwriting it. If a write fails, for example on a full disk, one
-    warning is printed and the record is written together with a later one.
+    that is started again, is not repeated. If any line except the last one is damaged, the sink copies the file before
+    it changes the file. A new run renames an existing file instead of overwriting it. If a write fails, for example on
+    a full disk, one warning is printed, and the record is kept and written together with a later one.
 
     If the file is deleted, renamed or replaced during the run, further records go to a file at the original path.
-    `check` raises OSError if the run must not create files in that folder now.
+    The sink calls `check` before it creates that file. `check` raises OSError if the run must not create files in the
+    folder.
     """
 
     def __init__(self, path: Path, resume_iteration: int, check: Callable[[], None] = lambda: None) -> None:
@@ -140,8 +142,8 @@ class JsonLinesSink:
             if self._file.write(lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            with suppress(OSError):  # a device has no length
-                self._file.truncate(self._end)  # remove a partly written line
+            with suppress(OSError):  # A device has no length.
+                self._file.truncate(self._end)  # Remove a partly written line.
             raise
 
     def close(self) -> None:
@@ -151,7 +153,7 @@ class JsonLinesSink:
 
 
 class StoredLinesSink:
-    """Counterpart of `JsonLinesSink` that appends lines to a file in a storage other than the local disk."""
+    """Sink like `JsonLinesSink`, but for a file in a storage other than the local disk."""
 
     def __init__(self, path: PurePath, resume_iteration: int) -> None:
         self._storage, self._path = storage_of(path), path
@@ -193,7 +195,7 @@ class RecordsUntil:
         """Number of lines that are not records."""
 
         self.last = set[bytes]()
-        """Records of `iteration` itself, without times (`_without_time`)."""
+        """Records of the last kept iteration, `iteration`, without their times (`_without_time`)."""
 
     def of(self, lines: Iterable[str]) -> Iterator[str]:
         """Yield the lines to keep. A last line without a line break is dropped, because its writer was killed."""
@@ -214,8 +216,8 @@ class RecordsUntil:
 
 
 def records_until(text: str, iteration: int) -> tuple[list[str], RecordsUntil]:
-    """Return the lines with records up to an iteration in a file's text, and the `RecordsUntil` that selected these
-    lines."""
+    """Select the lines of a metrics file that are records up to `iteration`. Returns these lines and the `RecordsUntil`
+    object that selected them."""
     found = RecordsUntil(iteration)
     return list(found.of(StringIO(text))), found
 
@@ -229,8 +231,8 @@ def _json_line(record: Record) -> bytes:
 
 
 def _json_value(value: object) -> object:
-    """Return `value`, or its name if JSON cannot represent the number: NaN, Infinity or -Infinity. None means that the
-    value was not measured."""
+    """Return `value`. If it is a number that JSON cannot represent, return its name instead: "NaN", "Infinity" or
+    "-Infinity". None means that the value was not measured."""
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
@@ -244,7 +246,7 @@ def metrics_file(config: RunConfig) -> PurePath:
 
 def open_sinks(config: RunConfig, iteration: int, check: Callable[[], None] = lambda: None) -> list[Sink]:
     """Open every sink that the configuration enables, in a run that starts after `iteration`. Call this function on one
-    rank only. `check` is passed to `JsonLinesSink`."""
+    rank only. `check` is the argument of `JsonLinesSink`."""
     wanted, file = SINKS.wanted(config), metrics_file(config)
     lines = JsonLinesSink(file, iteration, check) if isinstance(file, Path) else StoredLinesSink(file, iteration)
     return [lines, *(SINKS[name](config, iteration) for name in wanted)]

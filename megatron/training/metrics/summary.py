@@ -39,7 +39,7 @@ OTHER_MODELS = r"(?! (?:Ti|D|SUPER|Laptop)\b)"
 
 def summarize(run: TrainingRun) -> Record:
     """Return the record of the current interval, equal on every rank. Collective: a single reduction makes all values
-    global. The host waits for the device."""
+    global. This function waits for the device."""
     device, interval = run.runtime.device, run.interval
     losses = torch.stack([*interval.losses, torch.zeros(2, dtype=torch.float64, device=device)]).flatten()
     taken = [(meter, sums) for meter in run.meters if (sums := meter.take()) is not None]

@@ -1,6 +1,7 @@
 """End child processes when a rank ends, and await the end of threads before a fork. This module does not import torch.
 
-An extension ends its processes in `on_end`, which is not called if the run fails.
+Extensions end their child processes in `on_end`. This module ends the remaining ones if the run fails, because `on_end`
+is not called then.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ DAEMON_GRACE = 5.0
 
 
 def end_daemons(grace: float = DAEMON_GRACE) -> None:
-    """End daemonic multiprocessing processes. Python itself would wait for them without a limit after SIGTERM. Prints a
-    line for each process that must be killed."""
+    """End daemonic multiprocessing processes. Without this function, Python would send SIGTERM to these processes and
+    then wait for them without a time limit. Prints a line for each process that must be killed."""
     multiprocessing = sys.modules.get("multiprocessing")
     if multiprocessing is None:  # no process was started
         return
@@ -75,7 +76,8 @@ def process_state(pid: int) -> str:
 
 
 def wait_until_gone(thread: threading.Thread, seconds: float) -> bool:
-    """Wait until the kernel has ended a thread that has run. Returns whether the thread ended within `seconds`.
+    """Wait until the kernel has ended `thread`, whose Python code has finished. Returns True if the thread ended within
+    `seconds`.
 
     Python reports the end of a thread slightly earlier, while glibc still frees the thread's data under locks, such as
     the lock of the name resolver. A fork at that moment would copy a locked lock but not the thread that unlocks it, so

@@ -39,7 +39,7 @@ from megatron.training.reliability.stack_dump import StackDump
 from megatron.training.reliability.stop_requests import SignalListener
 
 GRACE = 3.0
-"""Seconds that a rank waits for the original error if its own error may be a consequence."""
+"""Seconds that a rank waits for the original error of another rank if its own error may be a consequence."""
 
 GATHER = 2.0
 """Seconds within which the other ranks must report their positions."""
@@ -55,7 +55,7 @@ LAST_RESORT = 30.0
 
 
 class FailureHandler:
-    """Report the end of this process to the other ranks, the screen, the launcher and OUTCOME_FILE, and exit."""
+    """Report why this process ends to the other ranks, the screen, the launcher and OUTCOME_FILE, and then exit."""
 
     def __init__(
         self, launch: Launch, status: RankStatus, stacks: StackDump, signals: SignalListener, outcome: Outcome
@@ -76,7 +76,7 @@ class FailureHandler:
         """Failure that ends this rank, for `at_exit` functions; None if the rank ends for another reason."""
 
         self.left = False
-        """True if this rank no longer needs the store, so that the store's process may end at any time."""
+        """True if this rank no longer needs the store. The process with the store may then end at any time."""
 
         self._launch = launch
         self._status = status
@@ -87,7 +87,7 @@ class FailureHandler:
         self._ending = threading.Lock()
 
     def connect(self, board: Board) -> None:
-        """Connect to the store. From then on, failures of this rank reach all ranks."""
+        """Connect to the store. From now on, failures of this rank are reported to all ranks."""
         self._store = board
 
     @property
@@ -139,7 +139,7 @@ class FailureHandler:
             self._end(replace(failure, at=seen or failure.at))
 
     def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
-        """End because `ranks` on other hosts, perhaps with the store or the reporting rank, cannot be reached."""
+        """End this rank because `ranks` on other hosts, perhaps the rank with the store, cannot be reached."""
         if self.ending:
             time.sleep(GATHER + PARTING)  # another thread is ending this process, unless the store blocks it
             self._end_alone(failure)
@@ -157,7 +157,7 @@ class FailureHandler:
             self._follow(cause)
 
     def kill_all(self, number: signal.Signals) -> NoReturn:
-        """End all ranks immediately after a second signal on this rank."""
+        """End all ranks immediately because this rank received a second signal."""
         with self._only_once():
             rank = self._launch.rank
             board = self._board
@@ -176,7 +176,7 @@ class FailureHandler:
             self._exit(code)
 
     def leave(self, message: str) -> NoReturn:
-        """End all ranks before there is anything to save. The run is to be restarted."""
+        """End all ranks at a time when there is nothing to save. The run must then be restarted."""
         with self._only_once():
             code = ExitCode.TO_BE_RESUMED
             board = self._board
@@ -193,8 +193,8 @@ class FailureHandler:
             self._exit(code)
 
     def _end_alone(self, failure: Failure) -> NoReturn:
-        """Report for this host and end, without messages to or from other hosts. Those hosts may share files with this
-        host."""
+        """Report the failure on this host and end the process, without messages to or from other hosts. Other hosts may
+        still share files with this host."""
         self.reported = failure
         _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
         if self._launch.local_rank == 0:
@@ -225,13 +225,13 @@ class FailureHandler:
 
     @property
     def ending(self) -> bool:
-        """True if a thread is about to end this process."""
+        """True if some thread is already ending this process."""
         return self._ending.locked()
 
     @contextmanager
     def _only_once(self) -> Iterator[None]:
-        """Let only the first thread end this process, even if an error prevents the report. Other threads wait here
-        until the process ends."""
+        """Let only the first thread that enters this context end the process, even if its report fails. Other threads
+        wait until the process ends."""
         if not self._ending.acquire(blocking=False):
             while True:
                 time.sleep(60)
@@ -243,7 +243,7 @@ class FailureHandler:
             self._exit(ExitCode.FAILED)
 
     def _await_cause(self, error: BaseException) -> list[int]:
-        """Wait for the original error that may have caused `error`. Returns the ranks that did not answer in time."""
+        """Wait for another rank's report of the cause of `error`. Returns the ranks that did not answer in time."""
         board = self._board
         try:
             before = board.get_all("beat")
@@ -311,7 +311,7 @@ class FailureHandler:
         return Failure(launch.rank, who, phase, GONE, what, died(self.checkpoints, self.saved, self.memory()))
 
     def _end_without_store(self, failure: Failure) -> NoReturn:
-        """End because of a failure that ranks cannot communicate. One rank of each host reports the failure."""
+        """End this rank because of a failure that ranks cannot share. One rank per host reports the failure."""
         rank, others = self._launch.rank, self._board.known_neighbours()
         if rank == min({rank, *others} - {0}):
             _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
@@ -329,7 +329,7 @@ class FailureHandler:
         return board.read_all("place", Standing.from_json)
 
     def _blamed(self, failure: Failure, silent: Collection[int], standings: dict[int, Standing]) -> Failure:
-        """Attribute the failure of a waiting rank to the rank for which it waited."""
+        """If this rank failed while it waited for another rank, attribute the failure to that other rank."""
         board = self._board
         status = self._status
         rank = self._launch.rank
@@ -382,8 +382,8 @@ class FailureHandler:
             self._kill_silent(cause)
             self.left = True
             board.say("left")
-            if START not in os.environ:  # no starter will report to the launcher
-                time.sleep(0.5)  # let the launcher notice the failed rank first
+            if START not in os.environ:  # There is no starter that reports to the launcher.
+                time.sleep(0.5)  # Let the launcher notice the failed rank first.
         except RuntimeError:
             write_error_file(cause.line(), time.time() + 1)
         self._exit(cause.code)
@@ -409,7 +409,7 @@ class FailureHandler:
     def _deliver(self, failure: Failure, text: str) -> None:
         """Print the report as the last text on the screen."""
         self.reported = failure
-        # When a process is gone, torchrun signals the other processes and then prints their reports.
+        # When a process is gone, torchrun sends signals to the other processes and then prints their reports.
         now = self._signals.first_at is not None and failure.title != GONE
         tell_last(text, now, failure.at)
 
@@ -429,8 +429,8 @@ class FailureHandler:
 def end_within(seconds: float) -> None:
     """Print the stacks of all threads and exit with code 1 unless this process ends by itself within `seconds`.
 
-    Calls after the first one have no effect. Python need not run for this: a C thread ends the process, and if that
-    thread hangs, the kernel ends the process.
+    Calls after the first one have no effect. This works even if Python code no longer runs: a C thread ends the
+    process, and if that thread hangs, the kernel does.
     """
     if signal.getitimer(signal.ITIMER_REAL)[0] == 0.0:
         signal.setitimer(signal.ITIMER_REAL, seconds + PARTING)

@@ -37,12 +37,12 @@ CONSEQUENCE = re.compile(
 """Pattern of error messages that another rank's failure may have caused."""
 
 ADVICE: dict[str, str] = tomllib.loads(Path(__file__).with_name("failure_advice.toml").read_text(encoding="utf-8"))
-"""Advice by kind of failure. `{again}` is replaced by `start_again`."""
+"""Advice for the user, keyed by the kind of failure. `{again}` is replaced with the result of `start_again`."""
 
 OPEN_FILES = {errno.EMFILE, errno.ENFILE}
 TOO_MANY = os.strerror(errno.EMFILE).lower()
 ENOUGH = 65536
-"""Open-file limit that is sufficient for any run."""
+"""Limit on the number of open files that is sufficient for any run."""
 
 GONE = "process is gone"
 """Failure title for a process that ended silently."""
@@ -50,7 +50,7 @@ GONE = "process is gone"
 
 @dataclass(frozen=True)
 class Failure:
-    """Root cause of a failed run, which ranks send to each other as JSON."""
+    """Root cause of a failed run. Ranks send this object to each other as JSON."""
 
     reporter: int
     """Rank that prints the report."""
@@ -100,7 +100,7 @@ class Failure:
             return cls(rank, who, phase, title, "".join(traceback.format_exception(error)), advice)
         if is_users(error):
             return cls(rank, who, phase, title, str(error), "", ExitCode.BAD_CONFIGURATION)
-        if hasattr(error, "advice"):  # the error needs no traceback
+        if hasattr(error, "advice"):  # an error with advice needs no traceback
             return cls(rank, who, phase, title, str(error), str(error.advice))
         if is_of_disk(error):
             why = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
@@ -118,12 +118,12 @@ class Failure:
         return cls(rank, who, phase, title, what, advice + perhaps_open_files())
 
     def advised(self, kind: str) -> Failure:
-        """Return a copy of the failure with the advice for another kind of failure."""
+        """Return a copy of this failure with the advice for the given kind of failure."""
         return replace(self, advice=ADVICE[kind])
 
     def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
         """Return the printed report. `others` contains the positions of the other ranks. The report of a configuration
-        error omits them."""
+        error omits these positions."""
         if self.code == ExitCode.BAD_CONFIGURATION:
             return visible(f"This configuration cannot run ({self.phase}):\n  " + self.what.replace("\n", "\n  "))
         lines = [RULE, f"RUN FAILED: {self.who}", f"phase: {self.phase}", self.what.rstrip()]
@@ -148,7 +148,8 @@ class LateRanksError(TimeoutError):
 
 
 def _grouped(places: dict[int, str]) -> dict[str, str]:
-    """Map each place in the code to the ranks at that place. Places with the fewest ranks come last."""
+    """Map each place in the code to a description of the ranks that are there. Places with the fewest ranks come
+    last."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks.setdefault(place, []).append(rank)
@@ -159,8 +160,9 @@ def _grouped(places: dict[int, str]) -> dict[str, str]:
 def start_again(options: CheckpointConfig, saved: int | None = None, memory: str = "") -> str:
     """Explain how the run continues after a failure.
 
-    The run continues from memory (`memory`), from the checkpoint that the same command loads, from a checkpoint that
-    the command does not load, or from the start. `saved` is the run's last saved iteration.
+    A run can continue from a state in memory, from the checkpoint that the same command loads, from a checkpoint that
+    the command does not load, or from the start. `memory` describes the state in memory; empty if there is none.
+    `saved` is the run's last saved iteration.
     """
     foreign = options.load is not None and is_foreign_model(options.load)
     flag, folder = ("--save", options.save) if foreign else ("--load", options.load)
@@ -172,14 +174,14 @@ def start_again(options: CheckpointConfig, saved: int | None = None, memory: str
     if options.save and latest_text(located(options.save)):
         without = f" and without {'--finetune' if options.finetune else '--reset-iteration'}" if anew else ""
         return f"{said} with --load {options.save}{without}: it resumes from the latest checkpoint there"
-    if saved is not None:  # the checkpoint is gone: its disk was unmounted or its folder was deleted
+    if saved is not None:  # the disk with the checkpoint was unmounted, or its folder was deleted
         there = "" if folder == options.save and not anew else f" with --load {options.save}"
         return f"mount or restore --save {options.save}, where this run saved iteration {saved}; then {said}{there}"
     return f"{said}: it begins where this run began, which has saved no checkpoint"
 
 
 def died(options: CheckpointConfig, saved: int | None = None, memory: str = "") -> str:
-    """Return the advice for a process that ended silently. The arguments are those of `start_again`."""
+    """Return the advice for a process that ended silently. The arguments are the same as for `start_again`."""
     return ADVICE["died"].format(again=start_again(options, saved, memory)) + perhaps_open_files()
 
 
@@ -188,11 +190,11 @@ MANY_OPEN = 0.75
 
 
 def perhaps_open_files() -> str:
-    """Return advice for a failure that the open-file limit may have caused; empty if the number of open files is far
-    below the limit.
+    """Return advice for a failure that the open-file limit may have caused. Returns an empty text if the number of open
+    files is far below the limit.
 
-    Libraries report other errors in place of this cause. Gloo aborts the process, but the surviving ranks have about as
-    many open files.
+    Libraries may report a different error when a file cannot be opened. Gloo even aborts the process, but the surviving
+    ranks have about as many open files.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -237,8 +239,8 @@ def is_of_open_files(error: BaseException | None) -> bool:
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Return True if a file could not be written. Either a save was given up, or the disk had no space for the file
-    that the error names."""
+    """Return True if a file could not be written. This is the case if a save was given up, or if the disk had no space
+    for the file that the error names."""
     if isinstance(error, CheckpointError):
         return isinstance(error.__cause__, (OSError, type(None))) and not is_consequence(error)
     return isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is not None
@@ -262,7 +264,8 @@ def place_in(error: BaseException) -> str:
 
 
 def place_of(thread_id: int) -> str:
-    """Return the innermost line of this package, except the watchdog's code, that a thread of this process executes."""
+    """Return the innermost line of this package's code that a thread of this process executes. The watchdog's code is
+    not considered."""
     frame: FrameType | None = sys._current_frames().get(thread_id)
     while frame is not None:
         code = frame.f_code

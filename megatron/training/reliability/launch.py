@@ -40,8 +40,8 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def choose_allocators(environ: MutableMapping[str, str]) -> None:
-    """Enable huge pages on CPU and expandable segments on GPUs, unless the user has set either. Call this function
-    before torch allocates a tensor.
+    """Enable huge pages on the CPU and expandable segments on GPUs. A setting that the user has made is kept. Call this
+    function before torch allocates a tensor.
 
     With huge pages, a new block causes one page fault per 2 MiB instead of per 4 KiB, which saves up to a third of a
     training step. Expandable segments avoid fragmentation.
@@ -55,8 +55,8 @@ def quiet_torch(environ: MutableMapping[str, str]) -> None:
     """Suppress warnings from torch's C++ code, unless the user has set the log level. Call this function before torch
     is imported.
 
-    Otherwise, each attempt to reach a store or rank that is gone would print dozens of C++ frames before the report.
-    Errors are still printed.
+    With these warnings, each attempt to reach a store or rank that is gone would print dozens of C++ frames before the
+    failure report. Errors from C++ are still printed.
     """
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -71,7 +71,7 @@ def skip_final_collection() -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """Rank of a process in the world and on its node, and the launcher that started it."""
+    """Rank of a process in the world and on its node, and the launcher that started the process."""
 
     rank: int = 0
     world_size: int = 1
@@ -87,10 +87,10 @@ class Launch:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
         """Read torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK), or else the variables of a SLURM step with one task
-        per rank. If neither are set, return the launch of a single process.
+        per rank. If neither set of variables is present, return the launch of a single process.
 
-        Raises ValueError if a variable has an invalid value, or if only some of a launcher's variables are set, because
-        each process would then be a separate run."""
+        Raises ValueError if a variable has an invalid value. Also raises ValueError if only some of a launcher's
+        variables are set, because each process would start a separate run without this check."""
         environ = os.environ if environ is None else environ
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return cls._read(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "torchrun")
@@ -141,16 +141,17 @@ class Launch:
             environ["LOCAL_RANK"] = str(self.local_rank)
             if "MASTER_ADDR" not in environ:
                 environ["MASTER_ADDR"] = first_host(environ.get("SLURM_STEP_NODELIST", "localhost"))
-            # Jobs that share a node use different ports, derived from the job and step numbers.
+            # The port depends on the job and step numbers, so that jobs that share a node use different ports.
             job = int(environ.get("SLURM_JOB_ID", "0")) * 31 + int(environ.get("SLURM_STEP_ID", "0"))
             environ.setdefault("MASTER_PORT", str(20000 + job % 20000))
 
 
 def hold_ignored_signals() -> None:
-    """Block signals that the launcher makes this process ignore, until `SignalListener.start` receives them.
+    """Block the signals that this process would ignore because of its launcher. The signals stay blocked until
+    `SignalListener.start` receives them.
 
-    A script that launches ranks ignores the signals meant for the ranks, and the ranks inherit this setting. Without
-    the block, a signal that arrives before the watchdog starts would be lost.
+    A script that launches ranks may ignore signals that are meant for the ranks, and the ranks inherit this setting. If
+    such signals were not blocked, those that arrive before the watchdog starts would be lost.
     """
     held = {number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN} - {signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
@@ -160,14 +161,14 @@ def write_error_file(text: str, at: float | None = None) -> bool:
     """Write torchrun's error file; torchrun prints the file's text last. Returns False without torchrun.
 
     torchrun considers the failure with the earliest time, in whole seconds, to be the root cause. `at` is the time of
-    this failure, by default the current time."""
+    the failure to report, by default the current time."""
     path, text = os.environ.get("TORCHELASTIC_ERROR_FILE"), redacted(text)
     if not path:
         return False
     extra = {"py_callstack": text, "timestamp": str(int(at or time.time()))}
     try:
         Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
-    except OSError:  # the disk may be full, and the text may report that
+    except OSError:  # the text may be the report of a full disk
         return False
     return True
 
@@ -175,8 +176,8 @@ def write_error_file(text: str, at: float | None = None) -> bool:
 def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
     """Make the root cause the last text on the screen. `at` is the time of the failure, by default the current time.
 
-    torchrun prints a worker's error file when all workers have ended. The text is printed directly if torchrun will
-    restart the workers, or with `now`, which means that torchrun itself is ending.
+    torchrun prints a worker's error file when all workers have ended. This function prints the text itself if torchrun
+    will restart the workers, or if `now` is True, which means that torchrun is ending too.
 
     The reported time is one to two seconds earlier than the failure. For a process that died without an error file,
     torchrun uses the second in which it noticed the end, and the root cause must be earlier."""

@@ -63,7 +63,7 @@ class LossyFile(io.RawIOBase):
         self._untold = True
 
     def _left(self, content: bytes) -> bytes:
-        """Write the content, and return the bytes that could not be written."""
+        """Write as much of `content` as possible, and return the bytes that could not be written."""
         while content:
             try:
                 content = content[os.write(self._descriptor, content) :]
@@ -117,7 +117,7 @@ def told_if_unwritten(what: str) -> Iterator[None]:
 
 
 def _lossy(stream: TextIO) -> io.TextIOWrapper | None:
-    """Return a lossy stream that writes to the same file; None if the stream has no file, as in a test."""
+    """Return a lossy stream that writes to the same file as `stream`; None if `stream` has no file, as in a test."""
     try:
         stream.flush()
         descriptor = stream.fileno()

@@ -1,4 +1,4 @@
-"""Status of this rank, for the report of a failed rank: phase of the run, line of code, and awaited ranks."""
+"""Status of this rank for failure reports: phase of the run, line of code, and the ranks for which this rank waits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.training.reliability.untrusted import parse_record
 
 @dataclass(frozen=True)
 class Standing:
-    """Position of a rank when the run fails."""
+    """What a rank was doing when the run failed: the phase and the line of code."""
 
     phase: str
     place: str
@@ -38,7 +38,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Blame:
-    """Ranks at fault, and a line that describes what they did."""
+    """Ranks that block the others, and a line that describes what these ranks did."""
 
     ranks: tuple[int, ...]
     title: str
@@ -47,18 +47,18 @@ class Blame:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Meeting of all ranks at start-up, identified by its number."""
+    """Point during start-up at which all ranks wait for each other, identified by a number."""
 
     ranks: tuple[int, ...]
     number: int
     what: str
-    """Phase that ends with this meeting."""
+    """Start-up phase that ends when all ranks have reached this meeting."""
 
     pending: bool = True
 
 
 class HangAnalysis:
-    """Base class of the hang analyses that callbacks provide. The methods of the base class find nothing."""
+    """Base class of the hang analyses that callbacks provide. The methods of this class return no findings."""
 
     def __init__(self, status: RankStatus) -> None:
         self.status = status
@@ -68,7 +68,7 @@ class HangAnalysis:
         return None
 
     def blame(self, standings: Mapping[int, Standing]) -> Blame | None:
-        """Return the ranks at fault; None if the positions do not reveal these ranks."""
+        """Return the ranks that block the others; None if the ranks' positions do not reveal them."""
         return None
 
     def write(self, folder: Path, rank: int) -> None:
@@ -92,7 +92,7 @@ class RankStatus:
         """Process groups; None until they exist."""
 
         self.meeting: Meeting | None = None
-        """Last meeting of all ranks at start-up."""
+        """Most recent start-up meeting of all ranks."""
 
         self.error: BaseException | None = None
         """Exception that ends this rank."""
@@ -110,11 +110,11 @@ class RankStatus:
         return (place_in(self.error) if self.error is not None else "") or place_of(self._thread)
 
     def place(self) -> str:
-        """Return the phase and the line of code."""
+        """Return the phase of the run and the line of code that this rank executes."""
         return f"{self.phase_and_action()}, {self.line()}"
 
     def standing(self) -> Standing:
-        """Return this rank's position, for another rank's report."""
+        """Return this rank's position, so that another rank can report it."""
         if self.error is not None:
             frames = traceback.extract_tb(self.error.__traceback__)
         else:

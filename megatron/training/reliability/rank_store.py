@@ -10,7 +10,7 @@ Keys:
     agreed/N    the tick after which all ranks carry it out
 
 No call blocks for longer than the store takes to answer, so missing ranks do not delay others. Any process that can
-reach the port can write to the store: malformed values are ignored, and the first is reported.
+reach the port can write to the store. Malformed values are ignored, and the first is reported.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def tell(line: str) -> None:
 
 
 class NoStoreError(ConnectionError):
-    """Raised if this rank cannot reach the others. `waited` is True after a wait until the timeout."""
+    """Raised if this rank cannot reach the ranks' store. `waited` is True if it waited until the timeout."""
 
     def __init__(self, message: str, waited: bool = False) -> None:
         super().__init__(message)
@@ -68,12 +68,12 @@ class NoStoreError(ConnectionError):
 
 
 def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here: bool = True) -> dist.Store:
-    """Connect to the store of this world. Rank 0 opens the store unless the launcher has a store, or another process of
-    rank 0 has opened it (`open_here=False`).
+    """Connect to the store of this world. Rank 0 opens the store, unless the launcher has opened one. `open_here` is
+    False if another process of rank 0 has opened the store.
 
     torchrun's store outlives the ranks that torchrun restarts, so each start uses its own keys. If rank 0 opens the
     store, each start has a separate port and store. Raises NoStoreError if there is no store within `timeout`, if rank
-    0 cannot open the store, or if it belongs to another run. `run` is this run's `identity`; empty if already
+    0 cannot open the store, or if the store belongs to another run. `run` is this run's `identity`; empty if already
     checked."""
     if launch.world_size == 1:
         return dist.HashStore()
@@ -124,14 +124,14 @@ def _check_run(store: dist.Store, launch: Launch, run: str, limit: timedelta, at
 
 
 def start_of(key: str) -> int | None:
-    """Return the number of the start (`START`) whose ranks have set a key through `meet`; None for other keys."""
+    """Return the start number (`START`) that `meet` put into a key; None for any other key."""
     run, restart = (re.escape(os.environ.get(f"TORCHELASTIC_{name}", "")) for name in ("RUN_ID", "RESTART_COUNT"))
     match = re.match(rf"\w+/{run}/{restart}\.(\d+)/", key)
     return int(match[1]) if match else None
 
 
 def launcher_has_store() -> bool:
-    """Return True if the store is in a launcher process, as under torchrun, and not in rank 0's process."""
+    """Return True if the store is in a launcher process, as under torchrun, instead of rank 0's process."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -165,7 +165,7 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
                     is_master=opens,
                     timeout=timeout,
                     wait_for_workers=False,
-                    multi_tenant=True,  # rank 0 opens the port again for the process groups
+                    multi_tenant=True,  # because rank 0 opens the port again for the process groups
                 )
             )
         except BaseException as error:
@@ -182,7 +182,7 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
             tell(f"rank {launch.rank} waits for the store of the ranks at {address}:{port}: {state}")
         thread.join(PERIOD)
     if not thread.is_alive():
-        wait_until_gone(thread, MARGIN)  # the caller may fork
+        wait_until_gone(thread, MARGIN)  # because the caller may fork
     if errors:
         raise errors[0]
     if not stores:
@@ -198,7 +198,7 @@ class Peer:
     pid: int
     namespace: str
     started: str
-    """Start time, which distinguishes the process from a later process with the same pid."""
+    """Start time of the process, which distinguishes it from a later process with the same pid."""
 
     @classmethod
     def here(cls) -> Peer:
@@ -240,7 +240,7 @@ class Request:
     """Action that all ranks perform after the same tick."""
 
     kind: str
-    """One of `KINDS`: `save`, `stop`, or `resume`, which means to stop for a restart."""
+    """Kind of the request, one of `KINDS`: `save`, `stop`, or `resume` (stop for a restart)."""
 
     why: str
 
@@ -281,13 +281,13 @@ class Board:
         self.ranks = range(launch.world_size)
         self.me = Peer.here()
         self.ignored = Ignored(lambda: self.name(launch.rank), reports=launch.rank == 0)
-        """Malformed values in the store; rank 0 reports the first one."""
+        """Counter of malformed values in the store; rank 0 reports the first such value."""
 
         self._malformed = dict[str, int]()
-        """Hash of the counted malformed value for each key, so that each value is counted only once."""
+        """Hash of the malformed value last counted for each key, so that no value is counted twice."""
 
         self.first_phase = ""
-        """Last phase of rank 0 that `watch_first` has read."""
+        """Phase of rank 0 when `watch_first` last read it."""
 
         self._beats = 0
         store.set(f"peer/{launch.rank}", _json(self.me))
@@ -303,7 +303,7 @@ class Board:
             )
 
     def get(self, key: str) -> str | None:
-        """Return the value of a key; None if there is no value yet."""
+        """Return the value stored under `key`; None if there is no value yet."""
         return _text(self.store.get(key)) if self.store.check([key]) else None
 
     def read(self, key: str, parse: Callable[[str], T]) -> T | None:
@@ -317,7 +317,7 @@ class Board:
         return {rank: value for rank, value in found.items() if value is not None}
 
     def claim(self, key: str, value: str, parse: Callable[[str], T]) -> T:
-        """Set a value unless the store has a value that `parse` accepts; return the stored value."""
+        """Store `value` unless the key already has a value that `parse` accepts. Returns the stored value."""
         parse(value)
         found, there = None, b""
         while found is None:
@@ -335,7 +335,7 @@ class Board:
             return None
 
     def get_all(self, name: str) -> dict[int, str]:
-        """Return the values by rank, without missing values."""
+        """Return the values that are present, keyed by rank."""
         keys = [f"{name}/{rank}" for rank in self.ranks]
         if self.store.check(keys):
             return dict(zip(self.ranks, map(_text, self.store.multi_get(keys)), strict=True))
@@ -347,7 +347,7 @@ class Board:
         return self.store.check([f"{name}/{rank}" for rank in self.ranks])
 
     def neighbours(self) -> dict[int, Peer]:
-        """Return the other ranks on this machine, once all ranks have arrived."""
+        """Return the other ranks on this machine; empty until all ranks have arrived."""
         if not self.peers and self.complete("peer"):
             self.peers = self.read_all("peer", _parse_peer)
         rank, space = self.launch.rank, self.me.namespace
@@ -367,7 +367,7 @@ class Board:
         return peer.state() if peer is not None else ""
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Poll until a condition is true. Returns whether the condition became true in time."""
+        """Poll until `condition` is true. Returns True if it became true within `seconds`."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
@@ -391,7 +391,7 @@ class Board:
         return self.read("told", self._parse_failure)
 
     def _parse_failure(self, text: str) -> Failure:
-        """Parse a report, which may come from a rank with a larger world size."""
+        """Parse the report of a failure. It may come from a rank with a larger world size."""
         failure = parse_record(Failure, text)
         if failure.reporter < 0 or not 0 < failure.code < 256:
             raise ValueError(f"there is no rank {failure.reporter}, or no exit code {failure.code}")
@@ -402,7 +402,7 @@ class Board:
         self.store.set(f"{key}/{self.launch.rank}", value)
 
     def ask(self, number: int, request: Request) -> None:
-        """Store `request` under this number unless the number is taken."""
+        """Store `request` under `number` unless another request has that number."""
         self.claim(f"ask/{number}", _json(request), _parse_request)
 
     def asked(self, number: int) -> Request | None:
@@ -437,7 +437,7 @@ class Board:
         return self.neighbours() if self.peers else {}
 
     def come(self, meeting: str) -> None:
-        """Report that this rank has reached a meeting of all ranks."""
+        """Report to the other ranks that this rank has reached a meeting."""
         self.say(f"came/{meeting}")
         self.store.add(f"came/{meeting}", 1)
 

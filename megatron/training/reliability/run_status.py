@@ -1,9 +1,9 @@
 """Exit codes, the status file for the script that launched a run, and the event log of a run. This module does not
 import torch.
 
-Launchers lose exit codes: torchrun turns every nonzero code of a worker into 1, and srun kills the other nodes on a
-nonzero code. If OUTCOME_FILE is set in the environment, the status of the run is therefore written to this file, as
-lines of `key=value`:
+Launchers do not pass on exit codes: torchrun turns every nonzero code of a worker into 1, and srun kills the processes
+on the other nodes after a nonzero code. If OUTCOME_FILE is set in the environment, the status of the run is therefore
+written to this file, as lines of `key=value`:
 
     name    RUNNING, then a name of `ExitCode`; a run that is killed leaves RUNNING
     why     the reason, in one line
@@ -38,13 +38,13 @@ VARIABLE = "OUTCOME_FILE"
 
 @dataclass
 class Outcome:
-    """Writer of the status file. Writes are atomic unless the file is a device, pipe or link. Without a file, the
+    """Writer of the status file. Writes are atomic unless the file is a device, pipe or link. If `file` is None, the
     methods do nothing."""
 
     file: Path | None = None
     folders: dict[str, str] = field(default_factory=dict)
     recorded: bool = True
-    """True if the end is recorded as an event in --save; False if another run owns this folder."""
+    """True if the end of the run is recorded as an event in the --save folder; False if another run owns the folder."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Outcome:
@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def asked(self) -> bool:
-        """True if the run was asked to stop before it started."""
+        """True if a signal requested a stop before the ranks started."""
         return self.file is not None and self.file.with_name(f"{self.file.name}.asked").exists()
 
     def begin(self, save: str | None, load: str | None, write: bool) -> None:
@@ -65,7 +65,8 @@ class Outcome:
             self._write("RUNNING", "")
 
     def end(self, code: int, why: str = "") -> None:
-        """Write the name of the `ExitCode` with which the run ends. A signal number may be added to KILLED."""
+        """Write the name of the `ExitCode` with which the run ends. `code` is KILLED plus the signal number if a signal
+        ended the run."""
         name = ExitCode(min(code, ExitCode.KILLED)).name
         self._write(name, why)
         if self.recorded:
@@ -95,8 +96,9 @@ def early_end_told(launch: Launch) -> Iterator[None]:
 
 
 def code_for_launcher(code: int, environ: Mapping[str, str] | None = None) -> int:
-    """Return the exit code for the launcher. For a run to be resumed, the code is 0 if OUTCOME_FILE informs the script.
-    It is also 0 if torchrun has restarts left, because torchrun would restart a stopped run after any other code."""
+    """Return the exit code for the launcher. If the run is to be resumed, the code is 0 in two cases: if the launching
+    script reads the status from OUTCOME_FILE, or if torchrun has restarts left, because torchrun would restart a
+    stopped run after any other code."""
     environ = os.environ if environ is None else environ
     restarts = [environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
     if code == ExitCode.TO_BE_RESUMED and (environ.get(VARIABLE) or int(restarts[0]) < int(restarts[1])):
@@ -117,7 +119,7 @@ class ExitCode(IntEnum):
     """A flag, or a file that a flag names, must be corrected first; a restart does not help."""
 
     CALLBACK_FAILED = 3
-    """Ended like DONE, trained and saved, but a callback raised an exception in `on_end`."""
+    """The run is trained and saved as for DONE, but a callback raised an exception in `on_end`."""
 
     TO_BE_RESUMED = 75
     """Stopped after saving, because of a signal or the end of the SLURM job. The same command resumes the run."""
@@ -132,8 +134,8 @@ def _open_at_once(path: str, mode: int) -> int:
 
 
 def record_event(save: str | Path | None, event: str, **facts: object) -> None:
-    """Append an event to the log of the run. Does nothing without --save, before the --save folder exists, or if the
-    disk is full."""
+    """Append an event to the log of the run. This function does nothing without --save, before the --save folder
+    exists, or if the disk is full."""
     root = located(save) if save else None
     if root is None or (isinstance(root, Path) and not root.is_dir()):
         return
@@ -153,7 +155,7 @@ def recorded_events(save: PurePath | None) -> list[dict[str, object]]:
 
 
 def each_event(save: PurePath | None) -> Iterator[dict[str, object]]:
-    """Yield the events of `recorded_events` one by one, because a long run has many events."""
+    """Yield the events that `recorded_events` returns, one at a time, because a long run has many events."""
     if save is None:
         return
     with suppress(OSError), storage_of(save).open(save / EVENTS) as file:

@@ -12,7 +12,7 @@ from typing import TextIO
 from megatron.training.reliability.rank_store import out_of_memory_kills
 
 MOST = 2000
-"""Maximum number of characters of a crashed interpreter's output to show."""
+"""Maximum number of characters that a report shows of a crashed interpreter's output."""
 
 
 class StackDump:

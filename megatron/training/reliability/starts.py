@@ -1,5 +1,5 @@
-"""Interface of starters, which run each rank in a child of the process that the launcher started.
-This module does not import torch.
+"""Interface of starters. A starter runs each rank in a child of the process that the launcher started. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.reliability.launch import Launch
 
 Attempt = Callable[[RunConfig, Launch], int]
-"""Function that trains as a rank and returns the exit code."""
+"""Function that runs one rank of the training and returns the exit code."""
 
 
 class Starter(Protocol):
-    """Function that runs the attempts of a rank."""
+    """Function that runs a rank in one or more attempts."""
 
     def __call__(self, config: RunConfig, launch: Launch, attempt: Attempt) -> int:
         """Call `attempt`, possibly several times, each in a separate process with its own rank and world.
 
-        The launcher may have started more processes than the world has ranks. Returns the exit code of the last call.
+        The launcher may have started more processes than the world has ranks. Returns the exit code of the last
+        attempt.
         """
 
 
@@ -31,13 +32,12 @@ class StartsRanks(Protocol):
 
     @property
     def starter(self) -> str | None:
-        """Location `package.module:name` of the `Starter`, which is imported only when the ranks start. None if the
-        flags select no starter."""
+        """Location of the `Starter`, as `package.module:name`. The module is imported only when the ranks are launched.
+        None if the flags select no starter."""
 
     @property
     def spare_ranks(self) -> int:
-        """Number of spare processes. These are the last processes that the launcher starts, and they initially have no
-        rank."""
+        """Number of spare processes. The launcher starts the spare processes last, and they have no rank at first."""
 
 
 def spare_ranks(config: RunConfig) -> int:

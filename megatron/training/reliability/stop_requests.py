@@ -1,10 +1,11 @@
 """Signals, and requests to stop or save the run. All ranks carry out a request after the same step.
 
-A signal, a time limit or a file on any rank becomes a request in the rank store. A tick is a step or an evaluation
-batch; all ranks perform the same ticks. Each rank answers a request with the number of ticks that it has begun. The
-rank then begins no further tick until all answers are known. The highest answer is the agreed tick. All ranks therefore
-stop after the same tick. Without a request, a tick only tests a flag, without a collective and without waiting for the
-device. Signals arrive on a socket, so that a thread receives them while the main thread is inside a collective.
+If a rank notices a signal, a time limit or a request file, it puts a request into the rank store. A tick is a step or
+an evaluation batch; all ranks perform the same ticks. Each rank answers a request with the number of ticks that the
+rank has begun, and begins no further tick until all answers are known. The highest answer is the agreed tick. All ranks
+therefore stop after the same tick. Without a request, a tick only tests a flag, without a collective and without
+waiting for the device. Signals arrive on a socket, so that a thread receives them while the main thread is inside a
+collective.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megatron.training.reliability.launch import SIGNALS, START
 from megatron.training.reliability.rank_store import Board, Request
 
 UNANSWERED = 5.0
-"""Seconds for which this rank waits for other ranks' answers after a signal that arrives before the first step."""
+"""Seconds to wait for the answers of other ranks if a signal arrives before the first step."""
 
 
 class StopRequests:
@@ -35,8 +36,8 @@ class StopRequests:
         """Request to carry out now. All ranks have agreed on its tick and have performed all earlier ticks."""
 
         self.undecided = False
-        """True on all ranks until it is known whether the run starts with a state that is not on disk. While this
-        attribute is True, ranks answer no request. Set this attribute before the watchdog starts."""
+        """True while it is unknown whether the run starts from a state that is not on disk. The value is equal on all
+        ranks. While this attribute is True, ranks answer no request. Set this attribute before the watchdog starts."""
 
         self._ticks, self._number = 0, 0
         self._asked: Request | None = None
@@ -46,7 +47,7 @@ class StopRequests:
 
     @property
     def pending(self) -> bool:
-        """True if a request has not been carried out yet."""
+        """True if there is a request that has not been carried out yet."""
         return self._asked is not None
 
     @property
@@ -56,7 +57,7 @@ class StopRequests:
 
     @property
     def resumes(self) -> bool:
-        """True if the run was interrupted and must be restarted."""
+        """True if the current request interrupts the run for a restart."""
         return self.request is not None and self.request.kind == "resume"
 
     @property
@@ -64,8 +65,8 @@ class StopRequests:
         return self.request.why if self.request is not None else ""
 
     def tick(self, save_later: bool = False) -> bool:
-        """Begin a tick. If a request is due before that tick, store the request in `request`, begin no tick, and return
-        False. With `save_later`, requests to save are not due."""
+        """Begin a tick. If a request must be carried out before that tick, store the request in `request`, begin no
+        tick, and return False. If `save_later` is True, requests to save are postponed."""
         with self._change:
             while self._asked is not None:
                 if self._after is not None:
@@ -78,26 +79,27 @@ class StopRequests:
             return True
 
     def decide(self, unsaved: bool) -> None:
-        """End `undecided` with the same result on all ranks. Loading a state that is not on disk counts as a tick, so
-        that a request to stop before the first step is carried out after loading, with a save."""
+        """Set whether the run starts from a state that is not on disk. `unsaved` must be equal on all ranks. Loading an
+        unsaved state counts as a tick, so that a request to stop before the first step is carried out after loading,
+        with a save."""
         with self._change:
             self._ticks += unsaved
             self.undecided = False
 
     def done(self) -> None:
-        """End the current request, so that another request can be made."""
+        """Mark the current request as carried out, so that another request can be made."""
         with self._change:
             self.request = self._asked = self._after = None
             self._number += 1
 
     def ask(self, request: Request) -> None:
-        """Queue a request from this rank."""
+        """Add a request of this rank to the queue, from which it is sent to the other ranks."""
         if request not in self._wishes:
             self._wishes.append(request)
 
     def look(self, board: Board, signal_at: float | None) -> str | None:
-        """Exchange requests and answers with the other ranks. `signal_at` is the monotonic time of this rank's first
-        signal.
+        """Exchange requests and answers with the other ranks. `signal_at` is the `time.monotonic()` value of this
+        rank's first signal.
 
         Returns the reason if the run must end immediately. This happens only before the first step, when there is
         nothing to save.
@@ -124,13 +126,14 @@ class StopRequests:
         return "ending although some ranks have not started" if unanswered and late and not self._waits(board) else None
 
     def _waits(self, board: Board) -> bool:
-        """Return True if this rank may have to save a state together with other ranks that have started or will start
+        """Return True if this rank may have to take part in a save with other ranks that have started or will start
         soon."""
         return self.undecided and (int(os.environ.get(START, "0")) > 0 or board.complete("peer"))
 
 
 REPEATED = 1.0
-"""Seconds within which a further signal counts as the first one, because launchers and SLURM may both deliver it."""
+"""Seconds after the first signal within which another signal counts as a repetition, because a launcher and SLURM may
+both deliver the same signal."""
 
 
 class SignalListener:
@@ -144,8 +147,8 @@ class SignalListener:
         self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def start(self, listen: bool) -> None:
-        """Start to receive signals if `listen` is True. Call this method on the main thread. Signals that were blocked
-        since the start of the process arrive now."""
+        """Start to receive signals if `listen` is True. Call this method on the main thread. Signals that have been
+        blocked since the start of the process are then delivered."""
         wake, receives = self._sockets = socket.socketpair()
         wake.setblocking(False)
         receives.setblocking(False)
@@ -160,8 +163,8 @@ class SignalListener:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see hold_ignored_signals
 
     def wait(self, seconds: float) -> list[tuple[signal.Signals, bool]]:
-        """Wait for signals. Returns pairs of a signal and True if it is a second signal. Repetitions of the first
-        signal are omitted."""
+        """Wait for signals. Returns pairs (signal, is_second), where `is_second` is True if the user has sent a second
+        signal. If the first signal arrives several times, it is returned once."""
         _, receives = self._sockets
         ready, _, _ = select.select([receives], [], [], seconds)
         found = []
@@ -177,7 +180,8 @@ class SignalListener:
         return found
 
     def stop(self, ignore: bool) -> None:
-        """Restore the previous signal handlers, or ignore all further signals."""
+        """Stop receiving signals. Ignore further signals if `ignore` is True; otherwise restore the previous
+        handlers."""
         if not self._handlers:
             return
         signal.set_wakeup_fd(-1)
@@ -191,4 +195,5 @@ def _forget_socket() -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the watchdog's thread acts on the signal. Without a handler, the signal would end the process."""
+    """Do nothing, because the watchdog's thread acts on the signal. Without any handler, the signal would end the
+    process."""

@@ -1,7 +1,7 @@
-"""Explain why the ranks' store cannot be reached, as far as another rank can tell. This module does not import torch.
+"""Explain why the ranks' store cannot be reached. This module does not import torch.
 
-The explanation is based on the state of the port. If the rank that opens the store is on the same host, that rank's
-failure is also used.
+The explanation is based on what another rank can observe, which is the state of the port. If the rank that opens the
+store is on the same host, the explanation also uses the failure that this rank recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.training.reliability.untrusted import parse_json
 
 CLOCK = time.CLOCK_BOOTTIME
-"""Clock that all processes of a host share. Unlike the wall clock, it is never set."""
+"""Clock that all processes of a host share. Unlike the system time, this clock is never adjusted."""
 
 IMPORTED = time.clock_gettime(CLOCK)
 
@@ -29,7 +29,7 @@ SHOWN = 60
 
 
 class ForeignPortError(ConnectionError):
-    """Raised if the store will never be available, so waiting is useless."""
+    """Raised if it is useless to wait for the store, because another program uses its port or its rank has failed."""
 
 
 def leave_failure(address: str, port: int, why: str) -> None:
@@ -60,8 +60,7 @@ def left_failure(address: str, port: int) -> str | None:
 
 
 def _started() -> float:
-    """Return the `CLOCK` time at which this process started. For a forked process, this time may be later than
-    `IMPORTED`."""
+    """Return the `CLOCK` time at which this process started. A forked process may start later than `IMPORTED`."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return ticks / os.sysconf("SC_CLK_TCK")
@@ -75,8 +74,8 @@ def _place(address: str, port: int) -> Path:
 
 
 def describe_port(address: str, port: int) -> str:
-    """Describe the current state of the store's port. Raises ForeignPortError if a program on the port sends data
-    first, which no store does. A silent program may be a store on a busy host."""
+    """Describe the current state of the store's port. Raises ForeignPortError if the program that listens on the port
+    sends data first, because no store does so. A program that sends nothing may be a store on a busy host."""
     try:
         with socket.create_connection((address, port), timeout=2.0) as connection:
             connection.settimeout(BANNER)

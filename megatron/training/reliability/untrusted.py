@@ -1,6 +1,6 @@
 """Parser of messages from a socket or the rendezvous store. Any process that can reach the port can send such messages.
 
-Malformed messages are ignored and counted, and the first of them is reported. This module does not import torch.
+Malformed messages are counted and ignored, and the first one is reported. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DIGITS = 18
 """Maximum number of digits of an integer in a message."""
 
 SHOWN = 40
-"""Maximum number of characters of a malformed text to show in the report."""
+"""Maximum number of characters of a malformed text that a report shows."""
 
 
 def parse_json(text: str | bytes) -> object:
@@ -81,12 +81,12 @@ class Ignored:
     """Count malformed messages and report the first one on standard error."""
 
     def __init__(self, here: Callable[[], str], reports: bool = True) -> None:
-        """`here` returns the name of this process for reports. Without `reports`, nothing is printed."""
+        """`here` returns the name of this process, which reports contain. If `reports` is False, nothing is printed."""
         self.count = 0
         self._here, self._reports = here, reports
 
     def add(self, what: str, why: object) -> None:
-        """Count a message: `what` is the location of the message, and `why` is the error."""
+        """Count a malformed message. `what` is the location of the message, and `why` is the error."""
         self.count += 1
         if self.count == 1:
             self._say(f"ignored {what}: {why}. Further messages are ignored and counted")

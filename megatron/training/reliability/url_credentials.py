@@ -2,7 +2,8 @@
 
 Flags accept URLs with credentials, such as https://user:password@host/data.jsonl or a presigned link.
 `take_credentials` returns such a URL with *** in place of secrets. Configurations, and everything derived from them,
-contain only this form. The full URL stays in this process: `with_credentials` returns it when a connection is opened.
+contain only this form. The full URL stays in this process. `with_credentials` returns the full URL when a connection is
+opened.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ _VALUE = re.compile(
 """Pattern of a query parameter that grants access."""
 
 _URLS: dict[str, str] = {}
-"""Given URL, by the same URL without credentials."""
+"""URLs as given, keyed by the same URLs without credentials."""
 
 _SECRETS: set[str] = set()
-"""Credentials that libraries may print outside the original URL."""
+"""Credentials of all given URLs. They are replaced everywhere, because libraries may print them outside the URL."""
 
 SHORTEST = 6
 """Minimum length of secrets that are also replaced outside URLs; shorter secrets could be ordinary words."""
 
 
 def take_credentials(url: str) -> str:
-    """Hide the credentials of a URL, and keep them in this process. Returns any other text unchanged."""
+    """Replace the credentials of a URL with ***, and keep the full URL in this process. Returns any other text
+    unchanged."""
     hidden = _hidden(url)
     if hidden != url and HIDDEN not in url:
         _URLS[hidden] = url
@@ -48,8 +50,8 @@ def take_credentials(url: str) -> str:
 
 
 def with_credentials(url: str) -> str:
-    """Return the URL as it was given. Raises ValueError if this process does not have the credentials, because files do
-    not contain them."""
+    """Return the URL with the credentials that were given for it. Raises ValueError if this process does not have the
+    credentials, which files do not contain."""
     if url in _URLS or HIDDEN not in url:
         return _URLS.get(url, url)
     raise ValueError(
@@ -59,7 +61,7 @@ def with_credentials(url: str) -> str:
 
 
 def like(url: str, found: str) -> str:
-    """Add the user part of `url` to `found`, a URL from a listing of `url`, if the listing omitted that part.
+    """Add the user part of `url` to `found` if it is missing there. `found` is a URL from a listing of `url`.
     Credentials are hidden."""
     user, other = _USER.search(with_credentials(url)), _USER.search(found)
     if user is not None and other is None and found.startswith(user["before"]):
@@ -68,8 +70,8 @@ def like(url: str, found: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """Replace URL credentials in a text, both within URLs and where credentials that this process has received appear
-    alone."""
+    """Replace the credentials of all URLs in a text. Credentials that this process has received are also replaced
+    outside URLs."""
     if "://" in text:
         text = _hidden(text)
     for secret in _SECRETS:

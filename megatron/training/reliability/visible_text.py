@@ -1,6 +1,6 @@
 """Escape control characters in printed text. This module does not import torch.
 
-Flag values, names in files and exception messages may be untrusted. If printed unchanged, their escape sequences could
+Flag values, names that files contain, and exception messages may be untrusted. Escape sequences in such texts could
 rename a terminal window, hide earlier lines, or type into the shell.
 """
 
@@ -31,13 +31,13 @@ LONGEST = 400
 
 def visible(text: str) -> str:
     r"""Escape control characters except line breaks and tabs as `\x1b`, and hide the credentials of URLs. Bytes of a
-    path that are not UTF-8, and therefore cannot be printed, are also escaped."""
+    path that are not valid UTF-8 are also escaped, because they cannot be printed."""
     return _printable(redacted(text).translate(_TABLE))
 
 
 def visible_value(value: object) -> str:
-    """Format a value for a message line: `visible`, without line breaks and tabs, and shortened in the middle if
-    long."""
+    """Format a value for a line of a message. Control characters, line breaks and tabs are escaped, credentials are
+    hidden, and a long text is shortened in the middle."""
     text = _printable(redacted(str(value)).translate(_LINE_TABLE))
     half = LONGEST // 2
     return text if len(text) <= LONGEST else f"{text[:half]}...({len(text):,} characters)...{text[-half:]}"
@@ -55,7 +55,7 @@ MOVES = re.compile(r"(?:\n|\x1b\[A)*")
 
 
 class VisibleStream:
-    """Text stream that makes all writes `visible`, except the cursor movements of progress bars."""
+    """Text stream that applies `visible` to everything written, except to the cursor movements of progress bars."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream

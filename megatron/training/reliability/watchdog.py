@@ -24,15 +24,15 @@ from megatron.training.reliability.stop_requests import SignalListener, StopRequ
 
 
 class Watch:
-    """Condition that the watchdog checks for a callback, such as the state of other hosts. A watch ends the ranks
-    through `Watchdog.failures`."""
+    """Condition that the watchdog checks for a callback, such as the state of other hosts. If the condition requires
+    it, the watch ends the ranks through `Watchdog.failures`."""
 
     def start(self) -> None:
-        """Called before the watchdog's thread starts, when the run's folders are known to be writable. An error ends
-        the run."""
+        """Prepare the watch. Called before the watchdog's thread starts and after the run's folders were found to be
+        writable. An error ends the run."""
 
     def look(self) -> None:
-        """Check the condition. Called on the watchdog's thread, about twice per second. The method may query the
+        """Check the condition. Called on the watchdog's thread, about twice per second. This method may read from the
         store."""
 
     def close(self) -> None:
@@ -51,11 +51,11 @@ class Watchdog:
         self.signals = SignalListener()
         self.outcome = Outcome.from_environment()
         self.complaint = ""
-        """Error that a callback raised after the end of the run; empty if there was no error."""
+        """Message of an error that a callback raised after the end of the run; empty if there was no error."""
 
         self.save_guards: list[Callable[[], None]] = []
-        """Functions of extensions, called on the first rank, that raise OSError if the run must not write to --save
-        now."""
+        """Functions of extensions that raise OSError if the run must currently not write to --save. They are called on
+        the first rank."""
 
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self.board: Board | None = None
@@ -69,15 +69,15 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def connect(self, board: Board) -> None:
-        """Connect to the store. From then on, failures of this rank reach all ranks."""
+        """Connect to the store. From now on, failures of this rank are reported to all ranks."""
         self.board = board
         self.failures.connect(board)
 
     def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]]) -> None:
-        """Start the thread after `connect`. Call this method on the main thread.
+        """Start the watchdog's thread. Call this method on the main thread, after `connect`.
 
-        `signals` is True if signals end the run. `deadlines` maps other reasons to (`time.monotonic()` of the deadline,
-        kind of the request).
+        `signals` is True if signals end the run. `deadlines` maps other reasons to end or save to pairs
+        (`time.monotonic()` value of the deadline, kind of request).
         """
         assert self.board is not None, "connect first"
         self._deadlines = deadlines
@@ -95,7 +95,7 @@ class Watchdog:
         return ExitCode.CALLBACK_FAILED if self.complaint else ExitCode.DONE
 
     def check_save_folder(self) -> None:
-        """Raise OSError if the run must not write to --save now. Called on the first rank."""
+        """Raise OSError if the run must currently not write to the --save folder. Called on the first rank."""
         for guard in self.save_guards:
             guard()
 
@@ -104,13 +104,14 @@ class Watchdog:
         self.status.phase = phase
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all ranks because of an exception on this rank. Re-raise the exception if not connected."""
+        """End all ranks because of an exception on this rank. Without a connection to the other ranks, re-raise the
+        exception."""
         self.failures.fail(error)
 
     def together(self, what: str, minutes: float) -> None:
-        """Return when all ranks have finished `what`.
+        """Wait until all ranks have finished the start-up phase `what`.
 
-        Raises LateRanksError, with the missing ranks, if some ranks do not finish within `minutes`.
+        Raises LateRanksError, which names the missing ranks, if some ranks do not finish within `minutes`.
         """
         board, status = self.board, self.status
         if board is None or self.launch.world_size == 1:
@@ -129,7 +130,8 @@ class Watchdog:
         status.meeting = replace(status.meeting, pending=False)
 
     def close(self) -> None:
-        """Stop watching. Rank 0 waits briefly for slower ranks, because the store may be in its process."""
+        """Stop watching the ranks. Rank 0 waits briefly for slower ranks, because its process may contain the store
+        that they need."""
         board = self.board
         first = self.launch.rank == 0
         code = self.code

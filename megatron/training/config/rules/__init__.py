@@ -1,6 +1,7 @@
 """Validation rules: each rule is a generator that yields the problems of a resolved `RunConfig` for a world size.
 
-Every rule runs on arbitrary values and must not raise. A rule that needs positive numbers checks for them first.
+Every rule is applied to arbitrary values and must not raise exceptions. A rule that requires positive numbers first
+checks that the numbers are positive.
 """
 
 from __future__ import annotations

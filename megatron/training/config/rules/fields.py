@@ -26,7 +26,8 @@ REQUIRED = {
     "num_attention_heads": "give --num-attention-heads N, the number of attention heads",
     "seq_length": "give --seq-length N, the number of tokens in a sample",
 }
-"""Remedy for each field that must be above 0 and has no default. A value of 0 means that the field is missing."""
+"""Remedy for each field that must be above 0 and has no default. The value 0 means that the user has not set the
+field."""
 
 
 def _saved_values(config: RunConfig) -> str:
@@ -79,13 +80,14 @@ def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
 
 
 def _section(condition: Condition) -> str:
-    """Return the section of the first flag in a condition; "" if the condition names no flag, such as "GPUs"."""
+    """Return the section of the first flag in a condition. Returns "" if the condition, such as "GPUs", names no
+    flag."""
     named = spelling_table().get(condition.parts[0].split()[0])
     return named[0].section if named else ""
 
 
 def _as_given(c: RunConfig, condition: Condition) -> str:
-    """Return a condition's flag with the flag's current value."""
+    """Return the flag that a condition names, followed by the flag's current value."""
     name, *rest = condition.parts[0].split()
     value = shown_value(value_of(c, spelling_table()[name][0]))
     return " ".join([name, *rest]) if value is None else f"{name} {value}"
@@ -111,7 +113,7 @@ def _limit(flag: Flag) -> tuple[float, str] | None:
 
 
 def _is_ours(flag: Flag) -> bool:
-    """Return True if this program defines a flag, False if a user's extension does."""
+    """Return True if this program defines the flag, and False if a user's extension defines it."""
     extension = EXTENSION_SECTIONS.get(flag.section)
     return extension is None or extension.cls.__module__.startswith("megatron.")
 

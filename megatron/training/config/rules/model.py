@@ -54,7 +54,8 @@ def _widths_by_layer(c: RunConfig, tp: int) -> Iterator[Problem]:
 
 
 def window_heads(c: RunConfig) -> dict[str, int | None]:
-    """Return the head counts of layers with a sliding window or chunks, by flag; None for a flag that is not given."""
+    """Return the head counts of layers with a sliding window or chunks, keyed by flag; None for flags that are not
+    given."""
     m = c.model
     return {
         "--window-num-attention-heads": m.window_num_attention_heads,
@@ -268,7 +269,8 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _rotated_channels(flag: str, percent: float | None, width: int | None) -> Iterator[Problem]:
-    """Check that the rotated channels of a head form pairs. `width` is the head width."""
+    """Check that the rotated channels of an attention head form pairs. `width` is the number of channels of the
+    head."""
     if percent is None or not width or width < 0 or not 0 < percent <= 1:
         return
     rotated = int(width * percent)

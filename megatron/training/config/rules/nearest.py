@@ -1,8 +1,8 @@
 """Replace the values that problems suggest with the nearest values that all rules accept. This module does not import
 torch.
 
-A rule names the nearest value that it accepts. Another rule for the same flag may refuse that value, so each value is
-tried before a message names it.
+The message of a rule suggests the nearest value that the rule accepts. Another rule for the same flag may refuse that
+value, so this module tries each value before a message suggests it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 NAMED = re.compile(r"(?P<lead>.*?)nearest: (?P<first>\d+)(?: or (?P<second>\d+))?(?=$|[,;])(?P<rest>.*)")
-"""Pattern of a remedy with nearest values: leading text, one or two values, and further remedies."""
+"""Pattern of a remedy that suggests nearest values. Its groups are the leading text, one or two values, and further
+remedies."""
 
 TRIED = 8
-"""Maximum number of rules' nearest values to try."""
+"""Maximum number of values to try that rules suggest as nearest."""
 
 SCANNED = 32
-"""Number of small integers to try if no suggested value is legal, for example as the number of groups or layers."""
+"""Number of small integers to try if no suggested value is legal. Small integers are often legal numbers of groups or
+layers."""
 
 Judge = Callable[[RunConfig], Sequence[Problem]]
 
 
 def with_legal_values(problems: Sequence[Problem], config: RunConfig, judge: Judge) -> list[Problem]:
-    """Return the problems, where possible with values in "nearest: N" that no rule for the flag refuses.
+    """Return the problems with valid suggestions: where possible, each value in "nearest: N" is one that no rule for
+    the flag refuses.
 
     If no such value is found, the remedy names the rule that refuses the suggested value. `judge` finds the problems of
     a configuration.
@@ -42,7 +45,7 @@ def _with_legal_value(problem: Problem, problems: Sequence[Problem], config: Run
     named = NAMED.fullmatch(problem.remedy)
     if named is None or flag is None or flag.kind is not int or flag.takes_several:
         return problem
-    # ignore problems that do not depend on the value, such as another required flag
+    # Ignore problems that do not depend on the value, such as a missing flag.
     lasting = {_kind(each) for each in problems if each.flag == problem.flag and NAMED.fullmatch(each.remedy) is None}
 
     def refusals(value: int) -> list[Problem]:
@@ -70,9 +73,9 @@ def _with_legal_value(problem: Problem, problems: Sequence[Problem], config: Run
 def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -> Iterator[int]:
     """Yield candidate values in the order in which to try them.
 
-    First come the values that the problem suggests, and the values that other rules suggest when they refuse a
-    candidate. Then come common multiples of the rules' steps, and small numbers. `tried` contains the refusals of each
-    tried value.
+    The first candidates are the values that the problem suggests. Next are the values that other rules suggest when
+    they refuse a candidate, then common multiples of the rules' steps, and finally small numbers. `tried` maps each
+    tried value to the problems that rules found with it.
     """
     named, steps = [*_values(problem)], [_step(problem)]
     for value in named:
@@ -92,11 +95,11 @@ def _values(problem: Problem) -> list[int]:
 
 
 def _step(problem: Problem) -> int:
-    """Return the distance between a rule's legal values, as implied by the values that the problem suggests."""
+    """Estimate the distance between the legal values of a rule from the values that the problem suggests."""
     values = _values(problem)
     return abs(values[-1] - (values[0] if len(values) > 1 else 0)) or 1 if values else 1
 
 
 def _kind(problem: Problem) -> str:
-    """Return a problem's rule without its numbers."""
+    """Return the text of a problem's rule, with numbers removed."""
     return re.sub(r"\d+", "N", problem.rule)

@@ -72,8 +72,8 @@ def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def tokens_for_latents(c: RunConfig) -> Iterator[Problem]:
-    """Check that the number of tokens per rank is aligned for replicated layers that project to attention or expert
-    latents."""
+    """Check that the number of tokens per rank meets the alignment of replicated layers that project to attention or
+    expert latents."""
     m, p = c.model, c.parallel
     tp = p.tensor_model_parallel_size
     name = linear_format(p)

@@ -28,7 +28,7 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if layers < 1 or pp < 1 or (chunks is not None and chunks < 1) or (per_stage is not None and per_stage < 1):
         return
     if chunks is not None and per_stage is not None:
-        return  # the rules of fields report this
+        return  # the rules in `fields.py` report this conflict
     if per_stage is not None and per_stage * pp > layers:
         rule = f"must be at most --num-layers {layers} / --pipeline-model-parallel-size {pp}"
         near = f"nearest: {layers // pp}" if layers >= pp else "remove it"
@@ -38,7 +38,7 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
         layout = pipeline_layout(c.model, p)
     except ValueError as error:
         if chunks is None and per_stage is None and p.stage_split is not None:
-            return  # the rules of the stage split report this
+            return  # the rules of --stage-split report this error
         if per_stage is None:
             yield Problem.of_message(VIRTUAL, chunks, str(error))
         else:
@@ -66,7 +66,8 @@ def _groups(p: ModelParallelConfig, layout: PipelineLayout) -> Iterator[Problem]
 
 
 def _own_schedule(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
-    """Build the run's schedule, because some schedules do not support every number of ranks and micro-batches."""
+    """Check that the pipeline schedule can be built, because some schedules do not support every number of ranks and
+    micro-batches."""
     schedule, microbatches = c.parallel.schedule, c.training.num_microbatches
     if not microbatches or PIPELINE_SCHEDULES.facts(schedule).always_legal:
         return
@@ -99,7 +100,8 @@ def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:
 
 
 def _divisor(size: int, most: int) -> int:
-    """Return the largest divisor of `size` that is at most `most`. Such a divisor also divides the world size."""
+    """Return the largest divisor of `size` that is at most `most`. A divisor of the current size still divides the
+    world size."""
     return next(n for n in range(most, 0, -1) if size % n == 0)
 
 
@@ -146,7 +148,7 @@ def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that --data-parallel-sharding-strategy agrees with the optimizer and the overlap flags."""
+    """Check that --data-parallel-sharding-strategy is compatible with the optimizer and overlap flags."""
     flag, strategy = "--data-parallel-sharding-strategy", c.ddp.data_parallel_sharding_strategy
     given = f"{flag} {strategy}"
     if strategy not in (None, "no_shard") and not c.optimizer.use_distributed_optimizer:

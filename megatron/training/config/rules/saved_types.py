@@ -1,5 +1,5 @@
-"""Types of the values in a checkpoint's metadata. They are checked on reading, because anyone may have written the
-file.
+"""Types of the values in a checkpoint's metadata. These types are checked when metadata are read, because anyone may
+have written the file.
 
 This module does not import torch.
 """
@@ -52,8 +52,8 @@ class SavedSeed(TypedDict, total=False):
 
 
 class SavedMetadata(TypedDict, total=False):
-    """Types of a checkpoint's metadata. `config` and `model_of_run` contain configuration fields, which have types of
-    their own."""
+    """Types of a checkpoint's metadata. `config` and `model_of_run` contain configuration fields, whose types are
+    checked separately."""
 
     format_version: int
     torch_version: str
@@ -78,10 +78,10 @@ class SavedMetadata(TypedDict, total=False):
 
 
 def metadata_problem(values: Mapping[str, object]) -> str | None:
-    """Describe the first value of a wrong type in a checkpoint's metadata; None if all types are right.
+    """Describe the first value in a checkpoint's metadata that has a wrong type; None if all types are right.
 
-    Example: `past_batches[1] must be a list of 2 values, but is text`. Unknown entries are not read, and may contain
-    anything.
+    Example: `past_batches[1] must be a list of 2 values, but is text`. Unknown entries are never read, so they may have
+    any type.
     """
     of_run = type_problem({"model_of_run": values.get("model_of_run", {})})
     broken = type_problem(values.get("config", {})) or (of_run and of_run.replace("config.", "", 1))
@@ -89,8 +89,8 @@ def metadata_problem(values: Mapping[str, object]) -> str | None:
 
 
 def _faults(value: object, hint: object, where: str) -> Iterator[str]:
-    """Yield a description of each value within `value` that does not match a type hint. The hint `object` permits every
-    value."""
+    """Yield a description of each element of `value`, at any depth, that does not match the type hint. The hint
+    `object` permits every value."""
     choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if object in choices or (value is None and type(None) in choices):
         return
@@ -115,7 +115,8 @@ def _faults(value: object, hint: object, where: str) -> Iterator[str]:
 
 
 def _broken_rule(value: object, kind: type, count: int) -> str | None:
-    """Return the type rule that a value violates; None if the value has the type. Elements are not checked."""
+    """Return the type rule that a value violates; None if the value has the type. The elements of a list are not
+    checked."""
     if kind is tuple:
         return None if isinstance(value, list) and len(value) == count else f"a list of {count} values"
     if kind is int:
@@ -134,8 +135,8 @@ _RULES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def type_problem(config: object) -> str | None:
     """Describe the first value in a configuration that does not have its field's type; None if all types are right.
 
-    Example: `config.model.num_layers must be a whole number, but is text`. Unknown fields are not read, and may contain
-    anything.
+    Example: `config.model.num_layers must be a whole number, but is text`. Unknown fields are never read, so they may
+    have any type.
     """
     if not isinstance(config, dict):
         return f"config must be an object, but is {_json_name(config)}"
@@ -148,8 +149,8 @@ def type_problem(config: object) -> str | None:
 
 
 def field_problem(values: Mapping[str, object]) -> str | None:
-    """Describe, as `type_problem` does, the first value that does not have its field's type. `values` maps field names
-    to values."""
+    """Describe the first value in `values` that does not have its field's type, in the format of `type_problem`.
+    `values` is keyed by field name."""
     table = field_table()
     for field, value in values.items():
         flag = table.get(field)
@@ -196,5 +197,5 @@ def _json_name(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """Format a value for a message. Only numbers are shown; other values are replaced with their type."""
+    """Format a value for a message. Only numbers are shown. For any other value, the message names its type."""
     return f"{value!r:.40}" if type(value) in (int, float) else _json_name(value)
