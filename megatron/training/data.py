@@ -41,7 +41,8 @@ class Splits(NamedTuple):
 
 
 class EvaluatedSets(dict[str, DataIterator]):
-    """Iterators over the sets of a split, by name. Looking up a missing name raises ValueError with the remedy."""
+    """Iterators over the data sets of a split, keyed by the name of the set. Looking up a missing name raises
+    ValueError with a remedy."""
 
     def __init__(self, sets: dict[str, DataIterator], split: str, eval_iters: int) -> None:
         super().__init__(sets)
@@ -89,8 +90,8 @@ class TrainingData:
         self.enter(self.plan.phases[0])
 
     def read_batches(self, step: Step, watched: bool = False) -> list[Batch]:
-        """Return this rank's micro-batches of a training step, on its device. The call is collective if there are
-        watchers."""
+        """Return this rank's micro-batches of a training step, on its device. If `watched` is True, the watchers are
+        called, and the call is collective if there are any."""
         taken = self.train.next_step(step.first_sample, step.samples)
         for watch in self.watchers if watched else ():
             watch(step, taken)
@@ -154,7 +155,7 @@ class DealsSamples(Protocol):
     """Base class of extension flags that may change how the samples of a training step are assigned to replicas."""
 
     def dealer(self, seq_length: int) -> Dealer | None:
-        """Return the dealer for samples of this length; None if no flag selects a dealer."""
+        """Return the dealer for samples with `seq_length` tokens; None if these flags select no dealer."""
 
 
 def dealer_of(config: RunConfig) -> Dealer:
@@ -237,7 +238,7 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
         raise ValueError(
             "there is no training data: give --data-path a --split with a share for training, or --train-data-path"
         )
-    if len(made.train) < phase.samples:  # a blend without weights has one epoch, and the run is longer
+    if len(made.train) < phase.samples:  # the run is longer than a blend without weights, which has one epoch
         raise ValueError(
             f"the training data has {len(made.train)} samples of {config.model.seq_length} tokens, but the run "
             f"needs {phase.samples}: several --data-path prefixes without weights are read once; give each a "

@@ -164,10 +164,10 @@ def load_saved_extensions(payload: Mapping[str, object], source: PurePath) -> No
 def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown: str) -> list[str]:
     """Return the extensions named in a file that may be imported.
 
-    An extension is permitted if one of the user's runs has recorded its code for the folder of `source`. An extension
-    in `given`, which the command line names, replaces an extension that has the same file name or whose file is
-    missing. Raises ExtensionError if some named extensions are neither permitted nor replaced. The error message lists
-    each such extension, with the flag that permits it.
+    An extension is permitted if one of the user's runs has recorded its code for the folder of `source`. Extensions in
+    `given`, which the command line names, replace extensions that have the same file name or whose files are missing.
+    Raises ExtensionError if some named extensions are neither permitted nor replaced. The error message lists each such
+    extension, with the flag that permits it.
 
     Args:
         names: Extensions that the file names.

@@ -153,8 +153,9 @@ class Pipeline:
 
     @property
     def counting_rank(self) -> int | None:
-        """Return the pipeline rank that counts a batch's tokens for all ranks: the rank that computes the loss. None
-        means that each rank counts the tokens without waiting for another rank.
+        """Return the pipeline rank that counts the tokens of a batch for all pipeline ranks. By default, this is the
+        rank that computes the loss. If a subclass returns None, each rank counts the tokens without waiting for another
+        rank.
         """
         return self.layout.rank_of(self.layout.num_stages - 1)
 

@@ -87,7 +87,7 @@ class StepFinding:
 
     text: str
     advice: str = ""
-    """First remedy to suggest if the step ends the run."""
+    """Remedy to suggest first if the step ends the run."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Meter:
         """Called after the last backward pass. The reduced gradients are not yet multiplied by `factor`."""
 
     def end_step(self, skip: Tensor) -> None:
-        """Called with the weight update. Must not count a step with `skip` 1, and must not wait for the device."""
+        """Called at the weight update. Must not count the step if `skip` is 1, and must not wait for the device."""
 
     def step_state(self) -> list[Tensor]:
         """Return the tensors that `end_step` changes. They are restored if the update is rolled back."""
@@ -269,7 +269,7 @@ class Callback:
     updates."""
 
     start_order = 0
-    """Order in which the callbacks' `start` methods are called. The first callback that returns a position decides."""
+    """Sort key for calls of `start`, lowest first. The first callback whose `start` returns a position is used."""
 
     to_continue = ""
     """Advice for continuing a complete run that no flag can extend."""
@@ -305,7 +305,7 @@ class Callback:
         return None
 
     def on_failure(self, error: BaseException, launch: Launch, run: Any | None) -> None:
-        """Called on a rank that ends with `error`, before all ranks end, to add notes to the error (`error.add_note`).
+        """Add notes to `error` with `error.add_note`. Called on a rank that ends with `error`, before all ranks end.
         `run` is None if the run is not built yet. Other ranks wait until this method returns."""
 
     def on_setup(self, runtime: Runtime) -> None:
@@ -317,7 +317,7 @@ class Callback:
         return parallel
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
-        """Called once this rank's stages are built, before gradients and states are allocated. Collective."""
+        """Called when this rank's stages are built, before gradients and states are allocated. Collective."""
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
         """Load initial weights instead of those in --load, and return the run's position; None to load from --load.
@@ -381,9 +381,9 @@ class Callback:
         """Called after each log line, with the line's record."""
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
-        """Return weights for evaluation, such as averages; None for the model's own weights. The weights are a state of
-        the callback, or a state of the optimizer from `run.optimizer.sharded_state()`. Every rank returns the weights
-        of the elements that it updates. If several callbacks return weights, the last ones are used. Collective."""
+        """Return weights for evaluation, such as averages; None for the model's own weights. They are a state of the
+        callback, or of the optimizer (`run.optimizer.sharded_state()`). Every rank returns the weights of the elements
+        that it updates. If several callbacks return weights, the last ones are used. Collective."""
         return None
 
     def on_evaluation(self, run: RunView, split: str, record: Record) -> None:
@@ -413,7 +413,7 @@ class Parts:
 
 
 def registered(name: str, config: RunConfig) -> Callback:
-    """Build a registered callback."""
+    """Build the callback that is registered as `name`."""
     callback = CALLBACKS[name](config)
     assert isinstance(callback, Callback), f"callback {name} must be derived from Callback"
     callback.name = name

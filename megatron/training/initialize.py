@@ -140,7 +140,7 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     launch, training = watchdog.launch, config.training
     if launch.rank == 0 and (problems := list(unwritable(config))):
         raise ValueError("\n".join(map(str, problems)))
-    # Durations use the monotonic clock, because the system clock may be set during a run.
+    # Deadlines use the monotonic clock, because the system time may be adjusted during a run.
     now, deadlines = time.monotonic(), {}
     if training.exit_signal_handler and watchdog.outcome.asked:
         deadlines["a signal came before the ranks"] = (0.0, "resume")

@@ -58,8 +58,8 @@ class Phase:
 
     @property
     def values(self) -> Mapping[str, object] | None:
-        """Values, by field, that must not change once the phase has started; None if the checkpoint's configuration
-        contains the values."""
+        """Values, keyed by field, that must not change after the phase has started. None if these values are part of
+        the checkpoint's configuration."""
         return None
 
     def take_up(self, source: Any, prefix: str, format: Any) -> None:
@@ -234,7 +234,7 @@ class RunPlan:
         return f"the learning rate now depends on {now}; before, it depended on {before}"
 
     def lines(self, phase: Phase) -> Iterator[str]:
-        """Yield the lines about a phase, for plans and logs."""
+        """Yield lines that describe a phase, for plans and logs."""
         yield from ()
 
     def training_set(self, parts: Sequence[Dataset]) -> Dataset:

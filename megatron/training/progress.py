@@ -71,8 +71,8 @@ class Progress:
     """Checkpoint from which this process resumed."""
 
     origin: Mapping[str, object] = field(default_factory=dict, compare=False)
-    """Description, in JSON types, of the model in another format from which the weights came. The model's loader sets
-    this description.
+    """Description, in JSON types, of the original model if the weights came from a model in another format. The model's
+    loader sets this description.
 
     All later checkpoints contain this description, including those of runs that only load the weights.
     """

@@ -74,8 +74,8 @@ class TrainStep:
         return self.run.forward_backward.gradients(given)
 
     def update(self, step: Step, sums: Sums, factor: torch.Tensor) -> StepResult:
-        """Multiply the gradients by `factor`, and update the weights with them. The samples counted so far determine
-        the learning rates. Call `settle` for the previous step first."""
+        """Multiply the gradients by `factor`, and update the weights with them. The number of samples in earlier steps
+        that updated the weights determines the learning rates. Call `settle` for the previous step first."""
         run, samples = self.run, self.run.progress.scheduled_samples
         rates = Rates(
             run.scheduler.lr_at(samples), run.scheduler.weight_decay_at(samples), run.scheduler.decoupled_lr_at(samples)

@@ -60,8 +60,8 @@ from megatron.training.plan import RunPlan
 from megatron.training.progress import Progress
 
 Fingerprint = Callable[[int], str | None]
-"""Function that maps a number of consumed samples to the fingerprint of the data that these samples came from. It
-returns None if the data have no fingerprint."""
+"""Function that maps a number of consumed samples to the fingerprint of the data from which these samples came. The
+function returns None if the data have no fingerprint."""
 
 
 def no_fingerprint(consumed_samples: int) -> None:
@@ -144,8 +144,7 @@ class RunCheckpoint:
         checkpoint may have been saved under any layout.
 
         Prints which checkpoints were skipped and why, what was loaded, and where the run starts. Returns the position
-        of the run. The run starts from the beginning if there is no checkpoint, or with --finetune or
-        --reset-iteration.
+        of the run. The run starts at iteration 0 if there is no checkpoint, or with --finetune or --reset-iteration.
 
         Args:
             say: Function that prints a line.
@@ -204,8 +203,8 @@ class RunCheckpoint:
     def _load_tensors(
         self, checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, say: Callable[[str], None]
     ) -> None:
-        """Load parameters and, with `load_optimizer`, the optimizer's tensors and counters. Raises ValueError if the
-        tensors of the checkpoint and of the run differ."""
+        """Load the parameters. If `load_optimizer` is True, also load the optimizer's tensors and counters. Raises
+        ValueError if the tensors in the checkpoint do not match those of the run."""
         with self.optimizer.loading_state() as pieces:
             ddp, stages = self.optimizer.ddp, self.stages.values()
             ddp.drop_params()

@@ -294,8 +294,8 @@ def mismatch_remedy(keys: Sequence[str]) -> str:
 
 
 def tell_of_other_groups(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:
-    """Report parameters whose learning rate factor or weight decay differs from that in the checkpoint's run. The flags
-    of this run apply."""
+    """Report parameters whose learning-rate factor or weight decay differs between the checkpoint's run and this run.
+    This run uses the values of its flags."""
     if not saved.optimizer.has_own_groups and not config.optimizer.has_own_groups:
         return
     pairs = {

@@ -23,8 +23,8 @@ from megatron.training.reliability.visible_text import visible
 
 
 class RunSaver:
-    """Save checkpoints of a run and report the outcome of each save. Without --save, no checkpoint is written.
-    Collective."""
+    """Save checkpoints of a run and report the outcome of each save. Without --save, no checkpoint is written. All
+    methods are collective."""
 
     def __init__(self, checkpoint: RunCheckpoint, runtime: Runtime, progress: Progress, lines: LogLines) -> None:
         self.options = checkpoint.config.checkpoint
@@ -140,8 +140,8 @@ class RunSaver:
             self.writer.wait()
 
     def finish(self, hurry: bool = False) -> None:
-        """Wait for the save in progress and, unless the process must exit quickly, for exports. Raises CheckpointError
-        if the last save failed, because the run's final state is then not on disk."""
+        """Wait for the save in progress. Also wait for exports, unless `hurry` is True because the process must exit
+        quickly. Raises CheckpointError if the last save failed, because the run's final state is then not on disk."""
         if self.writer is not None:
             self._runtime.watchdog.doing(f"finishing the save at iteration {self._progress.iteration}")
             self.writer.close()

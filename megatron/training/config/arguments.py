@@ -69,7 +69,7 @@ class CommandLine:
     """Every given flag, both alone and with its first value, including flags that have no configuration field."""
 
     of_model: frozenset[str] = field(default=frozenset(), compare=False)
-    """Flags that were not given, because another program's model in --load determines them."""
+    """Flags whose values were taken from another program's model in --load instead of the command line."""
 
 
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
@@ -118,7 +118,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
             reader.notes.append(note)
     if reader.problems:
         ranks = world_size or launch.world_size
-        unread = any(problem.flag == "--config" for problem in reader.problems)  # it may set missing flags
+        unread = any(problem.flag == "--config" for problem in reader.problems)  # the unread file may set missing flags
         found = [] if unread else validate(resolve(config, ranks), ranks)
         found = with_legal_values(found, config, partial(validate, world_size=ranks))
         refuse(reader.problems + [p for p in found if p.flag not in reader.suspects], launch, json_file)
@@ -140,7 +140,7 @@ def _options() -> list[tuple[str, str]]:
 
 
 def _help_words(argv: Sequence[str]) -> list[str] | None:
-    """Return the words after --help up to the next flag; None without --help."""
+    """Return the words between --help and the next flag; None if --help is not given."""
     place = next((number for number, token in enumerate(argv) if token in ("--help", "-h")), None)
     return None if place is None else list(takewhile(lambda token: not token.startswith("-"), argv[place + 1 :]))
 
@@ -163,7 +163,7 @@ class StatesFlags(Protocol):
     def with_flags(self, config: RunConfig, reader: FlagReader) -> RunConfig:
         """Return the configuration with the flags that the model in --load determines.
 
-        The method adds problems and notes to the reader. The implementation must not import torch.
+        Problems and notes are added to `reader`. Implementations must not import torch.
         """
 
 

@@ -34,7 +34,7 @@ class Option:
 
     @property
     def values(self) -> tuple[int, ...]:
-        """Return the possible numbers of values for the option."""
+        """Return how many values the option can take: 0, 1, or either."""
         return (0,) if not self.usage else (0, 1) if self.usage.startswith("[") else (1,)
 
 
@@ -43,8 +43,8 @@ class GivenOptions:
     """Options given on a command line, and the problems found while reading them."""
 
     options: dict[str, list[str]] = field(default_factory=dict)
-    """Values of each option: one entry for each time that the option is given, which is "" if the option has no
-    value."""
+    """Values of each given option, with one entry for each time that the option is given. The entry is "" if the option
+    has no value."""
 
     problems: list[Problem] = field(default_factory=list)
 
@@ -125,8 +125,8 @@ class ReadCommand(Protocol):
     """Function that reads the options of a command. The function is imported when one of the options is given."""
 
     def __call__(self, given: GivenOptions, world_size: int | None) -> Command | None:
-        """Return the `Command` that the options select, or None. Add problems with the options to `given.problems`.
-        `world_size` is the value of --world-size."""
+        """Return the command that the options select; None if they select no command. Add problems with the options to
+        `given.problems`. `world_size` is the value of --world-size."""
 
 
 COMMANDS = Registry("command", CommandFacts, protocol=ReadCommand)

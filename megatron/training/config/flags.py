@@ -81,7 +81,7 @@ class Flag:
     spec: FlagSpec
 
     section_needs: Conditions = ()
-    """`NO_EFFECT_WITHOUT` of the dataclass: flags without which no flag of the dataclass has an effect."""
+    """Flags without which this flag's whole section has no effect: `NO_EFFECT_WITHOUT` of its dataclass."""
 
     @property
     def name(self) -> str:
@@ -106,8 +106,8 @@ class Flag:
         return (self.name, *self.spec.aliases, *((dashed(f"no_{self.field}"),) if both else ()))
 
     def spellings(self) -> Iterator[tuple[str, bool]]:
-        """Yield each spelling, with True if the spelling turns a bool on. The field's name also turns every bool on and
-        off."""
+        """Yield each spelling, with True if the spelling turns a bool on. Every bool also has the spellings of its
+        field name, with and without `no`."""
         on = not (self.kind is bool and self.default and self.spec.name)
         yield self.name, on
         for alias in self.spec.aliases:
@@ -158,7 +158,7 @@ class ExtensionSection:
     given."""
 
     always: bool = False
-    """True if the rules are called in every run, because they concern a part that other flags select."""
+    """True if the rules are called in every run, because they concern a component that other flags select."""
 
     resolve: Resolve | str | None = None
     """Function that fills in values of other flags, given directly or as "module:function"."""
@@ -338,7 +338,7 @@ def flat_values(config: RunConfig) -> dict[str, Any]:
 
 
 def values_by_section(config: RunConfig) -> dict[str, dict[str, object]]:
-    """Return the values by section and field, as checkpoints store them in JSON. The section of an extension is its
+    """Return the values keyed by section and field, as in the JSON of checkpoints. An extension's section is its
     title."""
     values: dict[str, dict[str, object]] = {section: {} for section in sections()}
     own = _values_of_sections(config)

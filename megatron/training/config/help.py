@@ -99,7 +99,7 @@ def help_text(
 
 
 def _about(flag: Flag, cls: type[Section], required: Collection[str]) -> tuple[str, str]:
-    """Return the spelling and help text of a flag, including the descriptions of its choices."""
+    """Return the spelling of a flag and its help text, which includes descriptions of the flag's choices."""
     default = " (required)" if flag.field in required else _default(flag)
     text, choices = field_docs(cls).get(flag.field, ""), flag.spec.choices
     if isinstance(choices, Registry):

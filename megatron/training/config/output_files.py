@@ -84,7 +84,7 @@ def open_closed_streams() -> bool:
 
 
 def drop_output() -> None:
-    """Discard all further output, and buffered output that would otherwise make the process fail at exit."""
+    """Discard all further output. Buffered output is discarded too, because writing it at exit would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -80,7 +80,7 @@ class _Loaded:
     config: RunConfig
     problems: list[Problem]
     inputs: list[Problem]
-    """Problems with input files, which prevent a run but not necessarily a command."""
+    """Problems with input files. They prevent a run, but not necessarily a command."""
 
 
 def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Loaded:
@@ -174,7 +174,7 @@ def _smaller_vocabulary(config: RunConfig, tokens: int | None) -> list[Problem]:
 
 
 def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> list[Problem]:
-    """Return the problems, plus a problem if missing model flags cannot be read from --load.
+    """Add a problem if model flags are missing and cannot be read from --load. Returns all problems.
 
     `together` is True if a command, or all ranks together, check later whether --load exists. In this case, a missing
     folder is not a problem yet, because only some hosts may have it.

@@ -31,7 +31,7 @@ class Reading:
     """The flag as given on the command line, followed by its values."""
 
     ours: tuple[str, ...]
-    """Flags and values that replace the given flag; empty if the given flag has no effect or is a problem."""
+    """This program's flags that replace the given flag; empty if that flag has no effect or is a problem."""
 
     why: str = ""
     """Reason why `ours` differs from `given`; empty if both are equal."""
@@ -55,7 +55,7 @@ class ForeignProgram(Protocol):
         """Return the program's flags that have no corresponding field."""
 
     def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        """Add the outcome of a flag or value to the reader; return False if this program does not have it."""
+        """Add a flag's outcome to `reader`. Returns False if the other program lacks this flag or value."""
 
     def feature(self, flag: str, texts: Sequence[str]) -> str | None:
         """Return the unsupported feature that these values of a field's flag select; None if they select none."""
@@ -72,8 +72,8 @@ class ForeignProgram(Protocol):
 
 
 FOREIGN_PROGRAMS: Registry[ForeignProgram, NoFacts, []] = Registry("program", NoFacts, protocol=ForeignProgram)
-"""Other programs whose flags are recognized. The module of such a program is imported only for a flag or value that no
-field accepts."""
+"""Other programs whose flags are recognized. Their modules are imported only if a flag or value is given that no field
+accepts."""
 
 
 def foreign_programs() -> dict[str, ForeignProgram]:
@@ -279,7 +279,7 @@ class FlagReader(GivenOptions):
                 self.wrong(flag, f"{path}: {flag.name[2:]}", refused, rule, remedy)
 
     def read_entry(self, path: str, key: str, value: object) -> None:
-        """Read one key of the mapping in the file `path`, and the key's plain value."""
+        """Read one entry of the mapping in the file `path`: its key and its plain value."""
         name = "--" + key.lstrip("-").replace("_", "-")
         where = f"{path}: {key}"
         flag, on = spelling_table().get(name, (None, True))
@@ -350,8 +350,8 @@ def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def known_spelling(name: str) -> str:
-    """Return `name` if it is a known flag. Otherwise, return the known spelling with dashes for underscores and `--no-`
-    for `--disable-`."""
+    """Return `name` if it is a known flag. Otherwise, try dashes instead of underscores, and `--no-` instead of
+    `--disable-`."""
     dashes = "--" + name[2:].replace("_", "-")
     for spelling in (name, dashes, dashes.replace("--disable-", "--no-", 1)):
         if spelling in options() or spelling in spelling_table():

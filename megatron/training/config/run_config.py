@@ -248,7 +248,7 @@ class RunConfig(Section):
     extensions: ExtensionConfig = field(default_factory=ExtensionConfig)
 
     given: tuple[tuple[str, Any], ...] = field(default=(), compare=False, metadata={"flag": None})
-    """Values of fields before `resolve` derived new values from other fields."""
+    """Original values of the fields that `resolve` has replaced with derived values."""
 
     past_batches: tuple[Point, ...] = field(default=(), metadata={"flag": None})
     """Positions of earlier batch-size changes, followed by the position at which this run resumes. Empty for a new

@@ -64,7 +64,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         return config, [*notes, f"{flag}: has no effect without --load"]
     saved = saved_sections(located(options.load))
     if saved is None and is_foreign_model(options.load) and flag == "--use-checkpoint-args":
-        return config, notes  # a foreign model determines the model flags anyway
+        return config, notes  # another program's model determines the model flags in any case
     if saved is None:
         return config, [*notes, f"{flag}: there is no checkpoint in --load {options.load}, so the flags apply"]
     before = config_of_sections(saved)
@@ -93,7 +93,7 @@ def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: PurePath) -> tup
     """Return the saved run's values of the tokenizer fields, and a line for each file that is read from that run's
     copy.
 
-    Both are empty if a tokenizer flag is given.
+    Both results are empty if a tokenizer flag is given.
     """
     if any(getattr(config.tokenizer, field) is not None for field in TOKENIZER_FIELDS):
         return {}, []

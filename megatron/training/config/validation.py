@@ -164,8 +164,8 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int | None) -> RunConfig:
-    """Return a resolved configuration with the vocabulary size of its tokenizer, if known, as `resolve` would set it.
-    If --vocab-size is larger, it takes precedence."""
+    """Return a resolved configuration with the tokenizer's vocabulary size, if that size is known. The result is the
+    same as if the size had been passed to `resolve`. If --vocab-size is larger, it takes precedence."""
     before = config.model.vocab_size
     if vocab_size is None or (before is not None and before >= vocab_size):
         return config
@@ -174,7 +174,7 @@ def with_vocabulary(config: RunConfig, vocab_size: int | None) -> RunConfig:
 
 
 def _filled(section: S, **values: object) -> S:
-    """Return `section` with its None fields filled in from `values`."""
+    """Return `section`, with each field that is None replaced with its value in `values`."""
     return _with(section, {k: v for k, v in values.items() if getattr(section, k) is None and v is not None})
 
 

@@ -44,11 +44,11 @@ class ExpertLoad(Meter):
         self.rows, self.balances = torch.tensor(list(found), dtype=torch.int64, device=device), list(found.values())
         columns = config.moe_choices + EXTRA_COLUMNS
         self.totals = torch.zeros(len(rows), columns, dtype=torch.float64, device=device)
-        """Sums over the interval for this rank's layers. On all ranks except the first of the stage, the sums are zero,
-        so that a sum over the world counts everything once."""
+        """Sums of each of this rank's layers over the log interval. They are zero on all ranks except the first of the
+        pipeline stage, so that a sum over the world counts every token once."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """Return the micro-batches with their numbers and the factor for auxiliary gradients."""
+        """Return the micro-batches, to which their numbers and the factor for auxiliary gradients are added."""
         if not self.totals.shape[0]:
             return batches
         for balance in self.balances:

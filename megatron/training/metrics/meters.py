@@ -64,8 +64,8 @@ class MultiTokenLosses(Tallies):
         super().__init__([module.tally for module in self.modules], config.mtp_depths, state.tp.first, device)
 
     def weighted_sum(self) -> Tensor:
-        """Return the sum that the step has so far added to the trained loss but not to the reported loss. The sum is a
-        float64 scalar, and 0 on ranks whose tallies are not counted."""
+        """Return the weighted sum of these losses in the step so far. The trained loss includes this sum, but the
+        reported loss does not. The sum is a float64 scalar, which is 0 on ranks whose tallies are not counted."""
         parts = [module.weight * module.tally[:, 0].sum() for module in self.modules if self.counts]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.totals.device)
 

@@ -63,10 +63,10 @@ class JsonLinesSink:
     "Infinity" and "-Infinity", which `float` parses. A value of null was not measured.
 
     A resumed run continues the file. Records later than the checkpoint are dropped, so that the file reads as if the
-    run had never stopped. An existing record of the checkpoint's iteration, such as the test record of a finished run
-    that is started again, is not repeated. If any line except the last one is damaged, the sink copies the file before
-    it changes the file. A new run renames an existing file instead of overwriting it. If a write fails, for example on
-    a full disk, one warning is printed, and the record is kept and written together with a later one.
+    run had never stopped. Existing records of the checkpoint's iteration are not repeated. An example is the test
+    record of a finished run that is started again. If any line except the last one is damaged, the sink copies the file
+    before it changes the file. A new run renames an existing file instead of overwriting it. If a write fails, for
+    example on a full disk, one warning is printed, and the record is kept and written together with a later one.
 
     If the file is deleted, renamed or replaced during the run, further records go to a file at the original path.
     The sink calls `check` before it creates that file. `check` raises OSError if the run must not create files in the

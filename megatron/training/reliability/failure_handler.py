@@ -70,7 +70,7 @@ class FailureHandler:
         """Last iteration that the run has saved."""
 
         self.memory: Callable[[], str] = str
-        """Function that describes the in-memory state from which the same command resumes; "" if there is none."""
+        """Function that describes the state in memory from which the same command resumes; "" if there is none."""
 
         self.reported: Failure | None = None
         """Failure that ends this rank, for `at_exit` functions; None if the rank ends for another reason."""
@@ -104,7 +104,7 @@ class FailureHandler:
             what = f"{error}\nwaited for {status.limit}" if error.waited else str(error)
             alone = Failure(rank, self._launch.name(here), status.phase, "no store", what, ADVICE["no store"])
             if self._launch.local_rank == 0:
-                self._outcome.recorded = False  # another run may own --save: the ranks have not met to check this
+                self._outcome.recorded = False  # another run may own --save, as the ranks have not met to check
                 self._outcome.end(alone.code, f"{alone.who}: {error}")
             tell_last(alone.text())
             self._exit(alone.code)
@@ -119,7 +119,7 @@ class FailureHandler:
             self._end(replace(failure, at=at), silent, waited=is_consequence(error))
 
     def report_gone(self, rank: int, seen: float | None = None) -> NoReturn:
-        """End all ranks because another rank's process is gone. `seen` is the time of its last sign of life."""
+        """End all ranks because the process of `rank` is gone. `seen` is the time of its last sign of life."""
         with self._only_once():
             board, phase = self._board, ""
             with suppress(RuntimeError):  # the store may have been in the ended process
@@ -204,7 +204,7 @@ class FailureHandler:
         self._exit(failure.code)
 
     def store_lost(self, error: RuntimeError) -> NoReturn:
-        """End because the store's process, which is the launcher or else rank 0, has ended."""
+        """End this rank because the process with the store (the launcher or rank 0) has ended."""
         with self._only_once():
             title = str(error).partition("\n")[0]
             if self._signals.first_at is None and (lost := self._first_gone(title)):

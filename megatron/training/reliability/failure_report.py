@@ -85,12 +85,12 @@ class Failure:
 
         Args:
             error: The exception.
-            rank: Rank that reports.
+            rank: Rank that prints the report.
             who: Name of the failed rank.
             phase: Phase of the run.
             options: Checkpoint flags of the run.
             saved: Last saved iteration.
-            memory: As in `start_again`.
+            memory: Description of a state in memory, as for `start_again`.
         """
         again = start_again(options, saved, memory)
         title = "".join(traceback.format_exception_only(error)).splitlines()[0]
@@ -134,7 +134,7 @@ class Failure:
         return visible("\n".join([*lines, f"what to do{unless}: {self.advice}", RULE]))
 
     def line(self) -> str:
-        """Return one line about the failure, for ranks that end because of another rank's failure."""
+        """Return one line for ranks that end because of this failure of another rank."""
         return visible(f"ended because {self.who} failed ({self.phase}): {self.title}")
 
 
@@ -224,7 +224,7 @@ def is_users(error: BaseException) -> bool:
 def is_consequence(error: BaseException) -> bool:
     """Return True if another rank's failure may have caused this error."""
     if is_of_open_files(error):
-        return False  # gloo's message then concerns the current process
+        return False  # gloo's message is then about this process, not about another rank
     return isinstance(error, RuntimeError | OSError) and bool(CONSEQUENCE.search(str(error)))
 
 

@@ -64,8 +64,8 @@ def quiet_torch(environ: MutableMapping[str, str]) -> None:
 def skip_final_collection() -> None:
     """Make this process exit without Python's final garbage collections.
 
-    These collections traverse all objects that torch has created on import, which takes seconds. Files are still
-    closed, and `atexit` functions still run."""
+    These collections take seconds, because they traverse all objects that torch created when it was imported. Files are
+    still closed, and `atexit` functions still run."""
     atexit.register(gc.freeze)
 
 

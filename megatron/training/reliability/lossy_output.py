@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class LossyFile(io.RawIOBase):
-    """Writer to a file descriptor. Data that cannot be written is dropped, and its lines are counted. Once writing
-    succeeds again, a line reports how many lines were lost."""
+    """Writer to a file descriptor. Data that cannot be written is dropped, and its lines are counted. When writing
+    succeeds again, a line in the file reports how many lines were lost."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -109,7 +109,8 @@ def flush_output() -> None:
 
 @contextmanager
 def told_if_unwritten(what: str) -> Iterator[None]:
-    """Print a line if the block fails to write the file `what`. The run continues without the file."""
+    """Context manager that prints a line if its block fails to write the file `what`. The run continues without the
+    file."""
     try:
         yield
     except OSError as error:

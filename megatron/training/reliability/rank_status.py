@@ -64,7 +64,7 @@ class HangAnalysis:
         self.status = status
 
     def evidence(self) -> object:
-        """Return this rank's data, in JSON types, for `blame` on the reporting rank."""
+        """Return this rank's data, in JSON types. The reporting rank passes the data of all ranks to `blame`."""
         return None
 
     def blame(self, standings: Mapping[int, Standing]) -> Blame | None:
@@ -85,8 +85,8 @@ class RankStatus:
         """Flag that limits how long ranks wait for one another in this phase, with its value."""
 
         self.executor: object = None
-        """Schedule executor. The attribute `.current` is the running action, and `.message_from` is the rank from which
-        the executor awaits a message."""
+        """Pipeline schedule executor. Its attribute `current` is the running action, and its attribute `message_from`
+        is the rank from which it awaits a message."""
 
         self.state: ParallelState | None = None
         """Process groups; None until they exist."""

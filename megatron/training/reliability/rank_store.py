@@ -237,7 +237,7 @@ KINDS = ("save", "stop", "resume")
 
 @dataclass(frozen=True)
 class Request:
-    """Action that all ranks perform after the same tick."""
+    """Request to stop or save, which all ranks carry out after the same tick."""
 
     kind: str
     """Kind of the request, one of `KINDS`: `save`, `stop`, or `resume` (stop for a restart)."""
@@ -433,7 +433,7 @@ class Board:
             self.first_phase = self.last_phase(0)
 
     def known_neighbours(self) -> dict[int, Peer]:
-        """Return `neighbours` without querying the store; empty if this rank has not read them yet."""
+        """Return `neighbours` if this rank has already read them from the store; otherwise an empty dict."""
         return self.neighbours() if self.peers else {}
 
     def come(self, meeting: str) -> None:

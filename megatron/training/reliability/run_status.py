@@ -10,8 +10,8 @@ written to this file, as lines of `key=value`:
     save    absolute path of --save; empty without it
     load    absolute path of --load; empty without it
 
-If the file OUTCOME_FILE.asked exists when the ranks start, a signal arrived before they could receive it. Launchers
-receive exit code 0 for TO_BE_RESUMED, because they treat every other code as a failure.
+The file OUTCOME_FILE.asked exists if a signal arrived before the ranks could receive signals. Launchers receive exit
+code 0 for TO_BE_RESUMED, because they treat every other code as a failure.
 """
 
 from __future__ import annotations

@@ -41,13 +41,13 @@ class StartsRanks(Protocol):
 
 
 def spare_ranks(config: RunConfig) -> int:
-    """Return the number of launched processes that initially have no rank."""
+    """Return the number of spare processes, which have no rank when they are launched."""
     return sum(options.spare_ranks for options in config.extension_options if isinstance(options, StartsRanks))
 
 
 def start(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
-    """Run the attempts of a rank: a single attempt in this process, unless an extension provides a starter. Returns the
-    exit code."""
+    """Run a rank, and return the exit code. By default, the rank is run once, in this process. An extension may provide
+    a starter, which may run it several times."""
     asked = [options.starter for options in config.extension_options if isinstance(options, StartsRanks)]
     name = next((found for found in asked if found is not None), None)
     if name is None:

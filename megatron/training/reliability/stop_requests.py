@@ -33,7 +33,8 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.request: Request | None = None
-        """Request to carry out now. All ranks have agreed on its tick and have performed all earlier ticks."""
+        """Request to carry out now. All ranks have agreed on the tick of this request and have performed all earlier
+        ticks."""
 
         self.undecided = False
         """True while it is unknown whether the run starts from a state that is not on disk. The value is equal on all
@@ -101,8 +102,8 @@ class StopRequests:
         """Exchange requests and answers with the other ranks. `signal_at` is the `time.monotonic()` value of this
         rank's first signal.
 
-        Returns the reason if the run must end immediately. This happens only before the first step, when there is
-        nothing to save.
+        Returns a reason if the run must end immediately, and None otherwise. The run ends in this way only before the
+        first step, when there is nothing to save.
         """
         if self._asked is None:
             if self._wishes:

@@ -70,7 +70,7 @@ def _has_type(value: object, kind: type) -> bool:
 
 
 def _short(value: object) -> str:
-    """Format a value for an error message. Only the type of a container is shown, because containers may be large."""
+    """Format a value for an error message. For a list or dict, only the type is shown, because it may be large."""
     if isinstance(value, list | dict):
         return f"a {type(value).__name__}"
     text = ascii(value[:SHOWN]) if isinstance(value, str) else str(value)[:SHOWN]

@@ -70,7 +70,7 @@ def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
         spec = flag.spec
         idle = [each for each in flag.section_needs if not holds(c, each)]
         missing = [each for each in spec.no_effect_without if not holds(c, each)]
-        # A condition that concerns the flag's own section would repeat the notice about that section.
+        # If the flag's section has no effect, a condition about the same section would only repeat that notice.
         for condition in idle + [each for each in missing if not (idle and _section(each) == flag.section)]:
             yield Problem.no_effect(name, shown, condition.parts[0])
         for needed, why, remedy in () if idle else (each.parts for each in spec.needs if not holds(c, each)):
@@ -119,7 +119,7 @@ def _is_ours(flag: Flag) -> bool:
 
 
 def number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
-    """Return (rule, remedy) for a number that is out of bounds; None for any other number."""
+    """Return (rule, remedy) if `value` is out of the flag's bounds; otherwise None."""
     default = "give another number, or remove it" if flag.default is None else f"the default is {flag.default}"
     if flag.field == "lr":
         default = "for example --lr 3e-4"

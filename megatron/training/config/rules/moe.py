@@ -69,7 +69,7 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 def _grouped(c: RunConfig) -> Iterator[Problem]:
     """Report that --moe-grouped-gemm has no effect if the flags alone rule out a grouped kernel.
 
-    When the run starts, it also checks that the GPU has a grouped kernel
+    Whether the GPU has a grouped kernel is only checked when the run starts
     (`megatron.core.moe.grouped_gemms.has_grouped_kernel`).
     """
     m = c.model

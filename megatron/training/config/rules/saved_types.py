@@ -30,7 +30,7 @@ class Finite(float):
 
 
 class SavedPhase(TypedDict):
-    """Types of a started phase's entries, as `RunPlan.record` stores them."""
+    """Types of the entries that `RunPlan.record` stores for each started phase."""
 
     name: str
     first_sample: int
