@@ -179,7 +179,7 @@ class CachedCore(Protocol):
 
 class EarlierTokens(Protocol):
     """Cache of the earlier tokens of b texts during generation; s new tokens of each text follow them. Texts are padded
-    on the right. Context parallelism is not supported."""
+    on the right. The cache does not support context parallelism."""
 
     positions: Tensor
     """Positions of the new tokens [b, s]."""

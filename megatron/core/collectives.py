@@ -50,7 +50,7 @@ class Pending:
     finish: Callable[[], object] | None = None
 
     def wait(self) -> Tensor:
-        """Complete the collective and return its result. Further calls return the same result."""
+        """Complete the collective and return its result. If `wait` is called again, it returns the same result."""
         if self.work is not None:
             self.work.wait()
             if self.finish is not None:
@@ -302,7 +302,7 @@ class RingExchange:
         )
 
     def wait(self) -> Tensor:
-        """Return the tensor from the previous rank. The sent tensor may then be modified or freed."""
+        """Return the tensor from the previous rank. After this call, the sent tensor may be modified or freed."""
         for work in self._works:
             work.wait()
         if self._into is None:

@@ -288,8 +288,8 @@ class AutogradContext(FunctionCtx):
 
 
 def sequence_number(node: Node) -> int:
-    """Return the sequence number of a graph node. Later nodes have larger numbers. `Node._sequence_nr`, torch 2.13.
-    Fallback: count nodes in a saved-tensor hook."""
+    """Return the sequence number of a graph node. Nodes that are created later have larger numbers.
+    `Node._sequence_nr`, torch 2.13. Fallback: count nodes in a saved-tensor hook."""
     return node._sequence_nr()
 
 

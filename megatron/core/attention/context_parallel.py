@@ -1,10 +1,10 @@
 """Attention over context-parallel ranks and within a single rank.
 
 Ring attention (p2p, arXiv:2310.01889): queries stay on their rank, while keys and values rotate over the ranks. Each
-rank computes the attention of its queries to the keys that it holds while it receives the next keys. The backward pass
-rotates keys and values again. The gradients of keys and values rotate with them, and reach their owner after the last
-step. For the backward pass, each rank saves only its own queries, keys, values, outputs and log-sum-exps. Attention
-within a rank is a ring of size 1.
+rank computes the attention of its queries to the keys that it holds while it receives the next keys. In the backward
+pass, keys and values rotate over the ranks again. The gradients of keys and values rotate together with the keys and
+values, and reach the owner of the keys after the last step. For the backward pass, each rank saves only its own
+queries, keys, values, outputs and log-sum-exps. Attention within a rank is a ring of size 1.
 """
 
 from __future__ import annotations

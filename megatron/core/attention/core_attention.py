@@ -1,4 +1,5 @@
-"""Core attention, softmax(q kᵀ) v. The model, the layout and the batch determine the implementation.
+"""Core attention, softmax(q kᵀ) v. The model, the layout and the batch determine which implementation of core attention
+runs.
 
 Operands are q [s, b, heads, d], k [s, b, groups, d] and v [s, b, groups, dv], where dv equals d except in multi-latent
 attention. The heads of a group are adjacent.
@@ -85,8 +86,8 @@ def alibi_slopes(heads: int) -> list[float]:
     maximum sequence length.
 
     If the number of heads is a power of two, the slopes form the geometric sequence from 2^(-8 / heads) to 2^-8
-    (section 3). If it is not, let n be the next lower power of two: the slopes for n heads are followed by every other
-    slope for 2n heads.
+    (section 3). For any other number of heads, let n be the next lower power of two: the slopes for n heads are
+    followed by every other slope for 2n heads.
     """
     power = 1 << (heads.bit_length() - 1)
     below = [2 ** (-8 * number / power) for number in range(1, power + 1)]

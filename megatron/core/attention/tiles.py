@@ -206,8 +206,8 @@ def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
 def halved(tiles: tuple[Tile, ...], longest: int, times: int = 4) -> tuple[Tile, ...]:
     """Halve diagonal tiles, at most `times` times, until they have at most `longest` queries.
 
-    Halving a diagonal tile reduces the number of its masked pairs. This helps kernels that also compute masked pairs. A
-    query's diagonal tile comes before its other tiles.
+    Halving a diagonal tile reduces the number of its masked pairs. Kernels that also compute masked pairs then waste
+    less time. A query's diagonal tile comes before its other tiles.
     """
     return tuple(part for tile in tiles for part in _halves(tile, longest, times))
 

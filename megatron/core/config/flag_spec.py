@@ -76,7 +76,7 @@ class FlagSpec:
     """True if a resumed run may change the field, such as a learning rate."""
 
     keeps_saved: bool = False
-    """True if the default has changed between versions. If so, a resumed run without the flag keeps the value of the
+    """True if the default has changed between versions. A resumed run without such a flag keeps the value of the
     checkpoint."""
 
     training_only: bool = False

@@ -7,9 +7,9 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text. Raises ValueError for any invalid text. This includes deeply nested texts, for which the
-    parser of the standard library raises RecursionError, and long numbers, for which that parser suggests changing a
-    Python setting."""
+    """Parse a JSON text. Raises ValueError for any invalid text. Deeply nested texts and long numbers also raise
+    ValueError. For nested texts, the parser of the standard library raises RecursionError; for long numbers, it
+    suggests changing a Python setting."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -38,8 +38,9 @@ class HeadWidths(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Properties of an attention module, a value of --attention-module. The defaults suit self-attention. The functions
-    are called with the model's configuration, a `megatron.core.config.model.TransformerConfig`."""
+    """Properties of an attention module, a value of --attention-module. The default values of the fields describe
+    self-attention. The functions are called with the model's configuration, a
+    `megatron.core.config.model.TransformerConfig`."""
 
     chosen_by: Callable[..., bool] = lambda config: False
     """Predicate that decides whether a flag of the attention module selects the module, overriding

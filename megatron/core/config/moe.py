@@ -35,7 +35,7 @@ class RouterFacts:
     losses."""
 
     balancings: tuple[str, ...] = ()
-    """Other values of --moe-router-load-balancing-type, which cannot be combined."""
+    """Values of --moe-router-load-balancing-type that cannot be combined with other values."""
 
     fixed_scores: Callable[..., str | None] = lambda config: None
     """Function that returns the kind of scores (`MoEConfig.moe_router_scores`) that the router always uses; None if

@@ -82,7 +82,7 @@ class StatePlan:
 
         "aliased" means that the main parameters are the parameters themselves. "stored" means that they are a copy in
         the main dtype. Main parameters in host memory (`on_host`) are always "stored". Extensions may define other
-        kinds.
+        kinds of storage.
         """
         return "aliased" if params_dtype == main_dtype and not on_host else "stored"
 

@@ -172,7 +172,7 @@ GROUPED = GroupedGemms(gemm_grouped, add_products_grouped_)
 """GEMMs that run in a single kernel for all experts. The kernel reads the row counts on the device."""
 
 EACH = GroupedGemms(gemm_each, add_each_product_)
-"""One GEMM per expert. The host splits the rows."""
+"""Grouped GEMMs that run one GEMM per expert. The host splits the rows of the operand by expert."""
 
 
 def matrices_of(weight: Tensor) -> Tensor:

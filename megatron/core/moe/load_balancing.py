@@ -5,8 +5,8 @@ value does not depend on layouts or micro-batch sizes. Two measures ensure this 
 
 First, scaling. All other losses are token sums, which are divided by the number of valid tokens at the end of the step.
 Gradients of auxiliary losses are injected during the backward pass, so they are multiplied by the number of valid
-tokens in advance. This number is known before the first forward pass: `aux_scale` = backward seed * valid tokens /
-tokens of the global batch.
+tokens in advance. The number of valid tokens is known before the first forward pass: `aux_scale` = backward seed *
+valid tokens / tokens of the global batch.
 
 Second, the load. The loss of Switch Transformer (Fedus et al., arXiv 2101.03961, equation 4) is E sum_i f_i P_i, with
 f_i the share of assignments to expert i and P_i its mean probability. Over a global batch (arXiv 2501.11873), the
@@ -238,9 +238,9 @@ class Balance(nn.Module):
     def end_step(self, sums: Tensor, skip: Tensor | None = None) -> Tensor:
         """Update the expert bias from `sums`, the tally of the global batch, unless the scalar `skip` is 1.
 
-        The bias follows the assignments that experts accepted. Returns all assignments [E] and the extra columns with
-        the batch's balancing loss; if there are two balancing losses, they are averaged with their coefficients as
-        weights.
+        The update of the bias depends on the assignments that experts accepted, not on dropped assignments. Returns all
+        assignments [E] and the extra columns with the batch's balancing loss; if there are two balancing losses, they
+        are averaged with their coefficients as weights.
         """
         *per_expert, extra = sums.split((*[self.num_experts] * PER_EXPERT, EXTRA_COLUMNS))
         assigned, accepted, wanted, mass = per_expert
@@ -254,7 +254,8 @@ class Balance(nn.Module):
 
 
 def make_state(meta: ParamMeta, dtype: torch.dtype, ctx: TPContext) -> nn.Parameter:
-    """Create a model state of zeros that is not trained, but saved in checkpoints. Every rank holds the whole state."""
+    """Create a model state of zeros that is not trained, but saved in checkpoints. Every rank holds the whole state,
+    unsharded."""
     state = nn.Parameter(torch.zeros(meta.global_shape, dtype=dtype, device=ctx.device), requires_grad=False)
     state.meta = meta  # type: ignore[attr-defined]
     return state

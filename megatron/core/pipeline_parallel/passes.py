@@ -1,4 +1,4 @@
-"""Transformations of action lists, which add communication to compute actions and validate the result."""
+"""Functions that add communication to lists of compute actions, and that validate the resulting lists."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class EndlessSchedule(Protocol):
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """Properties of a pipeline schedule. The defaults suit a custom schedule."""
+    """Properties of a pipeline schedule. The default values of the fields describe a custom schedule."""
 
     chunks: int = 1
     """Default number of stages per rank."""

@@ -37,8 +37,8 @@ def stage_metas(
     sequence_parallel: bool = False,
     tied_stages: tuple[int, ...] = (),
 ) -> list[ParamMeta]:
-    """Return the trained parameters of a stage in `GPTModel` order. By default, the stage is the whole model. The
-    vocabulary size must be known.
+    """Return the trained parameters of a stage in `GPTModel` order. By default, the stage is the whole model. `config`
+    must contain the vocabulary size.
 
     Args:
         config: The model.

@@ -41,9 +41,9 @@ Kind = str | Bounded
 
 
 class FusedActivation:
-    """Activation function of a kind that `functions_of` supports. It saves only its input for the backward pass. If
-    compiled, it can also add the bias of the preceding linear layer. In that case, the kernel that computes the input
-    gradient also sums the bias gradient.
+    """Activation function of a kind that `functions_of` supports. The function saves only its input for the backward
+    pass. If compiled, the function can also add the bias of the preceding linear layer. In that case, the kernel that
+    computes the input gradient also sums the bias gradient.
     """
 
     def __init__(self, kind: Kind, compiled: bool) -> None:

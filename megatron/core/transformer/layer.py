@@ -90,7 +90,7 @@ class TransformerLayer(nn.Module):
         """Build the MLP of a layer without experts.
 
         The module is called with x [s, b, h] and the context, and returns [s, b, h]. Under sequence parallelism, both
-        are [s/tp, b, h]. A custom layer may return a different module.
+        are [s/tp, b, h]. A custom layer class may override this method to return a different module.
         """
         return MLP(name, config, ctx)
 

@@ -72,7 +72,7 @@ def with_input_recomputed(produce: Callable[[Input], Results], x: Input, consume
 
     Use this function if `produce` is cheap and its input is saved anyway; for example, `produce` may be a norm or an
     activation function. When the backward pass of `consume` needs a result that is no longer in memory, only `produce`
-    runs again. The results must not share memory.
+    runs again. The tensors that `produce` returns must not share memory.
     """
     return with_recomputed(_tuple(produce(x)), produce, x, consume, *args)
 

@@ -72,7 +72,7 @@ class TokenLoss:
     """Base class of loss functions.
 
     The training loop sums loss_mask * loss over tokens. The loop divides the sum once, by the number of valid tokens in
-    the global batch. A loss must therefore neither average nor mask its results.
+    the global batch. A loss function must therefore neither average nor mask the losses that it returns.
     """
 
     must_write = ("__call__",)
