@@ -1,6 +1,6 @@
 """Scaling laws for losses: L(N, D) = E + A N^-a + B D^-b (arXiv 2203.15556), fitted to finished runs. Needs scipy.
 
-As in that paper, the fit minimizes the Huber loss of the residuals in log(L), starting from many points. Runs with a
+As in the paper, the fit minimizes the Huber loss of the residuals in log(L), starting from many points. Runs with a
 single ratio of tokens to parameters cannot separate A from B. Such runs follow the law L(C) = E + A C^-a, with the
 compute C = 6 N D.
 """

@@ -81,9 +81,9 @@ def _records(path: Path) -> Iterable[dict[str, Any]]:
 
 
 def of_law(found: Sequence[Outcome], rate: float) -> list[Outcome]:
-    """Select one finished run per size for the law, smallest compute first. If all sizes sweep the same rates, the run
-    with the lowest loss is taken. Otherwise, the run at the target's `rate` is selected, so that all sizes are tuned
-    alike."""
+    """Select one finished run per size for the law, smallest compute first. If all sizes sweep the same learning rates,
+    the run with the lowest loss is selected. Otherwise, the run at the target's `rate` is selected, so that all sizes
+    are tuned alike."""
     sizes: dict[Size, list[Outcome]] = {}
     for each in found:
         sizes.setdefault(each.rung.size, []).append(each)

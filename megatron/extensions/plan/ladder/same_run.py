@@ -49,8 +49,8 @@ def _differences(ladder: Ladder, rung: Rung, flags: Sequence[str], folder: Path)
 
 
 def _values(config: RunConfig) -> dict[str, Any]:
-    """Return the value of each flag, as `save_config` writes it. Derived values are replaced with the values that the
-    user passed."""
+    """Return the value of each flag, as `save_config` writes it. Values that were derived from user input are replaced
+    with the original input."""
     given = dict(config.given)
     given.pop("global_batch_size", None)
     return {flag.name: given.get(flag.field, value_of(config, flag)) for flag in all_flags() if _counts(flag)}

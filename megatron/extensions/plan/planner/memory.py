@@ -104,9 +104,9 @@ def buffer_bytes(
 ) -> BufferBytes:
     """Return the memory of buffers and optimizer state on one rank.
 
-    The result is exact except for a scalar step count per range of states. Whole units of `by_unit` buffers are counted
-    separately. `of_chain` holds the bytes of transform-chain states outside shards and of callback states, on the
-    device and on the host. `units` names the place that stores the buffers between passes.
+    The result is exact except for a scalar step count per range of states. Units that are temporarily unsharded are not
+    included; see `UnitsInFlight`. `of_chain` holds the bytes of transform-chain states outside shards and of callback
+    states, on the device and on the host. `units` names the place that stores the buffers between passes.
     """
     from megatron.core.optimizer.fused import states_of_shards  # imports torch
 
@@ -192,7 +192,8 @@ class RankStates:
     in_flight: UnitsInFlight
 
     of_callbacks: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of callback states, by callback name. In `memory`, these bytes count as moments."""
+    """Bytes of callback states, by callback name. The attribute `memory` counts these states as moments or, on the
+    host, as host states."""
 
 
 def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankStates:
@@ -274,7 +275,7 @@ def chain_bytes(
 def _units_in_flight(
     buffers: Sequence[BufferLayout], config: RunConfig, stages: Sequence[Stage], several: bool
 ) -> UnitsInFlight:
-    """Return the peak memory of units that are temporarily unsharded.
+    """Return the peak bytes of units, such as layers, that are temporarily unsharded.
 
     Usually, two units are unsharded at a time. For parameters, these are the current unit and the next one. For
     gradients, they are the current unit and the bucket that is being reduced. For units in host memory, from the second

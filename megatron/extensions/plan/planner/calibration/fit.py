@@ -136,8 +136,8 @@ def links_of(points: Sequence[CollectiveTime], ranks_per_node: int) -> dict[str,
 def device_file(measured: Measured, filled: Mapping[tuple[int, int], float], **about: Any) -> DeviceFile:
     """Build a device file. `filled` maps the sizes (m, n) of a product to the share of a GPU that the product fills.
     The default is 1 for all sizes. `about` holds known fields of the device, such as `capability` for a GPU.
-    `peak_tflops` defaults to the best rate that was measured or that the fit predicts for an infinite inner
-    dimension."""
+    `peak_tflops` defaults to the higher of two rates: the best measured rate, and the rate that the fit predicts for an
+    infinite inner dimension."""
     peaks = about.get("peak_tflops", {})
     gemm = {}
     for precision in dict.fromkeys(each.precision for each, _ in measured.products):

@@ -47,7 +47,7 @@ class RunOnFailing:
         step: StepTime,
         asked: AskedFailures,
     ) -> RunOnFailing:
-        """Create the failure expectation of a planned run."""
+        """Compute the expected cost of failures for a planned run."""
         known = asked.save_seconds or measured_save(recorded_events(config.checkpoint.save_root))
         # A save contains each rank's weights and states; replicas are written once.
         states = [rank.plan.memory.parameters + rank.plan.memory.optimizer for rank in memory]

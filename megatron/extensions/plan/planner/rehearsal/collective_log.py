@@ -123,7 +123,7 @@ class CollectiveLog:
         self.add(made)
 
     def objects(self) -> AbstractContextManager[None]:
-        """Also record collectives of Python objects, and return their results."""
+        """Context manager that also records collectives of Python objects, and fills in their results."""
 
         def recorded(name: str, real: Callable[..., object]) -> Callable[..., object]:
             def call(*args: object, **kwargs: object) -> None:

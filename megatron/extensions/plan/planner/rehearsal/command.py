@@ -106,7 +106,8 @@ def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecor
 
 
 def _planned_or_told(rehearsal: Rehearsal) -> tuple[dict[int, int], list[str]]:
-    """Return the memory of each pipeline rank as planned by `--dry-run`. If no plan can be made, print the reason.
+    """Return the memory of each pipeline rank as planned by `--dry-run`. If planning fails, return no memory and a note
+    that states the reason.
 
     The plan covers the same number of micro-batches as the rehearsal. Planning may fail because it runs layers
     separately, which a custom layer may not support.

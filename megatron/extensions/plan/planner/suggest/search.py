@@ -269,7 +269,7 @@ class LayoutSearch:
             yield from self._savings(layout)
 
     def _may_fit_at_all(self, layout: Layout) -> bool:
-        """Return True if the layout fits with the largest saving."""
+        """Return True if the layout may fit with the settings that save the most memory."""
         sharding = SHARDING[-1] if layout.replicas > 1 else SHARDING[0]
         most = [layout._replace(saving=Saving(sharding, offload)) for offload in OFFLOADING[1:]]
         sizes = {each: self.costs.memory_bound(each) for each in most}

@@ -1,7 +1,7 @@
 """Planned expert products: one kernel for all experts of a rank, where torch would compute one product per expert.
 
-A planned grouped product assumes an even distribution of tokens over the experts. If the products are separate, each of
-them has a launch and a partial last wave.
+Plans of grouped products assume that tokens are distributed evenly over the experts. If the products are separate, each
+of them has a launch and a partial last wave.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Times(dict[str, float]):
 
 @dataclass(frozen=True)
 class Replay:
-    """Evaluation of events for one device and one placement of groups."""
+    """Model that predicts the times of events on one kind of device, for one placement of process groups."""
 
     device: DeviceFile
     network: Network
