@@ -75,7 +75,7 @@ class PublishedRun:
     """True if the run's hardware differs from the device file's; the run does not count."""
 
     differs: str
-    """Differences of the published program that no flag expresses."""
+    """Description of the published program's differences that no flag of this program expresses."""
 
     keeps_scores: int
     """Bytes that the published program keeps per attention score."""

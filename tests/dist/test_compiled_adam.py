@@ -1,4 +1,4 @@
-"""AdamW as a compiled region compared with torch's fused kernel; the tests run the region without compiling it."""
+"""Comparison of the compiled AdamW region with torch's fused kernel. The tests run the region without compiling it."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Package:
             into.copy_(value.view(into.shape))
 
     def module(self, version: str) -> ModuleType:
-        """Return a replacement for the package in the given version."""
+        """Return a module that replaces the given version of the attention package."""
 
         def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, **given: Any) -> tuple[Tensor, ...]:
             return *self.forward(q, k, v, *mask_of(given), softmax_scale), torch.empty(0)

@@ -4,10 +4,11 @@ lost.
     python -m tests.extensions.object_storage.campaign [--rounds 100] [--seed 1]
 
 In each round, a writer process publishes three checkpoint-like folders through a proxy. The proxy cuts connections and
-delays requests for seconds, even after their process has died. Half of the writers are killed at a random moment. A
-second writer publishes three folders with different content. The second writer begins with the first folder that was
-not saved, or repeats the last folder. Then a reader verifies every published folder through the same faults. The reader
-also checks that each folder that was reported as saved exists with the content of the last writer that reported it.
+delays requests for seconds, even after the process that sent a request has died. Half of the writers are killed at a
+random moment. A second writer publishes three folders with different content. The second writer begins with the first
+folder that was not saved, or repeats the last folder. Then a reader verifies every published folder through the same
+faults. The reader also checks that each folder that was reported as saved exists with the content of the last writer
+that reported it.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class LateEvent:
 
 
 def lose(tensor: torch.Tensor) -> None:
-    """Replacement for freeing and allocating storage: the memory stays allocated, but its values are lost."""
+    """Fill a tensor with NaN instead of freeing its storage: the memory stays allocated, but the values are lost."""
     alloc_storage(tensor)
     tensor.fill_(torch.nan)
 

@@ -99,7 +99,7 @@ CASES = [
     (ParallelDims(tp=2, dp=2), True, JORDAN),
     # Each round has one matrix, so that the messages of two rounds are in flight together.
     *((dims, True, MOONLIGHT, 1) for dims in (ParallelDims(), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2))),
-    # Main parameters are fp32, and the iteration is bf16, as always in torch.optim.Muon.
+    # Main parameters are fp32, and the Newton-Schulz iteration runs in bf16, as it always does in torch.optim.Muon.
     (ParallelDims(dp=2), True, MOONLIGHT, matrix_plan.ROUND, "fp32"),
 ]
 

@@ -36,7 +36,7 @@ class Planned:
 
     kind: str
     rank: int
-    """Number of the launcher's process. A process that is a spare may have a different rank later."""
+    """Index of the process that the launcher started. A process that is a spare may have a different rank later."""
 
     step: int
     start: int = 0

@@ -152,7 +152,8 @@ def grid(
     parallels: Sequence[ModelParallelConfig],
     stages: Sequence[Stage],
 ) -> list[Case]:
-    """Combine each model with each kind of recomputation. Parallel configurations and stages are used in turn."""
+    """Combine each model with each kind of recomputation. The combinations cycle through the parallel configurations
+    and the stages."""
     return [
         (f"{name} {kind} {number}", replace(model, **RECOMPUTE[kind]), parallel, stage)
         for number, ((name, model), kind) in enumerate(product(models.items(), kinds))

@@ -26,8 +26,8 @@ TIMEOUT = 6.0
 
 
 class Cluster:
-    """Hosts with heartbeats. `lost` contains pairs (from, to) between which messages are lost. Hosts in `asleep` do not
-    run."""
+    """Hosts with heartbeats. `lost` contains the pairs (sender, receiver) of hosts between which messages are lost.
+    Hosts in `asleep` are suspended."""
 
     def __init__(self, hosts: int) -> None:
         self.now, self.asleep, self.lost = 0.0, set[int](), set[tuple[int, int]]()
