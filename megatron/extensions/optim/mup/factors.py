@@ -5,12 +5,12 @@ The factors follow table 8 of muP (arXiv 2203.03466), which also permits tied em
 (arXiv 2505.01618). The logits are multiplied by 1 / width. Weights of routers and gates, whose outputs have no factor,
 follow table 3, the equivalent parametrization without output factors.
 
-All rules follow from two numbers, both relative to the base model. `change` is the size of the update of one element
-that changes outputs as much as in the base model. `gradient` is the size of one gradient element. Adam's updates are
-proportional to the learning rate. Adam's learning rate is therefore multiplied by `change`. Adam's epsilon is added to
-gradient magnitudes, and is therefore multiplied by `gradient`. SGD's updates are proportional to learning rate times
-gradient, so its learning rate is multiplied by `change / gradient`. The weight decay of one step (learning rate times
-decay) is the same as in the base model.
+The scaling rules of all optimizers follow from two numbers, `change` and `gradient`, both relative to the base model.
+`change` is the size of the update of one element that changes outputs as much as in the base model. `gradient` is the
+size of one gradient element. Adam's updates are proportional to the learning rate. Adam's learning rate is therefore
+multiplied by `change`. Adam's epsilon is added to gradient magnitudes, and is therefore multiplied by `gradient`. SGD's
+updates are proportional to learning rate times gradient, so its learning rate is multiplied by `change / gradient`. The
+weight decay of one step (learning rate times decay) is the same as in the base model.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def with_multipliers(c: RunConfig) -> RunConfig:
 
 
 def score_factor(model: TransformerConfig) -> float | None:
-    """Return the value of --softmax-scale. If the flag is given, its value is kept."""
+    """Return the value to set for --softmax-scale. If the user has passed --softmax-scale, its value is kept."""
     own = model.options(MupFlags)
     if model.softmax_scale is not None or not any(layer.attends for layer in model.layers):
         return model.softmax_scale

@@ -54,7 +54,8 @@ def scaled_widths(c: RunConfig, hidden_size: int) -> dict[str, Fraction]:
 
 
 def base_sizes(c: RunConfig) -> dict[str, int]:
-    """Return field values of the base model. Raises ValueError if a width of the base model is not an integer."""
+    """Return the base model's values of the configuration fields that contain widths. Raises ValueError if a width of
+    the base model is not an integer."""
     own = c.model.options(MupFlags)
     shrink = Fraction(own.mup_base_hidden_size or c.model.hidden_size, c.model.hidden_size)
     given, sizes = given_widths(own), dict[str, int]()

@@ -30,8 +30,8 @@ from megatron.extensions.optim.optimizers.flags import MuonFlags, product_dtypes
 from megatron.extensions.optim.optimizers.newton_schulz import Coefficients, coefficients
 
 EPS = 1e-15
-"""Lower bound of the norm by which a matrix is divided, as in Emerging-Optimizers since 0.4.0. Because the bound is
-small, the size of updates does not depend on the size of gradients.
+"""Lower bound of the norm by which a matrix is divided, as in Emerging-Optimizers since 0.4.0. Because this lower bound
+is small, the size of updates does not depend on the size of gradients.
 """
 
 
@@ -134,8 +134,8 @@ def _held(flat: Tensor, part: Part) -> Tensor:
 def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
     """Bring the singular values of each matrix in x [n, rows, columns] close to 1, and keep its singular vectors.
 
-    The matrix is divided by its norm. Each step of the iteration then applies the quintic polynomial aX + (bA + cA^2) X
-    with A = X X^T.
+    Each matrix X is first divided by its norm. Each step of the iteration then applies the quintic polynomial aX + (bA
+    + cA^2) X with A = X X^T.
     """
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x

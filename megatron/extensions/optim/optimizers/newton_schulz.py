@@ -7,7 +7,7 @@ singular values of a matrix of norm 1 near 1.
 from __future__ import annotations
 
 Coefficients = tuple[float, float, float]
-"""Coefficients (a, b, c) of one step."""
+"""Coefficients (a, b, c) of one Newton-Schulz step."""
 
 COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
     "simple": ((3.4445, -4.7750, 2.0315),),

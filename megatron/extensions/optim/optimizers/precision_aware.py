@@ -89,7 +89,7 @@ class StoredState:
             name: Name of the format.
             main_dtype: Dtype that replaces fp32.
             zeros: `zeros(numel, dtype)` allocates a tensor.
-            squared: True for a second moment.
+            squared: True if the state is a second moment, whose square root is stored in formats with scales.
         """
         self.format, self.squared = FORMATS[name], squared and FORMATS[name].scaled
         dtype = main_dtype if name == "fp32" else self.format.dtype

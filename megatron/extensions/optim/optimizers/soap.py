@@ -67,8 +67,8 @@ class Soap(Transform):
 
     def flops(self, meta: ParamMeta) -> int:
         """Return the FLOPs of matrix products per update, for the factors, two changes of basis, and the power
-        iteration. The power iteration, with two more changes of basis, is divided by the number of updates between
-        iterations."""
+        iteration. The FLOPs of a power iteration and its two additional changes of basis are divided by the number of
+        updates between power iterations."""
         every = self.options.soap_precondition_frequency
         area, sizes = prod(matrix_size(meta)), [size for _, size in self.sides(meta)]
         per_update, per_iteration = 3 * area * sum(sizes), sum(size**3 for size in sizes) + 2 * area * sum(sizes)

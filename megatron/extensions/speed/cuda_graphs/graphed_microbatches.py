@@ -41,8 +41,8 @@ class CudaRecorder:
     """Recorder that uses torch's CUDA graphs on the current stream, which must not be the default stream.
 
     Recordings share their memory, except for tensors that are still referenced, so only one recording may be replayed
-    at a time. Meanwhile, other threads may read data and pin memory, because only this thread's calls are captured.
-    Garbage collection runs first, because device memory must not be freed during a recording.
+    at a time. During a recording, other threads may read data and pin memory, because only the calls of the recording
+    thread are captured. Garbage collection runs first, because device memory must not be freed during a recording.
     """
 
     def __init__(self) -> None:

@@ -65,8 +65,8 @@ class Part:
 
     def _blocks(self) -> tuple[int, int, tuple[int, int]]:
         """Return (row, offset, shape). `row` is the first block row that this part touches. `offset` is the number of
-        elements between the start of this block row and the start of the part. `shape` is the shape of all rows between
-        the start of the block row and the end of the part."""
+        elements between the start of this block row and the start of the part. `shape` is the shape of the weight's
+        rows from the start of this block row to the end of the part."""
         columns = self.weight.values.shape[1]
         first, before = divmod(self.start, TILE * columns)
         return first, before, (-(-(before + len(self.values)) // columns), columns)

@@ -180,8 +180,8 @@ def fused_norm(
         cast: fp8 casts of the norm that the next layer requests. If there is no mask, a placeholder that contains these
             casts is returned instead of the norm.
 
-    If there is no mask, and a linear layer computed the update (or x if there is no update), the backward pass also
-    computes the casts and sums of the gradient that this linear layer needs.
+    If a linear layer computed the update (or x if there is no update), the backward pass also computes the casts and
+    sums of the output gradient that this layer needs. This applies only without a mask.
     """
     output = x if update is None else update
     cast, of_update = (cast, gradient_of_output(output)) if mask is None else (None, None)

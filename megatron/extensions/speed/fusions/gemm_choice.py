@@ -4,10 +4,10 @@ addition.
 For fp8 weight gradients, the cuBLASLt and Triton kernels read and write the gradient once. torch's kernel writes a
 product in fp32, and then a separate addition reads the product and the gradient, and writes the gradient.
 
-For the residual stream, the GEMM of a row-parallel layer, y = addend + x Wᵀ + bias, reads the stream as its addend.
-The next norm then does not have to read the product and write the sum. The sum is rounded once, whereas a separate
-addition rounds twice. torch's `addmm` would first copy the addend into the output; cuBLASLt reads the addend as its
-matrix C and writes the result to D.
+The GEMM of a row-parallel layer can compute the residual addition: y = addend + x Wᵀ + bias, where the addend is the
+residual stream. The next norm then does not have to read the product and write the sum. The sum is rounded once,
+whereas a separate addition rounds twice. torch's `addmm` would first copy the addend into the output; cuBLASLt reads
+the addend as its matrix C and writes the result to D.
 
 The fastest kernel depends on the GPU, the shape and the library versions."""
 

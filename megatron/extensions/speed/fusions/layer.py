@@ -190,8 +190,8 @@ class FusedTransformerLayer(TransformerLayer):
 
 
 def input_cast_of(sublayer: nn.Module) -> InputCast | None:
-    """Return the casts that a sublayer's first layer accepts in place of its input. The first layer must be the only
-    reader of the input. Hooks count as readers."""
+    """Return the casts that a sublayer's first layer accepts in place of its input. Returns None if anything other than
+    this first layer reads the input, such as a hook."""
     linear = getattr(sublayer, FIRST.get(type(sublayer), ""), None)
     if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
         return None

@@ -54,8 +54,8 @@ def split_heads(
     Args:
         qkv: Projection [s, b, groups, sum(counts), d].
         counts: `head_counts` of a group.
-        tables: Cosines and sines of a rotation of queries and keys. With tables, each part has separate memory, because
-            a view would keep the rest of qkv alive. Without tables, the parts are views if possible.
+        tables: Cosines and sines of a rotation of queries and keys. If tables are given, queries, keys and values have
+            separate memory, because a view would keep all of qkv alive. Otherwise, they are views of qkv if possible.
         bias: Bias, which is added before the rotation. Without tables, qkv must already include the bias, and this
             function only sums the bias gradient.
         interleaved: Whether pairs of adjacent channels are rotated.
@@ -81,7 +81,7 @@ class HeadSplit(NamedTuple):
 
     compiled: bool
     static: bool
-    """True if a kernel is compiled for each shape."""
+    """True if regions are compiled separately for each shape; False if shapes are dynamic."""
 
 
 class _SplitHeadsContext(AutogradContext):

@@ -191,7 +191,7 @@ class _AtOnce:
 
 
 def _whole(part: Tensor, x: Tensor, tile: Tile) -> Tensor:
-    """Expand the gradient of a tile's rows to all rows of x, with zeros for the other rows."""
+    """Pad the gradient of a tile's rows with zeros, so that it has as many rows as x."""
     if len(part) == len(x):
         return part
     whole = torch.zeros(x.shape, dtype=part.dtype, device=part.device)
@@ -204,7 +204,7 @@ def _keys(x: Tensor, tile: Tile) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return the tensor in a memory layout with adjacent channels."""
+    """Return `x` if its channels are adjacent in memory. Otherwise, return a contiguous copy."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

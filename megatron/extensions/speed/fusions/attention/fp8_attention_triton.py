@@ -21,7 +21,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 OF_WEIGHTS = tl.constexpr(WEIGHTS)
 
 BLOCKS = {64: (128, 128, 8, 3), 128: (128, 128, 8, 3)}
-"""Block size of queries, block size of keys, warps and stages, by head width."""
+"""Compilation settings for each head width: queries per block, keys per block, warps and pipeline stages."""
 
 
 @triton.jit
@@ -111,8 +111,8 @@ def fp8_attention_kernel(
 def fp8_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, scales: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Compute `Kernels.forward` of `fp8_attention`. Raises RuntimeError if the heads are wider than the kernel
-    supports."""
+    """Compute `fp8_attention.Kernels.forward` with a Triton kernel. Raises RuntimeError if the heads are wider than the
+    kernel supports."""
     n, samples, heads, d = q.shape
     groups, dv = v.shape[1:3]
     width = max(64, triton.next_power_of_2(max(d, dv)))

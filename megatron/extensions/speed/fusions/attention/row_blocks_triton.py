@@ -36,7 +36,7 @@ class Bounds(NamedTuple):
     sample: int
     """Stride between the bounds of two samples; 0 if all samples have the same bounds."""
     stop: int
-    """Stride between the first rows and the end rows of the ranges."""
+    """Stride between the start of a range and its end in `data`."""
 
     @classmethod
     def of(cls, x: Tensor) -> Bounds:

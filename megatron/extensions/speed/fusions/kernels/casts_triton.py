@@ -70,8 +70,8 @@ _states: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def state_of(device: torch.device) -> Tensor:
-    """Return the working memory that `Casts` calls its `state`. There is one state for each stream, because the kernels
-    of a stream run one after another."""
+    """Return the working memory for the field `state` of `Casts`. There is one state for each stream, because the
+    kernels of a stream run one after another."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if (device, stream) not in _states:
         _states[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
@@ -92,7 +92,7 @@ def reciprocal(x):
 def multiplier_for(amax, into, SMALLEST: tl.constexpr):
     largest: tl.constexpr = 448.0 if into.dtype.element_ty == tl.float8e4nv else 57344.0
     bounded = tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    # torch computes a number divided by a tensor in the same way
+    # torch also computes a number divided by a tensor as the number times the reciprocal
     return tl.where(amax == 0, 1.0, reciprocal(bounded) * largest)
 
 
@@ -279,8 +279,9 @@ def _tiles(n: int, k: int, tile: tuple[int, int] = (TILE, TILE)) -> tuple[int]:
 
 
 def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | None, dtype: torch.dtype) -> list[Tensor]:
-    """Return the values by rows and by columns, followed by the scales, or by a single scale for both casts if the amax
-    is []. If the amax for rows or columns is None, the cast by rows or by columns is omitted. x must not be empty."""
+    """Cast x by rows and by columns. Returns the values of both casts, followed by their scales. If the amax has the
+    shape [], both casts share a single scale. If the amax for rows or columns is None, the cast by rows or by columns
+    is omitted. x must not be empty."""
     (n, k), amax = x.shape, (row_amax, column_amax)
     wanted = [one is not None for one in amax]
     vector = any(one is not None and one.ndim > 0 for one in amax)

@@ -21,8 +21,8 @@ occupy a GPU."""
 
 
 def makes_gradients(logits: Tensor, *_: object) -> bool:
-    """Return True if the kernel is used for `logits`. The kernel is not faster in fp16, because the gradients of losses
-    then equal the loss scale instead of 1."""
+    """Return True if the kernel is used for `logits`. The kernel is not used in fp16, because it is not faster: the
+    gradients of the losses then equal the loss scale instead of 1, so that no row is skipped."""
     return runs_triton(logits) and logits.dtype in (torch.bfloat16, torch.float32)
 
 
