@@ -127,7 +127,7 @@ class MuonKernel(ShardUpdate):
 
 
 def _held(flat: Tensor, part: Part) -> Tensor:
-    """Return the values of the part that lie in a shard."""
+    """Return the values that a shard's flat tensor contains for a part of a matrix."""
     return flat[part.start : part.stop].view(part.held)[part.within]
 
 

@@ -34,7 +34,7 @@ from megatron.core.param_meta import ParamMeta
 from megatron.extensions.optim.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
 
 SMALLEST = -126
-"""Exponent of the smallest scale. Blocks of smaller numbers would be zero in fp32, too."""
+"""Exponent of the smallest scale. Blocks whose numbers need a smaller scale would be zero in fp32, too."""
 
 
 @dataclass(frozen=True)
@@ -252,8 +252,8 @@ class PackedShard(Shard):
         return read_main(self.kind, self.part(first, last), self.main)[start - first : stop - first]
 
     def part(self, start: int, stop: int) -> Part:
-        """Return the tensors that an update of elements [start, stop) reads and writes. The range must cover whole
-        blocks."""
+        """Return the tensors that an update of elements [start, stop) reads and writes. The range must consist of whole
+        scale blocks."""
         main = self.main.tensors(start, stop) if self.kind in ("stored", "fp16") else self.main.tensors(0, 0)
         grads, params, remainders = (x[start:stop] for x in (self.grads, self.params, self.remainders))
         moments = self.exp_avg.tensors(start, stop), self.exp_avg_sq.tensors(start, stop)
@@ -294,7 +294,7 @@ class PackedShard(Shard):
 
 class Part(NamedTuple):
     """Views of a range of elements of a shard. A tensor is empty if the kind of main parameters does not use the
-    tensor. Stored states are (codes, exponents).
+    tensor. Each stored state is a pair (codes, exponents).
     """
 
     grads: Tensor

@@ -76,7 +76,8 @@ class Soap(Transform):
 
     def update(self, x: ParameterUpdate) -> Requests:
         done = int(x.step.item()) - 1
-        """Number of updates of this parameter so far, except the first, which does not change the parameter."""
+        """Number of updates that have changed this parameter so far. The first update does not change the parameter and
+        is not counted."""
 
         def moved(matrix: Tensor, states: dict[str, Tensor]) -> Tensor:
             return self.direction(matrix, states, done, self.eps * x.eps_mult)

@@ -99,7 +99,7 @@ def _is_origin(origin: dict[str, Any], given: str) -> bool:
 
 
 def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
-    """Return the length and schedule of a branch that is about to start."""
+    """Return the length and learning rate schedule of a branch that has no checkpoint yet."""
     where = f"--branch-from {options.branch_from}"
     assert options.branch_from is not None and options.decay_tokens is not None
     metadata = saved_metadata(located(options.branch_from))

@@ -19,8 +19,8 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "sqrt": lambda ratio: math.sqrt(1.0 - ratio),
     "1-sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
 }
-"""Decay shapes by name. Each function maps the elapsed share of a piece to the remaining share of the rate change.
-1-sqrt: arXiv 2405.18392."""
+"""Functions for the decay shapes, keyed by shape name. Each function maps the elapsed share of a piece to the remaining
+share of the rate change. 1-sqrt: arXiv 2405.18392."""
 
 SHAPES = ("warm-up", "hold", *DECAYS, "power")
 REST = "rest"

@@ -1,4 +1,5 @@
 """16-bit matrix products and attention computed in fp32, on CPUs without instructions for them.
 
-There are no flags: a run on such a CPU uses this automatically, on all ranks, and reports it. Read `products`.
+This extension has no flags. A run on such CPUs uses the extension automatically on all ranks, and prints a notice. Read
+`products`.
 """

@@ -26,7 +26,8 @@ from megatron.training.initialize import Runtime
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 _OPERANDS = {"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, _ATTENTION: 3, f"{_ATTENTION}_backward": 5}
-"""Number of leading arguments of each operator that must have the same dtype."""
+"""Number of tensor operands for each replaced operator. These operands are the operator's first arguments, and must
+have the same dtype."""
 
 _VARIANTS = {"mm": "mm.out", "bmm": "bmm.out"} | {name: f"{name}.out {name}_" for name in ("addmm", "baddbmm")}
 """Operator variants that write their result into existing memory."""

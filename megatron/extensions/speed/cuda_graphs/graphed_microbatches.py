@@ -69,9 +69,9 @@ class GraphedMicrobatches:
     """Run micro-batches one after another: eagerly in the first `warm_up_steps` steps, then from a recording.
 
     `run(batch, seed)` computes the forward pass, and the backward pass of seed * loss sum, and returns the loss sum.
-    All micro-batches have the same shape. Recording computes nothing, so the first replay adds the gradients of the
-    recorded batch. If weights are cast (fp8), the first micro-batch of a step has a separate recording, which makes the
-    casts for the other micro-batches."""
+    All micro-batches must have the same shape. Recording computes nothing, so the first replay adds the gradients of
+    the recorded batch. If weights are cast (fp8), the first micro-batch of a step has a separate recording, which makes
+    the casts for the other micro-batches."""
 
     def __init__(
         self,

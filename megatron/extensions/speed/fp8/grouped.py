@@ -42,7 +42,7 @@ GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:
     """Return True if one kernel computes the fp8 products of all experts and reads the experts' numbers of rows on the
-    device. The kernel is torch's, or a replacement that this process may use."""
+    device. This kernel is either torch's grouped kernel or a registered replacement that has not been turned off."""
     if device.type != "cuda" or ("grouped_scaled_mm" in KERNELS and "grouped_scaled_mm" not in LEFT_OUT):
         return True
     return recipe != "blockwise" and torch.cuda.get_device_capability(device) in GROUPED_CAPABILITIES

@@ -135,7 +135,7 @@ class Fp8Gemms(nn.Module):
         raise NotImplementedError
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
-        """Cast the gathered result of `cast_to_gather` by rows or by columns."""
+        """Cast x by rows or by columns. x is the result of `cast_to_gather` after the gather."""
         raise NotImplementedError
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
@@ -226,8 +226,8 @@ def _scaled(pair: CastPair, wanted: Wanted) -> list[Scaled]:
 
 
 class PerTensorGemms(Fp8Gemms):
-    """Recipe with one scale per tensor, so the cast by columns is the transposed cast by rows. Inputs are gathered in
-    fp8."""
+    """Recipe with one scale per tensor, so the cast by columns is the transposed cast by rows. Ranks gather layer
+    inputs in fp8."""
 
     adds_residual = gathers_weights = splits_tokens = True
 
@@ -382,9 +382,9 @@ class RowwiseGemms(Fp8Gemms):
 class DelayedScaling(Meter):
     """Amax histories of all fp8 layers on a rank, and the multipliers computed from these histories.
 
-    All ranks of a pipeline stage hold the same amax histories. Each rank observes only its part of the sequence, the
-    features and the batch. At the end of a step, an all-reduce computes the maximum of the ranks' amax values.
-    Histories are part of the model's state and of checkpoints.
+    All ranks of a pipeline stage hold the same amax histories. During a step, a rank records the amax of only its own
+    part of the sequence, the features and the batch. At the end of a step, an all-reduce computes the maximum of the
+    ranks' amax values. Histories are part of the model's state and of checkpoints.
     """
 
     def __init__(self, config: Fp8Flags, modules: Iterable[nn.Module], stage: Axis) -> None:

@@ -143,7 +143,7 @@ def weight_grad_runs(
         shapes: Shapes of the run.
         outputs: Output features of an expert's layer.
         inputs: Input features of an expert's layer.
-        operands: Operands with which the kernels run.
+        operands: Operands on which each returned function runs its kernel.
     """
     runs: dict[str, Callable[[], object]] = {}
     for kernel in (*LISTS, TILES):

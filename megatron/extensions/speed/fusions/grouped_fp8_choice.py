@@ -113,8 +113,8 @@ class ExpertKernel(Generic[*Operands]):
     def compare(
         self, shape: tuple[int, int], runs: dict[str, Run], shapes: RunShapes, world: Axis, clock: Clock | None
     ) -> str | None:
-        """Choose the kernel for one shape of an expert operation. Returns the reason why torch is used; None if one of
-        the kernels is used.
+        """Choose the kernel for one shape of an expert operation. Returns None if one of the kernels is used.
+        Otherwise, returns the reason why torch is used instead.
 
         Args:
             shape: (outputs, inputs) of the product.
@@ -254,7 +254,7 @@ def _compare(found: Tensor, right: Tensor, kernel: str) -> None:
 
 
 def _checked(check: Run, run: Run) -> Run:
-    """Wrap `run` so that the first call of the wrapper calls `check` once before `run`."""
+    """Return a wrapper of `run` that also calls `check`, but only once, before the first call of `run`."""
     known = False
 
     def checked() -> object:

@@ -91,7 +91,7 @@ class _CastSwiGLUContext(AutogradContext):
 
 
 class _CastSwiGLU(torch.autograd.Function):
-    """SwiGLU of a layer's output [s, b, 2f]. The next layer determines how the result [s, b, f] is cast."""
+    """SwiGLU of a layer's output [s, b, 2f]. The result [s, b, f] is cast as the next linear layer requests."""
 
     @staticmethod
     def forward(ctx: _CastSwiGLUContext, hidden: Tensor, cast: InputCast, of_hidden: OutputGradient) -> Tensor:
@@ -113,8 +113,8 @@ class FusedTransformerLayer(TransformerLayer):
     """`TransformerLayer` that passes its stream to the next layer as a `ResidualSum`, so that the next norm computes
     the addition.
 
-    A norm casts its output to fp8 if the sublayer can read the cast. If a sublayer supports an addend, the last GEMM of
-    the sublayer computes the addition.
+    A norm casts its output to fp8 if the sublayer that follows can read this cast. If a sublayer supports an addend,
+    the last GEMM of the sublayer computes the addition.
     """
 
     def forward(self, x: Stream, context: BatchContext, pending: bool = False) -> Stream:  # type: ignore[override]

@@ -67,7 +67,7 @@ class Products:
         return matrix if self.of_grad else matrix.t()
 
     def like(self, x: Tensor) -> Tensor:
-        """Allocate memory for the products of x [..., k]."""
+        """Allocate an uninitialized tensor for the products of the rows of x [..., k]."""
         return x.new_empty(*x.shape[:-1], self.matrix.shape[1], dtype=self.weight.dtype)
 
     def multiply(self, part: Tensor, scales: Operand, out: Tensor) -> None:

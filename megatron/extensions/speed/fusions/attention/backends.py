@@ -67,8 +67,8 @@ class Flash3:
             v: Values.
             lengths: Lengths of packed sequences; None for dense operands.
             window: Sliding window of keys.
-            scales: Scales [3, b, groups] of q, k and v in e4m3. With scales, the output is bf16. Raises ImportError if
-                the package does not support scales.
+            scales: Scales [3, b, groups] of q, k and v in e4m3. If scales are given, the output is bf16. Raises
+                ImportError if the package does not support scales.
         """
         settings = _mask(window, self._forward_names) | _lengths(lengths)
         if scales is not None:

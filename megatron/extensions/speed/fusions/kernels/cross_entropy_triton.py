@@ -2,7 +2,7 @@
 
 Each multiprocessor runs one program, so that all rows that are being processed fit into the L2 cache. The second read
 of each row is served by this cache. Each thread keeps a separate largest logit and sum, for the same columns of every
-block. The threads then exchange no data within a block, at the cost of one more exponential per thread.
+block. Threads therefore exchange no data within a block, but each thread computes one more exponential.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -156,7 +156,7 @@ def add_grouped_fp8_kernel(
         by_x = tl.load(x_scale + step.to(tl.int64) * inputs + i, mask=in_i, other=0.0)
         total += tl.dot(of_dy, of_x) * by_dy[:, None] * by_x[None, :]
         if step + BLOCK_N >= end:
-            # As in `add_grouped_kernel`, values computed here are not carried from step to step.
+            # As in `add_grouped_kernel`, compute these values again instead of carrying them from one step to the next.
             rank, _tile, part, _step, _end = list_item(schedule, item, experts, tiles, BLOCK_N)
             expert = tl.load(schedule + HEAD + rank).to(tl.int64)
             slot = (item - tl.load(schedule + WHOLE) - tl.load(schedule + TAIL)).to(tl.int64)
@@ -200,7 +200,8 @@ def row_products_kernel(
         n = start + (tile - first) * BLOCK_N + tl.arange(0, BLOCK_N)
         o = (item % across) * BLOCK_O + tl.arange(0, BLOCK_O)
         k = tl.arange(0, BLOCK_K)
-        # Indices outside the matrix are mapped to indices inside it, and their results are not stored.
+        # Replace indices outside the matrix with indices inside the matrix. The results of replaced indices are not
+        # stored.
         row, column = tl.minimum(n, stop - 1).to(tl.int64), (o % outputs).to(tl.int64)
         of_w = w + expert.to(tl.int64) * outputs * terms
         x_at, w_at = x + row[:, None] * terms + k[None, :], of_w + column[None, :] * terms + k[:, None]
