@@ -39,7 +39,7 @@ from megatron.training.config.validation import resolve, validate
 from .common import parted, refuse, run_tool, too_small, tool_parser
 
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
-"""Tensors that are compared in 16-bit formats. Weights and moments are not compared: Adam divides each gradient by its
+"""Kinds of tensors that are compared if the run uses a 16-bit format. Weights and moments are not compared: Adam divides each gradient by its
 own magnitude. Even a gradient that consists only of rounding error, such as that of a key bias, therefore moves its
 weight by a whole step."""
 
@@ -130,7 +130,7 @@ def check_own_flags(args: argparse.Namespace) -> None:
 
 
 def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
-    """Return both sides. Raises ValueError with every problem of both sides, one per line."""
+    """Return the two sides of the comparison. Raises ValueError with every problem of their flags, one per line."""
     common = common_flags(args, flags)
     batch = _batch_flags(args, common)
     sides, problems = [], []
@@ -159,8 +159,8 @@ def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
 
 
 def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """Return the flags of both sides. Defaults for a comparison are added unless they are given."""
-    try:  # flags of a single side also count as given
+    """Return the flags that both sides have in common. Flags that are not given get defaults for a comparison."""
+    try:  # A flag in --a or --b counts as given.
         config = parse_args([*flags, *shlex.split(args.a), *shlex.split(args.b)])
     except ValueError:
         config = parse_args(flags)
@@ -193,7 +193,7 @@ def _batch_flags(args: argparse.Namespace, common: Sequence[str]) -> list[str]:
 
 
 def run_side(side: Side, steps: int) -> Snapshot:
-    """Train a side and print how long it took."""
+    """Train under the layout of one side and print the time that it took."""
     start = time.perf_counter()
     snapshot = train_in_world(side.world_size, side.config, steps, activations=True)
     ranks = f"{side.world_size} rank{'s' if side.world_size > 1 else ''}"

@@ -4,10 +4,10 @@
         --use-mup --mup-base-hidden-size 64 --mup-base-num-layers 2 --mup-base-head-dim 16
 
 Trains a small model of each size for some steps on one batch, on CPU, with the flags of pretrain_gpt.py after `--`.
-After each step, the tool measures, on this batch, the root mean square of activations and of their change since the
-start. If both are constant over widths and depths, learning rates transfer from a small model to a large one (appendix
-D.1 of arXiv 2203.03466). The tool fits the slope of log2(size) over log2(width or depth). A slope of 1 means that the
-size doubles when the width doubles.
+After each step, the tool measures the root mean square of the batch's activations, and of the change of activations
+since initialization. If both are constant over widths and depths, learning rates transfer from a small model to a large
+one (appendix D.1 of arXiv 2203.03466). The tool fits the slope of log2(size) over log2(width or depth). A slope of 1
+means that the size doubles when the width doubles.
 
 A width W keeps the given model's head channels, and scales all other widths (MLPs, latents) in proportion, except those
 in --mup-base-widths. The exit code is 0 if every slope is within --tolerance, 1 if a slope is not or a loss is not
@@ -176,8 +176,8 @@ def _modules(model: GPTModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def verdict(axis: Axis, steps: int, tolerance: float) -> tuple[list[str], bool]:
-    """Return the lines of a table of slopes, and whether all slopes are flat. Logits may shrink with the size, as their
-    initial values do."""
+    """Return the lines of a table of slopes, and whether all slopes are flat. A negative slope is permitted for logits,
+    because their initial values shrink with the model's size."""
     lines, flat = [f"{axis.name}s {' '.join(map(str, axis.sizes))}: slopes after {steps} steps"], True
     for part, kind, found in axis.slopes(steps):
         may_shrink = part == "logits" and kind == "activation"

@@ -151,7 +151,7 @@ class Difference:
 
     key: str
     how: str
-    """Description if something other than the values differs."""
+    """Description of a difference in anything other than the values, such as the shape; empty if only values differ."""
 
     count: int = 0
     of: int = 0
@@ -167,7 +167,8 @@ class Difference:
 
 
 def differences(one: Contents, two: Contents) -> list[Difference]:
-    """Return every tensor in which two checkpoints differ. Models in other formats have only parameters."""
+    """Return every tensor in which two checkpoints differ. If either of the two is a model in another format, only
+    parameters are compared."""
     found = []
     alone = {one: "first", two: "second"}
     for key in in_order(compared(one, two)):

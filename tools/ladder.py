@@ -117,7 +117,7 @@ def train_all(ladder: Ladder, args: argparse.Namespace, flags: Sequence[str]) ->
 
 
 def no_law(ladder: Ladder) -> list[str]:
-    """Return the reasons that would prevent a fit even after all rungs are trained."""
+    """Return the reasons why the scaling law could not be fitted even if all rungs were trained."""
     problems = []
     if (sizes := len({rung.size for rung in ladder.rungs})) < 3:
         rule = f"make runs of {sizes} size{'s' * (sizes > 1)}, and a law needs 3"

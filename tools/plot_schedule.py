@@ -41,8 +41,7 @@ from .pictures.drawing import (
 
 INCHES_PER_ACTION, MOST_INCHES = 0.28, 20.0
 SMALLEST_INCHES = 0.17
-"""Width, in inches, of an action in a schedule that would otherwise not fit. The width is that of three small
-digits."""
+"""Width, in inches, of an action in a schedule that would otherwise not fit. Three small digits have this width."""
 
 LONG_RUN = 50
 COSTS: dict[str, tuple[float, str]] = {
@@ -139,7 +138,7 @@ def short(action: Action) -> str:
 
 @dataclass(frozen=True)
 class Names:
-    """Names and shades of passes."""
+    """Labels and shades of the passes in a drawn schedule."""
 
     layout: PipelineLayout
     per_step: int | None = None
@@ -169,7 +168,7 @@ class Names:
 
 def version_of(microbatch: int, microbatches: int) -> int:
     """Return the number of updates contained in the weights that a pass uses, given the pass's micro-batch number in a
-    run without flush. In such a run, the passes of a step begin before the previous step's update."""
+    run without flush. Without flush, the passes of a step begin before the previous step's update."""
     return max(0, microbatch // microbatches - 1)
 
 
@@ -209,8 +208,8 @@ def without_middle(lines: Sequence[str]) -> list[str]:
 
 
 def drawn(timeline: Sequence[Timed]) -> list[Timed]:
-    """Return the actions that take time. Forward and backward passes that alternate are drawn as one action, named
-    after the forward pass."""
+    """Return the actions to draw, which are those that take time. Forward and backward passes that alternate are drawn
+    as one action, named after the forward pass."""
     return [entry for entry in timeline if entry.action.kind in TIMED and entry.stop > entry.start]
 
 

@@ -131,7 +131,7 @@ class Summary:
 
 
 class Progress:
-    """Progress bar on a terminal; otherwise, a line every `interval` documents. Both show documents/s and MB/s."""
+    """Progress display with documents/s and MB/s: a bar on a terminal; otherwise, a line every `interval` documents."""
 
     def __init__(self, inputs: Sequence[TextFile], interval: int) -> None:
         self.sizes = {file.path: file.size for file in inputs}

@@ -44,7 +44,7 @@ Curve = Mapping[float, float]
 
 @dataclass(frozen=True)
 class Best:
-    """Best learning rate of a case, and the loss of the parabola at that rate."""
+    """Best learning rate of a case, and the loss at that rate according to the fitted parabola."""
 
     rate: float
     loss: float
@@ -135,7 +135,8 @@ def _last_loss(metrics: Path, log: Path) -> float | None:
 
 
 def table(curves: Mapping[str, Curve]) -> list[str]:
-    """Return lines of losses by case and rate, with the best rate of each case, and a line for each group."""
+    """Return the lines of a table: for each case, the loss at each learning rate and the best rate; for each group, a
+    summary."""
     rates = sorted({rate for curve in curves.values() for rate in curve})
     width = max(len(case) for case in curves)
     lines = [" ".join([" " * width, *(f"{rate:>9.3g}" for rate in rates), " best rate", "    loss"])]

@@ -103,8 +103,8 @@ PROBES = {"line breaks": "a\n\nb", "spaces": "a  b", "characters outside its voc
 
 
 def explain(message: str, args: argparse.Namespace, bad: Sequence[str]) -> str:
-    """Return a remedy for SentencePiece's message."""
-    # Keep the part after the failed condition, without the source line.
+    """Return the reason in SentencePiece's error message, followed by a remedy."""
+    # Keep only the text after the failed condition and its source line.
     reason = message.rsplit("] ", 1)[-1].strip() or message
     if "too high" in message:
         reason += f" (--vocab-size {args.vocab_size} is more than this much text supports; lower it or add text)"

@@ -5,12 +5,12 @@
     python tools/translate_flags.py --list
 
 Prints the flags of this program and, below them, the changes with their reasons and the differences of results from
-Megatron-LM's. A script is parsed, not run: variables that it assigns are replaced with their values or defaults. Others
-stay unchanged and are listed. Arithmetic is evaluated. A flag whose number depends on a variable without a value is not
-translated. Branches are included if their tests are true or unknown. stderr lists the flags of branches with unknown
-tests. If the script has #SBATCH lines, the command submits scripts/train_gpt_slurm.sh with the options in these lines.
-The exit code is 1 if a flag has no translation, and 2 if the file is not a launch script. --list prints the translation
-of every flag that this program lacks, and all differences in results.
+Megatron-LM's. A script is parsed, not run: variables that it assigns are replaced with their values or defaults. Other
+variables stay unchanged in the output, and the tool lists them. Arithmetic is evaluated. A flag whose number depends on
+a variable without a value is not translated. Branches are included if their tests are true or unknown. stderr lists the
+flags of branches with unknown tests. If the script has #SBATCH lines, the command submits scripts/train_gpt_slurm.sh
+with the options in these lines. The exit code is 1 if a flag has no translation, and 2 if the file is not a launch
+script. --list prints the translation of every flag that this program lacks, and all differences in results.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def program(batch: Sequence[Sequence[str]]) -> str:
 
 
 def lines_on_batch(batch: Sequence[Sequence[str]], text: str) -> Iterator[str]:
-    """Yield lines about the differences when scripts/train_gpt_slurm.sh is used."""
+    """Yield lines about the differences between the script's job options and scripts/train_gpt_slurm.sh."""
     if dropped := [shown(words) for words in batch if TASKS.match(words[0])]:
         yield "\nOptions of sbatch that are left out:"
         why = "scripts/train_gpt_slurm.sh starts a process for each GPU by itself"
@@ -201,7 +201,7 @@ def lines_on_batch(batch: Sequence[Sequence[str]], text: str) -> Iterator[str]:
 
 
 def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) -> Iterator[str]:
-    """Yield lines about tests and variables on which values in the command depend."""
+    """Yield lines about unknown tests and variables on which values in the translated command depend."""
     if script and script.choices:
         yield "\nValues that depend on an unknown test:"
         for name, values in script.choices.items():

@@ -22,7 +22,8 @@ from megatron.testing.reshard import Checkpoints, kinds
 from megatron.testing.snapshot import Snapshot, differences, moved_by_rounding, relative_difference, train_in_world
 
 TOLERANCE = 1e-9
-"""Largest relative difference after two steps that can result from a different summation order in fp64."""
+"""Allowed relative difference in fp64 after two training steps. A different summation order cannot cause a larger
+difference."""
 
 
 HEAD = f"{'layout':<32} {'ranks':>5}  {'verdict':<8} {'largest':>8} {'s':>6}  first difference, rule or error"

@@ -125,7 +125,7 @@ def die_with_parent(parent: int) -> None:
     if prctl is not None:
         prctl(set_death_signal, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)  # the parent ended before
+        os._exit(1)  # The parent ended before the death signal was set.
 
 
 def share_a_gpu(rank: int, environ: MutableMapping[str, str]) -> None:

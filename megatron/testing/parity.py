@@ -10,8 +10,9 @@ Rows of the table:
 - `finite-differences`: compares each gradient with finite differences of the loss, in one process.
 - a layout, such as `tp2-sp` or `pp2-zb-v`: initial weights must be bit-identical to one process. Loss, gradient norm,
   gradients, weights, and optimizer and callback states of each step must agree within 1e-9. `given` is the layout of
-  the flags themselves. Some gradients, such as those of key biases, are zero except for rounding. If the optimizer
-  amplifies them, as sign-based ones do, the affected elements of weights and states may differ; the row counts them.
+  the flags themselves. Some gradients, such as those of key biases, are zero except for rounding. Sign-based optimizers
+  amplify the rounding. In this case, the affected elements of weights and states may differ, and the row shows the
+  number of these elements.
 - `A-to-B`: a checkpoint saved under layout A and loaded under layout B must have bit-equal weights and states.
 
 Callbacks that store state in checkpoints are called at the start (`on_start`) and after each step (`on_step_end`).

@@ -39,7 +39,7 @@ class Row:
     ranks: int
     flags: str = ""
     verdict: str = "equal"
-    """equal, differs, crashed or refused; for the one-process row, trained."""
+    """Verdict: "trained" for the one-process row; "equal", "differs", "crashed" or "refused" for other rows."""
 
     difference: float | None = None
     """The largest relative difference; None if the row compares no numbers."""

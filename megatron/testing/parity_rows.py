@@ -64,6 +64,6 @@ def chosen(wanted: Sequence[str] | None, known: Sequence[str]) -> list[str]:
 
 
 def print_errors(error: ValueError) -> None:
-    """Print each line of an error."""
+    """Print each problem in an error's message on a separate line."""
     for line in str(error).split("\n"):
         print(f"error: {line}", file=sys.stderr)

@@ -171,7 +171,8 @@ def forget(run: TrainingRun) -> None:
 
 
 def _same(fragment: Fragment, truth: Snapshot, rounded: Mapping[str, float]) -> bool:
-    """Return whether a fragment is bit-equal to the saved one, or within the bound of a `rounded` kind."""
+    """Return whether a loaded fragment is bit-equal to the saved fragment. For the kinds of state in `rounded`, return
+    whether the difference is within the kind's bound."""
     if fragment.key not in truth.tensors:
         return False
     saved, kind = part_of(truth, fragment), fragment.key.split()[1]

@@ -107,12 +107,11 @@ def train_in_world(
         timeout: Seconds after which the world counts as hanging.
         activations: Also record `step k activation MODULE` [samples, s, h], the outputs of the embedding and of each
             layer.
-        unseen: Number of unrecorded steps before. Reading the parameters waits for their gather, so only unrecorded
-            steps overlap with each other.
+        unseen: Number of unrecorded steps before. Use this argument to test overlap between steps: in recorded steps,
+            reading the parameters waits for their gather.
 
     Raises:
-        ValueError: The configuration is illegal.
-        RuntimeError: A rank failed; contains its traceback.
+        ValueError: Validation refuses the configuration. RuntimeError: A rank failed; contains its traceback.
         TimeoutError: The world hangs; contains all stacks.
     """
     config = resolve_legal(flags if isinstance(flags, RunConfig) else parse_args(flags), world_size)
@@ -198,8 +197,8 @@ class _Activations:
                 hooks.callback(handle.remove)
 
     def record(self, name: str, place: int, module: nn.Module, args: tuple[object, ...], x: Tensor) -> None:
-        """Record x [n, b, h]. The context identifies its rows and samples. A recomputation overwrites the same
-        values."""
+        """Record the activation x [n, b, h]. The context identifies the sequence positions and the samples that x
+        contains. A recomputation overwrites the same values."""
         context = args[-1]
         assert isinstance(context, BatchContext)
         rows = context.places_of(x, self.tp_rank).tolist()
@@ -348,13 +347,14 @@ def assemble(fragments: Iterable[Fragment]) -> Snapshot:
 FLOOR = 1e-3
 """Smallest norm used for relative differences, as a share of the largest norm among tensors of the same kind and step.
 
-Some gradients are zero except for rounding, such as the gradient of a key bias, which softmax ignores; their own norm
-is no useful scale.
+Some gradients are zero except for rounding, such as the gradient of a key bias, which softmax ignores. The norm of such
+a gradient is not a useful scale.
 """
 
 
 def kind_of(key: str) -> str:
-    """Return `step 1 gradient` for `step 1 gradient NAME`; for scalars, the whole key."""
+    """Return a key without the tensor's name: `step 1 gradient` for `step 1 gradient NAME`. Return keys of scalars
+    unchanged."""
     kind, _, name = key.rpartition(" ")
     return key if name in PHASES else kind
 
@@ -392,8 +392,8 @@ def differences(a: Snapshot, b: Snapshot) -> Iterator[tuple[str, float]]:
 def moved_by_rounding(a: Snapshot, b: Snapshot, name: str, tolerance: float) -> Tensor | None:
     """Return a mask of the parameter elements whose gradients are pure rounding noise.
 
-    The relative difference of these gradients exceeds `tolerance` at no step, and is nonzero at some step. Returns None
-    if the snapshots have no gradient of that name.
+    The mask selects elements whose gradients are at most `tolerance` times the tensor's floor (`floors_of`) in every
+    step, and nonzero in at least one step. Return None if the snapshots contain no gradient named `name`.
     """
     floors, largest = floors_of(a, b), None
     for key in (key for key in a.tensors if key.endswith(f" gradient {name}")):

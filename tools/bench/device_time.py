@@ -91,7 +91,8 @@ def is_lost(device: torch.device) -> bool:
 
 
 def timed(part: Part, config: RunConfig, device: torch.device, calls: int, rounds: int) -> Row:
-    """Return the row of a part. If the part fails, the row contains the last line of the error."""
+    """Measure a part and return its row of the table. If the part fails, the row contains the last line of the
+    error."""
     try:
         call = part.make(config, device)
         call()
@@ -121,7 +122,7 @@ def one_round(call: Call, calls: int, host: float, device: torch.device) -> tupl
     on_gpu = device.type == "cuda"
     if on_gpu:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        keep_gpu_busy(int(2e9 * min(MOST_SPUN, 1.5 * calls * host)))  # cycles at about 2 GHz
+        keep_gpu_busy(int(2e9 * min(MOST_SPUN, 1.5 * calls * host)))  # The argument is in clock cycles, at about 2 GHz.
         begin.record()
     start = time.perf_counter()
     for _ in range(calls):

@@ -167,9 +167,9 @@ def planned_bytes(config: RunConfig) -> tuple[int, int, int]:
 
 
 def largest_that_fits(shape: Shape, flags: str, room: int) -> RunConfig:
-    """Return the largest configuration that fits according to the plan. First, the number of layers is maximized if it
-    is not given. Then, the number of samples in a micro-batch, a power of two, is maximized. Raises ValueError if not
-    even a single layer or sample fits."""
+    """Return the largest configuration that fits according to the plan. If no number of layers is given, use the
+    largest that fits. Then use the largest power of two that fits as the number of samples in a micro-batch. Raise
+    ValueError if not even a single layer or sample fits."""
     tries = range(1, shape.most_layers + 1) if shape.layers is None else [shape.layers]
     # The plan grows with the number of layers.
     fitting = bisect_right(tries, room, key=lambda layers: sum(planned_bytes(config_of(shape, layers, 1, flags))))
@@ -209,7 +209,7 @@ def take_steps(run: TrainingRun, steps: int) -> None:
 
 
 def round_of(run: TrainingRun, steps: int) -> Round:
-    """Return a function that takes this many steps and returns tokens per second."""
+    """Return a function that runs `steps` training steps and returns tokens per second."""
     tokens = steps * run.config.model.seq_length * (run.config.training.global_batch_size or 0)
     return timed(partial(take_steps, run, steps), 1, tokens)
 
@@ -228,7 +228,7 @@ def measure(
     note: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
     """Measure the upper limits, then rounds of steps, and then a single step with the profiler. Figures are printed as
-    soon as they are measured. `note` receives them before the planner and the profiler run."""
+    soon as they are measured. `note` also receives the figures before the planner and the profiler run."""
     from megatron.training.metrics.summary import peak_tflops
 
     found = device_time.ceilings(config, device)
@@ -274,8 +274,8 @@ def say(lines: Iterable[str]) -> None:
 
 
 def planner_tflops(config: RunConfig, devices: Sequence[str], own: Path | None, name: str) -> dict[str, float]:
-    """Return the predicted speed of a step by device file. Reports why a file is skipped: the file lacks a rate, such
-    as the fp8 rate, or it is the file `own` and describes a device other than `name`."""
+    """Return the predicted speed of a step, keyed by device file. Print why a device file is skipped: a file that lacks
+    a rate, such as the fp8 rate, is skipped, and so is the file `own` if it describes a device other than `name`."""
     from megatron.extensions.plan.planner.device_file import read_device
     from megatron.extensions.plan.planner.time.step_time import predict_step
 

@@ -50,7 +50,7 @@ class Found:
     """Contents of a folder with measurements."""
 
     machines: dict[str, Figures] = field(default_factory=dict)
-    """Device of the measurement, by file."""
+    """Description of the device on which each file was measured, keyed by file."""
 
     runs: list[tuple[str, Figures]] = field(default_factory=list)
     """Figures of each measured model, by file."""

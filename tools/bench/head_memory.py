@@ -98,7 +98,7 @@ def measured(config: RunConfig) -> int:
     small = replace(Batch.of_tokens(tokens[:, :8]), aux_scale=batch.aux_scale)
     model(few, small).backward()  # a first pass, in which libraries allocate their buffers
     hidden = torch.randn(config.model.seq_length, 1, WIDTH).to(dtype).requires_grad_()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak that the kernel measures
+    Path("/proc/self/clear_refs").write_text("5")  # Reset the peak resident memory that Linux records.
     before = status("VmRSS")
     model(hidden, batch).backward()
     return status("VmHWM") - before

@@ -122,7 +122,7 @@ def expert_shapes(config: RunConfig, device: torch.device) -> Any:
 
 
 def expert_share(shapes: Any) -> float:
-    """Return the fraction of the rows that an uneven distribution uses."""
+    """Return the fraction of rows that the uneven distribution assigns to experts."""
     from megatron.extensions.speed.fusions.grouped_choice import uneven
 
     return float(sum(uneven(shapes)) / shapes.expert_rows)
@@ -185,7 +185,7 @@ def attention_call(
 
 
 SELECTION = ("scores_of_keys", "largest_scores", "attended_weights", "divergence")
-"""Operations, other than attention, of layers with selected keys."""
+"""Operations of sparse attention layers, which select keys, other than attention itself."""
 
 
 def selected_keys(config: RunConfig) -> Iterator[Part]:

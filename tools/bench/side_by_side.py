@@ -39,8 +39,9 @@ Found = dict[str, list[float] | str]
 @dataclass(frozen=True)
 class Contestant:
     """Contestant whose `build(*args)` returns the function that runs one round. `build` is called in a new process, or
-    in `ranks` new processes. It may import packages that other contestants must not see. RANK, WORLD_SIZE, MASTER_ADDR
-    and MASTER_PORT are set as by torchrun. With several ranks, the smallest result counts."""
+    in `ranks` new processes, so it may import packages that other contestants must not import. RANK, WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT are set as by torchrun. With several ranks, the result of a round is the smallest result
+    of a rank."""
 
     name: str
     build: Callable[..., Round]
@@ -148,8 +149,8 @@ def interleaved(
     """Run the rounds of contestants in turns A B C A B C, so that a temporary slowdown of the machine affects all
     contestants.
 
-    The result of a contestant that fails is the last line of its error. `note` receives all results so far whenever
-    there is a new result.
+    If a contestant fails, its result is the last line of the error. After each new result, `note` is called with all
+    results so far.
     """
     found: Found = {c.name: [] for c in contestants}
     workers = {c.name: _Worker(c) for c in contestants}
@@ -250,8 +251,8 @@ def _one_round() -> float:
 
 
 def _free_port() -> int:
-    """Return a port below the ephemeral range. Another connection could take a port in that range before the contestant
-    opens it."""
+    """Return a port below the ephemeral range. A port in the ephemeral range could be assigned to another connection
+    before the contestant opens the port."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -261,7 +262,8 @@ def _free_port() -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """Speed of a contestant relative to each other contestant: the median of the rounds' ratios."""
+    """Speed of a contestant relative to every other contestant. Each relative speed is the median of the ratios over
+    rounds."""
 
     contestant: str
     result: Spread | None
@@ -338,9 +340,9 @@ def _version(package: str) -> str | None:
 def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any], ended: bool = True) -> None:
     """Write figures as JSON for other programs, if a file is given.
 
-    A program may write intermediate figures before it has `ended`. The file is complete even if the program is killed
-    at any time. Print the figures before calling this function. If the file cannot be written, an error names it. The
-    program then exits with code 1 if it has `ended`, and otherwise continues.
+    Pass `ended=False` to write intermediate figures. The file is complete even if the program is killed at any time.
+    Print the figures before calling this function. If the file cannot be written, an error names it. The program then
+    exits with code 1 if it has `ended`, and otherwise continues.
     """
     if path is None:
         return

@@ -9,8 +9,8 @@ revision.
 
 The contestants of a cell run in separate processes and take turns. research/speed.py adds other programs to the cells.
 
-Training in one process includes the optimizer step. It is compared with an upper limit: only the GEMMs of the model's
-linear layers and output layer, forward and backward, in the same precision.
+Training in one process includes the optimizer step. The upper limit to its speed is the speed of only the GEMMs of the
+model's linear layers and output layer, forward and backward, in the same precision.
 
 TP, PP and DP: 8 micro-batches of one sequence per step in float32, over single-threaded gloo processes, compared with
 one process that has as many threads. Two rows show an upper bound for this machine: processes that share the batch but
@@ -19,8 +19,8 @@ done).
 
 Packed CP: documents under context parallelism. Most documents are short, and some are about half as long as a sample,
 which makes the default chunks most unequal. Attention takes most of the step. The figure is the processor time of the
-busiest rank, for which the other ranks wait. Other programs on the machine change the wait, but hardly the processor
-time. In a round, all contestants train on the same samples.
+busiest rank, for which the other ranks wait. Processor time hardly depends on other programs on the machine, unlike the
+waiting time. In a round, all contestants train on the same samples.
 
 Start-up: seconds of commands, each in a fresh interpreter, compared with an interpreter that only imports torch.
 
@@ -94,7 +94,7 @@ LAYOUTS = {
     "ours ZeRO-3": "--dp {n} --data-parallel-sharding-strategy optim_grads_params",
     "ours CP": "--cp {n}",
 }
-"""Flags for n ranks, by name."""
+"""Flags of each parallel layout on {n} ranks, keyed by contestant."""
 
 
 def flags(style: Style, dtype: str = "float32", compiled: bool = False, micro_batches: int = 1) -> list[str]:
@@ -139,8 +139,8 @@ def ceiling(style: Style, dtype: str, steps: int) -> Round:
 
 
 def silent(argv: Sequence[str], tokens: int, steps: int) -> Round:
-    """Return a round of data parallelism without communication: each process trains on its part of the batch in a world
-    of its own."""
+    """Return a round in which each process trains alone on its part of the batch. The result is an upper bound for data
+    parallelism, because the processes do not communicate."""
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     return ours(argv, tokens, steps)
 
@@ -192,8 +192,8 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "pretrain_gpt.py --dry-run": ([*TINY, "--dry-run", "--world-size", "2"], ""),
     "first step, 2 processes": ([*TORCHRUN, *TINY], "iteration +1/"),
 }
-"""Arguments of Python and the text in the output at which timing ends, by name of the command. The text is empty if
-timing ends with the process."""
+"""For each command, the arguments of Python and a text. Timing ends when the output contains the text, or, if the text
+is empty, when the process ends."""
 
 
 # The table
@@ -213,7 +213,7 @@ class Cell:
 
     @property
     def ours(self) -> list[Contestant]:
-        """Contestants of this program, without the baseline."""
+        """Contestants that train with this program, without the baseline."""
         return [c for c in self.contestants if c.build in (ours, packed_step, starts) and c.name != self.baseline]
 
     def rivals(self, name: str) -> Iterator[str]:
@@ -257,7 +257,7 @@ WATCHES = {
     "averages every 10": "--ema-decay 0.999 --ema-interval 10",
     "noise scale": "--log-noise-scale",
 }
-"""Flags, by name, for values that training keeps or measures."""
+"""Flags that make training keep or measure additional values, keyed by contestant."""
 
 
 def watched(threads: int, steps: int) -> dict[str, Cell]:

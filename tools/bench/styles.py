@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Style:
-    """Sizes of a model that each contestant can build."""
+    """Sizes of a model that the contestants of all programs can build."""
 
     layers: int
     hidden: int

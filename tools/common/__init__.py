@@ -187,7 +187,7 @@ def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None,
             "Hugging Face family to write (default: the input's, or the first that can express the model); or " + text
         )
         older = {"dest": "hf_family", "action": "append", "default": [], "help": argparse.SUPPRESS}
-        parser.add_argument("--model-type", **older)  # the name of the flag in version 0.1
+        parser.add_argument("--model-type", **older)  # --hf-family was called --model-type in version 0.1.
     _read_at_once(parser, argv, "--hf-family", "NAME|FILE" if writes else "FILE", text, read)
 
 
@@ -300,8 +300,9 @@ def processor_name() -> str:
 
 
 def run_tool(main: Callable[[], int]) -> NoReturn:
-    """Run a tool's main and exit with its code. User errors give code 2 and one line per problem. An interruption gives
-    code 130, and a termination gives code 143. Both raise an exception, so that temporary files are removed."""
+    """Run a tool's main and exit with its code. After a user error, print one line per problem and exit with code 2. An
+    interruption (SIGINT) leads to code 130, and a termination (SIGTERM) to code 143. Both signals raise an exception,
+    so that temporary files are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     skip_final_collection()
     open_closed_streams()

@@ -38,8 +38,8 @@ def batch_options(text: str) -> Iterator[list[str]]:
 
 
 def slurm_variables(batch: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return the job variables whose values sbatch options determine. A range such as --nodes=2-4 determines no
-    variable."""
+    """Return the job variables whose values sbatch options determine. An option with a range, such as --nodes=2-4, does
+    not determine a variable."""
     numbers: dict[str, int] = {}
     for option in batch:
         found = re.fullmatch(r"(--[\w-]+|-[NncG])(?:[= ]?(.*))", " ".join(option))

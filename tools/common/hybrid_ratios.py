@@ -27,7 +27,8 @@ def pattern_of(layers: int, attention: float, mlp: float) -> str:
 
 
 def _spaced(places: int, gap: float) -> list[bool]:
-    """Return which positions are chosen if `gap` other positions precede each chosen one. `gap` may be a fraction."""
+    """Choose positions so that `gap` positions that are not chosen precede each chosen position. `gap` may be a
+    fraction. Return whether each position is chosen."""
     found, left = [], gap
     for _ in range(places):
         found.append(left < 0.5)

@@ -66,8 +66,8 @@ class LaunchScript:
     text: str
     variables: ShellVariables = field(default_factory=ShellVariables)
     started: dict[str, list[tuple[str, ...]]] = field(default_factory=lambda: {"pretrain": [], "other": [], "any": []})
-    """Words after the program name, by kind of command: training programs, other Python programs, and commands whose
-    flags come from variables."""
+    """Words after the program name in each recorded command, keyed by kind of command: training programs, other Python
+    programs, and commands whose flags come from variables."""
 
     unsure: list[str] = field(default_factory=list)
     """Flags in branches whose condition is unknown."""
@@ -123,8 +123,8 @@ class LaunchScript:
         self._tested = tested
 
     def _reserved(self, words: list[str], guard: float) -> list[str]:
-        """Process the reserved words at the start of a command. Such words open, change and close branches. Returns the
-        remaining words."""
+        """Process the reserved words at the start of a command, which begin, switch and end branches. Return the other
+        words of the command."""
         while words:
             word, *rest = words
             if word in ("if", "while", "until", "{"):

@@ -41,12 +41,12 @@ class StandIn(ModuleType):
 
 def parser_of(checkout: Path) -> argparse.ArgumentParser:
     """Return the checkout's parser. Raises ImportError if a module of the checkout itself is missing."""
-    sys.path[0] = str(checkout)  # replaces this file's folder
+    sys.path[0] = str(checkout)  # The checkout replaces the folder of this file.
     stand_ins: dict[str, StandIn] = {}
     while True:
         for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
             del sys.modules[name]
-        package = ModuleType("megatron")  # their package has no __init__.py: an installed one would win
+        package = ModuleType("megatron")  # without it, an installed package would take precedence
         package.__path__ = [str(checkout / "megatron")]
         sys.modules.update({"megatron": package, **stand_ins})
         try:

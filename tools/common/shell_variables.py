@@ -30,7 +30,8 @@ NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le":
 NO = 0.0
 UNSURE = 0.5
 YES = 1.0
-"""Value of a test that is true. In tests, `!` is 1 - x, `&&` is the minimum, and `||` is the maximum."""
+"""Value that represents the result "true" of a test. In tests, `!` is 1 - x, `&&` is the minimum, and `||` is the
+maximum."""
 
 
 class ExpansionError(Exception):
@@ -85,7 +86,7 @@ class ShellVariables:
             case [text, sign, other]:
                 return compared(text, sign, other)
             case [sign, text] if sign in ("=", "==", "!=") or sign in NUMBERS:
-                return UNSURE if UNKNOWN.search(text) else NO  # bash reports a missing operand
+                return UNSURE if UNKNOWN.search(text) else NO  # bash reports an error: a missing operand
         return UNSURE
 
     def _nonzero(self, expression: str) -> float:
@@ -269,5 +270,5 @@ def compared(text: str, sign: str, other: str) -> float:
         return UNSURE
     try:
         return float(evaluate(f"{int(text)} {NUMBERS[sign]} {int(other)}", lambda name: None))
-    except ValueError:  # bash reports text that is not a number
+    except ValueError:  # For text that is not a number, bash reports an error, and the test is false.
         return NO

@@ -18,8 +18,8 @@ UNKNOWN = re.compile(r"\$[\w{(@*#?!]|`")
 
 def span_end(text: str, start: int, quoted: bool = False) -> int:
     """Return the end of the piece that begins at `start`: a quotation, a substitution, parentheses, or one character.
-    Within double quotes (`quoted`), only substitutions are longer than one character. Raises ValueError if the end is
-    missing."""
+    Within double quotes (`quoted`), only substitutions are longer than one character. Raises ValueError if the end of
+    the piece is missing."""
     if text[start] == "\\":
         return min(start + 2, len(text))
     if name := PLAIN_VARIABLE.match(text, start):

@@ -19,8 +19,8 @@ AXES = {"tokens": "tokens", "hours": "hours of training", "FLOPs": "FLOPs of the
 
 
 def by_loss(runs: Sequence[RunFolder]) -> tuple[list[RunFolder], str]:
-    """Return the runs, best first, and the criterion. The criterion is the last validation loss if all runs have one,
-    otherwise the last training loss. Runs without a finite loss come last."""
+    """Return the runs in order of increasing loss, and the name of the loss. The loss is the last validation loss if
+    all runs have one, otherwise the last training loss. Runs without a finite loss come last."""
     key = "valid_loss" if all(run.values("valid_loss") for run in runs) else "lm_loss"
     kind = "validation" if key == "valid_loss" else "training"
     return sorted(runs, key=lambda run: _last(run, key)), f"last {kind} loss"
@@ -48,8 +48,8 @@ def ranking(runs: Sequence[RunFolder], by: str) -> Markup:
 
 def spent(run: RunFolder, axis: str) -> Iterator[tuple[float, float]]:
     """Yield (iteration, resources used so far) for each log line of a run. Tokens count all tokens on which the model
-    was trained. Time and FLOPs do not include those of a run that this run continues. Time is the sum of step times,
-    without pauses, evaluations and saves. Yields nothing if records have no such value."""
+    was trained. If the run continues another run, time and FLOPs of the other run are not included. Time is the sum of
+    step times, without pauses, evaluations and saves. Yields nothing if records have no such value."""
     before, total = _first_iteration(run), 0.0
     for record in run.records:
         tokens, step = number(record.get("consumed_tokens")), number(record.get("step_time"))

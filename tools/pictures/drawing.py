@@ -72,7 +72,7 @@ def new_figure(width: float, height: float) -> Figure:
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install 'paritrain[plot]'") from None
     matplotlib.rcParams.update(LOOK)
-    warnings.filterwarnings("ignore", "Glyph")  # the measuring font lacks some glyphs, unlike viewers
+    warnings.filterwarnings("ignore", "Glyph")  # viewers have glyphs that this font lacks
     return Figure((width, height), layout="constrained")
 
 
@@ -175,7 +175,8 @@ def wrapped(text: str, width: float) -> str:
 
 
 def write_values(axis: Axis, text: Callable[[float], str], most_values: int = 6) -> None:
-    """Format the values of an axis with a function. Ticks of byte values are placed at round numbers of the unit."""
+    """Format the values of an axis with a function. If the values are in bytes, ticks are placed at round numbers of
+    the unit, such as GiB."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
     axis.set_major_locator(MaxNLocator(most_values))

@@ -3,8 +3,9 @@
     python pretrain_gpt.py --dry-run --json plan.json FLAGS
     python tools/pictures/plot_memory.py --plan plan.json --trace iterations-11-12.json.gz --output memory.svg
 
-The plan is by pipeline rank. A trace records the memory held by each of its ranks: tensors by category, other memory at
-the device's peak, and, on CPU, the whole process, which is not comparable with a plan. Needs neither a GPU nor torch.
+The plan shows the memory of each pipeline rank. For each traced rank, a trace records the memory of tensors by category
+and other memory at the device's peak. On CPU, a trace also records the memory of the whole process, which is not
+comparable with a plan. The tool needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CATEGORIES = {
     "activations and working": HUES[3],
     "host": HUES[5],
 }
-"""Colour of each category. The last category is host memory, shown next to device memory."""
+"""Colour of each category. The last category, host memory, is drawn next to device memory."""
 
 MOST_RANKS = 32
 
@@ -128,8 +129,8 @@ def on_device(bar: Bar) -> int:
 
 
 def memory_picture(bars: Sequence[Bar], width: float = WIDE) -> Figure:
-    """Draw each bar horizontally, divided by category. The plan and the measurement of a pipeline rank are next to each
-    other. A narrow picture shows the sizes below the names."""
+    """Draw each bar horizontally, divided by category. Each pipeline rank's measured bar is drawn next to its planned
+    bar. A narrow picture shows the sizes below the names."""
     every = in_order(bars)
     drawn = every[:MOST_RANKS]
     more = f"; {len(drawn)} of {len(every)} bars are drawn" if len(every) > len(drawn) else ""

@@ -57,7 +57,7 @@ def wide_figures(draw: Callable[[float], Figure]) -> Markup:
 
 
 def summary(run: RunFolder) -> Markup:
-    """Return the most important figures."""
+    """Return the summary of a run: its most important figures."""
     facts = [("status", *status(run))]
     of = run.config.get("train-iters")
     reached = max((int(record["iteration"]) for record in run.records), default=None)
@@ -375,7 +375,7 @@ def audits(run: RunFolder) -> Markup:
     counted = [count for _, count in run.values("audits")]
     if not found and not any(counted):
         return Markup("")
-    ends = [one for one, after in pairwise([*counted, 0.0]) if after < one]  # each start counts separately
+    ends = [one for one, after in pairwise([*counted, 0.0]) if after < one]  # each start counts from 0
     steps, times = sum(ends), len(found)
     text = html.paragraph(f"{steps:,.0f} steps were audited; ranks disagreed in {times:,}.")
     rows = []

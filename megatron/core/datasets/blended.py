@@ -76,7 +76,8 @@ class BlendedDataset(SampleOrder):
 
 
 class _SameNumbers(SampleOrder):
-    """View of another dataset with the same sample numbers. Subclasses override some of its properties."""
+    """View of another dataset with the same sample numbers. Subclasses override some properties of the other
+    dataset."""
 
     def __init__(self, inner: Dataset) -> None:
         self.inner, self.fingerprint = inner, inner.fingerprint

@@ -137,7 +137,7 @@ def build_datasets(
         sizes: Number of samples of train, valid and test; None means one epoch.
         eod: End-of-document token, if the tokenizer has one.
         vocab_size: Exclusive upper bound of the token ids, for the data check.
-        demands: Further requirements of the run, which only indexed datasets use.
+        demands: Further requirements of the run. Only indexed datasets use these requirements.
 
     Raises:
         ValueError: A flag or file is wrong, a split has no documents, or a token id is outside the vocabulary.

@@ -68,8 +68,8 @@ class BuildDatasets(Protocol):
     """Function that builds the datasets of a run."""
 
     def __call__(self, config: object, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
-        """Build the datasets. `megatron.extensions.data.datasets.generator_dataset.stream_splits` builds them from a
-        stream.
+        """Build the datasets. To build datasets from a stream, use
+        `megatron.extensions.data.datasets.generator_dataset.stream_splits`.
 
         Args:
             config: the run's `DatasetConfig`.

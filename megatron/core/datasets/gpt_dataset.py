@@ -247,8 +247,8 @@ class GPTDataset(DocumentSamples):
         ends = np.cumsum(self.lengths[index.document_index], dtype=np.int64)
         begins = np.append(0, ends[:-1])
         numbers = np.sort(index.shuffle_index[taken:]).astype(np.int64)
-        left = np.append(numbers, self.samples)  # the last entry: tokens after all samples
-        first = np.flatnonzero(np.diff(left, prepend=-2) != 1)  # of each run of consecutive samples
+        left = np.append(numbers, self.samples)  # The last entry represents the tokens after all samples.
+        first = np.flatnonzero(np.diff(left, prepend=-2) != 1)  # positions at which runs of consecutive samples begin
         runs, stops = left[first] * length, np.append((left[first[1:] - 1] + 1) * length, ends[-1])
         run = np.searchsorted(runs, begins, side="right") - 1
         inside = (run >= 0) & (begins < stops[run])

@@ -179,7 +179,7 @@ def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, 
     for first, part, ends in _lengths_in_parts(lengths, document_index):
         ends += tokens
         tokens = int(ends[-1])
-        stop = min(samples + 1, -(-tokens // seq_length))  # These samples start before the end of the part.
+        stop = min(samples + 1, -(-tokens // seq_length))  # number of samples that start before the end of this part
         starts = np.arange(done, stop, dtype=np.int64) * seq_length
         # side="right" selects the document that contains the token and skips empty documents
         where = np.searchsorted(ends, starts, side="right")
@@ -201,7 +201,8 @@ def build_document_ends(lengths: NDArray, document_index: NDArray) -> NDArray[np
 
 
 def _lengths_in_parts(lengths: NDArray, document_index: NDArray) -> Iterator[tuple[int, NDArray, NDArray[np.int64]]]:
-    """Yield (first, lengths, cumulative sums) for every `STREAM` documents of the stream."""
+    """Divide the document stream into parts of `STREAM` documents. For each part, yield the position of its first
+    document, the document lengths, and their cumulative sums."""
 
     def look_up(first: int) -> tuple[int, NDArray, NDArray[np.int64]]:
         part = lengths[document_index[first : first + STREAM]]
@@ -266,10 +267,10 @@ def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
     """Draw all samples of a blend. Blocks of draws run in parallel, and each block starts from a guess of the previous
     counts.
 
-    The rule corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If a block's counts
-    after these early draws equal the counts at the end of the previous block, the draws of the block are correct. This
-    follows by induction from the first block. Otherwise, the samples of the block are drawn again one by one from the
-    correct counts.
+    Greedy drawing corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If a block's
+    counts after these early draws equal the counts at the end of the previous block, the draws of the block are
+    correct; the proof is by induction, starting with the first block. If the counts differ, the samples of the block
+    are drawn again one by one from the correct counts.
     """
     blocks = -(-size // BLOCK)
     choice = np.empty((blocks, BLOCK), np.int16)

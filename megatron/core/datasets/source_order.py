@@ -85,7 +85,7 @@ class SourceOrder:
         return _View(self.segments, self.taken)
 
     def take(self, samples: int) -> None:
-        """Record that this many more samples were consumed."""
+        """Add `samples` to the number of consumed samples."""
         self.taken += samples
 
     def restart(self) -> None:

@@ -68,7 +68,8 @@ class CheckpointWriter:
         self.cleanups, self.held = cleanups, list[PurePath]()
         self.check: Callable[[], None] = lambda: None
         self._own_latest = {latest_text(root)}
-        """Contents of the latest-checkpoint file that this run wrote or, before its first save, found at its start."""
+        """Contents of the latest-checkpoint file that count as this run's: the contents at the start of the run, and
+        everything that the run has written."""
         self._world = world
         if world.size > 1:  # A separate group is needed, because two threads must not share a group.
             self._world = replace(world, group=dist.new_group(list(world.ranks), backend="gloo"))

@@ -3,7 +3,8 @@
 With many small tensors, a save would spend most of its time in `torch.save`, which creates a zip archive and a pickle
 for each tensor. A load would spend most of its time in `torch.load`. Archives of tensors with the same dtype, shape and
 strides differ only in the tensor's data, so the writer assembles them from a template. The bytes in the file are the
-same as those of `torch.save`. A reader that finds a template's bytes around the data does not unpickle the archive.
+same as those of `torch.save`. If a reader recognizes an archive by its template, it copies the tensor's data without
+unpickling the archive.
 """
 
 from __future__ import annotations

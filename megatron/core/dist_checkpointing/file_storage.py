@@ -101,8 +101,8 @@ class Storage(Protocol):
     def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> None:
         """Write a whole file if its current content is `expected`. If `expected` is None, the file must not exist.
 
-        Raises FileExistsError if the content has changed. In the default implementation, two simultaneous writers may
-        both succeed.
+        Raises FileExistsError if the current content is not `expected`. In the default implementation, two simultaneous
+        writers may both succeed.
         """
         if self.content(path) != expected:
             raise FileExistsError(f"{path} was changed by another writer")
@@ -298,7 +298,7 @@ class LocalStorage(Storage):
             self.remove(replaced)
 
     def finished(self, final: PurePath) -> bool:
-        return True  # renaming creates folders under a final name, so nothing is left to discard
+        return True  # A folder gets its final name only by renaming, so it is always complete.
 
     def discard(self, final: PurePath) -> None:
         with suppress(FileNotFoundError):

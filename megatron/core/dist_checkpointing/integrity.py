@@ -56,7 +56,7 @@ class SummedFile(io.BufferedWriter):
 
 
 def write_summed(path: PurePath, text: str) -> dict[str, int]:
-    """Write a new file in an unpublished folder. Returns its size and checksum."""
+    """Write a new file in an unpublished folder. Return the size and the checksum of the file."""
     with SummedFile(path) as file:
         file.write(text.encode())
     return file.sums

@@ -42,10 +42,10 @@ class KindFacts:
     """Description of the path's contents, which follows the path in a message."""
 
     order: int
-    """Position among the kinds. A path that matches several kinds is of the kind with the smallest number.
+    """Position among the kinds of paths. If a path matches several kinds, the kind with the smallest number is used.
 
-    Built-in numbers are 0, 10, ...: URL, indexed dataset, checkpoint, folder of checkpoints, run (40), empty folder,
-    other folder, nothing, other file.
+    The built-in kinds have the numbers 0 (URL), 10 (indexed dataset), 20 (checkpoint), 30 (folder of checkpoints), 40
+    (run), 50 (empty folder), 60 (other folder), 70 (nothing) and 80 (other file).
     """
 
     loaded_as: str = ""
@@ -62,8 +62,8 @@ class KindFacts:
 
 
 class PathKind(Protocol):
-    """Class or function that recognizes one kind of path. A `DataKind`, or a kind of models that --load accepts, has
-    more methods."""
+    """Class or function that recognizes one kind of path. `DataKind` and the kinds of models that --load accepts have
+    additional methods."""
 
     def __call__(self, path: str, /) -> bool:
         """Return whether a path is of this kind. The path may not exist, and may be a pattern or a URL."""
@@ -247,8 +247,8 @@ def is_checkpoint(path: PurePath) -> bool:
 def named_folder(path: Folder) -> Folder:
     """Return the folder that a path refers to.
 
-    If nothing exists at the path, but a text file `path`.txt does, the result is the neighbouring checkpoint named in
-    the file. The text file replaces a link on file systems without links.
+    On file systems without links, a text file `path`.txt replaces a link: if `path` does not exist, the result is the
+    checkpoint next to the text file that the text file names.
     """
     storage = storage_of(path)
     if os.path.lexists(path) if isinstance(path, Path) else storage.exists(path):

@@ -126,7 +126,8 @@ def _natural(value: object) -> TypeGuard[int]:
 
 
 def _with_type(call: Call) -> str | None:
-    """Check a call with (function, type, arguments, state): the inner call of `function` must be permitted."""
+    """Check a call with the arguments (function, type, arguments, state). The call `function(*arguments)` inside it
+    must be permitted."""
     if len(call.given) != 4:
         return "with arguments other than function, type, arguments and state"
     call.inner(call.given[0], call.given[2])
@@ -139,7 +140,8 @@ def _empty_array(call: Call) -> str | None:
 
 
 def _one_number(call: Call) -> str | None:
-    """Check a call with (dtype, bytes). Without the bytes, numpy would allocate a value of the dtype."""
+    """Check a call with (dtype, bytes). The bytes are required: without them, numpy would allocate memory of the
+    dtype's size."""
     return None if len(call.given) == 2 and cost(call.given[1]) else "without the bytes of a number"
 
 

@@ -9,7 +9,7 @@ import pickle
 import pickletools
 
 _LINES = {"GLOBAL": 2, "INST": 2}
-"""Number of text lines that follow an opcode, for opcodes for which this is not one."""
+"""Number of text lines that follow an opcode; opcodes that are not listed have one line."""
 
 _COUNTS = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,

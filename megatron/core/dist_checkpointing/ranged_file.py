@@ -109,8 +109,8 @@ class RangedFile(SeekableFile):
 def pieces(ranges: Iterable[Range], largest: int) -> Iterator[Range]:
     """Divide sorted ranges into pieces to fetch.
 
-    Several small ranges form one piece. A range larger than `largest` is fetched as its two ends and the middle in
-    parts.
+    Several small ranges form one piece. A range larger than `largest` is divided into its two ends and several pieces
+    between the ends.
     """
     together = Range(0, 0)
     for start, end in ranges:

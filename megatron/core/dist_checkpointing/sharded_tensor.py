@@ -5,7 +5,7 @@ row-major order, which consists of a few boxes (`core.boxes`). DCP reshards boxe
 any other set. State is therefore saved in the form in which it is in memory, without gathering or copying the whole
 tensor.
 
-DCP reads boxes through three private torch methods. Only this file implements these methods.
+DCP reads boxes through three private torch methods, which only this file implements.
 """
 
 from __future__ import annotations

@@ -51,13 +51,13 @@ def model_state(
 def optimizer_state(
     pieces: Iterable[OptimizerPiece], state: ParallelState, data_sharded: bool, prefix: str = OPTIMIZER
 ) -> StateDict:
-    """Return the state dict to save for the optimizer or, with its `prefix`, for a callback.
+    """Return the state dict to save for the optimizer or a callback.
 
     Args:
         pieces: State on this rank.
         state: Process groups.
         data_sharded: True if each data-parallel rank holds a different part (ZeRO-1).
-        prefix: Prefix of all keys.
+        prefix: Prefix of all keys, which identifies the optimizer or the callback.
     """
     writers, entries = _Writers(state, data_sharded), _Entries()
     for piece in pieces:

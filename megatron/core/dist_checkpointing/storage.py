@@ -6,8 +6,8 @@
     root/iter_0000100/manifest.json             the files above with their sizes and checksums
 
 A checkpoint becomes visible once it is complete (`file_storage`): on the local disk it is written into a temporary
-folder, synced and renamed. Then the number in the text file is replaced. If the run is killed at any moment, the text
-file still names a complete checkpoint.
+folder, synced and renamed. After that, the iteration number in latest_checkpointed_iteration.txt is replaced. That file
+names a complete checkpoint even if the run is killed at any moment.
 
 Files may come from untrusted sources. Everything except tensors is JSON, DCP's pickled index may contain only allowed
 names, and tensors are read with `weights_only`.
@@ -92,8 +92,8 @@ def save(
         The folder of the checkpoint. The checkpoint is complete on disk when this function returns on any rank.
 
     Raises:
-        CheckpointError: on every live rank. The latest checkpoint is then still the previous checkpoint, and the
-            written files are deleted.
+        CheckpointError: The save failed; raised on every live rank. In this case, the written files are deleted, and
+            the previous checkpoint remains the latest.
     """
     try:
         on_first_rank(check, world)

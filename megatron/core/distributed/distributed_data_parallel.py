@@ -1,8 +1,9 @@
 """DistributedDataParallel: accumulates gradients in flat buffers and reduces them bucket by bucket.
 
 A gradient reaches `param.main_grad` in one of two ways. The autograd Functions of linear layers and embeddings add
-weight gradients there, immediately or from the weight-gradient queue. All other gradients are computed by autograd, and
-a hook adds the gradients when they are complete. In both cases, `param.on_main_grad` is then called if it is set.
+weight gradients to `param.main_grad`, immediately or from the weight-gradient queue. Autograd computes all other
+gradients, and a hook adds each of these gradients once it is complete. After each addition, `param.on_main_grad` is
+called if it is set.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ class DistributedDataParallel:
 
     def start_grad_sync(self, bucket: int | None = None) -> None:
         """Start the reductions that have not started yet, in launch order, up to and including `bucket`. By default,
-        start all of them.
+        start the reductions of all buckets.
 
         Collective over the data-parallel ranks. No gradient may be added to these buckets until the step ends.
         """
@@ -253,7 +254,7 @@ class DistributedDataParallel:
                 bucket.start_param_sync()
 
     def wait_param_sync(self) -> None:
-        """Wait for the all-gathers. A forward pass can then run."""
+        """Wait for the parameter all-gathers, so that a forward pass can run."""
         for bucket in reversed(self.buckets):
             bucket.finish_param_sync()
 
@@ -282,8 +283,8 @@ class DistributedDataParallel:
         return self.units.sharded_params()
 
     def gather_grads_(self) -> None:
-        """All-gather every `main_grad` after a gradient sync that left only shards on each rank. For tests and
-        diagnosis."""
+        """All-gather every `main_grad` after a gradient sync that left only shards on each rank. Only tests and
+        diagnostic tools need this method."""
         for bucket in self.buckets:
             bucket.gather_grads_()
 

@@ -1,9 +1,9 @@
 """Computes the final gradient of a step after the last micro-batch: remaining reductions, and one division by the token
 count.
 
-Losses are sums over tokens. Their gradients are divided only once, by the number of valid tokens in the global batch
-(the factor that `reduce_model_grads` returns). The result therefore does not depend on how the batch is split over
-micro-batches and over data-, context- and pipeline-parallel ranks.
+Losses are sums over tokens. The gradients of these sums are divided only once, by the number of valid tokens in the
+global batch. `reduce_model_grads` returns the corresponding factor. The result therefore does not depend on how the
+batch is split over micro-batches and over data-, context- and pipeline-parallel ranks.
 
 Sums over data-parallel ranks come first. These sums may have started during the backward pass, and leave each rank with
 only its shards. Two other sums commute with them, and therefore run only over the shards: sums of gradients that are

@@ -1,10 +1,10 @@
 """Tracking of bucket readiness, for the overlap of gradient reduction and parameter all-gather with computation.
 
-For gradients, a parameter reports each contribution to its `main_grad`. Each use in a layer that adds the gradient
-itself causes one report, and the whole contribution of autograd causes one report. Every micro-batch therefore causes
-the same number of reports. A gradient is complete after (reports per micro-batch) * (micro-batches) reports. This is
-true for any order of backward passes, for split backward passes, and if several stages share the parameter. No schedule
-has to mark the last backward pass.
+For gradients, a parameter reports each contribution to its `main_grad`. If a layer adds weight gradients itself, each
+use of the parameter in the layer causes one report. The sum of the gradients that autograd computes causes one report.
+Every micro-batch therefore causes the same number of reports. A gradient is complete after (reports per micro-batch) *
+(micro-batches) reports. This is true for any order of backward passes, for split backward passes, and if several stages
+share the parameter. No schedule has to mark the last backward pass.
 
 For parameters, a module waits for the buckets that it reads before it runs.
 """

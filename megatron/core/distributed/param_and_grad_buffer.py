@@ -86,7 +86,8 @@ class Bucket:
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def adopt(self, owners: Sequence[nn.Parameter]) -> None:
-        """Take over the parameters `owners`, whose values were moved into `params`."""
+        """Take over the parameters `owners` after their values were moved into `params`. The base class does
+        nothing."""
 
     def owned_grad(self, piece: Piece) -> Tensor:
         """Return the gradient of a piece in `owned_pieces` as a 1-D view."""
@@ -301,7 +302,7 @@ class ParamAndGradBuffer:
 
 
 LARGEST = 2**16
-"""Maximum number of elements in a gradient that is held back."""
+"""Maximum size, in elements, of a gradient that `SmallGrads` collects."""
 
 AT_A_TIME = 256
 

@@ -125,8 +125,8 @@ class BufferLayout:
         return self.buckets[-1].stop
 
     def kept(self, shards: bool) -> int:
-        """Return the number of elements of the buffer that a rank keeps permanently. With `shards`, only shards of unit
-        buckets are kept.
+        """Return the number of elements of the buffer that a rank keeps permanently. If `shards` is true, only the
+        rank's shards of unit buckets are kept.
         """
         return self.numel // self.data_parallel_size if shards and self.by_unit else self.numel
 

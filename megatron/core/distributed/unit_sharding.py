@@ -49,8 +49,9 @@ class UnitBucket(Bucket):
     """Bucket of one unit. This rank keeps its gradient shard (ZeRO-2) and also its parameter shard (ZeRO-3).
 
     Whole gradients exist from the first contribution of a micro-batch until they have been reduced and added to
-    `grad_shard`. Whole parameters exist from the first `acquire` to the last `release`. Their memory is allocated and
-    freed under the same views, so references that autograd saved are valid whenever the parameter is whole.
+    `grad_shard`. Whole parameters exist from the first `acquire` of the unit to its last `release`. Their memory is
+    allocated and freed under the same views, so references that autograd saved are valid whenever the parameter is
+    whole.
     """
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
@@ -97,7 +98,8 @@ class UnitBucket(Bucket):
             self.drop_params()
 
     def drop_params(self) -> None:
-        """Free whole parameters, for example because they have changed. No pass may be using them."""
+        """Free whole parameters, for example because they have changed. Do not call this method while a pass uses the
+        parameters."""
         assert self.users == 0, "parameters in use"
         if self.shards_params and self.whole_params:
             self.finish_param_sync()
@@ -127,7 +129,7 @@ class UnitBucket(Bucket):
             self.whole_grads = True
 
     def zero_stale_grads(self) -> None:
-        """Zero the whole gradients to which nothing has been added."""
+        """Zero those whole gradients to which no contribution has been added in this step."""
         for owner in self.owners:
             if is_stale(owner):
                 mark_stale(owner, False)
@@ -201,7 +203,7 @@ class Order(Generic[T]):
     """Order in which units or buckets are requested. One step learns the order, and the following steps use it."""
 
     known: dict[int, list[T]] = field(default_factory=dict)
-    """Learned orders, keyed by number of micro-batches."""
+    """Orders of units observed in earlier steps, keyed by number of micro-batches."""
 
     microbatches: int = 0
     """Number of micro-batches in the current step; 0 outside of steps."""
@@ -221,7 +223,7 @@ class Order(Generic[T]):
             self.asked.append(unit)
             expected = self.known.get(self.microbatches, [])
             if expected[len(self.asked) - 1 : len(self.asked)] not in ([], [unit]):
-                del self.known[self.microbatches]  # The order has changed and must be learned again.
+                del self.known[self.microbatches]  # The order of units has changed and must be recorded again.
 
     def following(self, count: int) -> list[T]:
         """Return the next `count` units, or fewer if fewer are known."""

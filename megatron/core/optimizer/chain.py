@@ -78,7 +78,7 @@ class _Param:
     """This rank's flat part of each state."""
 
     matrices: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """States of the matrices that this rank owns, keyed by matrix number. These states are not flattened."""
+    """Unflattened states of the matrices that this rank owns, keyed by matrix number."""
 
 
 _Elements = tuple[_Param, slice]
@@ -94,7 +94,8 @@ class _Run:
     x: ParameterUpdate
     steps: Requests
     into: Tensor | None
-    """The gradient that a fused link reads; None if the update is added to the parameter."""
+    """Gradient tensor that receives the update, for the fused link to read; None if the update is added to the
+    parameter."""
 
     requests: tuple[Request, ...] = ()
     done: bool = False
@@ -111,7 +112,7 @@ class Chain(ShardUpdate):
     """Chains for the parameters of `shards`, which are all on the device or all on the host.
 
     Creating this object is a collective over the stage, unless each element is updated independently. `shards` contain
-    main parameters, gradients and the states of fused links. This object keeps the states of all other links.
+    main parameters, gradients and the states of fused links. `Chain` keeps the states of all links that are not fused.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """AdamW's update of a shard as a compiled region: a single kernel, which also writes the parameters. torch's fused
 kernel stores the scaled gradient, and a separate copy reads the main parameters again to write the 16-bit parameters.
-These two steps account for 8 of the 38 bytes that torch's update moves per element.
+The stored gradient and the separate copy account for 8 of the 38 bytes per element that torch's update moves.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class CompiledAdamKernel(ShardUpdate):
         self._factor = None
 
     def _scalars(self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor) -> AdamScalars:
-        """Return the scalars for the update that follows `updates` earlier updates. `skip` and `updates` are float64
-        scalars on the device."""
+        """Return the scalars of the next update. `updates` is the number of earlier updates. `skip` and `updates` are
+        float64 scalars on the device."""
         first, second = (1.0 - beta ** (updates + 1.0) for beta in (self.config.adam_beta1, self.config.adam_beta2))
         factor = torch.ones_like(skip) if self._factor is None else self._factor
         values = factor, skip, torch.full_like(skip, 1.0 - lr * weight_decay), lr / first, second.sqrt()
@@ -65,7 +65,7 @@ class AdamScalars(NamedTuple):
     recompilation nor a wait."""
 
     factor: Tensor
-    """Factor of the gradients."""
+    """Factor by which gradients are multiplied."""
 
     skip: Tensor
     """1 if the update is skipped, else 0."""

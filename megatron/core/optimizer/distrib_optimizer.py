@@ -2,7 +2,7 @@
 parameters.
 
 Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Without sharding
-(--no-use-distributed-optimizer), a rank's shard is the whole bucket. Otherwise, the two cases do not differ.
+(--no-use-distributed-optimizer), a rank's shard is the whole bucket; everything else is the same.
 
 A step waits for the device only to change a dynamic loss scale, or to read the gradients of states that are updated on
 the host. A non-finite loss or gradient leaves parameters and moments unchanged in every precision, because the update
@@ -88,8 +88,8 @@ class StepResult:
     def scale_overflow(self) -> bool:
         """True if this was an fp16 overflow that a lower loss scale can fix.
 
-        This requires that `sums`, which the scale does not multiply, are finite, and that the scale is not at its
-        minimum.
+        The value is False if any of `sums` is not finite, because the loss scale does not multiply `sums`, or if the
+        loss scale is at its minimum.
         """
         return not self.finite and self._scale_can_fall and all(map(math.isfinite, self.sums))
 
@@ -123,13 +123,14 @@ def _build_host_update(
 
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function that judges a step. The function maps (norm, overflow, sums) to two flags. The first is 1 to skip the
-update, and the second is 1 if the step is a spike. The arguments and flags are float64 tensors on the device."""
+"""Function that decides whether to skip a step's update. The function maps (norm, overflow, sums) to two flags. The
+first is 1 to skip the update, and the second is 1 if the step is a spike. The arguments and flags are float64 tensors
+on the device."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """Arguments of one step of `DistributedOptimizer`. A repeated update receives the same arguments."""
+    """Arguments of one step of `DistributedOptimizer`. If the update is repeated, it receives the same arguments."""
 
     rates: Rates
 
@@ -189,21 +190,22 @@ class DistributedOptimizer:
         self.after_update: list[Callable[[Tensor], None]] = []
         """Hooks called after each update of main parameters on the device, before the parameters are written.
 
-        Each hook receives a device tensor: 1 if the update was skipped, else 0. A run's callback may add hooks in
-        `meters`.
+        Each hook receives a device tensor: 1 if the update was skipped, else 0. Callbacks of a run may append hooks in
+        their `meters` method.
         """
         self.updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
         """Number of updates so far, as a tensor on the device."""
 
     @torch.no_grad()
     def step(self, update: Update) -> StepResult:
-        """Update once with finished gradients, or with the result of `reduce_model_grads` and its `factor`. The factor
-        and clipping scale gradients in place. Fused optimizers instead scale gradients while reading them.
+        """Update the parameters once. The gradients must be final, except for the factor that `reduce_model_grads`
+        returns. The factor and clipping scale gradients in place, but fused optimizers scale gradients while reading
+        them.
 
         With `overlap_param_gather`, the parameters are whole again only after a forward pass or `finish_param_sync` has
-        waited for them. If `ddp` has a `param_gather`, only `finish_param_sync` makes them whole.
+        waited for them. If `ddp` has a `param_gather`, only `finish_param_sync` makes the parameters whole.
         """
-        self.ddp.wait_param_sync()  # Modules that have not run since the last step have not waited.
+        self.ddp.wait_param_sync()  # Modules that did not run since the last step have not waited for parameters.
         if self.host_update is not None:
             self.host_update.start()
         result = StepResult(self.scaler.scale, self.scaler.can_fall)

@@ -1,10 +1,10 @@
 """The global gradient norm, computed without waiting for the device.
 
 Each parameter element of the model counts once. Every data-parallel rank sums over its shard, with or without the
-distributed optimizer. Only one of the replicas along model axes counts. Of the two copies of a tied embedding, only one
-counts. Rows of `ROW` elements are summed in the gradients' precision and the row sums in float64. With float32
-throughout, a flat shard of 10^7 elements would be off in the third digit. With float64 throughout, the shard would have
-to be converted, which takes 40 times as long on CPU.
+distributed optimizer. If parameters are replicated along a model axis, only one replica counts. Likewise, only one of
+the two copies of a tied embedding counts. Rows of `ROW` elements are summed in the gradients' precision and the row
+sums in float64. A sum in float32 alone would be wrong in the third digit for a flat shard of 10^7 elements. A sum in
+float64 alone would require a conversion of the shard, which takes 40 times as long on CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GradNorm:
                 counts = piece.meta.is_first_replica(state.coords) and bucket.copies.first
                 stop = piece.offset + piece.stop - piece.start
                 if runs and runs[-1][0] == counts:
-                    runs[-1] = (counts, runs[-1][1], stop)  # padding in between is zero
+                    runs[-1] = (counts, runs[-1][1], stop)  # The padding between the parameters is zero.
                 else:
                     runs.append((counts, piece.offset, stop))
             for counts, start, stop in runs:
@@ -51,7 +51,8 @@ class GradNorm:
                 (self.counted if counts else self.replicas).append(view)
 
     def own(self, sums: Tensor | None = None) -> Tensor:
-        """Return the terms of this rank in float64: [squares that count, squares of replicas, *sums]."""
+        """Return this rank's terms of the sums over the world in float64: the sum of squares that count in the norm,
+        the sum of squares of replicas, and `sums`."""
         squares = torch.stack([self._sum_of_squares(self.counted), self._sum_of_squares(self.replicas)])
         return squares if sums is None else torch.cat([squares, sums.to(squares)])
 

@@ -27,16 +27,17 @@ argument contains the numbers of the matrices in the plan."""
 
 @dataclass(frozen=True)
 class _Round:
-    """Parts that are sent together. For each rank of the stage, this contains the parts of one message, in order."""
+    """Parts of matrices that are exchanged together. For each rank of the stage, a round contains the parts of one
+    message, in order."""
 
     read: list[list[Part]]
-    """Number of elements that this rank sends to the owners."""
+    """Parts that this rank sends to the owners of the matrices, one list per receiving rank."""
     arriving: list[list[Part]]
-    """Number of elements of this rank's matrices that other ranks send to this rank."""
+    """Parts of this rank's matrices that the rank receives, one list per sending rank."""
     returned: list[list[Part]]
-    """Number of elements of this rank's matrices that this rank returns to other ranks."""
+    """Parts of this rank's matrices that the rank returns after the computation, one list per receiving rank."""
     written: list[list[Part]]
-    """Number of elements that the owners return to this rank."""
+    """Parts that the owners return to this rank after the computation, one list per owner."""
     stacks: list[list[int]]
     """Matrices that this rank owns, grouped by size."""
 

@@ -59,7 +59,7 @@ class Part:
 
     start: int
     stop: int
-    """End of the range of the shard's elements that store a box of shape `held` in row-major order."""
+    """End of the range [start, stop) of shard elements. The range stores a box of shape `held` in row-major order."""
 
     held: tuple[int, ...]
     within: tuple[slice, ...]
@@ -78,7 +78,8 @@ class Part:
 
 
 class MatrixPlan:
-    """Exchange plan of a rank's stage. By default, it contains the matrices of all buffers of whole matrices.
+    """Exchange plan of a rank's stage. By default, the plan contains all matrices in buffers that are updated as whole
+    matrices.
 
     Args:
         layouts: Buffers of the stage's ranks.
@@ -221,8 +222,8 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
 def linear_maps(meta: ParamMeta, split: bool = True) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return boxes (offset, shape) of the global tensor, one per linear map.
 
-    The last dim indexes the columns of the map, and all other dims index its rows. `fused` weights count as one map
-    without `split`.
+    The last dim indexes the columns of the map, and all other dims index its rows. If `split` is false, a `fused`
+    weight counts as a single map.
     """
     spans = [[(i, 1) for i in range(size)] for size in meta.global_shape[: meta.stacked]]
     spans += [[(0, size)] for size in meta.global_shape[meta.stacked :]]

@@ -122,8 +122,8 @@ class Shard:
 
 
 class OptimizerShard(Shard):
-    """A shard whose main parameters and states are tensors in the main dtype. The gradient is attached to the main
-    parameters.
+    """A shard whose main parameters and states are tensors in the main dtype. The gradient is the `grad` attribute of
+    the main parameters.
 
     On the device, main parameters share the memory of the parameters if the parameters have the main dtype. Otherwise,
     they are a copy in the main dtype.

@@ -2,7 +2,7 @@
 
 Progress is counted in samples of steps that updated the weights. If the length of a run is given in iterations, an
 iteration counts as the samples of its global batch. A batch-size ramp therefore stretches the schedule in iterations
-but not in samples. The formulas are the same as in Megatron-LM.
+but not in samples. The schedules use the same formulas as Megatron-LM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DECAY: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
 }
-# The same fraction, for the final anneal of warmup-stable-decay.
+# Remaining fraction of max_lr - min_lr during the final anneal of warmup-stable-decay, as a function of progress.
 WSD_ANNEAL: dict[str, Callable[[float], float]] = DECAY | {
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
     "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
@@ -46,7 +46,7 @@ class ScheduleLength:
 
     @classmethod
     def in_samples(cls, config: OptimizerConfig, samples: int) -> ScheduleLength:
-        """Read the flags in samples, for a run of `samples` samples."""
+        """Convert the schedule flags to numbers of samples, for a run of `samples` samples."""
         decay = samples if config.lr_decay_samples is None else config.lr_decay_samples
         return cls._of(config, config.lr_warmup_samples, decay, config.lr_wsd_decay_samples or 0, samples)
 

@@ -238,7 +238,8 @@ class ChainPlan:
         ]
 
     def _by_shard(self, param: PlannedParam, on_host: bool) -> Iterator[tuple[int, int]]:
-        """Return (data-parallel rank, number of elements that it updates on the device or `on_host`)."""
+        """Yield pairs (data-parallel rank, number of the parameter's elements that this rank updates). Count the
+        elements updated on the host if `on_host` is true, and otherwise those updated on the device."""
         bucket, shards = param.bucket, range(param.bucket.num_shards)
         if self.distributed:
             length = (bucket.stop - bucket.start) // bucket.num_shards

@@ -10,10 +10,10 @@ A chain maps the gradient of a parameter to the change that is added to the para
         def update(self, x):
             x.update = x.states["momentum"].mul_(0.9).add_(x.update)
 
-A rank holds only a flat part of each parameter. A link that needs more makes a request. `update` is then a generator,
-and `yield from` a request returns the result. `x.sum` and `x.mean` reduce over the whole parameter, `x.fold`
-accumulates sums in a `reduced` state, and `x.whole` calls a function with each whole matrix on the rank that owns it.
-The requests of all parameters are sent together, and all layouts compute the same result.
+A rank holds only a flat part of each parameter. A link that needs other elements of the parameter makes a request.
+`update` is then a generator, and `yield from` a request returns the result. `x.sum` and `x.mean` reduce over the whole
+parameter, `x.fold` accumulates sums in a `reduced` state, and `x.whole` calls a function with each whole matrix on the
+rank that owns it. The requests of all parameters are sent together, and all layouts compute the same result.
 
 A `FusedTransform` updates the flat shards of many parameters at once: torch's fused Adam, or Muon, which exchanges all
 matrices of a stage. Earlier links receive the gradient of each parameter, and later links the updated parameter:
@@ -73,7 +73,7 @@ function modifies the states in place."""
 
 
 class Request:
-    """Request for a result that involves other ranks: `result = yield from request`."""
+    """Request for a result that involves other ranks. To obtain the result, write `result = yield from request`."""
 
     def __iter__(self) -> Generator[tuple[Request, ...], Sequence[Tensor], Tensor]:
         (result,) = yield (self,)
@@ -158,7 +158,7 @@ class ParameterUpdate:
     def sum(self, values: Tensor, *dims: int) -> SumRequest:
         """Request the sum of `values` [n] over `dims` of the whole parameter.
 
-        The result has the parameter's shape, with size 1 in these dims. Without `dims` the result is the sum of all
+        The result has the parameter's shape, but size 1 in each of `dims`. Without `dims`, the result is the sum of all
         values, a scalar.
         """
         partial = self._partial(values, reduced_shape(self.meta, dims))
@@ -180,8 +180,8 @@ class ParameterUpdate:
         return SumRequest(partial / (self.meta.numel // partial.numel()), state, by)
 
     def whole(self, values: Tensor, function: MatrixFunction) -> MatrixRequest:
-        """Request function(matrix, states) for each whole matrix, of which this rank provides the elements `values`
-        [n].
+        """Request `function(matrix, states)` for each whole matrix. `values` [n] are this rank's elements of the
+        matrices.
 
         `function` runs on the rank that owns the matrix. The result also has shape [n].
         """
@@ -219,7 +219,8 @@ class Place:
         Args:
             local: Box of the local tensor.
             held: Elements [start, stop) of the local tensor.
-            counts: True if sums count this rank's elements; False if they count those of another replica.
+            counts: Whether sums over the parameter include this rank's elements; False if they include the elements of
+                another replica instead.
             reduced: Shapes of states by name.
         """
         self.start = held[0]
@@ -229,8 +230,8 @@ class Place:
 
 
 def _within(offset: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index of the part of a tensor that belongs to a box of the parameter. The shape of the tensor,
-    `whole`, broadcasts to the shape of the parameter."""
+    """Return the index that selects the part of a tensor that belongs to a box of the parameter. The tensor has the
+    shape `whole`, which broadcasts to the shape of the parameter."""
     return tuple(
         slice(0, 1) if size == 1 else slice(start, start + length)
         for start, length, size in zip(offset, shape, whole, strict=True)
@@ -299,7 +300,7 @@ class FusedTransform(Transform):
         """Return the object that updates these shards, with learning rate and weight decay.
 
         The object must not change the shards in a skipped step. If `ShardUpdate.step` is a collective over the stage,
-        this method is one too, even without shards.
+        `kernel` is also a collective, and ranks without shards must call it too.
         """
         raise NotImplementedError(f"{type(self).__name__} must write kernel()")
 
@@ -358,8 +359,8 @@ class AverageWeights(Transform):
 def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
     """Return the chain of a parameter.
 
-    Raises ValueError for a link without `update`, for a second fused link, and for a link that reads other elements if
-    the optimizer is registered with `by_element`.
+    Raises ValueError if a link has no `update`, if there is more than one fused link, or if the optimizer is registered
+    with `by_element` but a link reads other elements.
     """
     name = config.optimizer if meta.matrix and meta.role in config.whole_roles else config.elementwise
     made = OPTIMIZERS.build(name, config, meta)

@@ -46,7 +46,7 @@ def vocab_parallel_cross_entropy(
 def local_columns(logits: Tensor, vocab_size: int, tp: Axis) -> tuple[int, int]:
     """logits [..., V/t] -> (token id of this rank's first column, number of its columns that are not padding).
 
-    Columns from that number on are padding. A rank may hold nothing but padding.
+    The remaining columns are padding. A rank may hold nothing but padding.
     """
     start, stop = local_rows(logits.shape[-1] * tp.size, tp)
     return start, max(0, min(vocab_size, stop) - start)
@@ -62,7 +62,7 @@ Without such a kernel, plain torch computes the gradients in the backward pass.
 
 class _CrossEntropyContext(AutogradContext):
     made: bool
-    """True if the logits were overwritten with their gradient. The fields below are then unset."""
+    """True if the logits were overwritten with their gradient. If it is true, all later fields are unset."""
     columns: int
     overwrite: bool
     compiled: bool

@@ -59,8 +59,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Capabilities of the device that holds the tensors. Layers receive these capabilities in their `TPContext`. A plan
-    builds the model with a different instance, which describes a device that is not present.
+    """Capabilities of the device that holds the tensors. Layers receive these capabilities in their `TPContext`. A dry
+    run builds the model with an instance that describes a device that is not present.
     """
 
     compiled: bool = False
@@ -76,8 +76,8 @@ class Hardware:
         return made
 
     def each(self, parts: Sequence[T]) -> Iterable[T]:
-        """Iterate over the chunks `parts` of a sequence, in a loop whose iterations are all alike. A plan runs only
-        some representative iterations, so no tensor created in an iteration may outlive it.
+        """Iterate over the chunks of a sequence, `parts`, in a loop whose iterations all do the same work. A plan runs
+        only some representative iterations, so no tensor created in an iteration may outlive it.
         """
         return parts
 
@@ -87,7 +87,7 @@ class Hardware:
 
 
 HARDWARE = Hardware()
-"""Default capabilities, without compiled regions."""
+"""Default hardware capabilities, without compiled regions."""
 
 
 @dataclass(frozen=True)
@@ -222,10 +222,10 @@ class LinearContext(AutogradContext):
 class LinearFunction(torch.autograd.Function):
     """Linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. W [..., in] is used as a matrix [out, in].
 
-    With an addend, the function returns y + addend. In this case, `leave` must not be a collective. The function saves
-    only the local part of the input, in the form that the dW GEMM reads. The backward pass gathers the input again
-    while it computes dX, and reduces dX while it computes dW. The backward pass passes dW to `accumulate_weight_grad`.
-    Without `saves`, there is no backward pass. `of_output` may contain casts and the sum of dY.
+    With an addend, the function returns y + addend, and `leave` must not be a collective. The function saves only the
+    local part of the input, in the form that the dW GEMM reads. The backward pass gathers the input again while it
+    computes dX, and reduces dX while it computes dW. The backward pass passes dW to `accumulate_weight_grad`. If
+    `saves` is false, nothing is saved for a backward pass. `of_output` may contain casts and the sum of dY.
     """
 
     # Column parallel: x [s, b, h] -> [s, b, f/t]; W [f/t, h]. With sequence parallelism x [s/t, b, h].
@@ -329,8 +329,8 @@ class ParallelLinear(nn.Module):
 
         Args:
             x: Input.
-            add_bias: False if a following region adds the bias.
-            bias_gradient: False if the backward pass of that region computes the bias gradient.
+            add_bias: False if a later compiled region adds the bias.
+            bias_gradient: False if the backward pass of a later compiled region computes the bias gradient.
             addend: [s, b, out], added to the output if the layer `takes_addend`.
         """
         saves, bias = torch.is_grad_enabled(), self.used_bias(add_bias, bias_gradient)
@@ -341,7 +341,8 @@ class ParallelLinear(nn.Module):
     def output_gradient(self, bias: Tensor | None) -> OutputGradient | None:
         """Return the form of dY that the preceding backward operation can produce for this layer.
 
-        Return None if there is no such form, if dY must be gathered first, or if a hook is registered.
+        Return None if the layer needs neither casts of dY nor a bias gradient, if dY must be gathered first, or if a
+        hook is registered.
         """
         sums = bias is not None and bias.requires_grad
         makes = sums or self.gemms.grad_casts is not None
@@ -358,7 +359,8 @@ class ParallelLinear(nn.Module):
 
 class ColumnParallelLinear(ParallelLinear):
     """Linear layer with sharded output features: y = x Wᵀ + bias. The weight of a gated MLP is [2, ffn, h] and sharded
-    along dim 1, so that every shard is a rectangle of the whole weight. The output features of a rank are flattened."""
+    along dim 1, so that every shard is a rectangle of the whole weight. The output of a rank has a single feature dim,
+    into which the weight's leading dims are flattened."""
 
     # x [s, b, in], or [s/t, b, in] under sequence parallelism -> [s, b, out/t]; W [out/t, in]
     def __init__(self, linear: ColumnLinear, ctx: TPContext) -> None:
@@ -403,7 +405,8 @@ def row_parallel(linear: RowLinear, ctx: TPContext) -> RowParallelLinear:
 
 class ReplicatedParallelLinear(ParallelLinear):
     """Linear layer with the whole weight on every rank: y = x Wᵀ + bias. The layer is applied to the rank's tokens
-    without a collective. Under sequence parallelism, its weight gradients are partial sums, like those of norms."""
+    without a collective. Under sequence parallelism, the layer's weight gradients are partial sums, like the weight
+    gradients of norms."""
 
     # x [s, b, in] -> [s, b, out], or [s/t, b, in] -> [s/t, b, out] under sequence parallelism; W [out, in]
     def __init__(self, linear: ReplicatedLinear, ctx: TPContext) -> None:

@@ -44,8 +44,8 @@ class LinearFormatFacts:
     """Peak TFLOP/s according to the data sheet, keyed by a substring of the GPU's name."""
 
     gathers: Callable[[ModelParallelConfig], bool] = lambda parallel: False
-    """Predicate that decides whether data-parallel ranks gather the weights of linear layers in this format. The
-    weights then have separate buffers."""
+    """Predicate that decides whether data-parallel ranks gather the weights of linear layers in this format. In formats
+    for which the predicate is true, these weights have separate buffers."""
 
 
 class ParamGather(Protocol):
@@ -62,7 +62,7 @@ class FormatOfProducts(Protocol):
     """Factory of the GEMMs and gathers of a number format."""
 
     def build(self, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> LinearFormat:
-        """Return the format object for these layers of a model."""
+        """Return the `LinearFormat` that the layers numbered `layers` of a model use."""
 
     def check(self, config: ModelParallelConfig, device: torch.device) -> None:
         """Raise ValueError if the device does not support the number format."""
@@ -73,7 +73,7 @@ class FormatOfProducts(Protocol):
 
 
 LINEAR_FORMATS = Registry("format of products", LinearFormatFacts, protocol=FormatOfProducts)
-"""Registered implementations of `FormatOfProducts`, by name. The trunk registers none."""
+"""Registered implementations of `FormatOfProducts`, by name. Only extensions register formats."""
 
 
 def linear_format(parallel: ModelParallelConfig) -> str | None:

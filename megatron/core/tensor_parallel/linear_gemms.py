@@ -26,15 +26,17 @@ from megatron.core.tensor_parallel.weight_grad import add_product_
 from megatron.core.torch_private import storage_id, version_of
 
 Operand = tuple[Tensor, ...]
-"""An activation in the form that a GEMM reads. The `LinearGemms` defines the meaning of its tensors.
+"""An activation in the form that a GEMM reads. The `LinearGemms` that created the operand defines the meaning of each
+tensor.
 
-With sequence parallelism, these tensors are gathered along dim 0. The first tensor has the shape of the activation, and
-the others (fp8 scales) have its sequence length. A scalar applies to the whole sequence.
+With sequence parallelism, the tensors of an operand are gathered along dim 0. The first tensor has the shape of the
+activation, and the others (fp8 scales) have its sequence length. A scalar applies to the whole sequence.
 """
 
 
 class Operands(NamedTuple):
-    """An activation or gradient in the forms that its two GEMMs read. The two forms may share tensors."""
+    """An activation or gradient in the two forms that GEMMs read: one for the output GEMM, and one for the
+    weight-gradient GEMM. Both forms may contain the same tensors."""
 
     output: Operand
     """Operand of the GEMM that computes Y or dX."""
@@ -299,15 +301,15 @@ class OutputGradient:
         self._made = grad, version_of(grad), operands, row_sum
 
     def put_stand_in(self, pair: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Attach results as `put` does, for a gradient [s, b, ...] that no other operation reads. Return a NaN tensor
-        with the shape of the gradient."""
+        """Like `put`, but for a gradient [s, b, ...] that no other operation reads: return a NaN tensor of the same
+        shape in place of the gradient."""
         assert self.gemms.grad_casts is not None
         grad = self.gemms.grad_casts.no_value(dtype).expand(shape)
         self.put(grad, pair, None)
         return grad
 
     def take(self, grad: Tensor) -> tuple[Operands | None, Tensor | None]:
-        """Return (casts, sum over tokens) of `grad`.
+        """Return the casts of `grad` and the sum of `grad` over tokens.
 
         Each result is None if it was not computed. A result is also None if it was computed from a different tensor,
         because another gradient was added to dY in the meantime.

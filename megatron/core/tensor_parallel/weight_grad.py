@@ -27,7 +27,8 @@ SALT = 0x2545F491
 """Salt that separates the random bits for gradients from other random bits."""
 
 CONVERTED_AT_ONCE = 2**19
-"""Number of elements of a bf16 product that a CPU converts to fp32 at a time. These elements fit in the CPU's cache."""
+"""Number of elements of a bf16 product that a CPU converts to fp32 at a time. The number is small enough that the
+elements fit in the CPU's cache."""
 
 
 class WeightGradQueue:

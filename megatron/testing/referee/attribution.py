@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 BLOCKS = (2, 3, 4, 8, 16)
-"""Numbers of shards tried for each dim."""
+"""Numbers of blocks into which each dim is divided to find a wrong block."""
 
 MOST_ITEMS = 512
 """Largest first dim whose items, such as experts or heads, are tried one by one."""
@@ -37,7 +37,7 @@ class Verdict:
     """Result of comparing a gradient with the right one."""
 
     difference: float
-    """Norm of the difference over the larger norm."""
+    """Relative difference: norm of the difference of two tensors, divided by the larger of the tensors' norms."""
 
     allowed: float
     cause: str | None = None
@@ -66,7 +66,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def judge(found: Tensor, expected: Tensor, allowed: float) -> Verdict:
-    """Compare a gradient with the right one. Both are fp64 and have the same shape."""
+    """Compare a gradient with the correct gradient. Both tensors must be fp64 and have the same shape."""
     gap = difference(found, expected)
     if gap <= allowed:
         return Verdict(gap, allowed)
@@ -109,7 +109,7 @@ def _as_whole(found: Tensor, expected: Tensor, allowed: float) -> str | None:
     factor = (torch.sum(found * expected) / torch.sum(expected * expected)).item()
     if factor and difference(found, factor * expected) <= allowed:
         times = fraction(factor, allowed)
-        if found.numel() > 1 or "." not in times:  # any two numbers have a factor
+        if found.numel() > 1 or "." not in times:  # A factor always exists between two scalars.
             return f"is {times} times as large"
     for dims in _transposed(found, expected):
         if difference(found, expected.transpose(*dims)) <= allowed:

@@ -15,7 +15,8 @@ An `.npz` file holds them as Megatron-LM feeds a model, or as transformers takes
     document_ids, cu_seqlens as above
 
 transformers derives documents from position_ids only if the model is called without a cache (use_cache=False, which
-Trainer sets). With a cache, attention crosses documents: add an attention_mask of ones.
+Trainer sets). If a gradient dump of transformers was made with a cache, attention crossed document boundaries; in that
+case, add an attention_mask of ones to the file.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Batch:
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
-    """The token that follows each token."""
+    """Label of each position: the token that follows."""
 
     loss_mask: NDArray[np.float32]
     """1 for labels that count."""
@@ -177,7 +178,8 @@ def _documents(arrays: Arrays, shape: tuple[int, ...]) -> NDArray[np.int64] | No
 
 
 def _of_starts(starts: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """cu_seqlens [n] or [samples, n] -> document ids [samples, s]. A row may be padded with -1 or with s."""
+    """cu_seqlens [n] or [samples, n] -> document ids [samples, s]. A row of cu_seqlens may be padded with -1 or with
+    s."""
     samples, length = shape
     rows = starts[None] if starts.ndim == 1 else starts
     if rows.ndim != 2 or len(rows) != samples:

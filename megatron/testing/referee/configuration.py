@@ -28,7 +28,7 @@ def with_flags(source: Source, flags: Sequence[str], takes_samples: bool) -> Run
         takes_samples: True if the samples are taken from a data set, False if they are given.
 
     Raises:
-        ValueError: A flag is unknown or has no effect, or would make another model; lists every problem.
+        ValueError: A flag is unknown, has no effect, or changes the model. The message lists every problem.
     """
     reader = read_flags(flags)
     reader.raise_problems()
@@ -46,7 +46,7 @@ def with_flags(source: Source, flags: Sequence[str], takes_samples: bool) -> Run
 
 
 def check_same_model(source: Source, config: RunConfig) -> None:
-    """Raise ValueError if flags have changed the parameters of a model."""
+    """Raise ValueError if the names or shapes of a model's parameters are not those of the source, because of flags."""
     ours = {meta.name: meta.global_shape for meta in stage_metas(config.model)}
     theirs = {name: meta.global_shape for name, meta in source.metas.items()}
     names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
@@ -62,7 +62,7 @@ def in_one_process(config: RunConfig, **parallel: bool) -> RunConfig:
         config,
         parallel=ModelParallelConfig(cpu=True, **parallel),  # type: ignore[arg-type]
         training=replace(config.training, micro_batch_size=1, num_microbatches=None, eval_iters=0),
-        optimizer=replace(config.optimizer, lr=1e-3, min_lr=0.0),  # required, and never used
+        optimizer=replace(config.optimizer, lr=1e-3, min_lr=0.0),  # A learning rate is required but not used.
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
         checks=ChecksConfig(),

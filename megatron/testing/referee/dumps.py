@@ -2,7 +2,7 @@
 
 A conversion reads a weight w of this program from tensors t of the other program, w = A t + b, by moving elements,
 possibly with a factor or an offset (a norm that stores w - 1). The gradient with respect to w is read in the same way,
-but without b and with the inverse factor. Converting zeros and ones reveals both.
+but without b and with the inverse factor. Converting tensors of zeros and of ones reveals the offset and the factor.
 """
 
 from __future__ import annotations

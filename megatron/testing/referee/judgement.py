@@ -19,15 +19,15 @@ from megatron.testing.referee.reference import Model, Watched, WatchedInputs
 MARGIN = 4.0
 """Allowed ratio between the dump's distance from fp64 and this program's distance in the dump's number format.
 
-The other program may sum in another order.
+The ratio may exceed 1 because the other program may use a different summation order.
 """
 
 LEAST_ALLOWED = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 """Relative difference that is always allowed, by number format, because small tensors may be exact by chance."""
 
 PARTS = (2, 4, 8)
-"""Numbers of ranks tried for gradients that contain only one rank's part of a sum. A sequence is divided into as many
-blocks as the largest of these numbers."""
+"""Numbers of ranks tried for gradients that contain only one rank's part of a sum. The largest of these numbers is also
+the number of blocks into which a sequence is divided."""
 
 MOST_SAMPLES = 16
 """Largest number of samples that are also computed one by one."""
@@ -209,7 +209,7 @@ def _blocks(length: int) -> int:
 
 
 def _term(model: Model, batch: Batch, part: Batch, name: str) -> Tensor:
-    """Return a part's term of the gradient of the batch's mean loss."""
+    """Return the contribution of a part of the batch to the gradient of the batch's mean loss."""
     tokens = float(part.loss_mask.sum())
     if not tokens:
         return torch.zeros((), dtype=torch.float64)
@@ -217,7 +217,8 @@ def _term(model: Model, batch: Batch, part: Batch, name: str) -> Tensor:
 
 
 def _share(batch: Batch, chosen: Sequence[slice], by_sample: bool) -> float:
-    """Return the share of the counted tokens that are in some samples, or at some positions of all samples."""
+    """Return the fraction of the batch's counted tokens that are in the chosen samples, or at the chosen positions of
+    all samples."""
     masks = [batch.loss_mask[each] if by_sample else batch.loss_mask[:, each] for each in chosen]
     return sum(float(mask.sum()) for mask in masks) / float(batch.loss_mask.sum())
 

@@ -40,8 +40,9 @@ def empty_on_disk(like: Tensor) -> Tensor:
 
 
 def return_freed_memory() -> None:
-    """Make glibc's malloc return large temporary tensors to the system as soon as they are freed. Otherwise malloc
-    would keep them, and small objects between them would prevent their reuse. Other allocators are left as they are."""
+    """Make glibc's malloc return the memory of large temporary tensors to the system as soon as the tensors are freed.
+    By default, malloc keeps such memory, and small objects between the freed blocks prevent reuse. Other allocators are
+    not changed."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE)

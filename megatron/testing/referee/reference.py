@@ -165,7 +165,8 @@ def _check_fits(batch: Batch, model: TransformerConfig) -> None:
 class Watched:
     """A parameter whose gradient is summed over only some sequence positions of its module's output.
 
-    A sequence-parallel or context-parallel rank computes such a sum before it is added to the other ranks' sums.
+    A sequence-parallel or context-parallel rank computes the sum over its positions before the sums of all ranks are
+    added.
     """
 
     name: str
@@ -196,8 +197,8 @@ class Watched:
 class WatchedInputs(Watched):
     """A linear layer whose input gradient is kept for only some features, such as those of a few heads.
 
-    A tensor-parallel rank computes gradients of earlier parameters from such a part, before they are added to the other
-    ranks' sums. `name` is the parameter of the linear layer.
+    A tensor-parallel rank computes gradients of earlier parameters from its part of the input gradient, before these
+    gradients are summed over the ranks. `name` is the name of the linear layer's parameter.
     """
 
     def _hook(self, module: nn.Module, hooks: ExitStack) -> None:
