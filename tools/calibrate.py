@@ -108,7 +108,7 @@ def calibrate(args: argparse.Namespace) -> int:
     world, local = (int(os.environ.get(name, given)) for name, given in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = torch.device("cpu") if args.cpu else torch.device("cuda", local)
-    keep_memory(device)  # the same setting as in a run
+    keep_memory(device)  # training runs use the same setting
     if args.cpu:
         torch.set_num_threads(1)
     measured = () if args.kernels else STEPS_OF_CPU if args.cpu else STEPS_OF_GPU

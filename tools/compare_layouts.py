@@ -39,14 +39,16 @@ from megatron.training.config.validation import resolve, validate
 from .common import parted, refuse, run_tool, too_small, tool_parser
 
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
-"""Kinds of tensors that are compared if the run uses a 16-bit format. Weights and moments are not compared: Adam divides each gradient by its
-own magnitude. Even a gradient that consists only of rounding error, such as that of a key bias, therefore moves its
-weight by a whole step."""
+"""Kinds of tensors that are compared if the run uses a 16-bit format.
+
+Weights and moments are not compared, because Adam divides each gradient by its own magnitude. Even a gradient that
+consists only of rounding error, such as that of a key bias, therefore moves its weight by a whole step.
+"""
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
-"""Largest relative difference that a different order of the same sums explains after a few steps. Only in fp64 is this
-difference far below the effect of a mistake, because Adam divides even small gradients, including their rounding error,
-by their own magnitude."""
+"""Largest relative difference after a few steps that a different summation order can explain, keyed by dtype. The
+effect of a mistake is far larger than this difference only in fp64, because Adam divides even small gradients,
+including their rounding error, by their own magnitude."""
 
 
 @dataclass(frozen=True)

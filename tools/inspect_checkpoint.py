@@ -4,12 +4,12 @@
     python tools/inspect_checkpoint.py checkpoints/iter_0000100 other/iter_0000100
     python tools/inspect_checkpoint.py Qwen3-0.6B checkpoints/
 
-For a folder of checkpoints, the tool opens the one that a run would load: the latest, or the newest undamaged one. It
-reads every file and verifies its checksum. For Hugging Face folders and Megatron-LM checkpoints, it shows the
-parameters under this program's names. Compared checkpoints may have different layouts: whole tensors are compared bit
-by bit, one at a time. The tool prints a line for each tensor that differs. If there are more than 40, it prints one
-line per name for all layers. The exit code is 0 if both are equal, 1 if they differ, and 2 for a damaged checkpoint or
-another file."""
+For a folder of checkpoints, the tool opens the checkpoint that a run would load: the latest, or the newest undamaged
+one. The tool reads every file and verifies its checksum. For Hugging Face folders and Megatron-LM checkpoints, the tool
+shows the parameters under this program's names. Compared checkpoints may have different layouts: whole tensors are
+compared bit by bit, one at a time. The tool prints a line for each tensor that differs. If more than 40 tensors differ,
+it prints a single line for the tensors with the same name in all layers. The exit code is 0 if both checkpoints are
+equal, 1 if they differ, and 2 if a path is a damaged checkpoint or not a checkpoint."""
 
 from __future__ import annotations
 

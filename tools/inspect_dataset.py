@@ -126,8 +126,8 @@ def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | N
 
 
 def prefix_of(path: str, args: argparse.Namespace) -> str:
-    """Return the prefix of the indexed dataset for a path. For a text file, this is the prefix of the tokenized text,
-    and otherwise the path itself. A text file is tokenized now unless a run has tokenized it."""
+    """Return the prefix of the indexed dataset for a path. For a text file, return the prefix of the tokenized text,
+    and tokenize the text unless a run has already tokenized it. For any other path, return the path itself."""
     kind = data_kind_of(path)
     if kind is None:
         return path

@@ -3,9 +3,10 @@
     python tools/ladder.py --output runs/ladder --widths 256 384 512 768 -- --config large.yaml
 
 The flags after `--` describe the large run, the target. A rung is the same run with a different width and depth. A rung
-has the target's head size and ratio of tokens to parameters, and all other widths in proportion. Schedules are
-shortened in proportion to the run. Rungs are trained one after another, each in OUTPUT/NAME. A finished rung is not
-trained again, and an interrupted rung resumes from its checkpoint. --sbatch writes a SLURM array instead.
+has the target's head size and ratio of tokens to parameters, and all other widths in proportion. The learning-rate
+schedule of a rung is shortened in the same proportion as its training run. Rungs are trained one after another, each in
+OUTPUT/NAME. A finished rung is not trained again, and an interrupted rung resumes from its checkpoint. --sbatch writes
+a SLURM array instead.
 
 Then a law, L(N, D) = E + A N^-a + B D^-b, is fitted to the last validation losses. The tool writes two files to OUTPUT:
 rungs.csv, with one line per rung, and ladder.json, the prediction for the large run's --expect. The exit code is 0 on
@@ -135,7 +136,8 @@ def write(path: Path, text: str) -> None:
 
 
 def array_script(ladder: Ladder, args: argparse.Namespace, argv: Sequence[str], flags: Sequence[str]) -> str:
-    """Return the script of --sbatch. Its tasks run this program with the same flags; --rung selects the rung."""
+    """Return the job-array script that --sbatch writes. Each task of the array runs this program with the same flags
+    and selects a rung with --rung."""
     command = [
         sys.executable,
         str(Path(__file__).resolve()),

@@ -13,8 +13,8 @@ tools/inspect_dataset.py verifies.
 
 To use eight machines, run this program with --shard 1/8 to --shard 8/8 and otherwise the same flags, with a prefix that
 all machines can reach. The last machine to finish joins the shards into the dataset that a single machine would have
-written, and deletes the shards. Uncompressed JSON lines files are divided. For other formats, there should be several
-files per machine.
+written, and deletes the shards. Uncompressed JSON lines files are divided among the machines. Files in other formats
+are not divided, so there should be several of them per machine.
 
 A bad line or row (not UTF-8, not JSON, a missing key, not text) is skipped and reported with its file and number. All
 other documents are written, but the exit code is 1 if there are more bad lines than --max-bad-lines. A file that cannot

@@ -10,10 +10,10 @@
 
 The model is a Hugging Face folder, a checkpoint of pretrain_gpt.py or a torch_dist checkpoint of Megatron-LM. This
 program runs its forward and backward pass in one process, first in fp64 and then in the other program's number format.
-A gradient may differ from the fp64 gradient by four times as much as this program's gradient in that format. The table
-lists each gradient that differs by more than that, in the order of the backward pass, and describes the difference.
-Examples are a factor such as 1/2 from an axis that was averaged twice, a missing sum over an axis, a difference in a
-single shard or expert, and swapped or transposed blocks.
+A gradient of the other program may differ from the fp64 gradient by four times as much as this program's gradient in
+the other program's number format. The table lists each gradient whose difference is larger, in the order of the
+backward pass, and describes the difference. Examples are a factor such as 1/2 from an axis that was averaged twice, a
+missing sum over an axis, a difference in a single shard or expert, and swapped or transposed blocks.
 
 The batch is an .npz with `tokens` and `labels` [samples, s], where label i follows token i, and optionally `loss_mask`;
 or with `input_ids` and optionally `labels` in the form of transformers, with -100 for labels that do not count. Samples
@@ -133,8 +133,9 @@ def loss_of(step: Path) -> float:
 
 
 def number_format(args: argparse.Namespace, config: RunConfig, dump: Dump) -> str:
-    """Return the other program's number format. For a step of this program, this is the run's format, and otherwise the
-    format of the gradients. Raises ValueError if `FORMATS` does not contain the format."""
+    """Return the other program's number format. If the gradients are from a step of this program, return the number
+    format of the run; otherwise, return the dtype of the gradients. Raises ValueError if `FORMATS` does not contain the
+    format."""
     dtype = config.parallel.params_dtype if args.step else str(dump.dtype).removeprefix("torch.")
     if dtype not in FORMATS:
         raise ValueError(

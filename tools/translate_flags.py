@@ -247,7 +247,8 @@ def shown(words: Sequence[str]) -> str:
 
 
 def sorted_out(reading: Reading) -> tuple[str, Reading]:
-    """Return (treatment of a flag, its reading). A value that only a shell can compute is not a problem."""
+    """Return the treatment of a flag and the flag's reading. A value that only a shell can compute is not reported as a
+    problem."""
     if why := why_not_computed(reading.given):
         return "Not translated", replace(reading, problem=True, why=why)
     if reading.problem and reading.ours and any(UNKNOWN.search(word) for word in reading.ours):

@@ -177,7 +177,7 @@ def report(parity: Parity, names: Sequence[str], path: Path | None) -> int:
         rows.append(parity.run(name))
         print(rows[-1], flush=True)
         if rows[0].failed:
-            break  # nothing to compare with
+            break  # Without the reference, no other row can be compared.
     verdicts = Counter(row.verdict for row in rows[1:])
     counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()) or "nothing compared"
     print(f"{len(rows) - 1} rows: {counted} ({time.perf_counter() - began:.0f} s)")

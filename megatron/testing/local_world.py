@@ -39,7 +39,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class World:
-    """A world that is about to start."""
+    """Settings of a local world, from which its ranks are started."""
 
     size: int
     folder: Path
@@ -149,7 +149,7 @@ def _rank_main(rank: int, world: World, parent: int, job: Callable[[], object]) 
     code = 0
     try:
         device = None
-        if sys.platform == "linux":  # without it, gloo looks up the host's name for each group, which may take seconds
+        if sys.platform == "linux":  # otherwise, gloo resolves the host name for each group, which may take seconds
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if world.backend == "nccl":
             share_a_gpu(rank, os.environ)

@@ -1,8 +1,8 @@
 """Bitwise comparison of the ranks' memory after a checkpoint is saved under one layout and loaded under another.
 
 The expected contents of a checkpoint are read from the memory of the ranks that saved it: weights, states without
-gradients, and all optimizer and callback states. Before a load, all of them are filled with NaN. Neither side of the
-comparison uses the checkpoint code.
+gradients, and all optimizer and callback states. Before a load, the memory for all these values is filled with NaN.
+Neither side of the comparison uses the checkpoint code.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Visit:
     """Sources that the run refused."""
 
     boxes: list[Box] = field(default_factory=list)
-    """Boxes of every source that this rank compared."""
+    """Boxes that this rank has compared, for every source."""
 
 
 class Checkpoints:
@@ -98,7 +98,7 @@ class Checkpoints:
             For each source, the keys that are not bit-equal after the load, or the reason for refusing the checkpoint.
 
         Raises:
-            ValueError: The configuration is not legal.
+            ValueError: Validation refuses the configuration.
         """
         home = self.root / name
         if train:

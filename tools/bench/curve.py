@@ -206,7 +206,8 @@ def write(curves: Sequence[Curve], path: Path) -> None:
 
 
 def train(size: Size, steps: int, path: Path, plan: Sequence[tuple[str, int]], flags: str) -> None:
-    """Train each (precision, seed) pair and write the curves to `path`. The first pair also trains transformers."""
+    """Train each (precision, seed) pair and write the curves to `path`. For the first pair, train with transformers
+    too."""
     curves: list[Curve] = []
     for precision, seed in plan:
         peer = Peer(size, seed)

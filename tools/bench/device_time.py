@@ -328,8 +328,8 @@ def groups_of_trace(trace: Mapping[str, Any]) -> list[Group]:
 
 
 def groups_of(times: Iterable[tuple[str, float, int]], whole: float, busy: float) -> list[Group]:
-    """Return the breakdown of rows (name, microseconds, count). The longest group is first, and idle time is last.
-    Returns an empty breakdown for an empty step."""
+    """Group kernels and operations, given as (name, microseconds, count), and return the time of each group. The
+    longest group is first, and idle time is last. Return an empty list for an empty step."""
     by_name: dict[str, Counter[str]] = defaultdict(Counter)
     counts = Counter[str]()
     for name, microseconds, count in times:

@@ -7,7 +7,7 @@ variants, and with code 2 if torch's CUDA build, Triton or a C++ compiler is mis
 
 Fake tensors have shapes, strides and a graph, but no values. torch runs their operations without a GPU, except for two
 parts that query the driver: the autograd engine asks for each device's stream, and Inductor reads the device
-properties. This program answers both queries.
+properties. The program answers both queries in place of the driver.
 """
 
 from __future__ import annotations

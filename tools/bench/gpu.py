@@ -191,7 +191,7 @@ def gib(size: float) -> str:
 
 
 def built(config: RunConfig, warm_up: int) -> TrainingRun:
-    """Build the single-process run that pretrain_gpt.py would build, and take this many steps."""
+    """Build the single-process run that pretrain_gpt.py would build, and take `warm_up` steps."""
     run = own_run(config)
     take_steps(run, warm_up)
     return run

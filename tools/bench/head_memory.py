@@ -50,7 +50,7 @@ class Row:
 
 def config_of(vocab: int, tokens: int, chunk: int, precision: str) -> RunConfig:
     """Return the configuration of a model whose last stage contains only the output layer. The batch is one sample of
-    this many tokens."""
+    `tokens` tokens."""
     from megatron.training.config.arguments import parse_args
     from megatron.training.config.validation import resolve_legal
 

@@ -6,8 +6,8 @@
 Shapes are those of one layer of the model with one sample in a micro-batch. Each row is a median over several rounds of
 calls: the milliseconds of one call on the device, TFLOP/s for GEMMs, and GB/s for the minimum number of bytes that the
 call must read and write. If the launch on the host takes longer than the call, the row also shows the launch time. A
-row that fails shows the error, and the other rows are still measured. If this process has lost its device, another
-process measures them.
+row that fails shows the error, and the other rows are still measured. If a failure makes the device unusable for this
+process, another process measures the remaining rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def gemms(config: RunConfig) -> Iterator[Part]:
     """Yield the forward GEMMs and the weight-gradient GEMMs.
 
     There are three kinds of weight-gradient GEMMs: bf16 with a bf16 result, bf16 added to an fp32 sum, and fp8 added to
-    an fp32 sum. The last kind is measured with each kernel.
+    an fp32 sum. The third kind is measured with each of its kernels.
     """
     for name, size in products(config).items():
         rows, out, size_in = size
@@ -262,7 +262,8 @@ def memory(config: RunConfig) -> Iterator[Part]:
 
 
 def rows_of_another_process(argv: Sequence[str], done: int, seconds: float) -> list[dict[str, Any]]:
-    """Return the rows of all parts after the first `done` parts. Another process measures and prints these rows."""
+    """Measure all parts after the first `done` parts in another process, which also prints their rows. Return these
+    rows."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         more = ["--skip", str(done), "--seconds", str(max(0.0, seconds)), "--json", str(path)]

@@ -285,8 +285,8 @@ def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
 
 
 def _median_ratio(ours: Sequence[float] | str, others: Sequence[float] | str) -> float:
-    """Return the median ratio over the rounds that both contestants have run. Other work on the machine hardly changes
-    this ratio."""
+    """Return the median ratio over the rounds that both contestants have run. This ratio hardly depends on the load of
+    the machine."""
     assert not isinstance(ours, str) and not isinstance(others, str)
     return statistics.median(one / other for one, other in zip(ours, others, strict=False))
 

@@ -358,8 +358,8 @@ def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[
 
 
 def step_of(argv: Sequence[str], tokens: int, steps: int, checkout: Path) -> Round:
-    """Return `ours` from the program in `checkout`. Its modules replace those that this process has imported from
-    another checkout."""
+    """Return the result of `ours` in the checkout's version of this program. The checkout's modules replace all modules
+    of the program that this process has imported."""
     own = sys.modules[timed.__module__]
     forget("megatron", "tools")
     # In an older revision, tools/ has no __init__.py, so a package later in the path would take precedence over it.

@@ -11,9 +11,9 @@ PATTERNS = (PATTERN, "--hybrid-override-pattern")
 
 
 def pattern_of(layers: int, attention: float, mlp: float) -> str:
-    """Return the layer letters. Attention layers (*) are evenly spaced between Mamba layers (M). MLP layers (-) then
-    replace some Mamba layers, evenly spaced up to the end. Raises ValueError if the shares are not fractions that add
-    up to at most 1."""
+    """Return the layer pattern, with one letter per layer. Attention layers (*) are evenly spaced between Mamba layers
+    (M). After that, evenly spaced Mamba layers are replaced with MLP layers (-). Raises ValueError if the shares are
+    not fractions that add up to at most 1."""
     if layers < 1 or min(attention, mlp) < 0 or attention + mlp > 1:
         raise ValueError(f"{ATTENTION} {attention:g} and {MLP} {mlp:g}: must be shares that add up to at most 1")
     attentions, mlps = round(layers * attention), round(layers * mlp)

@@ -50,7 +50,7 @@ class Branch:
     """Patterns of a `case` that are being read."""
 
     repeats: bool = False
-    """True for a loop."""
+    """True if the branch is the body of a loop."""
 
     def enter(self, chosen: float) -> None:
         """Begin a branch that runs if no earlier branch has run and `chosen` is true."""
@@ -73,7 +73,8 @@ class LaunchScript:
     """Flags in branches whose condition is unknown."""
 
     choices: dict[str, list[str]] = field(default_factory=dict)
-    """Possible values of each variable that depends on an unknown test. Words contain the last of these values."""
+    """Possible values of each variable that depends on an unknown test. The words of a command contain the last
+    possible value."""
 
     _branches: list[Branch] = field(default_factory=list)
     _result: float = YES
@@ -245,7 +246,7 @@ class LaunchScript:
 
 
 def _calculations(words: list[str]) -> list[str]:
-    """Convert assignments in `let` and `((...))` to shell assignments. Returns other commands unchanged."""
+    """Convert assignments in `let` and `((...))` to shell assignments. Return all other commands unchanged."""
     inner = words[1:] if words[0] == "let" else [words[0][2:-2]] if words[0].startswith("((") else []
     texts = [text for each in inner for text in _between_commas(each.strip("'\""))]
     found = [CALCULATION.fullmatch(STEP.sub(_as_sum, text) if STEP.fullmatch(text) else text) for text in texts]

@@ -60,8 +60,8 @@ class Parameter:
         return values[at] if -len(values) <= at < len(values) else ""
 
     def changed(self, value: Value, word: str, number: Number) -> Value | None:
-        """Return the value after the operator and its word are applied. Returns None, or raises ValueError, if the
-        result is unknown."""
+        """Apply the parameter's operator, with its word, to `value`, and return the result. If the result is unknown,
+        return None or raise ValueError."""
         texts = [value] if isinstance(value, str) else value
         if any(UNKNOWN.search(text) for text in [word, *([] if self.length and self.index else texts)]):
             return None

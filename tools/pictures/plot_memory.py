@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_plan(path: Path) -> list[dict[str, int]]:
-    """Return the memory of each pipeline rank in a dry run's plan. Raises ValueError if the file is not such a plan."""
+    """Return the memory of each pipeline rank in a dry run's plan. Raises ValueError if the file is not a dry run's
+    plan."""
     try:
         plan = parse_json(path.read_text(encoding="utf-8"))
         refused = "; ".join(problem["text"] for problem in plan.get("problems", ())) if "memory" not in plan else ""

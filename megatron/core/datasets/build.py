@@ -38,7 +38,8 @@ class TrainingOrder:
     """Consumed samples of each training source over the phases of a run so far."""
 
     planned: tuple[int | None, ...] = ()
-    """Sample counts that the current phase planned before each extension of its plan."""
+    """Earlier sample counts of the current phase, in order: one count for each extension of the phase, from before that
+    extension."""
 
     take_up: Callable[[SourceOrder, str, SampleFormat], None] = lambda *told: None
     """Function called with each source of the current phase, and the prefix of the source, before the source is
@@ -368,14 +369,14 @@ def source_lines(
     step: StepShape | None = None,
     other: Callable[[str], str | None] = lambda path: None,
 ) -> Iterator[str]:
-    """Yield a line for each dataset of the training split. Errors in reading the data are also reported as lines.
+    """Yield a line for each dataset of the training split. If a dataset cannot be read, its line contains the error.
 
     Args:
         config: Paths and options of the data.
         samples: Samples of the run; None means one epoch.
         seq_length: Tokens per sample.
         step: Shape of a step.
-        other: Function that returns the line for a path that is not an indexed dataset.
+        other: Function that maps a path that is not an indexed dataset to its line, or to None if the path is unknown.
     """
 
     def with_samples(line: str, lengths: NDArray | None) -> str:

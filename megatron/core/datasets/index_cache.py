@@ -92,7 +92,8 @@ class IndexCache:
         Args:
             names: Names of the arrays, in the order in which `build` yields the arrays.
             label: Readable part of the file names.
-            description: Everything that determines the content. The hash of the description is part of the file names.
+            description: All values that determine the contents of the arrays. The hash of the description is part of
+                the file names.
             build: Function that yields the arrays.
             made_from: Source paths, which are stored with the arrays for human readers and are not part of the hash.
         """

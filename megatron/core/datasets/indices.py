@@ -1,5 +1,5 @@
-"""Order of samples. For the same documents, seed and sizes, it is the order of Megatron-LM. This module uses only numpy
-and does not access the disk.
+"""Order of samples. For the same documents, seed and sizes, the order is the same as in Megatron-LM. This module uses
+only numpy and does not access the disk.
 
 The document index shuffles the documents of a split over E epochs into one stream of tokens. The sample index divides
 the stream: sample i consists of the s + 1 tokens i*s to (i+1)*s and shares its last token with sample i + 1. The
@@ -254,7 +254,7 @@ def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
     limits = [sizes[number] for number in filled.tolist()]
     weights = [limit / total for limit in limits]
     choice = _blend(weights, total)
-    # up to the first draw that exhausts a dataset, this equals the plain greedy rule
+    # Until the first draw that exhausts a dataset, the limits do not affect the greedy rule.
     spends = _nth_of_each(choice, len(limits)) == np.array(limits)[choice] - 1
     plain = int(spends.argmax()) + 1
     taken = np.bincount(choice[:plain], minlength=len(limits)).astype(np.float64)

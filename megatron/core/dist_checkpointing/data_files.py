@@ -248,7 +248,7 @@ class DataWriter(dcp.FileSystemWriter):
                 start = 0
                 while items and start < self.file_bytes:
                     item, data = items.pop(), next(resolved)
-                    if isinstance(data, io.BytesIO):  # This is an object that the planner has pickled.
+                    if isinstance(data, io.BytesIO):  # The planner has already pickled this object.
                         stream.write(data.getvalue())
                     else:
                         written.write(data.detach().cpu(), cast("IO[bytes]", stream))

@@ -50,9 +50,9 @@ class UrlPath(PurePosixPath):
 
 class Storage(Protocol):
     """Base class of storages: the files of one URL scheme. Subclasses implement the methods from `names` to `remove`.
-    The other methods have default implementations based on these methods. Override a default if the storage supports a
-    better implementation. All methods raise OSError and may be called from several threads and processes. A folder
-    exists if and only if it contains a file.
+    All other methods have default implementations, which call the methods from `names` to `remove`. Override a default
+    if the storage supports a better implementation. All methods raise OSError and may be called from several threads
+    and processes. A folder exists if and only if it contains a file.
     """
 
     scheme: str
@@ -288,7 +288,8 @@ class LocalStorage(Storage):
         scratch, replaced = self.scratch(final), final.with_suffix(".old")
         sync_folder(Path(scratch))
         if os.path.lexists(final):
-            # A rename cannot replace a non-empty folder. saved_folders accepts the intermediate name.
+            # A rename cannot replace a non-empty folder, so the old folder is renamed first. saved_folders accepts its
+            # temporary name.
             with suppress(FileNotFoundError):
                 self.remove(replaced)
             os.rename(final, replaced)

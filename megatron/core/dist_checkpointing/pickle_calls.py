@@ -1,9 +1,9 @@
 """Checks which calls a torch.save pickle makes before torch reads it. This module does not import torch.
 
-`torch.load(weights_only=True)` runs no code from a file. However, some functions that it permits allocate memory of a
-given size or repeat text, so 30 bytes may request gigabytes. `check_calls` interprets the instructions without calling
-any function. A pickle that it cannot interpret to the end is refused. `check_calls` supports the same instructions as
-torch's reader.
+`torch.load(weights_only=True)` runs no code from a file. However, some of the functions that `torch.load` permits
+allocate memory of a given size or repeat text, so a pickle of 30 bytes may request gigabytes. `check_calls` interprets
+the instructions without calling any function. Pickles that `check_calls` cannot interpret to the end are refused.
+`check_calls` supports the same instructions as torch's reader.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class _Reader:
             OPERATIONS[code](self)
 
     def take(self, count: int) -> bytes:
-        """Return the next bytes. A count beyond the end is refused, because Python allocates memory of that size before
-        it reads."""
+        """Return the next `count` bytes. Refuse a count beyond the end of the data, because Python allocates `count`
+        bytes before it reads."""
         left = len(self.data) - self.place
         if count > left:
             if count > max(left, 1 << 16):

@@ -18,7 +18,8 @@ A zip archive has its directory at its end and its member names at its beginning
 """
 
 GAP = 64 << 10
-"""Largest gap in bytes between two ranges that are fetched together. A separate request would take longer."""
+"""Largest gap in bytes between two ranges that are fetched together. Two separate requests would take longer than
+reading a gap of this size."""
 
 HELD = 3
 """Number of pieces kept in memory. Reading an archive requires its beginning, its end and a part of its data."""

@@ -27,7 +27,8 @@ LocalBox = tuple[tuple[int, ...], Tensor]
 
 
 class ShardedBoxes(Tensor):
-    """One rank's boxes of a global tensor. The size of this object is the global shape. The object holds no data.
+    """One rank's boxes of a global tensor. The size of a `ShardedBoxes` is the global shape, but it contains no data
+    itself.
 
     A save reads the boxes' tensors. A load writes into these tensors, and converts data from the dtype of the file if
     the dtypes differ. Boxes to load may overlap; every box is filled. The boxes to save, which are the boxes with

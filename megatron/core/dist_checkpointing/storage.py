@@ -279,8 +279,7 @@ def on_first_rank(fn: Callable[[], T], world: Axis) -> T:
 
 
 Problem = tuple[bool, str]
-"""Pair of a bool and the error message. The bool is True for a user error, which raises ValueError, and False for a
-CheckpointError."""
+"""Pair (is_user_error, message). User errors raise ValueError, and all other errors raise CheckpointError."""
 
 
 def _attempt(fn: Callable[[], T]) -> tuple[T | None, Problem | None]:

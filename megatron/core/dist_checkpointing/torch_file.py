@@ -23,8 +23,8 @@ def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
     """Read a file with `weights_only` onto the CPU, memory-mapped if its format permits this.
 
     `permitted` are additional classes and functions, or pairs of an object and its name, to which the file may refer.
-    Calls of these objects must not allocate memory of a given size. Raises pickle.UnpicklingError if a file requests
-    anything else, or more memory than its size. A damaged file may raise many other exceptions.
+    A permitted function must not allocate memory of a size that its arguments choose. Raises pickle.UnpicklingError if
+    a file requests anything else, or more memory than its size. A damaged file may raise many other exceptions.
     """
     names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in permitted]
     with path.open("rb") as file:

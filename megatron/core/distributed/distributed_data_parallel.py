@@ -55,8 +55,9 @@ class DistributedDataParallel:
     before you read parameters outside of a forward pass.
 
     With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only during the
-    passes of their unit. `passes` are the objects that the modules share. `initialize` sets the values of parameters
-    that have no memory yet (`WeightSetup.lazy`). Call `gather_params_` before you read such parameters.
+    passes of their unit. `passes` contains the weight-gradient queue and the weight casts that the modules share.
+    `initialize` sets the values of parameters that have no memory yet (`WeightSetup.lazy`). Call `gather_params_`
+    before you read such parameters.
 
     Gradients are in the main dtype, or in the `gradients_dtype` of `optimizer`. Sums over ranks are always in the main
     dtype, unless `grad_reduce_in_bf16` is set.
@@ -162,9 +163,9 @@ class DistributedDataParallel:
     def begin_step(self, num_microbatches: int, overwrite: bool = False) -> None:
         """Start a step of `num_microbatches` micro-batches with zero gradients.
 
-        With `overwrite`, gradients are not set to zero: the first contribution to each `main_grad` overwrites it. Until
-        then, or until `zero_stale_grads`, `main_grad` contains the previous step's gradient. All contributions must be
-        passed to `accumulate_weight_grad`.
+        With `overwrite`, gradients are not set to zero: the first contribution to each `main_grad` overwrites it.
+        Before the first contribution, or before a call of `zero_stale_grads`, `main_grad` contains the previous step's
+        gradient. All contributions must be passed to `accumulate_weight_grad`.
         """
         assert self._started == 0, "the previous step's reductions have not been waited for"
         self._small_grads.enabled = overwrite and self.device.type == "cuda"
@@ -261,7 +262,8 @@ class DistributedDataParallel:
     def finish_param_sync(self) -> None:
         """Wait for the all-gathers, and gather those parameters whose weights were gathered in another format.
 
-        Every parameter that is whole between passes is then up to date. Collective over the data-parallel ranks.
+        After this call, every parameter that is whole between passes is up to date. Collective over the data-parallel
+        ranks.
         """
         self.wait_param_sync()
         for bucket in reversed(self._reduced_whole):

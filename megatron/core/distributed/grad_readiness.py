@@ -21,9 +21,9 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket
 
 class GradReadiness:
     """Counter of the reports of the buckets' parameters within a step, which starts the reduction of complete buckets.
-    The first step learns the number of reports per micro-batch, and starts no reduction early. A parameter whose number
-    of reports differs between micro-batches never counts as complete. The bucket of this parameter is reduced at the
-    end of the step. `start(k)` starts all reductions up to bucket k, so all ranks start them in the same order,
+    The first step learns the number of reports per micro-batch, and starts no reduction early. If the number of reports
+    of a parameter differs between micro-batches, the parameter never counts as complete, and its bucket is reduced at
+    the end of the step. `start(k)` starts all reductions up to bucket k, so all ranks start them in the same order,
     regardless of the order in which gradients arrive.
     """
 

@@ -37,7 +37,7 @@ class Bucket:
     """
 
     on_host = False
-    """True if the rank's persistent part is in host memory. This part is then on the device only while a pass uses
+    """True if the rank's persistent part of the bucket is in host memory, and on the device only while a pass uses
     it."""
 
     before_sync: Callable[[Bucket], None] | None = None
@@ -343,7 +343,7 @@ class SmallGrads:
 
 
 def _accumulate(held: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add gradients to `main_grad`s. Each of the two lists has a single dtype."""
+    """Add gradients to `main_grad`s. All gradients must have the same dtype, and so must all `main_grad`s."""
     main_dtype = held[0][0].main_grad.dtype  # type: ignore[attr-defined]
     joined = torch.cat([grad.reshape(-1) for _, grad in held]).to(main_dtype)
     parts = joined.split([grad.numel() for _, grad in held])

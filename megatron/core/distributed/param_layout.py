@@ -237,8 +237,8 @@ def launch_order(buffers: Sequence[BufferLayout]) -> list[BucketPlace]:
 
 @dataclass(frozen=True)
 class StateRange:
-    """Range of elements [start, stop) in a rank's part of a bucket. The optimizer states of these elements are either
-    all on the device or all on the host."""
+    """Range of elements [start, stop) in a rank's part of a bucket. The optimizer states of the elements in one range
+    are either all on the device or all on the host."""
 
     buffer: int
     bucket: int

@@ -85,7 +85,7 @@ class UnitBucket(Bucket):
             self.whole_params = True
 
     def acquire(self) -> None:
-        """Gather the parameters for another pass. This is a collective unless they are already whole."""
+        """Gather the parameters for another pass. Collective, unless the parameters are already whole."""
         self.users += 1
         self.start_gather()
         with record_function(WAIT_GATHERED):
@@ -275,7 +275,7 @@ class UnitSharding(WholeUnits):
                 after.takes_pending = True  # type: ignore[attr-defined]
                 module.register_forward_hook(after, always_call=True)
         self._last_users: dict[UnitBucket, int] = {}
-        """Number of the last unit whose backward pass adds gradients to a bucket. It is the bucket's first unit in the
+        """Number of the last unit whose backward pass adds gradients to a bucket, which is the bucket's first unit in
         forward order."""
 
     def begin_step(self, microbatches: int) -> None:
@@ -349,7 +349,8 @@ class UnitSharding(WholeUnits):
         input is known. Autograd first runs the operations that were recorded last, so no operation of the unit remains
         at that point. If no operation produced the input, the unit's backward pass ends with the whole backward pass. A
         layer that leaves its last addition to the next norm has two outputs, one of which was computed in the middle of
-        the layer. The first known output gradient marks the start, and the gradient of the last computed input the end.
+        the layer. In this case, the backward pass starts when the first output gradient is known, and ends when the
+        gradient of the input that was computed last is known.
         """
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:

@@ -152,8 +152,8 @@ class Update:
 class DistributedOptimizer:
     """Optimizer named by --optimizer, applied to one rank's main-precision shards on the device or the host.
 
-    All ranks of the world must make the same calls. Build it after the parameters have their initial values. Raises
-    ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
+    All ranks of the world must make the same calls. Build the optimizer after the parameters have their initial values.
+    Raises ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
     """
 
     def __init__(

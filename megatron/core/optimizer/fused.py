@@ -31,7 +31,8 @@ class FusedPart:
 
 
 def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform | None:
-    """Return the fused link that the chains of a buffer's parameters share. Raises ValueError if links differ."""
+    """Return the fused link that the chains of a buffer's parameters share. Raises ValueError if the parameters have
+    different fused links."""
     found: dict[type[Transform] | None, FusedTransform | None] = {}
     for param in layout.params:
         fused = [link for link in chain_of(config, param.meta) if isinstance(link, FusedTransform)]

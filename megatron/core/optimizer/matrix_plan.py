@@ -2,9 +2,10 @@
 import torch.
 
 Main parameters, gradients and momentum stay in flat shards, divided by tensor and expert parallelism and by ZeRO-1. An
-operation on whole matrices gathers them. Each matrix of a stage has one owner among the ranks of the stage. The owner
-receives the parts, transforms the whole matrix, and sends the parts back. Every matrix is therefore transformed only
-once, rather than on each rank that holds a part. Each rank sends its shard once and receives it back once.
+operation on a whole matrix needs all parts of the matrix on one rank. Each matrix of a stage has one owner among the
+ranks of the stage. The owner receives the parts, transforms the whole matrix, and sends the parts back. Every matrix is
+therefore transformed only once, rather than on each rank that holds a part. Each rank sends its shard once and receives
+it back once.
 
 All ranks of a stage have parameters of the same names and shapes, so each computes the same plan from integers.
 """

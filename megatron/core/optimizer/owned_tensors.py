@@ -78,7 +78,7 @@ def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPi
 
     After the block, the parameters have exactly their previous values. Elements that no rank offers keep their values.
     `offered` contains pieces of the elements that this rank updates, on any device. The block may run forward passes
-    but no updates. This is a collective over the data-parallel ranks. The function needs memory for a copy of
+    but no updates. Collective over the data-parallel ranks. The context manager needs memory for a copy of
     `owned_weights`.
     """
     optimizer.finish_param_sync()

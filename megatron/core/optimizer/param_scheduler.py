@@ -117,7 +117,7 @@ def _decayed(samples: float, length: ScheduleLength, config: OptimizerConfig, le
 
 
 class OptimizerParamScheduler:
-    """Learning rate and weight decay at a number of consumed samples. This object has no state.
+    """Stateless schedule of the learning rate and weight decay, as functions of the number of consumed samples.
 
     `config` is validated. Raises ValueError if the warm-up or the final anneal does not fit the length of the run.
     """

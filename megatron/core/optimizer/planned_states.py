@@ -209,8 +209,8 @@ class ChainPlan:
         return [(n, i * size, (i + 1) * size) for i, n in enumerate(numbers) if self.matrices.owners[n] == place]
 
     def bytes_by_place(self, main: int, on_host: bool = False) -> list[int]:
-        """Return the bytes of states on each rank of the stage, on the device or `on_host`. Elements of the main dtype
-        have `main` bytes."""
+        """Return the bytes of states on each rank of the stage, on the device or `on_host`. `main` is the size in bytes
+        of an element of the main dtype."""
         size, data = len(self.ranks), {axis: [0] * len(self.ranks) for axis in self._data_rank}
         steps, further = [0] * (size + 1), [0] * (size + 1)
         """Bytes of reduced states on all ranks from an index on, and additional bytes on single ranks."""

@@ -165,7 +165,7 @@ class ParameterUpdate:
         return SumRequest(partial if dims else partial.view(()))
 
     def mean(self, values: Tensor, *dims: int) -> SumRequest:
-        """Request the mean. The arguments are those of `sum`."""
+        """Request the mean of `values` over `dims`; see `sum` for the arguments."""
         partial = self.sum(values, *dims).partial
         return SumRequest(partial / (self.meta.numel // partial.numel()))
 
@@ -395,7 +395,7 @@ def plan_of_chain(
 
     Args:
         config: Optimizer settings.
-        layouts: Buffers of its ranks.
+        layouts: Buffers of the stage's ranks.
         dims: Sizes of the layout.
         ranks: Ranks of the stage.
     """

@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel.layers import check_ids, local_rows
 from megatron.core.torch_private import AutogradContext, is_view
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
-"""Number of logits converted to fp32 at a time. Temporary memory is at most a few times 64 MiB. On CPU, it fits in the
-caches."""
+"""Number of logits converted to fp32 at a time. Temporary memory is at most a few times 64 MiB on GPUs. On CPU, the
+temporary memory fits in the caches."""
 
 
 def vocab_parallel_cross_entropy(
@@ -94,7 +94,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
         stats = _local_stats(logits, local_labels, columns, compiled)
         stats[2].masked_fill_(elsewhere, 0.0)
-        maxima, sums, targets = all_gather(stats[None], tp).unbind(1)  # each [tp, s, b]
+        maxima, sums, targets = all_gather(stats[None], tp).unbind(1)  # each has the shape [tp, s, b]
         maximum = maxima.amax(0)
         total = (sums * (maxima - maximum).exp_()).sum(0)
 

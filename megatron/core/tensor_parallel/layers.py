@@ -2,8 +2,8 @@
 
 A column-parallel layer shards the output features, and a row-parallel layer shards the input features. A pair of such
 layers needs one collective at each end (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With sequence
-parallelism, the activations between pairs are sharded along the sequence. A pair begins with an all-gather and ends
-with a reduce-scatter, which replaces the all-reduce (Korthikanti et al., arXiv 2205.05198, section 4.2).
+parallelism, the activations outside of the pairs are sharded along the sequence. In this case, a pair begins with an
+all-gather, and ends with a reduce-scatter instead of an all-reduce (Korthikanti et al., arXiv 2205.05198, section 4.2).
 
 All linear layers of the model use `LinearFunction`. Shapes: t tensor-parallel ranks, activations [s, b, h], or [s/t, b,
 h] under sequence parallelism.

@@ -117,7 +117,7 @@ class LinearGemms:
     in advance."""
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
-        """Cast x [s, b, in] before a gather. Without `needs_dw`, no weight gradient is needed."""
+        """Cast x [s, b, in] before a gather. `needs_dw` is False if the weight gradient is not needed."""
         return Operands((x,), (x,))
 
     def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:

@@ -196,7 +196,8 @@ def _named(numbers: Sequence[int], count: int, dim: int) -> str:
 
 
 def _exchanged(found: Tensor, expected: Tensor, allowed: float, dim: int) -> Iterator[tuple[float, str]]:
-    """Find two ranges of rows that are swapped. Rows are [rows, elements], along `dim` of the gradient."""
+    """Find two ranges of rows that are swapped. Both tensors are [rows, elements], where the rows are indexed by `dim`
+    of the gradient."""
     apart = torch.linalg.vector_norm(found - expected, dim=1)
     rows = torch.nonzero(apart > allowed * torch.linalg.vector_norm(expected, dim=1)).flatten()
     first, second = rows[: len(rows) // 2], rows[len(rows) // 2 :]

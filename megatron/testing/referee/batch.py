@@ -1,6 +1,7 @@
 """Samples of one step: tokens, labels, loss mask, and document boundaries within samples.
 
-An `.npz` file holds them as Megatron-LM feeds a model, or as transformers takes them. All arrays are [samples, s]:
+An `.npz` file contains the samples in Megatron-LM's form (the first list) or in transformers' form (the second list).
+All arrays are [samples, s]:
 
     tokens, labels      label i follows token i
     loss_mask           optional; 1 for labels that count

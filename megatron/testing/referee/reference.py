@@ -171,7 +171,7 @@ class Watched:
 
     name: str
     places: tuple[int, int]
-    """The block, and the number of blocks."""
+    """Pair (number of the block of positions, number of blocks)."""
 
     def attach(self, run: TrainingRun, hooks: ExitStack) -> None:
         for model in run.stages.values():
