@@ -185,8 +185,8 @@ class HostStaging:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, tensors: StateDict) -> None:
-        """Allocate the buffer on a thread. Otherwise, the first save would wait for the allocation, which takes longer
-        than the copy."""
+        """Allocate the buffer on a thread, so that the first save does not wait for the allocation. The allocation
+        takes longer than the copy."""
         every = [data for found in _written(tensors).values() for data in found.values()]
         device = next((data.device for data in every if data.is_cuda), None)
 

@@ -63,7 +63,8 @@ class IndexReader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan: small tensors by template, everything else through DCP.
 
-        Both methods read each file from front to back, so hardly any byte of a remote file is requested twice.
+        Templates and DCP both read each file from front to back, so hardly any byte of a remote file is requested
+        twice.
         """
         in_order = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)
         by_file: dict[str, list[tuple[ReadItem, Kind, Template]]] = {}

@@ -93,7 +93,8 @@ class ShardedBoxes(Tensor):
 def without_surroundings(data: Tensor) -> Tensor:
     """Return a tensor on the same memory whose storage is no larger than its data.
 
-    DCP copies other tensors before it writes them, and parameters, moments and staged copies are all views of a buffer.
+    DCP copies tensors with a larger storage before it writes them. Without this function, DCP would copy parameters,
+    moments and staged copies, because all of them are views of a buffer.
     """
     if data.is_cuda or not data.is_contiguous():
         return data

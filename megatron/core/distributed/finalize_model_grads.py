@@ -5,9 +5,10 @@ Losses are sums over tokens. The gradients of these sums are divided only once, 
 global batch. `reduce_model_grads` returns the corresponding factor. The result therefore does not depend on how the
 batch is split over micro-batches and over data-, context- and pipeline-parallel ranks.
 
-Sums over data-parallel ranks come first. These sums may have started during the backward pass, and leave each rank with
-only its shards. Two other sums commute with them, and therefore run only over the shards: sums of gradients that are
-partial over a model axis, and sums of gradients of parameters that two pipeline stages share.
+Sums over data-parallel ranks come first. They may have started during the backward pass, and leave each rank with only
+its shards. Two other kinds of sums commute with the sums over data-parallel ranks, and therefore run only over the
+shards: sums of gradients that are partial over a model axis, and sums of gradients of parameters that two pipeline
+stages share.
 """
 
 from __future__ import annotations

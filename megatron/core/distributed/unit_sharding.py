@@ -49,9 +49,8 @@ class UnitBucket(Bucket):
     """Bucket of one unit. This rank keeps its gradient shard (ZeRO-2) and also its parameter shard (ZeRO-3).
 
     Whole gradients exist from the first contribution of a micro-batch until they have been reduced and added to
-    `grad_shard`. Whole parameters exist from the first `acquire` of the unit to its last `release`. Their memory is
-    allocated and freed under the same views, so references that autograd saved are valid whenever the parameter is
-    whole.
+    `grad_shard`. Whole parameters exist from the unit's first `acquire` to its last `release`. Memory is allocated and
+    freed under the same views, so references that autograd saved are valid whenever a parameter is whole.
     """
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
@@ -98,8 +97,7 @@ class UnitBucket(Bucket):
             self.drop_params()
 
     def drop_params(self) -> None:
-        """Free whole parameters, for example because they have changed. Do not call this method while a pass uses the
-        parameters."""
+        """Free whole parameters, for example after a change. No pass may be using the parameters."""
         assert self.users == 0, "parameters in use"
         if self.shards_params and self.whole_params:
             self.finish_param_sync()
@@ -349,8 +347,7 @@ class UnitSharding(WholeUnits):
         input is known. Autograd first runs the operations that were recorded last, so no operation of the unit remains
         at that point. If no operation produced the input, the unit's backward pass ends with the whole backward pass. A
         layer that leaves its last addition to the next norm has two outputs, one of which was computed in the middle of
-        the layer. In this case, the backward pass starts when the first output gradient is known, and ends when the
-        gradient of the input that was computed last is known.
+        the layer. The pass starts with the first known output gradient, and ends with the last input's gradient.
         """
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:

@@ -70,7 +70,7 @@ class _Param:
     """Elements [start, stop) of the local tensor that are in the shard; (0, 0) if the shard contains none of them."""
 
     span: slice
-    """Range of the `held` elements in the shard."""
+    """Position of the `held` elements in the shard."""
 
     place: Place
     elements: dict[str, Tensor] = field(default_factory=dict)

@@ -100,8 +100,8 @@ class Shard:
         raise NotImplementedError
 
     def take_up(self, loaded: Mapping[str, Tensor]) -> None:
-        """Store the values loaded into the tensors of `exported`. This is not needed for tensors that share the shard's
-        memory."""
+        """Store the values loaded into the tensors of `exported`. Tensors that share the shard's memory need no
+        copy."""
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -125,8 +125,8 @@ class OptimizerShard(Shard):
     """A shard whose main parameters and states are tensors in the main dtype. The gradient is the `grad` attribute of
     the main parameters.
 
-    On the device, main parameters share the memory of the parameters if the parameters have the main dtype. Otherwise,
-    they are a copy in the main dtype.
+    On the device, main parameters share the memory of the parameters if the parameters have the main dtype. In all
+    other cases, main parameters are a copy in the main dtype.
     """
 
     def __init__(self, spec: ShardSpec) -> None:

@@ -285,9 +285,9 @@ class FusedTransform(Transform):
     """A link that updates the main parameters of whole shards in place, with kernels over many parameters at once.
 
     The states of a fused link have the kind `elements`, and the same names and dtypes (`states`) for every parameter.
-    They are stored together with the main parameters (`OptimizerShard.states`), including padding. All parameters of a
-    buffer have the same fused link, or all have none. Matrices with roles in an optimizer's `whole_roles` have separate
-    buffers.
+    These states are stored together with the main parameters (`OptimizerShard.states`), including padding. All
+    parameters of a buffer have the same fused link, or all have none. Matrices with roles in an optimizer's
+    `whole_roles` have separate buffers.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:

@@ -341,8 +341,7 @@ class ParallelLinear(nn.Module):
     def output_gradient(self, bias: Tensor | None) -> OutputGradient | None:
         """Return the form of dY that the preceding backward operation can produce for this layer.
 
-        Return None if the layer needs neither casts of dY nor a bias gradient, if dY must be gathered first, or if a
-        hook is registered.
+        Return None if neither casts nor a bias gradient are needed, if dY is gathered first, or if hooks exist.
         """
         sums = bias is not None and bias.requires_grad
         makes = sums or self.gemms.grad_casts is not None
@@ -359,8 +358,7 @@ class ParallelLinear(nn.Module):
 
 class ColumnParallelLinear(ParallelLinear):
     """Linear layer with sharded output features: y = x Wᵀ + bias. The weight of a gated MLP is [2, ffn, h] and sharded
-    along dim 1, so that every shard is a rectangle of the whole weight. The output of a rank has a single feature dim,
-    into which the weight's leading dims are flattened."""
+    along dim 1, so that every shard is a rectangle of the whole weight. A rank's output has one flat feature dim."""
 
     # x [s, b, in], or [s/t, b, in] under sequence parallelism -> [s, b, out/t]; W [out/t, in]
     def __init__(self, linear: ColumnLinear, ctx: TPContext) -> None:
@@ -405,8 +403,7 @@ def row_parallel(linear: RowLinear, ctx: TPContext) -> RowParallelLinear:
 
 class ReplicatedParallelLinear(ParallelLinear):
     """Linear layer with the whole weight on every rank: y = x Wᵀ + bias. The layer is applied to the rank's tokens
-    without a collective. Under sequence parallelism, the layer's weight gradients are partial sums, like the weight
-    gradients of norms."""
+    without a collective. Under sequence parallelism, weight gradients are partial sums, as in norms."""
 
     # x [s, b, in] -> [s, b, out], or [s/t, b, in] -> [s/t, b, out] under sequence parallelism; W [out, in]
     def __init__(self, linear: ReplicatedLinear, ctx: TPContext) -> None:

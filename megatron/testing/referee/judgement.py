@@ -170,7 +170,7 @@ def _over_features(model: Model, batch: Batch, name: str) -> Iterator[Part]:
 
 
 def next_row_parallel(name: str) -> tuple[str, ...]:
-    """Return the names that the row-parallel weight after a parameter in its layer may have."""
+    """Return the possible names of the row-parallel weight that follows a parameter in the same layer."""
     match = re.match(r"(.*layers\.\d+\.)(self_attention|input_layernorm|mlp|pre_mlp_layernorm)\b", name)
     if match is None:
         return ()
