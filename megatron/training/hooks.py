@@ -171,7 +171,7 @@ class Meter:
         """Called after the last backward pass. The reduced gradients are not yet multiplied by `factor`."""
 
     def end_step(self, skip: Tensor) -> None:
-        """Called at the weight update. Must not count the step if `skip` is 1, and must not wait for the device."""
+        """Called at the weight update. This method must not wait for the device, nor count the step if `skip` is 1."""
 
     def step_state(self) -> list[Tensor]:
         """Return the tensors that `end_step` changes. They are restored if the update is rolled back."""
@@ -269,7 +269,8 @@ class Callback:
     updates."""
 
     start_order = 0
-    """Sort key for calls of `start`, lowest first. The first callback whose `start` returns a position is used."""
+    """Sort key for the order in which `start` of the callbacks is called. The first callback whose `start` returns a
+    position is used."""
 
     to_continue = ""
     """Advice for continuing a complete run that no flag can extend."""

@@ -94,7 +94,8 @@ class RunCheckpoint:
         """Return the tensors and the other values that a checkpoint of `progress.iteration` contains. The tensors are
         not copied.
 
-        `metrics` contains values measured at this iteration. They help to decide which older checkpoints are deleted.
+        `metrics` contains values measured at this iteration. These metrics help to decide which older checkpoints are
+        deleted.
         """
         config = self.config
         optimizer = self.optimizer

@@ -342,8 +342,8 @@ def unused_tensors(
 
 
 def saved_progress(values: dict[str, Any]) -> Progress:
-    """Return the progress in a checkpoint's JSON; missing fields get their defaults. A checkpoint without a separate
-    schedule position comes from a run whose schedule followed the consumed samples."""
+    """Return the progress in a checkpoint's JSON; missing fields get their defaults. If a checkpoint contains no
+    separate schedule position, the schedule of its run depended on the consumed samples."""
     known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
     known.setdefault("scheduled_samples", values.get("consumed_samples", 0))
     known["running_means"] = tuple(known.get("running_means", ()))

@@ -275,9 +275,9 @@ def _extensions_in(path: str) -> list[str]:
 def save_config(config: RunConfig, path: str | PurePath) -> None:
     """Write a configuration as YAML that `--config` reads back.
 
-    Values that are derived from other values or from the world size are written as comments. Because of this, the file
-    can be used with another layout, and a flag that overrides a value also changes the values derived from it. The
-    global batch size is written as a value, because a run that continues under another layout must not change it.
+    Values that are derived from other values or from the world size are written as comments. Without derived values,
+    the file can be used with another layout, and a flag that overrides a value also changes the values derived from it.
+    The global batch size is written as a value, because a run that continues under another layout must not change it.
     """
     derived = dict(config.given)
     derived.pop("global_batch_size", None)

@@ -122,7 +122,8 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the configuration with the layer kinds that the checkpoint's multi-token prediction modules have, and
-    notes. If layers differ in kind, a module that was trained with the kind of the last layer must keep that kind."""
+    notes. If the model's layers differ in kind, a multi-token prediction module that was trained with the kind of the
+    last layer must keep that kind."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:

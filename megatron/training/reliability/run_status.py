@@ -125,7 +125,7 @@ class ExitCode(IntEnum):
     """Stopped after saving, because of a signal or the end of the SLURM job. The same command resumes the run."""
 
     KILLED = 128
-    """Ended immediately by a second signal. The exit code is 128 plus the signal number."""
+    """A second signal ended the run immediately. The exit code is 128 plus the signal number."""
 
 
 def _open_at_once(path: str, mode: int) -> int:
