@@ -179,7 +179,7 @@ class Conversion:
     def run(self, workers: int, show: Callable[[int], None] = lambda total: None) -> None:
         """Convert with `workers` processes. `show` is called with the number of bytes written so far.
 
-        If it raises ValueError or CheckpointError, the output folder is unchanged.
+        If the conversion raises ValueError or CheckpointError, the output folder is unchanged.
         """
         try:
             with new_folder(self.output, self.force) as folder:

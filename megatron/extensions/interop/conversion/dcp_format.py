@@ -129,8 +129,8 @@ class DCPSource(Source):
 
 
 class DCPTarget(Target):
-    """Folder with a checkpoint, run_config.yaml, and the tokenizer's files. Unless the training state is copied, the
-    checkpoint contains only weights and its iteration is 0."""
+    """Folder with a checkpoint, run_config.yaml, and the tokenizer's files. If the training state is not copied, the
+    checkpoint contains only weights and has iteration 0."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source, self.options = source, options

@@ -182,7 +182,7 @@ class Target(ABC):
 
     @abstractmethod
     def write(self, folder: Path, world: Axis, written: Written) -> None:
-        """Write the weights. This is a collective over `world`, whose processes share the work."""
+        """Write the weights. The processes of `world` share the work. Collective over `world`."""
 
     @abstractmethod
     def finish(self, folder: Path) -> None:
@@ -209,8 +209,8 @@ class Format(Protocol):
 
 
 MERGE_FILE = "merge.json"
-"""Name of the file in the output that describes the merged checkpoints (`Source.merged`). The name is the same for all
-formats."""
+"""Name of the file in the output that describes the merged checkpoints (`Source.merged`). All formats use the same file
+name."""
 
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (

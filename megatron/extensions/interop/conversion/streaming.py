@@ -62,9 +62,9 @@ class StreamingWriter(DataWriter):
 class StreamedTensor(ShardedBoxes):
     """Tensor to save, with parts that are created only when the writer writes them.
 
-    `make` returns the whole tensor. Alternatively, `parts` maps indices of the first dim to functions. Each function
-    returns one entry that this process writes. Use a writer that frees tensors after writing: `storage.save(...,
-    writer=StreamingWriter)`.
+    `make` returns the whole tensor. Alternatively, `parts` maps indices of the first dim to functions, each of which
+    returns one entry of the tensor that this process writes. Use a writer that frees tensors after writing:
+    `storage.save(..., writer=StreamingWriter)`.
     """
 
     parts: Mapping[tuple[int, ...], Callable[[], Tensor]]

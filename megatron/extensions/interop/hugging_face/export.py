@@ -127,8 +127,8 @@ class HFExporter:
     def poll(self, wait: bool = False) -> list[str]:
         """Start the next export if the previous one has ended.
 
-        Returns one line for each export that ended, and its new notes. If `wait` is True, returns after all exports
-        have ended.
+        Returns one line for each export that ended, and the new notes of these exports. If `wait` is True, returns
+        after all exports have ended.
         """
         lines: list[str] = []
         while self._waiting or self._running is not None:
@@ -148,8 +148,8 @@ class HFExporter:
         return lines
 
     def abandon(self) -> list[str]:
-        """Stop the current export and drop the queued exports before the process exits. Returns a line for each dropped
-        export."""
+        """Stop the current export and drop the queued exports before the process exits. Return one line for each
+        dropped export."""
         lines = [f"{output} was not exported: the run stops" for _, output in self._waiting]
         if self._running is not None:
             self._running.terminate()

@@ -63,7 +63,7 @@ class Family:
     rules: tuple[Rule, ...]
 
     prefix: str
-    """Prefix of Hugging Face tensor names. Files that contain only the decoder lack this prefix."""
+    """Prefix of Hugging Face tensor names. In files that contain only the decoder, tensor names lack this prefix."""
 
     keys: Mapping[str, str]
     """Maps a config.json key to the TransformerConfig field with the same value. In a family file, the value null
@@ -153,7 +153,7 @@ class Family:
     layers."""
 
     equal: Mapping[str, str] = field(default_factory=dict)
-    """Maps a key to another key. Both keys must have the same value if config.json contains both."""
+    """Maps a config.json key to a second key. If config.json contains both keys, their values must be equal."""
 
     same: Mapping[str, str] = field(default_factory=dict)
     """Maps a TransformerConfig field to another field with the same value."""
@@ -161,7 +161,7 @@ class Family:
     powers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Maps a TransformerConfig field to config.json keys with exponents. The field is the product of these powers.
 
-    When config.json is written, the first key is computed from the field.
+    When config.json is written, the first key is computed from the field and the other keys.
     """
 
     layer_types: Sequence[str] = ()
@@ -196,7 +196,7 @@ FAMILIES = Registry("model_type", NoFacts, protocol=Family)
     FAMILIES.register("pebble", replace(FAMILIES["llama"], model_type="pebble", rules=RULES))
 """
 
-# Values of keys that a config.json lacks. The transformers configuration class sets or derives these values.
+# Values of keys that a config.json lacks: the transformers configuration class has defaults for them or derives them.
 
 ROTARY = "rope_parameters"
 

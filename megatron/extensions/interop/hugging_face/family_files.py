@@ -39,7 +39,7 @@ SCHEMA: dict[str, Any] = get_type_hints(Family) | {
 `like` names a base or another family. Each entry of `weights` is a table, the name of a table in weights.json, or
 "like" for the base's tables. Later tables override earlier tables. `layer` is the prefix of tensor names in a layer.
 `multi_token_weights` describes the weights of a multi-token prediction module that do not belong to the module's layer.
-The layer has the family's weights with the prefix `multi_token_layer`.
+The weights of the module's layer are the family's layer weights with the prefix `multi_token_layer`.
 """
 
 SCHEMA["keys"] = Mapping[str, str | None]

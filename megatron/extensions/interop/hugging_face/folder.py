@@ -46,8 +46,8 @@ class HFFolder:
 def _open_weights(folder: Path, named: object) -> dict[str, Sliceable]:
     """Open the weights of a folder. Files are chosen in the same order of precedence as in transformers.
 
-    `named` is the value of transformers_weights in config.json. This value names a weights file or an index without a
-    default name; None if the key is missing.
+    `named` is the value of transformers_weights in config.json. The value is the name of a weights file or index whose
+    name is not the default, or None if the key is missing.
     """
     if named is not None:
         return _open_named(folder, named)

@@ -197,8 +197,8 @@ def origin_of(hf_config: Mapping[str, object]) -> Origin:
 
 
 def stated_token_ids(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """Return the token ids in a config.json. A missing id is the class's default if the vocabulary contains this id,
-    and otherwise None."""
+    """Return the token ids in a config.json. For a missing id, return the default of the transformers class if the
+    vocabulary contains the default id; otherwise None."""
     usual, tokens = family_of(hf_config).class_defaults, config_from_hf(hf_config).vocab_size or 0
     known = {key: value for key, value in usual.items() if type(value) is int and value < tokens}
     return {key: hf_config.get(key, known.get(key)) for key in TOKEN_IDS}

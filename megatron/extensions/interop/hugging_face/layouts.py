@@ -37,7 +37,8 @@ class Layout:
         return self.ours(config, [tensor[()] for tensor in tensors])[box]
 
     def of_layer(self, number: int) -> Layout:
-        """Return the layout of a layer's parameter. The layout differs by layer if one tensor belongs to all layers."""
+        """Return the layout of a layer's parameter. Layers have different layouts if one tensor contains the parameters
+        of all layers."""
         return self
 
 

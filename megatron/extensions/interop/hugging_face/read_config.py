@@ -96,7 +96,7 @@ def family_of(hf_config: Values) -> Family:
 
 
 LAYER_BY_LAYER = "per_layer_config"
-"""Key that overrides other keys for individual layers. Every family supports this key."""
+"""Key of config.json that overrides other keys for individual layers. Every family supports `LAYER_BY_LAYER`."""
 
 IDLE = {
     *(

@@ -49,8 +49,8 @@ class HFWeights:
     """Hugging Face tensors that are read as parameters of this program, one parameter at a time, whole or in part.
 
     The constructor checks names, shapes and dtypes without reading data, and raises ValueError with a list of all
-    mismatches. The number of multi-token prediction modules that are read is the smaller of those in the files and in
-    the model.
+    mismatches. If the files and the model have different numbers of multi-token prediction modules, the smaller number
+    of modules is read.
     """
 
     def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
@@ -331,7 +331,7 @@ class Mxfp4Experts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the matrices. Raises ValueError if the two parts do not match."""
+        """Shape of the matrices. Raises ValueError if the blocks and the scales do not match."""
         experts, out, count, half = (*self.blocks.shape, 0, 0, 0, 0)[:4]
         uint8 = self.blocks.dtype == self.scales.dtype == torch.uint8
         if tuple(self.scales.shape) != (experts, out, count) or 2 * half != BLOCK or not uint8:

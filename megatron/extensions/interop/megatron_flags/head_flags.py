@@ -42,7 +42,7 @@ class TheirFlag:
     """Name of the function that parses a value, or "switch" for a flag that takes no value."""
 
     count: str
-    """Number of values in argparse's notation: "1", "3", "*", "+" or "?". A switch has "0"."""
+    """Number of values in argparse's notation: "1", "3", "*", "+" or "?". The number is "0" for a switch."""
 
     choices: tuple[str, ...]
     """Permitted values; empty if all values of the type are permitted."""

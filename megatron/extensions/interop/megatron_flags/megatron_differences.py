@@ -30,7 +30,7 @@ class Difference:
     here: str
     megatron: str
     page: str = ""
-    """Name of the page in docs/ with the details, without its suffix."""
+    """Name, without suffix, of the page in docs/ that describes the difference in detail."""
 
     def __str__(self) -> str:
         more = f" (docs/{self.page}.md)" if self.page else ""
@@ -150,8 +150,7 @@ class Run:
 
     @property
     def selects_keys(self) -> bool:
-        """True if an indexer selects keys. This is the case in sparse attention, and in compressed attention with a
-        ratio of 4."""
+        """True if an indexer selects keys, as in sparse attention, and in compressed attention with a ratio of 4."""
         ratios = str(self.value("csa_compress_ratios") or "").replace("*", " * ")
         return "dsa" in self.mixers or (self.compresses and re.search(r"\b4\b", ratios) is not None)
 

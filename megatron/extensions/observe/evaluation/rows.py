@@ -121,8 +121,8 @@ class Round:
 
 
 def batch_lengths(longest: int, divisor: int) -> tuple[int, ...]:
-    """Return the permitted batch lengths, ascending: `longest`, and half, a quarter and so on of it, as long as the
-    length is a multiple of `divisor`.
+    """Return the permitted batch lengths, ascending: `longest`, and its half, quarter and so on, as long as the result
+    is a multiple of `divisor`.
 
     A small number of lengths limits the shapes that kernels are compiled for.
     """

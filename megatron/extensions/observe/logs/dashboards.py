@@ -37,8 +37,8 @@ class TensorBoardSink:
     configuration as text.
 
     When a run resumes, TensorBoard hides the iterations of earlier starts that run again. TensorBoard hides all values
-    from a step on, regardless of their tag, so it also hides part of the curves over samples. These values are written
-    again from `metrics.jsonl`.
+    from a step on, regardless of their tag, so it also hides part of the curves over samples. The sink writes the
+    hidden values again from `metrics.jsonl`.
 
     If a write fails, for example on a full disk, one warning is printed. When writing succeeds again, a new file
     contains all records from `FLUSHED_SECONDS` before the failure on. `metrics.jsonl` contains every record.

@@ -9,8 +9,8 @@ by decreasing loss:
 `set` is the name of a validation set (--valid NAME=PREFIX), and `source` is the dataset in a blend. `document` is the
 document number, as in tools/inspect_dataset.py --document, or null if the dataset has no document numbers. `tokens` is
 the number of tokens with a loss mask above 0, and `loss` is their mean loss. The loss of a token belongs to the
-document that contains the token. This includes the first token of a document, which is predicted from the end of the
-previous document.
+document that contains the token, even if the token is the first one of the document and is predicted from the end of
+the previous document.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Watched:
     before."""
 
     def added(self) -> None:
-        """Count a gradient contribution."""
+        """Count a contribution to the parameter's gradient."""
         self.reports += 1
         if self.reports == self.of_microbatch:
             self.into.small.append(_norm(self.param.main_grad))  # type: ignore[attr-defined]

@@ -203,7 +203,8 @@ class PeerAudit(Callback, Meter):
         self.outcome.add(run, step.iteration, finding)
 
     def _weights_changed(self) -> tuple[str, ...]:
-        """Return the names of the weights that have changed since the previous update."""
+        """Return the names of the weights that have changed although no update has occurred since they were
+        recorded."""
         now = self._hashes_of_weights(shards=True)
         names = [name for name in self._weights if name in now]
         if not names:

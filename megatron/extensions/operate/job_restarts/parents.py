@@ -69,7 +69,8 @@ SILENT = 2.5
 start."""
 
 LOST = 30.0
-"""Seconds without a heartbeat after which a parent on another machine is considered lost at any other time."""
+"""Seconds without a heartbeat after which a parent on another machine is considered lost, except while parents wait for
+a start."""
 
 LONGEST = 1.0
 """Maximum number of seconds that a `Clock` counts between two readings."""
@@ -299,7 +300,8 @@ class Parents:
             self._answered(lambda: [store.delete_key(key) for store, key in some])
 
     def offer(self, number: int, offer: str) -> None:
-        """Offer the copies of the training state on this host for a start. The host may have no ranks."""
+        """Offer the copies of the training state on this host for a start. The offer is possible even if this host has
+        no ranks."""
         self._answered(lambda: self.store.set(f"offer/{number}/{self.worker}", offer))
 
     def offers(self, number: int, workers: Collection[int]) -> list[str]:
@@ -320,8 +322,8 @@ class Parents:
             return answered(call)
 
     def _decides(self, number: int) -> bool:
-        """Return True if this parent plans the start. This is the first parent that claims the role, or another parent
-        if the first one is late or lost."""
+        """Return True if this parent plans the start. The start is planned by the first parent that claims the role, or
+        by another parent if the first one is late or lost."""
         key, own = f"decides/{number}", f"{self.worker} {time.time()}"
         claim = self._answered(lambda: self.store.compare_set(key, "", own).decode())
         worker, at = claim.split()

@@ -24,7 +24,7 @@ class StoreProcess:
     process."""
 
     def __init__(self, launch: Launch, timeout: timedelta, name: str, run: str) -> None:
-        """Fork the process and wait until it serves the store. The arguments are those of `meet`.
+        """Fork the process and wait until it serves the store. The arguments have the same meaning as in `meet`.
 
         Raises NoStoreError if the process cannot open the store."""
         read, write = os.pipe()

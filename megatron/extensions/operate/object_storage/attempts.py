@@ -88,7 +88,7 @@ class AttemptStorage(FsspecStorage):
         self._abort_uploads(final)
 
     def _claim(self, final: PurePath, folder: PurePath) -> Begun:
-        """Begin an attempt. After this call, no earlier attempt can be published."""
+        """Begin an attempt to write a checkpoint. After this call, no earlier attempt can be published."""
         for left in range(CLAIMS - 1, -1, -1):
             before = self.content(final / PUBLISHED)
             self._current[final] = _published(before)

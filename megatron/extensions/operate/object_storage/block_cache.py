@@ -3,8 +3,9 @@ import torch.
 
 A cache file contains one block of a stored file and a checksum, so that a block that was damaged by a power cut or the
 disk is fetched again. The folder of a cache file is named after an identifier of the stored file's content. With a lock
-for each block, only one process at a time fetches the block. Another lock protects the total number of bytes. The least
-recently used blocks are deleted before the total exceeds the limit. If the disk is full, blocks are not cached.
+for each block, only one process at a time fetches the block. A separate lock protects the total size of all blocks. The
+least recently used blocks are deleted before the total size exceeds the limit. If the disk is full, blocks are not
+cached.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class FsspecStorage(Storage):
         self._remove(path, self._place(path))
 
     def _remove(self, path: PurePath, place: str) -> None:
-        """Remove the object or folder at `place`. Messages contain `path` instead of `place`."""
+        """Remove the object or folder at `place`. Error messages contain `path` instead of `place`."""
 
         def removed(attempt: int) -> None:
             try:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FIRST_CONTACT = 20.0
-"""Time in seconds during which requests are retried before the first request has succeeded. The time is short because
-the URL may be wrong."""
+"""Time in seconds during which a request is retried if no request has succeeded yet. The time is short because the URL
+may be wrong."""
 
 LONGEST_PAUSE = 15.0
 

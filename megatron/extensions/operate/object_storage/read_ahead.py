@@ -76,7 +76,7 @@ class Window:
         self._next = -1
 
     def begin(self, step: range) -> list[Future[bytes]]:
-        """Start to fetch the samples of the first step only. Returns the fetches in progress."""
+        """Start to fetch the samples of the first step only. Return the futures of the fetches in progress."""
         if step.stop <= self.train.end:
             self._steps.append((step.stop, self._fetch(step)))
             self._next = step.stop
@@ -186,7 +186,7 @@ class ReadAhead(Callback, Meter):
         return [f" data wait {wait:.1f} ms per step"] if isinstance(wait, float) else []
 
     def _follow(self) -> None:
-        """Move the window when a step begins. This runs in a separate thread."""
+        """Move the window when a step begins. This method runs in a separate thread."""
         assert self.window is not None
         step = range(0)
         while True:

@@ -110,8 +110,8 @@ def address_in(folder: Path) -> Address:
 
 
 def _end_silent(folder: Path) -> None:
-    """Kill a holder that does not answer, for example because a signal has stopped it. The copies are files and are
-    kept."""
+    """Kill a holder that does not answer, for example because a signal has stopped it. The copies remain, because they
+    are stored as files."""
     with suppress(OSError, ValueError, KeyError):
         pid = int(json.loads((folder / ABOUT).read_text())["pid"])
         if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):

@@ -121,8 +121,8 @@ class Readers:
 
     @contextmanager
     def _asking(self, host: str) -> Iterator[Link]:
-        """Yield a connection to a holder. If the holder does not answer, no further requests are sent to it. Raises
-        OSError."""
+        """Yield a connection to a holder. If the holder does not answer, send no further requests to this holder.
+        Raises OSError if the holder cannot be used."""
         if host in self._lost:
             raise OSError(self._lost[host])
         try:

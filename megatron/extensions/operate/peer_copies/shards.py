@@ -83,8 +83,8 @@ class Stored:
 
 
 def boxes_of(tensors: StateDict, key: str) -> dict[Offset, Tensor]:
-    """Return this rank's boxes of a tensor by offset. If several boxes have the same offset, return only the first
-    one."""
+    """Return this rank's boxes of a tensor, keyed by offset. If several boxes have the same offset, return only the
+    first of them."""
     return dict(reversed(tensors[key].boxes))
 
 

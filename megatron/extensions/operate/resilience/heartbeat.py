@@ -126,7 +126,7 @@ def _are_ages(value: object, world: int) -> bool:
 
 
 class Ignored:
-    """Counter of ignored datagrams. The first one is reported on standard error."""
+    """Counter of ignored datagrams. The first ignored datagram is reported on standard error."""
 
     def __init__(self, here: str) -> None:
         self.here, self.count = here, 0

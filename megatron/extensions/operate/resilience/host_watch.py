@@ -296,7 +296,7 @@ class HostWatch(Watch):
 
     def _left_behind(self, ended: dict[int, float], failed: bool) -> Failure:
         """Return a report about hosts on which the run ended while this host still trains. `ended` maps these hosts to
-        the number of seconds since then."""
+        the number of seconds since the run ended there."""
         fine = "without a failure, while this rank is in a step"
         how = "with a failure whose report has not arrived here" if failed else fine
         what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {how}" for host, age in ended.items())

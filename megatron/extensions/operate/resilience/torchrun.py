@@ -1,8 +1,8 @@
 """torchrun with the rendezvous backend `c10d-open`, a variant of `c10d` that tolerates the loss of hosts.
 
-- torchrun's agent closes the rendezvous permanently when it ends with a failure. The agent of a host whose cable was
-pulled also closes it: its request waits in the kernel and is delivered when the cable is plugged in again. After that,
-no host can join. Here, only the end of the run closes the rendezvous.
+- torchrun's agent closes the rendezvous permanently when it ends with a failure. If the network cable of a host is
+pulled, the agent's request to close the rendezvous waits in the kernel and is delivered when the cable is plugged in
+again. After that, no host can join. Here, only the end of the run closes the rendezvous.
 - An agent that writes to the store of a lost host waits for TCP's timeout of a quarter of an hour. Here, the agent ends
 if the store has not answered for some seconds.
 - torchrun restarts ranks even if their flags do not fit the remaining hosts. This variant ends with code 2 if

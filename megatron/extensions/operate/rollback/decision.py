@@ -19,7 +19,7 @@ class Decision:
 
     first: int
     last: int
-    """Last iteration whose batch is skipped. `first` is the first of these iterations."""
+    """Last iteration whose batch is skipped. `first` is the first iteration whose batch is skipped."""
 
     @property
     def passed_over(self) -> range:

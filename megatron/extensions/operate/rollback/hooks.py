@@ -134,9 +134,9 @@ class Rollback(Callback):
         run.say(f" {verdict}: there is no earlier state to go back to")
 
     def _sources(self, run: TrainingRun, found: Decision) -> Iterable[Checkpoint | PurePath]:
-        """Yield states that the run can return to, in order of preference. The first choice is the state in the
-        decision. The next choices are older checkpoints, from which the run recomputes this state. The last choices are
-        states in memory that are later than the decision's state. Collective."""
+        """Yield states that the run can return to, in order of preference. The first choice is the state that the
+        decision selects. The next choices are older checkpoints, from which the run recomputes this state. The last
+        choices are states in memory that are later than the decision's state. Collective."""
         if (checkpoint := self._in_memory(run, found.to)) is not None:
             yield checkpoint
         yield from self._on_disk(run, found.to)

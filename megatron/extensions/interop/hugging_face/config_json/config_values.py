@@ -24,7 +24,7 @@ def whole(values: Values, key: str) -> int:
 
 
 def number(values: Values, key: str) -> float:
-    """Return the numeric value of a key. An integer is not converted to float."""
+    """Return the numeric value of a key. If the value is an integer, it is not converted to float."""
     value = values[key]
     if not isinstance(value, (int, float)):
         raise TypeError(f"{key} = {str(value)[:80]!r} must be a number")

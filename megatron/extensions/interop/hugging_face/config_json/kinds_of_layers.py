@@ -53,8 +53,8 @@ class RotaryOfKinds(Adapter):
 
 
 def _rotates(layers: list[tuple[bool, bool]], local: bool) -> set[bool]:
-    """Return {True} if all layers with (or without) a sliding window have a rotary embedding, {False} if none of them
-    has one, and both values if the layers differ."""
+    """Return {True} if all layers of one kind have a rotary embedding, {False} if no layer of this kind has one, and
+    both values if the layers differ. `local` selects the layers with or without a sliding window."""
     return {rotated for window, rotated in layers if window == local}
 
 

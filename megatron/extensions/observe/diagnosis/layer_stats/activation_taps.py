@@ -90,7 +90,7 @@ class ActivationTaps:
         return statistic, number
 
     def begin(self, active: bool) -> None:
-        """Clear all measurements. Until the next call of this method, passes are measured if `active` is True."""
+        """Clear all measurements. If `active` is True, measure all passes until the next call of this method."""
         self.active = active
         if not active:
             return

@@ -123,13 +123,13 @@ class Growth:
 
     factor: float
     others: float
-    """Growth factor of the other member that changes most, in either direction."""
+    """Growth factor of the member that changes most among all other members, whether it grows or shrinks."""
 
 
 @dataclass
 class _Track:
-    """History of a group member: logarithms of its last values, and slopes of its last windows, minus the group's
-    slope."""
+    """History of a group member: the logarithms of the member's last values, and the slopes of the member's last
+    windows relative to the slope of the group."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     slopes: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW + HISTORY))
@@ -161,7 +161,7 @@ class GrowthRule(Generic[Member]):
         self._tracks: dict[Member, _Track] = {}
 
     def add(self, values: Mapping[Member, float]) -> dict[Member, Growth]:
-        """Add the values of a record. Returns the members that became outliers with this record.
+        """Add the values that a record has for each member. Return the members that became outliers with this record.
 
         If the value of a member is not positive or not finite, the history of the member is discarded.
         """

@@ -1,7 +1,8 @@
 """Norms of weights, gradients and updates, by parameter and tensor-parallel rank.
 
-Under any sharding strategy, each data-parallel rank sums the squares of the elements in its shard. A plain sum over the
-world therefore counts each element of the model once per tensor-parallel rank that holds it.
+Under any sharding strategy, each data-parallel rank sums the squares of the elements in its shard. Therefore, if an
+element of the model is on several tensor-parallel ranks, a plain sum over the world counts the element once for each of
+these ranks.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ class LayerStatistics(Callback, Meter):
                 log.say(f" {line}")
 
     def records(self, summed: Tensor) -> list[LayerRecord]:
-        """Return the records. `summed` is the sum of `take` over the world. This is a collective over the world if
-        there are maxima. This method waits for the device.
+        """Return the records of the measured steps. `summed` is the sum of `take` over the world. If steps were
+        measured, this method waits for the device and is a collective over the world.
         """
         measured, self._measured = self._measured, []
         if not measured:

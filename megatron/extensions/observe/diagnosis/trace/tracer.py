@@ -5,7 +5,7 @@ a clock (Linux: CLOCK_MONOTONIC), so one rank of each host compares its clock wi
 sends a message, and reads its clock again when rank 0 answers. Rank 0 reads its own clock before it answers. If both
 directions take the same time, rank 0's reading corresponds to the middle of the two readings. In any case, it lies
 between the two readings, so half of the round trip bounds the error. The shortest of several round trips is used (NTP,
-RFC 5905, section 10). Each of the two messages passes through the store once.
+RFC 5905, section 10). The message and the answer of a round trip each pass through the store once.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def host_identity() -> tuple[str, str]:
 def measure(
     store: dist.Store, rank: int, identities: Sequence[str], meeting: str, clock: Clock = time.perf_counter_ns
 ) -> Offset:
-    """Measure the clock offset of this rank's host, if this rank is the first rank of the host. The result is valid for
-    all ranks of the host.
+    """Measure the clock offset of this rank's host, if this rank is the first rank of the host. The offset is the same
+    for all ranks of the host.
 
     Collective over the first ranks of all hosts.
 
