@@ -186,8 +186,7 @@ def build_guard(
 def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -> TrainingRun:
     """Build data, model, gradient buffers and optimizer, then load the checkpoint if there is one. Collective.
 
-    `parts` contains the callbacks and metrics of the run, as returned by `Parts.with_registered`. The default is those
-    that extensions have registered."""
+    `parts` contains the callbacks and metrics of the run; by default, those that extensions have registered."""
     phases, state = runtime.phases, runtime.state
     replaced = step_parts(config)
     with phases("data"):

@@ -197,7 +197,7 @@ def test_only_weights_are_loaded_on_request(tmp_path: Path, options: dict[str, b
     one = Run(config(tmp_path, parallel=BF16, model=DEEPSEEK, save_optim=False))
     one.step(0)
     one.save(Progress(5, 40))
-    refuses("give --no-load-optim", tmp_path, parallel=BF16, model=DEEPSEEK)
+    refuses("add --no-load-optim", tmp_path, parallel=BF16, model=DEEPSEEK)
     two = Run(config(tmp_path, parallel=BF16, model=DEEPSEEK, **options))
     assert two.load() == (Progress() if "finetune" in options else Progress(5, 40))
     assert two.optimizer.step_count == 0

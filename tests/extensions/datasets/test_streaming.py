@@ -56,7 +56,7 @@ def test_a_run_resumes_at_any_sample_on_any_number_of_ranks(workers: int) -> Non
 def test_streams_that_end_or_yield_invalid_samples_are_named() -> None:
     with pytest.raises(ValueError, match="the stream of data ended at sample 2 of 9"):
         GeneratorDataset(Numbers(end=2), 9, FORMAT, "short").text(2)
-    with pytest.raises(ValueError, match="sample 0 of the stream has shape \\(2,\\), and must be --seq-length"):
+    with pytest.raises(ValueError, match="sample 0 of the stream has shape \\(2,\\), but must be --seq-length"):
         GeneratorDataset(lambda first: iter([[1, 2]]), 9, FORMAT, "narrow").text(0)
     with pytest.raises(ValueError, match="token id 1000, outside the vocabulary of 1000"):
         GeneratorDataset(lambda first: iter([np.full(4, 1000)]), 9, FORMAT, "large").text(0)

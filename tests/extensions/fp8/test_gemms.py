@@ -382,7 +382,7 @@ def test_gpus_without_fp8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ModelParallelConfig(bf16=True, extension_options=(Fp8Flags(fp8_format="hybrid"),))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(ValueError, match=r"--fp8-format hybrid needs .* capability 8\.9 .* has 8\.0: leave it out"):
+    with pytest.raises(ValueError, match=r"--fp8-format hybrid needs .* capability 8\.9 .* has 8\.0: remove it"):
         Fp8Format.check(config, gpu)
     Fp8Format.check(config, CPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -220,7 +220,7 @@ def test_states_of_a_different_update_rule_are_refused_with_the_remedy(
     muon = run_of(tmp_path, optimizer=OptimizerConfig("muon", lr=1e-2))
     Run(muon).save(Progress(1, 8))
     monkeypatch.setattr(OptimizerConfig, "whole_roles", property(lambda config: frozenset({"router"})))
-    with pytest.raises(ValueError, match=r"missing from the checkpoint: optimizer.exp_avg.*: give --no-load-optim"):
+    with pytest.raises(ValueError, match=r"missing from the checkpoint: optimizer.exp_avg.*: add --no-load-optim"):
         Run(muon).load()
     without = replace(muon, checkpoint=replace(muon.checkpoint, load_optim=False))
     assert Run(without).load() == Progress(1, 8)
