@@ -83,8 +83,8 @@ scaled_grouped_mm: Callable[..., Tensor] = torch._scaled_grouped_mm
 or one `scaled_mm` per expert."""
 
 grouped_mm_overload: Callable[..., Tensor] = torch.ops.aten._grouped_mm.default
-"""The operator that `torch.nn.functional.grouped_mm` calls. Memory plans return only a shape for this operator. torch
-2.13. Fallback: the operator that a dispatch mode sees instead."""
+"""The operator that `torch.nn.functional.grouped_mm` calls. Memory plans return only a shape for this operator.
+torch 2.13. Fallback: the operator that a dispatch mode sees instead."""
 
 local_scalar_overload: Callable[..., float] = torch.ops.aten._local_scalar_dense.default
 """The operator that `Tensor.item()` calls. Memory plans return zero for this operator. torch 2.13. Fallback: the
