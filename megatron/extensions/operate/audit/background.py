@@ -1,9 +1,10 @@
 """Callback for --audit-by layout and --audit-by precision. A process on the host of the first rank recomputes audited
 steps while training continues.
 
-Before an audited step, the ranks write its weights and samples to the --save folder. After the passes of the step, each
-rank computes sketches of the reduced gradients that it owns. The audit process compares these sketches with the
-gradients that it computes. An audit is skipped if the audit process is still busy with the previous audit.
+Before an audited step, the ranks write its weights and samples to the --save folder. After the backward passes of the
+step, each rank computes random-sign sums of its shard of the reduced gradients (`sketch`). The audit process computes
+the same sums from the recomputed gradients, and compares both. An audit is skipped if the audit process is still busy
+with the previous audit.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 
 LOOKS = 10
-"""Number of times that a run polls for the result of an audit during the interval between two audits."""
+"""Number of times that a run checks, between two audits, whether the result of the first audit is available."""
 
 LONGEST_WAIT = 600.0
 """Maximum time in seconds that a finished run waits for the last audit."""
@@ -94,8 +95,8 @@ class BackgroundAudit(Callback, Meter):
         ]
 
     def _term_pieces(self, rank: int) -> list[tuple[int, Piece]]:
-        """Return pairs (replica, part) for the gradients that this rank computes, before they are summed over
-        replicas."""
+        """Return a pair (data-parallel rank, piece) for each parameter to whose gradient no other rank of the same
+        replica contributes. The pieces describe the gradients before they are summed over data-parallel replicas."""
         state = self.run.runtime.state
         if state.dp.size == 1 or state.cp.size > 1:
             return []
@@ -147,7 +148,7 @@ class BackgroundAudit(Callback, Meter):
                 bucket.before_sync = self._note_terms
 
     def _note_terms(self, bucket: Bucket) -> None:
-        """Compute random-sign sums of the gradients before the reduction over replicas."""
+        """Compute random-sign sums of each gradient before the gradients are reduced over data-parallel replicas."""
         for place in bucket.layout.params:
             start = place.start - bucket.layout.start
             row = sums_of(bucket.grads[start : start + place.stop - place.start])
@@ -158,7 +159,8 @@ class BackgroundAudit(Callback, Meter):
         return self.folder / f"iter_{iteration:07d}"
 
     def _boxes(self) -> dict[str, Tensor]:
-        """Return the parts of weights of which this rank holds the first replica."""
+        """Return the weight shards that this rank writes to a snapshot. If several ranks hold the same shard, only the
+        first of them writes it."""
         state = self.run.runtime.state
         found = {}
         for model in self.run.stages.values():
@@ -188,7 +190,7 @@ class BackgroundAudit(Callback, Meter):
         return found
 
     def after_update(self, step: StepView, result: StepResult) -> None:
-        """Pass the step to the audit process."""
+        """Write the loss and the gradient sums of the step to a file, and request an audit from the audit process."""
         if self._step is None:
             return
         run, world = self.run, self.run.runtime.state.world

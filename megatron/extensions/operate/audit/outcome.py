@@ -16,7 +16,7 @@ TWICE = 2
 
 
 class AuditError(RuntimeError):
-    """Raised if a rank has disagreed with other ranks too often."""
+    """Raised if a rank has computed wrong values in two audits, or if its weights are damaged."""
 
 
 class Outcome:
@@ -28,7 +28,8 @@ class Outcome:
         self._audits = self._disagreements = 0
 
     def add(self, run: TrainingRun, iteration: int, finding: Finding | None) -> None:
-        """Count an audit and report a disagreement, before the optimizer step."""
+        """Count an audit, and report its finding if the two computations of the step differ. Call this method before
+        the optimizer step, so that a wrong gradient is not applied."""
         self._audits += 1
         if finding is None:
             return
@@ -50,13 +51,13 @@ class Outcome:
         self._end_if_due(iteration, finding)
 
     def _end_if_due(self, iteration: int, finding: Finding) -> None:
-        """Raise AuditError if a rank has disagreed twice, or after the first disagreement if weights are wrong. Every
-        rank raises the error; the faulty rank raises the error first."""
+        """Raise AuditError if audits have found the same rank at fault twice, or once if its weights are wrong. Every
+        rank raises the error, but the faulty rank raises it first."""
         due = [rank for rank in finding.ranks if self._counts[rank] >= TWICE]
         if not due and not finding.damages_state:
             return
         if self._rank not in finding.ranks:
-            time.sleep(1.0)  # let the faulty rank report first
+            time.sleep(1.0)  # so that the faulty rank reports the error first
         why = f"it has disagreed {TWICE} times" if due else "its state is damaged"
         raise AuditError(f"{finding.line(iteration)}; {why}: replace its device, or leave its host out, and resume")
 

@@ -1,10 +1,11 @@
-"""Callback for --audit-by peer. Before an audited step, each rank computes the work of its peer, a rank with the same
-weights in another data-parallel replica. Then the step runs, and the recordings of both computations are compared.
+"""Callback for --audit-by peer. Before an audited step, each rank computes the micro-batches of another rank, which
+holds the same weights in another data-parallel replica. Then the step runs, and the two computations of the same
+micro-batches are compared.
 
-A rank's part of a step consists of its micro-batches. Random numbers depend only on samples and positions, so both
-ranks compute the same values. In deterministic mode, the values are bitwise equal. If the recordings of a rank and its
-peer differ, all ranks compute the step once more. The recording of this third computation shows which rank erred, and
-the update uses the gradients of the third computation.
+The part of a rank in a step consists of the micro-batches that the rank processes. Random numbers depend only on
+samples and positions, so both ranks compute the same values. In deterministic mode, the values are bitwise equal. If
+the recordings of a rank and its peer differ, all ranks compute the step once more. The third result shows which of the
+two ranks computed wrong values. The optimizer then uses the gradients of the third computation.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from megatron.training.run import TrainingRun
 from megatron.training.train_step import TrainStep
 
 ALLOWED = {"torch.float64": 1e-10, "torch.float32": 1e-4, "torch.bfloat16": 4e-2, "torch.float16": 1e-2}
-"""Allowed relative difference between two computations of a tensor, by dtype, if the order of summation is not
-fixed."""
+"""Largest relative difference between two computations of the same tensor that counts as rounding, keyed by dtype.
+Deterministic runs allow no difference."""
 
 ALLOWED_SUMS = {"torch.float64": 1e-12, "torch.float32": 1e-5, "torch.bfloat16": 2e-2, "torch.float16": 5e-3}
-"""Allowed relative difference between two reductions of the same terms over ranks, by dtype of the reduction."""
+"""Largest relative difference that counts as rounding if the same gradients are reduced over ranks twice, keyed by the
+dtype of the reduction."""
 
 
 FLOOR = 1e-3
@@ -86,7 +88,7 @@ class PeerAudit(Callback, Meter):
         self.outcome = Outcome(self.config, run.runtime.launch.rank)
         self._weights: dict[str, Tensor] = {}
         self._noted_at: int | None = None
-        """Iteration after which `_weights` were recorded."""
+        """Iteration that the run had completed when the hashes in `_weights` were computed."""
 
         self._before: Recording | None = None
         self._now: Recording | None = None
@@ -107,7 +109,7 @@ class PeerAudit(Callback, Meter):
         return iteration % self.interval == 0 and iteration <= self.run.train_iters and not skipped
 
     def _note_weights(self) -> None:
-        """Record the weights after the update that precedes an audited step."""
+        """Store hashes of the weights when the next step is an audited step."""
         self._settle()
         self._weights, self._noted_at = self._hashes_of_weights(shards=True), self.run.progress.iteration
 
@@ -116,8 +118,8 @@ class PeerAudit(Callback, Meter):
         self.run.optimizer.finish_param_sync()
 
     def _hashes_of_weights(self, shards: bool = False) -> dict[str, Tensor]:
-        """Return hashes, by parameter, of all parameters that this rank holds in full between passes. If `shards` is
-        True, also include this rank's shards of other parameters, which no peer holds."""
+        """Return a hash for each parameter that is not sharded over data-parallel ranks. If `shards` is True, also
+        return a hash for each shard of this rank. The peer cannot compare shards, because it holds different ones."""
         parts = list(self.run.ddp.sharded_params())
         sharded = {piece.meta.name for piece in parts}
         found = {piece.meta.name: hash_of(piece.data) for piece in parts if shards}
@@ -128,7 +130,8 @@ class PeerAudit(Callback, Meter):
         return found
 
     def _begin(self) -> None:
-        """Compute the part of `source` in the next step, and start recording this rank's own part."""
+        """Compute the micro-batches of the rank `source` for the next step, and start to record the step that this rank
+        will run with its own micro-batches."""
         run = self.run
         self._settle()
         step = run.progress.next_step(run.batch_sizes)
@@ -144,11 +147,11 @@ class PeerAudit(Callback, Meter):
         run.runtime.watchdog.doing(f"step {step.iteration}")
 
     def _microbatches(self, step: Step) -> int:
-        """Return the number of micro-batches per rank in a step."""
+        """Return the number of micro-batches that each rank processes in a step."""
         return step.samples // self.run.data.train.row
 
     def _tape(self) -> Tape:
-        """Return a new tape that begins with entries for the hashes of the weights."""
+        """Return a new tape whose first entries are hashes of the weights."""
         tape, none = Tape(), torch.zeros(COLUMNS - 1, dtype=torch.int64, device=self.run.runtime.device)
         for name, found in self._hashes_of_weights().items():
             tape.entries.append(Entry(WEIGHT, name))
@@ -181,7 +184,8 @@ class PeerAudit(Callback, Meter):
         return recording
 
     def gradients_ready(self, factor: Tensor) -> None:
-        """Compare the recordings of both computations before the update."""
+        """Compare this rank's recording of the step with the recording that its peer made of the same micro-batches.
+        The optimizer step follows."""
         if self._step is None or self._now is None or self._before is None:
             return
         run, step = self.run, self._step
@@ -203,8 +207,8 @@ class PeerAudit(Callback, Meter):
         self.outcome.add(run, step.iteration, finding)
 
     def _weights_changed(self) -> tuple[str, ...]:
-        """Return the names of the weights that have changed although no update has occurred since they were
-        recorded."""
+        """Return the names of the weights whose hashes have changed although the optimizer has not updated the
+        weights."""
         now = self._hashes_of_weights(shards=True)
         names = [name for name in self._weights if name in now]
         if not names:
@@ -213,8 +217,8 @@ class PeerAudit(Callback, Meter):
         return tuple(name for name, same in zip(names, (both[0] == both[1]).tolist(), strict=True) if not same)
 
     def _exchanged(self, recording: Recording) -> Tensor:
-        """Exchange recordings [n, 1 + COLUMNS]: send the recording of a peer's part, and receive the peer's recording
-        of this rank's part. Collective over the data-parallel ranks."""
+        """Send the recording of another rank's micro-batches to that rank, and return the peer's recording of this
+        rank's micro-batches, int64 [n, 1 + COLUMNS]. Collective over the data-parallel ranks."""
         dp, device = self.run.runtime.state.dp, self.run.runtime.device
         rows = recording.rows.to(device)
         outgoing, incoming = [0] * dp.size, [0] * dp.size
@@ -225,7 +229,7 @@ class PeerAudit(Callback, Meter):
         return start_all_to_all(rows, outgoing, incoming, dp).wait().cpu()
 
     def _first(self, recording: Recording, rows: Tensor) -> int | None:
-        """Return the index of the first row that differs; None if no row differs."""
+        """Return the index of the first row in which a recording differs from `rows`; None if they agree."""
         own = recording.rows
         length = min(len(own), len(rows))
         unequal = (own[:length, :2] != rows[:length, :2]).any(dim=1).nonzero().view(-1).tolist()

@@ -1,4 +1,4 @@
-"""Plan lines about the cost of audits."""
+"""Estimates of the time and memory that audits cost, for a run's plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """Yield the lines about audits in a plan."""
+    """Yield estimates of the time and memory that audits cost, one line each."""
     options = run.config.options(AuditFlags)
     interval = options.audit_interval
     every = f"every {interval} steps" if interval > 1 else "every step"
@@ -26,7 +26,7 @@ def lines(run: PlannedRun) -> Iterator[str]:
     yield f"{byte_text(weights)} of weights are written to --save {every}, while training waits"
     width = 8 if run.config.parallel.params_dtype in ("float32", "float64") else 4
     itemsize = {"float64": 8, "float32": 4}.get(run.config.parallel.params_dtype, 2)
-    # Two models with gradients, fp64 sums of the gradients, and the optimizer states of these models.
+    # The audit process holds two models, each with gradients, fp64 gradient sums and optimizer states.
     held = weights // itemsize * (itemsize + width + 2 * (8 + 3 * 4) + 3 * (width - 4))
     yield f"about {byte_text(held)} of memory for the process on the host of the first rank, without activations"
 

@@ -1,16 +1,21 @@
-"""Process that recomputes the audited steps of a run from snapshots, on the CPU.
+"""Process that recomputes the audited steps of a run from snapshots on the CPU.
+
+Usage:
 
     python -m megatron.extensions.operate.audit.recompute FOLDER
 
-reads the names of snapshots from standard input, one per line, and writes `result.json` to each snapshot. Snapshots are
-folders in FOLDER. A step is computed in the run's number format and in a wider number format. The difference between
-the gradients of the two computations shows the effect of rounding on each gradient, and determines the tolerance.
+The process reads the names of snapshots from standard input, one per line, and writes `result.json` to each snapshot.
+Each snapshot is a subfolder of FOLDER. A step is computed in the run's number format and in a wider number format. The
+difference between the gradients of the two computations shows the effect of rounding on each gradient, and determines
+the tolerance.
 
-    FOLDER/run_config.yaml                       the configuration of the run
-    FOLDER/pieces.json                           which part of which gradient each rank computes, and owns
-    FOLDER/iter_0000100/weights-*.safetensors    weights before the step, each a box `NAME@OFFSET`
-    FOLDER/iter_0000100/samples-*.npz            its samples
-    FOLDER/iter_0000100/job.json                 the step, what the run made of it, and the means of the audit
+FOLDER contains these files:
+
+    FOLDER/run_config.yaml: configuration of the run.
+    FOLDER/pieces.json: parts of the gradients that each rank computes and owns.
+    FOLDER/iter_0000100/weights-*.safetensors: weight shards before the step, named `NAME@OFFSET`.
+    FOLDER/iter_0000100/samples-*.npz: samples of the step.
+    FOLDER/iter_0000100/job.json: the step, the run's loss and gradient sums, and --audit-by.
 """
 
 from __future__ import annotations
@@ -53,15 +58,16 @@ RESULT = "result.json"
 PIECES = "pieces.json"
 
 MARGIN = 8.0
-"""Tolerance for the distance from the recomputed gradient, as a multiple of the rounding error. A tolerance is needed
-because the run sums in a different order, and because distances are estimates."""
+"""Largest allowed distance between a gradient of the run and the recomputed gradient, as a multiple of the rounding
+error. The run sums in a different order than the recomputation, and distances are only estimates."""
 
 LEAST_ALLOWED = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-2, "float16": 1e-2}
-"""Lower bound of the tolerance for relative differences, by number format."""
+"""Minimum tolerance for relative differences, keyed by number format."""
 
 
 class Piece(NamedTuple):
-    """Part of a gradient that belongs to a rank: elements [start, stop) of a flattened box of the parameter."""
+    """Part of a gradient that one rank computes or owns. A parameter slice of the given offset and shape is flattened,
+    and the piece consists of its elements [start, stop)."""
 
     rank: int
     name: str
@@ -72,13 +78,13 @@ class Piece(NamedTuple):
 
     @classmethod
     def read(cls, values: Sequence[object]) -> Piece:
-        """Create a piece from its JSON list."""
+        """Create a `Piece` from the list of its fields, as read from JSON."""
         rank, name, offset, shape, start, stop = values
         assert isinstance(offset, list) and isinstance(shape, list)
         return cls(rank, name, tuple(offset), tuple(shape), start, stop)  # type: ignore[arg-type]
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the elements of a whole tensor that belong to this piece."""
+        """Return the elements of the full gradient `whole` that belong to this piece."""
         box = whole[tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))]
         return box.reshape(-1)[self.start : self.stop]
 
@@ -98,26 +104,27 @@ class Result:
     relative: float = 0.0
     allowed: float = 0.0
     ranks: tuple[int, ...] = ()
-    """Ranks that own the parts with the largest differences in the gradient of the parameter `first`."""
+    """Ranks whose parts of the gradient of `first` differ most from the recomputed gradient."""
 
     where: str = ""
-    """Kind of the gradient that differs: a term of one replica, or the sum over ranks."""
+    """Which gradient differs: that of one data-parallel replica, or the sum over ranks."""
 
     largest: float = 0.0
-    """Largest ratio of the difference of a gradient to its tolerance."""
+    """Largest relative difference of a gradient, divided by the tolerance for that gradient."""
 
     problem: str = ""
-    """Reason why there is no result; empty if there is a result."""
+    """Reason why the step could not be recomputed; empty if it was."""
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        """Read a result. Raises OSError if the file cannot be read, and ValueError if the file is damaged."""
+        """Read the result in a file. Raises OSError if the file cannot be read, and ValueError if the file is
+        damaged."""
         values = json.loads(path.read_text())
         return cls(**values | {"ranks": tuple(values["ranks"])})
 
 
 Gaps = dict[int, float]
-"""Maps ranks to relative differences of a gradient."""
+"""Maps each rank to the relative difference of its part of a gradient."""
 
 Look = Callable[[int, Mapping[str, Tensor]], None]
 
@@ -143,9 +150,9 @@ class Recomputation:
         self.run_micro_batch = parse_args(["--config", str(folder / CONFIG)]).training.micro_batch_size or 1
 
     def gradients(self, snapshot: Path, step: Step, look: Look | None = None) -> tuple[float, dict[str, Tensor]]:
-        """Return the mean loss and its gradients in fp64. Gradients are in the order in which the backward pass
-        completes them. `look` is called for each replica with the index of the replica and the replica's term of the
-        gradients."""
+        """Recompute a step, and return the mean loss and the gradients in fp64. The gradients are ordered as the
+        backward pass completes them. The gradients are sums over data-parallel replicas. For each replica, `look` is
+        called with the index and the gradients of this replica."""
         run, passes = self.run, self.run.forward_backward
         self._load(snapshot)
         samples = SavedSamples(snapshot, self.run_micro_batch)
@@ -168,7 +175,7 @@ class Recomputation:
         return total / max(tokens, 1.0), whole
 
     def _taken(self, factor: Tensor) -> dict[str, Tensor]:
-        """Return the gradients in the buffers, multiplied by a factor."""
+        """Return all parameter gradients in fp64, multiplied by `factor`."""
         found = {}
         for model in reversed(list(self.run.stages.values())):
             for name, (param, _) in reversed(model.named_metas().items()):
@@ -226,8 +233,8 @@ class Auditor:
     def _look(
         self, sketches: Sequence[Sequence[float]], found: dict[str, Gaps], replica: int, grads: Mapping[str, Tensor]
     ) -> None:
-        """Compare one replica's terms of the gradients with the run's sketches, and add the relative differences to
-        `found`."""
+        """Compare the recomputed gradients of one data-parallel replica with the gradient sums of the run, and add the
+        relative differences to `found`."""
         for (own, piece), sketch in zip(self.terms, sketches, strict=True):
             if own == replica:
                 part = piece.of(grads[piece.name])
@@ -248,8 +255,8 @@ def norm(x: Tensor) -> float:
 
 
 def gap_of(sketch: Sequence[float], expected: Tensor) -> float:
-    """Estimate the norm of the difference between a tensor and a second tensor. Only the random-sign sums of the second
-    tensor are known."""
+    """Estimate the norm of the difference between the tensor `expected` and a tensor of which only the random-sign sums
+    `sketch` are known."""
     if not all(map(isfinite, sketch)):
         return inf
     sums = sums_of(expected).tolist()

@@ -24,10 +24,10 @@ COLUMNS = 2 + SIGNS
 float64 values, stored bit by bit as int64."""
 
 BLOCK = 1 << 14
-"""Number of elements per block. Positions within a block have independent random numbers."""
+"""Number of elements per block. Each position in a block has its own random number, which all blocks use."""
 
 AT_A_TIME = 256
-"""Number of blocks that are processed at a time."""
+"""Maximum number of blocks that one matrix product processes."""
 
 _GOLDEN = -7046029254386353131
 _MIXER = -4417276706812531889
@@ -64,8 +64,8 @@ def hash_of(x: Tensor) -> Tensor:
 
 
 def _blocks(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Divide a flat tensor into blocks of `BLOCK` elements, and yield pairs (number of the first block, blocks [blocks,
-    n]). The last block may be shorter."""
+    """Divide a flat tensor into blocks of `BLOCK` elements; the last block may be shorter. Yields pairs: the number of
+    the first block, and a tensor [number of blocks, elements per block]."""
     whole = flat.numel() // BLOCK
     for first in range(0, whole, AT_A_TIME):
         count = min(AT_A_TIME, whole - first)
@@ -88,8 +88,9 @@ def _random(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _random_of_blocks(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random factors for blocks: odd int64 numbers [count], and float64 signs [count, SIGNS]. The random numbers
-    of positions within a block are multiplied by the factors of the block."""
+    """Return random factors for `count` blocks from the block `first`: odd int64 numbers [count], and float64 signs
+    [count, SIGNS]. The random number of an element is the product of two factors: that of its block, and that of its
+    position in the block."""
     return _mixed(BLOCK + 1 + first, count, device)
 
 
@@ -109,14 +110,14 @@ def _bits(flat: Tensor) -> Tensor:
 
 
 def norm_of(row: Sequence[int]) -> float:
-    """Return the norm stored in a sketch."""
+    """Return the tensor norm that a sketch contains."""
     return _floats(row)[0]
 
 
 def distance(one: Sequence[int], other: Sequence[int], floor: float = 0.0) -> float:
-    """Estimate the relative difference of two tensors from their sketches: the norm of the difference, divided by the
-    larger norm, or by `floor` if `floor` is larger. The result is 0 if the bits are equal, and infinite if only one
-    tensor has non-finite values."""
+    """Estimate the relative difference of two tensors from their sketches. It is the norm of the difference, divided by
+    the norm of the larger tensor or by `floor`, whichever is greater. The result is 0 if the tensors are bitwise equal,
+    and infinite if only one of them has non-finite values."""
     if one[0] == other[0]:
         return 0.0
     (norm, *sums), (other_norm, *other_sums) = _floats(one), _floats(other)

@@ -2,8 +2,8 @@
 
 The tape contains sketches of module outputs, of the operands and results of messages between the ranks of a replica, of
 gradients after the last micro-batch, and of gradients before their reduction. Collectives are recorded when
-torch.distributed is called. No hooks are installed during steps that are not audited. Only `rows` synchronizes with the
-device.
+torch.distributed is called. No hooks are installed during steps that are not audited. Recording does not synchronize
+with the device; only `Tape.rows` does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REPLICA_AXES = ("tp", "cp", "pp", "ep", "expt_tp", "expt_tp_ep", "tp_cp", "mp", 
 """Axes along which ranks process the same micro-batches."""
 
 DATA_AXES = ("dp", "dp_cp", "expt_dp", "stage", "world")
-"""Axes along which ranks process different micro-batches. Collectives over data axes are not recorded."""
+"""Axes along which ranks process different micro-batches. Collectives over these axes are not recorded."""
 
 COLLECTIVES = (
     "all_reduce",
@@ -67,8 +67,8 @@ class Tape:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.buckets: dict[str, Tensor] = {}
-        """Sketches of gradients before their reduction, keyed by parameter because the order of reductions may
-        change."""
+        """Sketches of gradients before the reduction over data-parallel ranks. They are keyed by parameter name,
+        because the order of reductions may vary."""
 
         self.sketches: list[Tensor] = []
         self._recording = self._ends = False
@@ -81,8 +81,9 @@ class Tape:
         self.sketches.append(sketch_of(value))
 
     def rows(self) -> tuple[list[Entry], Tensor]:
-        """Return all entries, with the gradients of buckets last, and their rows, an int64 tensor [n, 1 + COLUMNS] on
-        the host. A row consists of a checksum of the kind and label, and the sketch."""
+        """Return the n recorded entries and an int64 tensor [n, 1 + COLUMNS] in host memory with one row per entry. A
+        row consists of a checksum of the entry's kind and label, followed by the sketch. Gradients of buckets come
+        last."""
         names = sorted(self.buckets)
         entries = [*self.entries, *(Entry(BUCKET, name) for name in names)]
         sketches = torch.stack([*self.sketches, *(self.buckets[name] for name in names)]).cpu()
@@ -110,8 +111,9 @@ class Tape:
 
     @contextmanager
     def _during(self, action: Action) -> Iterator[None]:
-        """Enable recording during a pipeline action. Reductions at the end of a step are not recorded, because they
-        reduce data-parallel shards, and a rank and its peer have different shards."""
+        """Record tensors while a pipeline action runs. Nothing is recorded outside of actions. Reductions at the end of
+        a step are therefore not recorded; a rank and its peer could not compare them, because they hold different
+        shards."""
         self._recording, self._action = True, f"{action.kind.name} of micro-batch {action.microbatch}"
         self._ends = action.microbatch == self._microbatches - 1
         try:
@@ -153,8 +155,8 @@ class Tape:
             yield
 
     def message(self, operands: Sequence[Tensor], axis: str, ranks: str) -> Callable[[Sequence[Tensor]], None] | None:
-        """Record the operands of a message, and return the function that records the message's result. Return None if
-        the message is not recorded."""
+        """Record the operands of a message, and return a function to call with the results of the message. If recording
+        is off, do nothing and return None."""
         if not self._recording:
             return None
         self._count += 1
@@ -212,7 +214,7 @@ class Taps:
         messages = {name: self._message(name, getattr(dist, name)) for name in ("isend", "irecv")}
         with replaced(
             *((dist, name, tap) for name, tap in (taps | messages).items()),
-            # P2POp compares with these functions
+            # P2POp accepts only isend and irecv of distributed_c10d
             *((distributed_c10d, name, tap) for name, tap in messages.items()),
             (dist.Work, "wait", self._wait(dist.Work.wait)),
         ):
@@ -224,8 +226,8 @@ class Taps:
         return f"{words} {self._numbers[words]}"
 
     def _collective(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
-        """Wrap a collective. The first argument of the collective is the result, and the second argument is the
-        operand. If the collective has only one tensor argument, that tensor is both operand and result."""
+        """Wrap a torch.distributed collective, so that its operand and result are recorded. A collective writes its
+        first argument and reads the second one, or does both with its only tensor."""
 
         @functools.wraps(function)
         def tap(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -282,8 +284,8 @@ class Taps:
 
 
 def peer_of(args: Sequence[object], kwargs: Mapping[str, object], ranks: Sequence[int]) -> object:
-    """Return the rank at the other end of a message. Different torch.distributed functions pass this rank in different
-    arguments."""
+    """Return the rank that a message is sent to or received from. Callers may pass it as any of several arguments
+    (`dst`, `src`, `group_dst`, `group_src`, or by position)."""
     within = kwargs.get("group_dst", kwargs.get("group_src"))
     if isinstance(within, int):
         return ranks[within]

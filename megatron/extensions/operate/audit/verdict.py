@@ -2,11 +2,11 @@
 import torch.
 
 Each rank compares its own recording of a step with its peer's recording of the same work. If the two recordings differ,
-the rank records the work a second time. A rank is the source of a difference if its computed values are the first to
-differ, or if its received values differ although the other ranks sent equal values. All other differences are caused by
-wrong inputs. The third recording shows whether the rank or its peer computed wrong values. A rank with a permanent
-fault computes wrong values in its own part and in the part that it computes as a peer. Therefore, such a rank gets two
-votes.
+the rank repeats its work, which gives a third recording. A difference originates at a rank in two cases: the first
+values that differ were computed by the rank, or were received although all ranks sent equal values. Otherwise, the rank
+received wrong values from another rank. The third recording shows whether the rank or its peer computed wrong values. A
+rank with a permanent fault computes wrong values twice, for its own part and for the part of another rank, and
+therefore gets two votes.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CAUSES = {
     REDUCED: "the sum over ranks differs although its terms are equal: faulty message or memory",
     LOSS: "the loss differs although the inputs are equal",
 }
-"""Maps the kind of the first recorded tensor that differs to an explanation."""
+"""Maps a kind of tensor to the probable cause if a tensor of this kind is the first that differs."""
 
 CHANGED = "the weight has changed in memory since its update"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """First recorded tensor of a rank that differs from the peer's recording."""
+    """The first tensor for which a rank's recording of its work differs from the peer's recording of this work."""
 
     kind: str
     label: str
@@ -51,14 +51,14 @@ class Difference:
     """Relative difference: the norm of the difference, divided by the larger norm of the two tensors."""
 
     key: str = ""
-    """Key of a message, which is the same on all ranks that take part in the message. Empty if the tensor is not part
-    of a message."""
+    """Key of the message in which the tensor was sent or received. The key is the same on all ranks that take part in
+    the message. For other tensors, the key is empty."""
 
     of_own: bool = True
-    """True if the rank's second recording of its part equals its first recording."""
+    """True if the rank has computed the same tensor again in the third computation."""
 
     of_peer: bool = True
-    """True if the rank's second recording of its part equals the peer's recording."""
+    """True if the third computation, by the rank, agrees with the peer's computation."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,18 @@ class Report:
     rank: int
     host: str
     peer: int
-    """Rank of the peer, which also computed this rank's part."""
+    """Global rank of the peer: the rank that has computed the same micro-batches for comparison."""
 
     first: Difference | None = None
     sent: frozenset[str] = frozenset()
-    """Keys of the messages for which this rank's operands differ."""
+    """Keys of the messages in which this rank sent values that differ from the peer's recording."""
 
     changed: tuple[str, ...] = ()
-    """Names of weights that have changed since their update."""
+    """Names of weights that have changed in memory since the optimizer updated them."""
 
     reduced: tuple[tuple[str, float], ...] = ()
-    """Pairs (parameter, relative difference) for the differing reduced gradients that this rank owns."""
+    """Pairs (parameter name, relative difference) for each of this rank's reduced gradients that differs between the
+    two computations."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ class Finding:
     """Disagreement between ranks, and the ranks that may have caused it."""
 
     ranks: tuple[int, ...]
-    """Suspected ranks. There are several if the recordings do not determine a single rank."""
+    """Ranks that may have computed the wrong values. There is only one if the recordings suffice to identify the
+    rank."""
 
     hosts: tuple[str, ...]
     kind: str
@@ -109,8 +111,8 @@ class Finding:
 
 
 def decide(reports: Sequence[Report]) -> Finding | None:
-    """Return the finding that follows from the reports of all ranks; None if the reports contain no difference. The
-    reports are in rank order."""
+    """Determine the faulty rank from the reports of all ranks, which are in rank order. Returns None if no report
+    contains a difference."""
     if changed := next((each for each in reports if each.changed), None):
         return _finding(reports, (changed.rank,), Difference(WEIGHT, changed.changed[0], 0.0), CHANGED)
     sources = [each for each in reports if _is_source(each, reports)]
@@ -126,7 +128,7 @@ def decide(reports: Sequence[Report]) -> Finding | None:
 
 
 def _is_source(report: Report, reports: Sequence[Report]) -> bool:
-    """Return True if the rank of a report caused a difference."""
+    """Return True if the difference in a report originates at the rank that made the report."""
     first = report.first
     if first is None:
         return False
@@ -134,15 +136,15 @@ def _is_source(report: Report, reports: Sequence[Report]) -> bool:
 
 
 def _by_votes(reports: Sequence[Report], sources: Sequence[Report]) -> Finding:
-    """Return a finding that blames the rank with the most votes. On a tie, a rank is preferred if its two recordings of
-    its own part differ."""
+    """Return a finding that names the rank with the most votes. If only one rank reports a difference and its vote is
+    tied with the peer's, the finding names the rank whose computation the third one does not confirm."""
     votes: Counter[int] = Counter()
     for rank in (rank for source in sources for rank in _suspects(source)):
         votes[rank] += 1
     most = max(votes.values())
     ranks = tuple(sorted(rank for rank, count in votes.items() if count == most))
     (first, source) = (sources[0].first, sources[0])
-    if len(sources) == 1 and len(ranks) > 1 and first is not None:  # only the rank has two recordings
+    if len(sources) == 1 and len(ranks) > 1 and first is not None:  # only this rank has repeated its own work
         ranks = (source.peer if first.of_own else source.rank,)
     source = next(each for each in sources if set(_suspects(each)) & set(ranks))
     assert source.first is not None
@@ -163,12 +165,12 @@ def _finding(reports: Sequence[Report], ranks: tuple[int, ...], first: Differenc
 
 
 def shift_of_replicas(groups: Sequence[Sequence[int]], experts: Sequence[Sequence[int]]) -> int | None:
-    """Return an offset in data-parallel ranks at which each rank has a peer with the same weights and experts; None if
-    there is no such offset.
+    """Return an offset, in data-parallel ranks, from each rank to another rank with the same weights and experts; None
+    if there is no such offset.
 
     Args:
         groups: Data-parallel groups.
-        experts: Expert-parallel groups. Ranks at the same position in different groups hold the same experts.
+        experts: Expert-parallel groups. The ranks at index i of all groups hold the same experts.
     """
     place = {rank: number for ranks in experts for number, rank in enumerate(ranks)}
     size = len(groups[0])

@@ -17,7 +17,7 @@ from megatron.extensions.operate.checkpoint_cleanup.flags import RetentionFlags
 from megatron.training.hooks import Callback
 
 BEST = "best"
-"""Name of the link in the --save folder to the checkpoint that --save-retain-best keeps."""
+"""Name of the symbolic link in the --save folder. It points to the checkpoint that --save-retain-best keeps."""
 
 NO_LINKS = (None, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EACCES)
 """Error numbers that creating a symbolic link raises if the file system does not support links, or without the required
@@ -27,12 +27,12 @@ privilege on Windows."""
 def to_delete(
     rules: RetentionFlags, scores: Mapping[int, float | None], newest: int, held: Collection[int]
 ) -> list[int]:
-    """Return the iterations of the checkpoints to delete after `newest` was saved. These are the checkpoints that no
-    rule keeps. If several checkpoints have the same best score, the earliest one is kept.
+    """Return the iterations of the checkpoints to delete after the checkpoint `newest` was saved. A checkpoint is
+    deleted if no retention rule keeps it. If several checkpoints have the same best score, the earliest one is kept.
 
     `scores` maps every saved iteration to the value of the metric, or to None if the metric was not measured.
-    Iterations in `held` are kept. Iterations above `newest` are also kept, because another branch of the run may need
-    them.
+    Checkpoints whose iterations are in `held` are kept. Checkpoints later than `newest` are also kept, because another
+    branch of the run may need them.
     """
     own = sorted(iteration for iteration in scores if iteration <= newest)
     keep = {newest, *held, *own[-(rules.keep_last or 1) :]}
@@ -54,8 +54,8 @@ def retain(rules: RetentionFlags, root: PurePath, newest: int, held: Collection[
     """Delete the checkpoints that no rule keeps, after the checkpoint `newest` is complete. Call this function on one
     rank only.
 
-    Folders in `held` and anything that is not a complete checkpoint are kept. A folder is renamed to a hidden name
-    before its files are removed. Raises OSError.
+    Checkpoint folders in `held` are kept, and so are folders that do not contain a complete checkpoint. A checkpoint
+    folder is renamed to a hidden name before its files are deleted. Raises OSError.
     """
     storage = storage_of(root)
     folders = {number: path for number, path in saved_folders(root).items() if storage.exists(path / MANIFEST)}
@@ -97,8 +97,8 @@ def _link(link: PurePath, target: str) -> None:
 
 
 def _scores(folders: Mapping[int, PurePath], newest: int, metric: str | None) -> dict[int, float | None]:
-    """Return the metric of each checkpoint. The value is None if the metric was not measured, or if it was measured on
-    validation data that differ from those of `newest`."""
+    """Return the metric value of each checkpoint, keyed by iteration. The value is None if the metric was not measured,
+    or was measured on other validation data than the metric of the checkpoint `newest`."""
     payloads = {number: _payload(folder) if metric else {} for number, folder in folders.items()}
     data = _validation_data(payloads.get(newest, {}))
     return {

@@ -2,6 +2,7 @@
 
 Flags: --restarts-in-job, --spare-ranks.
 
-Read `restarts` first: each process that the launcher starts is a parent, which forks its rank. `parents` implements the
-messages with which parents agree on the next start. `roster` assigns ranks to parents.
+Read `restarts` first. Each process that the launcher starts is a parent: it forks a child process, which trains as a
+rank. `parents` implements the messages with which parents agree on when and how to launch the ranks again. `roster`
+assigns ranks to parents.
 """

@@ -16,6 +16,6 @@ def fork() -> int:
     pid = os.fork()
     if not pid:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended before prctl was called
+        if os.getppid() != parent:  # the parent ended before the prctl call, so no signal will arrive
             os._exit(1)
     return pid

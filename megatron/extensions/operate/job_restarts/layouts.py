@@ -2,7 +2,7 @@
 that fits in memory and for which the planner predicts the fastest step. This module does not import torch.
 
 If the planner has no rates for the device, for example on CPUs, layouts are ranked with the rates of an H100. The
-candidates include the layout of the run's flags with fewer replicas.
+search also considers the layout that the run's flags describe, with fewer data-parallel replicas.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import validate
 
 SEARCH = 5.0
-"""Time limit in seconds of a search. At the limit, the search ends with the best layout that it has found."""
+"""Time limit in seconds for a search. When it is reached, the search returns the best layout so far."""
 
 FAMILIES = 8
-"""Number of layout families for which the step time is predicted."""
+"""Number of layout families (`space.Family`) for which the search predicts step times."""
 
 SIZES = 3
-"""Number of world sizes that are compared, starting with the largest world size that has a legal layout."""
+"""Number of world sizes to compare, from the largest world size that has a legal layout downward."""
 
 LISTED = 200
 """Maximum number of layouts per world size that are validated to find a legal layout."""
@@ -40,8 +40,9 @@ DEFAULT_DEVICE = "h100"
 
 
 def device_here(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> DeviceFile:
-    """Return the planner's rates for this machine's GPU. The GPU is identified by the name that the driver reports.
-    This function does not initialize CUDA, because a process that has initialized CUDA cannot fork ranks."""
+    """Return the planner's data about the GPU of this machine: its speed, links and memory. The name that the driver
+    reports identifies the GPU. This function does not initialize CUDA, because a process that has initialized CUDA
+    cannot fork ranks."""
     for about in sorted(drivers.glob("*/information")):
         words = about.read_text().lower().replace("-", " ").split()
         for name in device_names():
@@ -51,8 +52,8 @@ def device_here(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> DeviceFile:
 
 
 class Choice(NamedTuple):
-    """Layout for a number of ranks, and the predicted step time in seconds. The time is infinite if there is no
-    prediction."""
+    """Parallel layout for a number of ranks, and its predicted step time in seconds. The time is infinite if the
+    planner cannot predict it."""
 
     seconds: float
     ranks: int
@@ -60,9 +61,8 @@ class Choice(NamedTuple):
 
 
 def smaller_layout(config: RunConfig, ranks: int, device: DeviceFile) -> Choice | None:
-    """Return the fastest legal layout for at most `ranks` ranks; None if no layout is legal. `config` is the
-    configuration with all defaults filled in. This configuration may have been resolved for a different number of
-    ranks."""
+    """Return the fastest legal layout for at most `ranks` ranks; None if no layout is legal. `config` is the run's
+    configuration with all defaults filled in, for any number of ranks."""
     until = time.monotonic() + SEARCH
     found = list(islice(_with_fewer_replicas(config, ranks, device), 1))
     searched = 0
@@ -94,17 +94,17 @@ def layout_text(layout: Layout) -> str:
 
 
 def layout_from(text: str) -> Layout:
-    """Parse text that was written by `layout_text`."""
+    """Restore a layout from the text that `layout_text` returned."""
     family, pipeline, dp, saving = json.loads(text)
     return Layout(Family(*family), Pipeline(*pipeline), dp, Saving(*saving))
 
 
 def _with_fewer_replicas(config: RunConfig, ranks: int, device: DeviceFile) -> Iterator[Choice]:
-    """Yield the layout of the run's flags for every number of ranks for which it is legal, from the largest number
-    down."""
+    """Yield the layout that the run's flags describe, with fewer data-parallel replicas. Yields one choice for each
+    number of ranks that permits this layout, and starts with the largest number."""
     for size in range(ranks, 0, -1):
         run = SearchedRun(config, size)
-        with suppress(ValueError):  # the parallel sizes do not divide this number of ranks
+        with suppress(ValueError):  # `size` is not a multiple of the model-parallel sizes
             layout = run.own_layout
             own = run.with_layout(layout)
             if not validate(own, size):
@@ -119,7 +119,8 @@ def _seconds(run: SearchedRun, config: RunConfig, device: DeviceFile) -> float:
 
 
 def _legal(config: RunConfig, ranks: int) -> Iterator[Choice]:
-    """Yield layouts that pass validation, for runs whose step time cannot be predicted."""
+    """Yield layouts that pass validation, without predicted step times. This is the fallback for runs that the planner
+    cannot predict."""
     for size in range(ranks, 0, -1):
         run = SearchedRun(config, size)
         every = (layout for family in run.space.families() for layout in run.space.layouts(family))
@@ -129,7 +130,7 @@ def _legal(config: RunConfig, ranks: int) -> Iterator[Choice]:
 
 
 def _fastest(run: SearchedRun, device: DeviceFile, until: float) -> Found | None:
-    """Return the fastest layout that the search finds before the time `until`; None if there is none."""
+    """Search until the time `until`, and return the fastest layout found; None if the search finds no layout."""
 
     def look(effort: Effort) -> None:
         if time.monotonic() > until:
@@ -139,5 +140,5 @@ def _fastest(run: SearchedRun, device: DeviceFile, until: float) -> Found | None
     search = LayoutSearch(costs, int(device.memory_gib * GIB), FAMILIES, look)
     try:
         return next(iter(search.best(1)), None)
-    except ValueError:  # the planner cannot predict such a step
+    except ValueError:  # the planner cannot predict the step time of this run
         return None

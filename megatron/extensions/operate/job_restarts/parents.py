@@ -1,23 +1,22 @@
-"""Messages between the parents of all ranks through the store. With these messages, parents agree on the next start.
-
-A parent is a process that the launcher starts. `roster` calls parents workers, and identifies them by the numbers that
-the launcher assigns.
+"""Messages through the store with which the launcher's processes agree on the next start of the ranks. Each process
+that the launcher starts is called a parent, because it forks the process of a rank. `roster` calls parents workers, and
+identifies them by the rank numbers that the launcher assigns.
 
 The store has these keys for worker W and start N:
 
-    parent/W     host and process of W
-    beat/W       heartbeat counter of W
-    again/N      request for start N
-    here/N/W     present if W has arrived at start N
-    decides/N    the parent that plans start N
-    start/N      the plan of start N
-    over         exit code of a parent that has ended permanently
-    left/W       present if W no longer needs the store
-    offer/N/W    copies of the training state on the host of W, if W has no rank in start N
-    newest       number of the newest start
+    `parent/W`: host and process of worker W.
+    `beat/W`: heartbeat counter of worker W.
+    `again/N`: set if a parent has requested start N.
+    `here/N/W`: set if worker W has arrived at start N.
+    `decides/N`: worker that plans start N.
+    `start/N`: plan of start N.
+    `over`: exit code of a parent that has ended permanently.
+    `left/W`: set if worker W no longer needs the store.
+    `offer/N/W`: copies of the training state on the host of worker W, if W has no rank in start N.
+    `newest`: number of the newest start.
 
-The keys of a start, including the keys that its ranks set, are deleted during the next start. If possible, the launcher
-serves the store. Otherwise, worker 0 forks a process that serves the store.
+The keys of a start, including the keys that its ranks set, are deleted during the next start. If the launcher serves a
+store, as torchrun does, the parents use this store. Otherwise, worker 0 forks a process that serves one.
 """
 
 from __future__ import annotations
@@ -50,36 +49,37 @@ LOOK = 0.05
 """Seconds between two checks of the child or of the other parents."""
 
 ANSWER = 8.0
-"""Maximum response time of a reachable store in seconds."""
+"""Maximum time in seconds to wait for an answer from the store."""
 
 ROLL = 15.0
-"""Maximum time in seconds in which all living parents arrive at a start."""
+"""Maximum time in seconds to wait until all living parents have arrived at a start."""
 
 PARTING = 5.0
 """Maximum time in seconds that worker 0, which may serve the store, waits for the other workers at the end."""
 
 OFFERS = 5.0
-"""Maximum time in seconds to wait for the offers of workers without ranks."""
+"""Maximum time in seconds to wait until workers without ranks have reported the copies on their hosts."""
 
 DECIDES = 30.0
-"""Maximum time in seconds in which a parent plans a start, including the search for another layout."""
+"""Maximum time in seconds that a parent may need to plan a start, including the search for another layout. After this
+time, another parent plans the start."""
 
 SILENT = 2.5
-"""Seconds without a heartbeat after which a parent on another machine is considered lost, while parents wait for a
-start."""
+"""While parents wait for each other before a start, a parent on another machine is considered lost after this number of
+seconds without a heartbeat."""
 
 LOST = 30.0
-"""Seconds without a heartbeat after which a parent on another machine is considered lost, except while parents wait for
-a start."""
+"""While ranks run, a parent on another machine is considered lost after this number of seconds without a heartbeat."""
 
 LONGEST = 1.0
-"""Maximum number of seconds that a `Clock` counts between two readings."""
+"""Maximum number of seconds by which a `Clock` advances between two readings. Longer gaps mean that the process was
+suspended."""
 
 DELETED = 200
 """Maximum number of old keys that are deleted at a time."""
 
 KINDS = ("again", "decides", "start", "here", "offer")
-"""First words of the keys that parents set for a start."""
+"""Prefixes of the store keys that belong to one start of the ranks."""
 
 T = TypeVar("T")
 
@@ -90,14 +90,14 @@ class LostStoreError(ConnectionError):
 
 class Clock:
     """Clock that measures how many seconds this process has run. On an overloaded machine, processes may be suspended
-    for seconds. Time in which this process was suspended is not counted, because the other processes may have been
-    suspended too and must not be considered lost."""
+    for seconds. The clock does not count time during which this process was suspended. Other processes were possibly
+    suspended as well, and must not be considered lost."""
 
     def __init__(self) -> None:
         self._at, self._seconds = time.monotonic(), 0.0
 
     def seconds(self) -> float:
-        """Return the number of seconds that this process has run since the clock was created."""
+        """Return for how many seconds this process has run since the clock was created."""
         now = time.monotonic()
         self._seconds += min(now - self._at, LONGEST)
         self._at = now
@@ -131,16 +131,16 @@ def answered(call: Callable[[], T], seconds: float = ANSWER) -> T:
 
 @dataclass(frozen=True)
 class Start:
-    """Plan of a start: its workers, ranks and layout."""
+    """Plan for starting the ranks: which process runs which rank, and with which parallel layout."""
 
     roster: Roster
-    """Worker number of each rank."""
+    """Number of the worker (launcher process) that runs each rank."""
 
     living: tuple[int, ...]
     """Workers that take part in the start, including spares."""
 
     rung: str = ""
-    """Recovery method of the start, for events and the log."""
+    """How the ranks recover in this start, such as `faults.SPARES`. The method is recorded in events and in the log."""
 
     why: tuple[str, ...] = ()
     """Reasons why preferred recovery methods were not possible, one line each."""
@@ -149,11 +149,11 @@ class Start:
     """Layout of the run, serialized by `layouts.layout_text`; empty for the layout of the run's flags."""
 
     ends: str = ""
-    """Reason why the ranks are not started again; empty if they are started."""
+    """Reason why the ranks cannot be started again; empty if they can."""
 
     @classmethod
     def from_json(cls, text: str) -> Start:
-        """Parse text that was written by `to_json`."""
+        """Restore a plan from the text that `to_json` returned."""
         record = json.loads(text)
         lists = {name: tuple(record[name]) for name in ("roster", "living", "why")}
         return cls(**{**record, **lists})
@@ -170,16 +170,17 @@ hosts."""
 
 @dataclass
 class Parents:
-    """Connection of a parent to the other parents."""
+    """Connection of a parent process to the parent processes of the other ranks, through a store."""
 
     store: dist.Store
     worker: int
     world: int
     serves: StoreProcess | None = None
-    """Process of worker 0 that serves the store. None on other workers, or if the launcher serves the store."""
+    """Process that worker 0 has forked to serve the store. None on all other workers, and None if the launcher serves
+    the store."""
 
     startup: float = 0.0
-    """Seconds within which all parents connect for the first time."""
+    """Maximum time in seconds until each parent connects to the store for the first time."""
 
     peers: dict[int, tuple[str, Peer]] = field(default_factory=dict)
     """Maps a worker to its host and its process."""
@@ -187,7 +188,7 @@ class Parents:
     _beats: int = 0
     _clock: Clock = field(default_factory=Clock)
     _old: list[tuple[dist.Store, str]] = field(default_factory=list)
-    """Keys of earlier starts that this parent must delete."""
+    """Store keys of earlier starts that this parent has yet to delete."""
 
     _silence: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Maps a worker to its last heartbeat and the time at which this heartbeat was first seen."""
@@ -222,7 +223,8 @@ class Parents:
         return self._answered(lambda: self.store.check([f"again/{number}"])) or self._newest() >= number
 
     def lost(self, workers: Collection[int]) -> bool:
-        """Return True if this worker considers all of `workers` lost, and no parent has ended permanently."""
+        """Return True if all of `workers` are considered lost while the run continues, that is, no parent has ended
+        permanently."""
         gone = all(self._is_gone(worker, self._silence, LOST) for worker in workers)
         return gone and self.over() is None
 
@@ -237,8 +239,8 @@ class Parents:
             os.kill(self._peer(worker)[1].pid, signal.SIGKILL)
 
     def leave(self, code: int, living: Collection[int]) -> None:
-        """Announce that this parent ends permanently, and announce its exit code. Worker 0, which may serve the store,
-        waits until the workers in `living` no longer need the store."""
+        """Announce that this parent ends permanently, and announce its exit code. Worker 0 then waits until the workers
+        in `living` no longer need the store, because the store may end together with worker 0."""
         self._answered(lambda: self.store.set("over", str(code)))
         self.left()
         clock, keys = Clock(), [f"left/{worker}" for worker in living]
@@ -246,7 +248,7 @@ class Parents:
             time.sleep(LOOK)
 
     def left(self) -> None:
-        """Announce that this parent no longer needs the store."""
+        """Announce to the other parents that this parent no longer needs the store."""
         self._answered(lambda: self.store.set(f"left/{self.worker}", "1"))
 
     def over(self) -> int | None:
@@ -254,8 +256,9 @@ class Parents:
         return self._answered(lambda: int(self.store.get("over")) if self.store.check(["over"]) else None)
 
     def gather(self, number: int, before: Start, decide: Decide) -> Start:
-        """Wait until all living parents have arrived at a start, and return the plan of the start. A worker that is not
-        in the plan's `living` does not take part in the start. `before` is the plan of the previous start."""
+        """Wait until all living parents have arrived at start `number`, and return the plan for it. Workers that arrive
+        too late are not in the plan's `living`, and do not take part. `before` is the plan of the previous start.
+        `decide` makes the plan, on one of the workers."""
         self._answered(lambda: self.store.set(f"here/{number}/{self.worker}", "1"))
         clock, silence = Clock(), dict[int, tuple[int, float]]()
         while True:
@@ -277,12 +280,12 @@ class Parents:
             time.sleep(LOOK)
 
     def forget(self, number: int) -> None:
-        """Record that `number` is the newest start, and find the keys of earlier starts for `tidy` to delete. A worker
-        that arrives late at an earlier start reads the number of the newest start.
+        """Record that `number` is the newest start, and collect the store keys of earlier starts, which `tidy` deletes.
+        Workers that are too late for an earlier start notice this when they read the number of the newest start.
         """
         self._answered(lambda: self.store.set("newest", str(number)))
         whole = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
-        if not hasattr(whole, "list_keys"):  # torch 2.11 has no such method, so old keys are kept
+        if not hasattr(whole, "list_keys"):  # torch 2.11 has no list_keys, so old keys are not deleted
             return
         for key in self._answered(whole.list_keys):
             of = start_of(key)
@@ -294,7 +297,7 @@ class Parents:
                 self._old.append((self.store, key))
 
     def tidy(self) -> None:
-        """Delete some of the keys of earlier starts that `forget` found."""
+        """Delete some of the store keys that `forget` has collected."""
         some, self._old = self._old[:DELETED], self._old[DELETED:]
         if some:
             self._answered(lambda: [store.delete_key(key) for store, key in some])
@@ -305,7 +308,8 @@ class Parents:
         self._answered(lambda: self.store.set(f"offer/{number}/{self.worker}", offer))
 
     def offers(self, number: int, workers: Collection[int]) -> list[str]:
-        """Return the offers of `workers`. Offers that the workers do not report in time are omitted."""
+        """Return what `workers` have reported with `offer` for a start. Workers that do not report in time are
+        omitted."""
         clock, keys = Clock(), [f"offer/{number}/{worker}" for worker in workers]
         while keys and clock.seconds() < OFFERS and not self._answered(lambda: self.store.check(keys)):
             time.sleep(LOOK)
@@ -322,8 +326,8 @@ class Parents:
             return answered(call)
 
     def _decides(self, number: int) -> bool:
-        """Return True if this parent plans the start. The start is planned by the first parent that claims the role, or
-        by another parent if the first one is late or lost."""
+        """Return True if this parent is to plan the start. The first parent that claims this role plans the start. If
+        it is too slow or lost, other parents may also plan the start."""
         key, own = f"decides/{number}", f"{self.worker} {time.time()}"
         claim = self._answered(lambda: self.store.compare_set(key, "", own).decode())
         worker, at = claim.split()
@@ -350,7 +354,7 @@ class Parents:
         )
 
     def _missing(self, number: int, living: Collection[int]) -> list[int]:
-        """Return the workers of the last start that have not arrived at this start."""
+        """Return the workers in `living` that have not arrived at start `number`."""
         keys = {worker: f"here/{number}/{worker}" for worker in living}
         if self._answered(lambda: self.store.check(list(keys.values()))):
             return []
@@ -371,9 +375,10 @@ class Parents:
         return self._clock.seconds() < self.startup and not self._there(f"parent/{worker}")
 
     def _is_gone(self, worker: int, silence: dict[int, tuple[int, float]], seconds: float | None = None) -> bool:
-        """Return True if a worker is lost. For a worker on this machine, the state of the worker's process decides. A
-        worker on another machine is considered lost after `seconds` without a heartbeat (default: `SILENT`). `silence`
-        maps a worker to its last heartbeat and the time at which this heartbeat was first seen."""
+        """Return True if a worker is lost. A worker on this machine is lost if its process has ended. A worker on
+        another machine is considered lost if it has sent no heartbeat for `seconds` (default `SILENT`). This method
+        updates `silence`, which maps each worker to its last heartbeat and the time at which the heartbeat was first
+        seen."""
         peer, now = self._peer(worker)[1], self._clock.seconds()
         if not peer.pid and self._is_awaited(worker):
             return False

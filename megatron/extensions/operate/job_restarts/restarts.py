@@ -1,12 +1,12 @@
 """Restarts of failed ranks within the launcher's processes (--restarts-in-job).
 
-The process that the launcher starts is a parent. A parent imports torch and forks a child process for each start of its
-rank. The parent does not end with the rank, so the launcher does not notice a failure. In a new child, all modules are
-already imported. When the child of any rank fails, all children end. All parents then meet at the store before they
-fork again, so that no process of the previous start is left. The last --spare-ranks parents have no rank. These spares
-wait with all modules imported until a rank is lost together with its parent, for example on a lost host. If there are
-not enough spares, the run continues on fewer ranks if possible. Otherwise, all parents end, and the launcher restarts
-the ranks.
+Each process that the launcher starts is called a parent. It imports torch, and forks a child process that trains as a
+rank. If a rank fails, its child process ends, but the parent does not, so the launcher does not notice the failure. The
+parent forks another child, in which all modules are already imported. When the child of any rank fails, all children
+end. All parents then meet at the store before they fork again, so that no process of the previous start is left. The
+last --spare-ranks parents have no rank. These spares wait with all modules imported until a rank is lost together with
+its parent, for example on a lost host. If there are not enough spares, the run continues on fewer ranks if possible.
+Otherwise, all parents end, and the launcher restarts the ranks.
 """
 
 from __future__ import annotations
@@ -58,49 +58,50 @@ GRACE = 8.0
 """Seconds that a child has to exit after another rank has failed, before it is killed."""
 
 STUCK = 30.0
-"""Maximum time in seconds after SIGKILL that a parent waits for a child that the kernel cannot end, for example because
-the child is blocked in a driver."""
+"""Maximum time in seconds that a parent waits for a child to end after SIGKILL. The kernel cannot end a process that is
+blocked in a driver, for example."""
 
 STOPPED = 6.0
 """Maximum time in seconds for which a child, or the parent of the next rank on the same machine, may be stopped
 (SIGSTOP)."""
 
 UNMET = 120.0
-"""Maximum time in seconds in which a child must connect to the other ranks while its parent can reach the store. After
-that, the child is killed and started again."""
+"""Time limit in seconds for a child to connect to the other ranks. If the child exceeds the limit although its parent
+can reach the store, the parent kills the child and forks a new one."""
 
 SIGNAL_NAMES = {each.value: each.name for each in signal.Signals}
 """Maps signal numbers to names. Most real-time signals have no name."""
 
 IMPORTED_LATE = ("torch._dynamo", "megatron.training.training")
-"""Modules that torch and this program normally import on first use. The parent imports these modules before it forks,
-because their import takes seconds."""
+"""Modules that torch and this program normally import on first use. The parent imports these modules before it forks a
+child, because their import takes seconds."""
 
 IN_ORDER = 8
-"""Index of the byte in `_progress` that is 1 if the run itself chose the exit code of the child."""
+"""Index of a byte in `_progress`. The byte is 1 if the run chose the exit code of the child, and 0 if, for example, the
+child crashed."""
 
 MET = 9
-"""Index of the byte in `_progress` that is 1 once the child has connected to the other ranks."""
+"""Index of a byte in `_progress`. The byte is 1 after the child has connected to the other ranks."""
 
 _progress: mmap.mmap | None = None
-"""Memory that the parent and the child share. The memory contains the last completed iteration of the child, and the
-bytes `IN_ORDER` and `MET`."""
+"""Memory that a parent shares with its child. The first 8 bytes are the last iteration that the child has completed.
+The bytes at `IN_ORDER` and `MET` follow."""
 
 
 def end_in_order() -> None:
-    """Notify the parent that the run itself chose the exit code with which this child will exit."""
+    """Notify the parent that this child is about to exit with an exit code that the run chose."""
     if _progress is not None:
         _progress[IN_ORDER] = 1
 
 
 def report_met() -> None:
-    """Notify the parent that the rank has connected to the other ranks."""
+    """Notify the parent of this process that the rank has connected to the other ranks."""
     if _progress is not None:
         _progress[MET] = 1
 
 
 def has_met() -> bool:
-    """Return True if the child has called `report_met`."""
+    """Return True if the child of this parent has connected to the other ranks."""
     return _progress is not None and bool(_progress[MET])
 
 
@@ -166,8 +167,8 @@ def is_failure(code: int) -> bool:
 
 
 def start_again(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
-    """Run this launcher process: start its rank, and start the rank again as long as all parents agree on another
-    start. Returns the exit code of the last start."""
+    """Run a process of the launcher as a parent: fork the process of a rank, and fork it again whenever the parents of
+    all ranks agree to restart. Returns the exit code of the rank's last process."""
     global _progress
     _progress = mmap.mmap(-1, MET + 1)
     spares = config.options(RestartConfig).spare_ranks
@@ -177,7 +178,7 @@ def start_again(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
             print(Problem("--spare-ranks", spares, rule, "start more processes, or use fewer spares"), file=sys.stderr)
         return ExitCode.BAD_CONFIGURATION
     for name in IMPORTED_LATE:
-        import_module(name)  # import these modules once here, instead of in each child
+        import_module(name)  # children inherit imported modules, so they need not import them again
     try:
         parents = Parents.of(config, launch)
     except NoStoreError as error:
@@ -201,7 +202,8 @@ class Parent:
         self._signals = ParentSignals()
 
     def run(self) -> int:
-        """Run all starts of this process. Returns the exit code of this process."""
+        """Run the rank of this process until the run ends or cannot be restarted. Returns the exit code for this
+        process."""
         if not self.config.training.exit_signal_handler:
             return self._starts()
         try:
@@ -289,13 +291,14 @@ class Parent:
         return code, ""
 
     def _begin(self, config: RunConfig, launch: Launch) -> int:
-        """Train as a rank. This method runs in a child process."""
+        """Train as the rank that `launch` describes. This method runs in a child process."""
         self._signals.give_back()
         return self._attempt(config, launch)
 
     def _wait(self, number: int) -> tuple[int, str]:
-        """Wait as a spare during a start, and return the same values as `_one_start`. Spares ignore signals that
-        request the ranks to save and exit. A spare parent ends when the ranks end."""
+        """Wait as a spare, without a rank, until the ranks end or are restarted. Returns an exit code and a reason, as
+        `_one_start` does. Spares ignore signals that request the ranks to save and exit. A spare process ends when the
+        ranks end."""
         offer, lease = offered(self.config)
         self._parents.offer(number, offer)
         with closing(lease) if lease is not None else nullcontext():
@@ -352,13 +355,15 @@ class Parent:
         return code
 
     def _next_worker(self) -> int:
-        """Return the worker of the next rank. Each parent watches the parent of the next rank."""
+        """Return the worker (launcher process) that runs the next rank. Each parent watches the parent of the next
+        rank."""
         roster = self._start.roster
         return roster[(roster.index(self.launch.rank) + 1) % len(roster)]
 
     def _decide(self, came: Collection[int], host_of: dict[int, str]) -> Start:
-        """Plan the next start with the workers that have arrived. Recovery methods are tried in order of preference:
-        the same ranks, spares, fewer ranks."""
+        """Plan the next start of the ranks with the workers `came`, which have arrived for it. The plan keeps the same
+        processes if possible. Otherwise, it replaces lost processes with spares. If there are too few spares, it
+        continues with fewer ranks."""
         before = self._start
         living = tuple(sorted(came))
         gone = [worker for worker in before.roster if worker not in living]

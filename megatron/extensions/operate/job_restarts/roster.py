@@ -14,12 +14,12 @@ Roster = tuple[int, ...]
 
 
 def spares_of(roster: Roster, living: Collection[int]) -> list[int]:
-    """Return the living workers without a rank."""
+    """Return the spares: living workers that have no rank."""
     return sorted(set(living) - set(roster))
 
 
 def lost_ranks(roster: Roster, living: Collection[int], host_of: Mapping[int, str]) -> dict[str, list[int]]:
-    """Return the ranks whose workers are lost, grouped by host."""
+    """Return the ranks whose workers are lost, keyed by the host of the lost worker."""
     found: dict[str, list[int]] = {}
     for rank, worker in enumerate(roster):
         if worker not in living:
@@ -30,9 +30,9 @@ def lost_ranks(roster: Roster, living: Collection[int], host_of: Mapping[int, st
 def replaced(roster: Roster, living: Collection[int], host_of: Mapping[int, str]) -> Roster | None:
     """Replace each lost worker in a roster with a spare. Returns None if there are too few spares.
 
-    Ranks with living workers keep these workers. If possible, all ranks that a host lost are assigned to spares of a
-    single host, so that these ranks still share a host. The same host is preferred if it has enough spares. Otherwise,
-    the host with the fewest spares that suffice is chosen.
+    A rank whose worker is alive keeps this worker. If possible, all ranks that one host has lost move to spares on a
+    single host, so that these ranks still share a host. Spares on the old host are preferred if there are enough.
+    Otherwise, the ranks move to the host with the fewest spares that suffice.
     """
     free: dict[str, list[int]] = {}
     for worker in spares_of(roster, living):
@@ -51,7 +51,8 @@ def replaced(roster: Roster, living: Collection[int], host_of: Mapping[int, str]
 
 
 def _best_host(free: Mapping[str, Sequence[int]], own: str, needed: int) -> str:
-    """Return the host that provides the next `needed` spares, or as many of them as possible."""
+    """Return the host whose spares replace `needed` lost workers of the host `own`. If no host has enough spares,
+    return the host with the most spares."""
     suits = [host for host, workers in free.items() if len(workers) >= needed]
     if own in suits:
         return own

@@ -1,4 +1,4 @@
-"""Handling of signals that a parent receives and forwards to its rank."""
+"""Signal handlers of a parent process. They forward signals to the child process that trains as a rank."""
 
 from __future__ import annotations
 
@@ -88,5 +88,5 @@ class ParentSignals:
 
     def _pass_on(self, number: int) -> None:
         if self.child is not None:
-            with suppress(ProcessLookupError):  # the child has just ended
+            with suppress(ProcessLookupError):  # the child has ended in the meantime
                 os.kill(self.child, number)

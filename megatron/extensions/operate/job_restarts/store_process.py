@@ -1,7 +1,7 @@
-"""Process that serves the parents' store if the launcher does not serve a store.
+"""Process that serves a store for the parent processes of all ranks, if the launcher serves no store.
 
-torch serves a store in a thread. A process with such a thread must not fork. A fork copies the locks that the thread
-holds, but not the thread that would release the locks, so the child could wait forever.
+In torch, a thread serves a store. A process with a thread that serves a store must not fork, and parents fork. The
+child would inherit the locks that the thread holds, but not the thread that releases them, and could wait forever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StoreProcess:
     process."""
 
     def __init__(self, launch: Launch, timeout: timedelta, name: str, run: str) -> None:
-        """Fork the process and wait until it serves the store. The arguments have the same meaning as in `meet`.
+        """Fork the process and wait until it serves the store. The arguments are those of `rank_store.meet`.
 
         Raises NoStoreError if the process cannot open the store."""
         read, write = os.pipe()

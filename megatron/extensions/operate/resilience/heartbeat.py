@@ -13,6 +13,8 @@ during which this process was suspended is not counted.
 Any process can send to a reachable port. Therefore, every datagram begins with the token of the run, and is parsed only
 after the token is verified. Datagrams without the token or with values of the wrong type are ignored and counted.
 
+Usage:
+
     python -I -S heartbeat.py PARENT RANK WORLD TIMEOUT FAMILY
 
 The process prints its port, and reads commands from stdin as lines of JSON.
@@ -41,19 +43,19 @@ PAUSE = 1.0
 """Number of seconds between two heartbeats after which this process is considered to have been suspended."""
 
 SLACK = 4 * BEAT
-"""When a host exceeds the timeout, other hosts that have been silent for at most this number of seconds less are also
-reported, because they were probably lost at the same moment."""
+"""Hosts that are lost at the same moment exceed the timeout at slightly different times. If one host exceeds the
+timeout, this process also reports hosts whose silence is shorter by at most this number of seconds."""
 
 KINDS = ("silent", "deaf", "unheard", "failed", "over")
-"""Kinds of findings that map each affected host to a number of seconds."""
+"""Keys of `Links.findings` whose values map hosts to a number of seconds."""
 
 FULL_MESH = 16
 """Maximum number of hosts for which each host watches all other hosts."""
 
 LINGER = 10.0
-"""Number of seconds within which this host normally ends after another host has reported a failure of the run. If it
-takes longer, this host has received neither the reason for the failure nor an error of a collective, because the
-network may have lost them."""
+"""Time limit in seconds for this host to end after another host has reported that the run failed there. Normally, the
+reason for the failure or the error of a collective arrives earlier and ends this host. After the limit, both are
+assumed to be lost in the network."""
 
 FAREWELLS = 8
 """Number of times that the final message is sent, because datagrams may be lost."""
@@ -63,7 +65,7 @@ BURST = 256
 does not delay heartbeats."""
 
 ENDS = ("", "bye", "failed", "lost", "gone")
-"""Values of the field `end` in a message. `Peer.end` explains these values."""
+"""Valid values of the field `end` in a heartbeat message. They are described at `Peer.end`."""
 
 
 Address = tuple[str | int, ...]
@@ -112,7 +114,7 @@ def _is_rank(value: object, world: int) -> bool:
 
 
 def _are_ages(value: object, world: int) -> bool:
-    """Return True if a value is a mapping from ranks, as strings, to seconds."""
+    """Return True if a value is a dictionary that maps ranks, as strings, to numbers of seconds."""
     return isinstance(value, dict) and all(
         host.isascii()
         and host.isdigit()
@@ -151,7 +153,7 @@ class Ignored:
 def watched(hosts: Iterable[int], here: int) -> set[int]:
     """Return the hosts that the host `here` watches. With at most `FULL_MESH` hosts, each host watches all other hosts.
     With more hosts, each host watches the hosts at distances 1, 2, 4, ... in both directions on a ring, for example 14
-    of 128 hosts. Every host is watched by other hosts."""
+    of 128 hosts. In both cases, other hosts watch each host."""
     ring = sorted({*hosts, here})
     if len(ring) <= FULL_MESH:
         return set(ring) - {here}
@@ -161,7 +163,7 @@ def watched(hosts: Iterable[int], here: int) -> set[int]:
 
 @dataclass
 class Peer:
-    """State of another host, as seen from this host. Times are in seconds on this host's clock."""
+    """What this host knows about another host. Times are in seconds on this host's clock."""
 
     address: Address
     since: float
@@ -171,13 +173,13 @@ class Peer:
     """Time at which the last message from the other host arrived; None before the first message."""
 
     hears: float | None = None
-    """Number of seconds for which the other host had received no message from this host, as stated in the other host's
-    last message. None if the other host had never received a message from this host."""
+    """The last message from the other host contains the time in seconds since that host last received a message from
+    this host. This is that time. None if the other host had received no message yet."""
 
     end: str = ""
-    """Way in which the run on the other host ended: `bye` (without a failure), `failed` (with a failure), `lost`
-    (because that host lost contact with other hosts) or `gone` (its first rank died silently). Empty while the run
-    continues."""
+    """How the run on the other host ended. `bye` means without a failure, `failed` with a failure, and `lost` because
+    that host lost contact with other hosts. `gone` means that the first rank of that host died without a report. The
+    text is empty while the run continues."""
 
     ended: float = 0.0
     """Time at which the other host reported its end."""
@@ -192,12 +194,12 @@ class Links:
         self.peers = dict[int, Peer]()
 
     def know(self, host: int, address: Address, now: float) -> None:
-        """Record the address of a host."""
+        """Store the address of another host, unless an address is already stored."""
         if host != self.here and host not in self.peers:
             self.peers[host] = Peer(address, now)
 
     def hear(self, message: dict[str, Any], address: Address, now: float) -> None:
-        """Process a message from another host."""
+        """Update the state of another host from its message."""
         self.know(message["from"], address, now)
         peer = self.peers[message["from"]]
         if message["end"] and not peer.end:
@@ -222,23 +224,22 @@ class Links:
         ]
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """Account for time during which this process was suspended. During this time, the silence of other hosts is not
-        counted, and neither are their reports about this host's silence."""
+        """Correct all times after this process was suspended for `seconds`. This time does not count as silence of
+        other hosts. Reports of other hosts that they heard nothing from this host are discarded."""
         for peer in self.peers.values():
             peer.since, peer.ended = min(now, peer.since + seconds), min(now, peer.ended + seconds)
             peer.heard = None if peer.heard is None else min(now, peer.heard + seconds)
             peer.hears = peer.hears if peer.end else None
 
     def findings(self, now: float) -> dict[str, Any]:
-        """Return this host's findings about other hosts, by kind.
-
-        These kinds map hosts to seconds: `silent`, `deaf`, `unheard` (no message from the host has ever arrived),
-        `failed` (the run on the host failed more than `LINGER` seconds ago) and `over` (the run on the host ended
-        without a failure). `gone` and `fine` are lists of hosts. If there are no problems, `fine` is the only kind with
-        entries."""
+        """Return the states of the hosts that this host watches, as a dictionary with one entry per state. The entries
+        `silent`, `deaf`, `unheard`, `failed` and `over` map hosts to the seconds that the state has lasted. `unheard`
+        means that no message has ever arrived from a host. `failed` means that the run on a host failed more than
+        `LINGER` seconds ago, and `over` that it ended without a failure. The entries `gone` and `fine` are lists of
+        hosts. If all hosts are well, every entry except `fine` is empty."""
         found: dict[str, Any] = {kind: dict[int, float]() for kind in KINDS} | {"gone": [], "fine": []}
         ages: dict[str, dict[int, float]] = {"silent": {}, "deaf": {}, "unheard": {}}
-        parted = False  # True if another host has ended because it receives nothing from this host
+        parted = False  # True if another host has ended because it received nothing from this host
         for host in sorted(watched(self.peers, self.here)):
             peer = self.peers[host]
             if peer.end == "lost" and (peer.hears or 0.0) > self.timeout - SLACK:
@@ -297,7 +298,7 @@ class Heartbeat:
             readable = select.select(inputs, [], [], max(0.0, last + BEAT - time.monotonic()))[0]
             now = time.monotonic()
             if now - last > PAUSE:
-                self._receive(now)  # messages that arrived during the pause are counted as received now
+                self._receive(now)  # messages that arrived while this process was suspended count as received now
                 self.links.stood_still(now - last, now)
             else:
                 self._receive(now)
@@ -319,9 +320,9 @@ class Heartbeat:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # no process listens at this address anymore
+                continue  # a message was sent to an address where no process listens
             if not self.token:
-                continue  # the token is not known yet
+                continue  # messages cannot be verified before the token is known
             try:
                 message = unseal(self.token, data)
                 check_beat(message, self.world)
@@ -331,9 +332,9 @@ class Heartbeat:
                 self.links.hear(message, sender, now)
 
     def _answer_doors(self) -> None:
-        """Accept connections and close them, because the kernel queues only a limited number."""
+        """Accept and close all waiting connections. Otherwise, the kernel's queue of connections would fill up."""
         for door in self._doors:
-            with suppress(OSError):  # there are no more connections, or a peer has closed its connection
+            with suppress(OSError):  # no connection is waiting, or the other end has closed it
                 for _ in range(BURST):
                     door.accept()[0].close()
 
@@ -352,7 +353,7 @@ class Heartbeat:
     def _send(self, message: Mapping[str, object], now: float) -> None:
         data = seal(self.token, message)
         for address in self.links.targets(now):
-            with suppress(OSError):  # if there is no carrier or no route, the other host notices the silence
+            with suppress(OSError):  # without a link or route, nothing is sent, and the other host reports the silence
                 self._network.sendto(data, address)
 
     def _tell(self, findings: Mapping[str, object]) -> None:
@@ -373,7 +374,7 @@ class Heartbeat:
 def main() -> None:
     parent, here, world, timeout, family = sys.argv[1:]
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # signals are intended for the ranks
+        signal.signal(number, signal.SIG_IGN)  # only the ranks handle these signals
     heartbeat = Heartbeat(int(parent), Links(int(here), float(timeout)), int(world), int(family))
     print(heartbeat.port, flush=True)
     heartbeat.serve()

@@ -1,12 +1,12 @@
-"""Watch of a rank over the other hosts. The watch starts the host's heartbeat, and ends the rank with a report when
-other hosts are lost. Until the heartbeat processes of two hosts know each other's addresses, a lost connection is
-detected without heartbeats. The connection is considered lost if the store does not answer and the store's host does
-not accept connections.
+"""Part of a rank's watchdog that detects lost hosts. It starts the heartbeat process of the rank's host, and ends the
+rank with a report if other hosts are lost. Until the heartbeat processes of two hosts know each other's addresses, a
+lost connection is detected without heartbeats. The connection is considered lost if the store does not answer and the
+store's host does not accept connections.
 
 The store has these keys:
 
-    link/R        the `Link` of rank R
-    heartbeats    the token for the heartbeats of this start
+    `link/R`: the `Link` of rank R.
+    `heartbeats`: token that all heartbeats of this start contain.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ ADVICE_HOST = (
 )
 PROGRAM = Path(__file__).with_name("heartbeat.py")
 FEW = 64
-"""Maximum world size for which ranks are looked up one by one as they arrive. In a larger world, all ranks are looked
-up together when all of them have arrived."""
+"""Up to this world size, the addresses of ranks are read from the store as the ranks arrive. In larger runs, all
+addresses are read at once after the last rank has arrived."""
 
 PEACE = 60.0
-"""Number of seconds without progress within a step after which a rank ends, if the run on another host has ended
-without a failure."""
+"""If the run on another host has ended without a failure, a rank that is within a step ends after this number of
+seconds without progress."""
 
 LOOK = 0.5
-"""Seconds between two checks of whether the store answers."""
+"""Seconds between two checks whether the store answers."""
 
 ANSWER = 2.0
 """Maximum time in seconds in which the kernel of a living host accepts a connection."""
@@ -67,8 +67,9 @@ TOKEN_BYTES = 16
 
 @dataclass(frozen=True)
 class Link:
-    """Addresses of a rank. Each rank has an address for the heartbeat of its own host. The first rank of a host also
-    has an address for the heartbeats of other hosts."""
+    """Network addresses of a rank and its host. At its port `ear`, each rank receives messages from the heartbeat
+    process of its own host. The first rank of a host also has the `address` and `port` at which the host receives
+    heartbeats from other hosts."""
 
     host: str
     machine: str
@@ -85,7 +86,7 @@ class Link:
 
 
 class AskedStore:
-    """Wrapper around a store. The wrapper records since when each thread has been waiting for an answer."""
+    """Wrapper around a store that records since when each thread has been waiting for an answer."""
 
     def __init__(self, store: object) -> None:
         self._store, self._since = store, dict[int, float]()
@@ -111,7 +112,8 @@ class AskedStore:
 
 
 def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
-    """Start the watch of a rank over other hosts. Called before the run's folders are checked."""
+    """Start to watch the other hosts from this rank, and return the watch. This function is called before the run
+    checks its folders."""
     assert watchdog.board is not None
     timeout = config.options(ResilienceConfig).host_heartbeat_timeout_seconds
     watch = HostWatch(watchdog.launch, watchdog.status, watchdog.failures, watchdog.board, timeout)
@@ -120,7 +122,8 @@ def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
 
 
 class HostWatch(Watch):
-    """Watch over other hosts. A host is considered lost after `timeout` seconds without a heartbeat."""
+    """Part of a rank's watchdog that detects lost hosts. A host is considered lost after `timeout` seconds without a
+    heartbeat."""
 
     def __init__(
         self, launch: Launch, status: RankStatus, failures: FailureHandler, board: Board, timeout: float
@@ -135,15 +138,15 @@ class HostWatch(Watch):
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
         self._excused = dict[int, float]()
-        """Maps living hosts from which no heartbeat has arrived yet to the number of seconds without a heartbeat at
-        their last answer over TCP."""
+        """Hosts that answer over TCP although no heartbeat has arrived from them. Each is mapped to the time in seconds
+        that it had been silent when it last answered."""
 
         self._lost = False
         """True if this rank ends because other hosts are lost."""
 
         self._place, self._since = "", 0.0
-        """Position of this rank in the run, and the time at which the rank reached the position. The position and the
-        time are recorded once the run has ended on another host."""
+        """Current phase of this rank, such as a step and a pipeline action, and the time at which the phase was first
+        seen. Both are updated only after the run on another host has ended."""
 
         self._closed = threading.Event()
         self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -161,8 +164,8 @@ class HostWatch(Watch):
         threading.Thread(target=self._listen, name="host watch", daemon=True).start()
 
     def look(self) -> None:
-        """Query the store for the addresses of the hosts that have joined, and pass the addresses to the heartbeat
-        process. The watchdog's thread calls this method."""
+        """Read the addresses of other hosts from the store, and pass them to the heartbeat process. If the heartbeat
+        process was killed, start it again. The watchdog's thread calls this method."""
         board = self._board
         if self._process is not None and self._process.poll() is not None and not self._closed.is_set():
             self._told = 0  # restart a killed heartbeat; without it, other hosts would report this host as lost
@@ -181,7 +184,7 @@ class HostWatch(Watch):
             self._order(token=self._token, ears=ears, hosts=hosts)
 
     def close(self) -> None:
-        """End the watch. The heartbeat reports to the other hosts whether the run on this host ended without a failure,
+        """End the watch. The heartbeat process tells the other hosts how the run on this host ended: without a failure,
         with a failure, or because hosts were lost."""
         self._closed.set()
         self._ignored.close()
@@ -211,12 +214,12 @@ class HostWatch(Watch):
 
     def _order(self, **order: object) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with suppress(OSError):  # the heartbeat has just died, and the next check restarts it
+        with suppress(OSError):  # if the heartbeat process has just died, the next check restarts it
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
 
     def _hosts(self) -> dict[int, Link]:
-        """Return the links of all known hosts, keyed by their first ranks."""
+        """Return the `Link` of the first rank of each known host, keyed by rank."""
         return {rank: link for rank, link in self._links.items() if link.first}
 
     def _address(self, rank: int) -> str:
@@ -226,7 +229,7 @@ class HostWatch(Watch):
 
     def ranks_of(self, host: int) -> list[int]:
         """Return the ranks of the host whose first rank is `host`."""
-        if host not in self._links:  # the host's heartbeat arrived before its entry in the store
+        if host not in self._links:  # a heartbeat has arrived from the host, but its address is not yet in the store
             return [host]
         machine, found = self._links[host].machine, list[int]()
         for rank in sorted(self._links):
@@ -250,7 +253,7 @@ class HostWatch(Watch):
                 if not self._closed.is_set():
                     self._act(findings)
             except Exception as error:
-                self._failures.fail(error)  # otherwise, the watch would end unnoticed
+                self._failures.fail(error)  # otherwise, this thread would end, and lost hosts would not be noticed
 
     def _ask_after_store(self) -> None:
         """End this rank if neither the store nor rank 0's host, which runs the store, has answered within the
@@ -287,16 +290,16 @@ class HostWatch(Watch):
             self._failures.unreachable(self._left_behind(ended, bool(found["failed"])), list(ended))
 
     def _waits(self) -> bool:
-        """Return True if this rank has been at the same position within a step for `PEACE` seconds. The first call
-        starts the measurement."""
+        """Return True if this rank has made no progress within a step for `PEACE` seconds. The time is measured from
+        the first call of this method."""
         place, now = self._status.phase_and_action(), time.monotonic()
         if place != self._place:
             self._place, self._since = place, now
         return place.startswith("step") and now - self._since > PEACE
 
     def _left_behind(self, ended: dict[int, float], failed: bool) -> Failure:
-        """Return a report about hosts on which the run ended while this host still trains. `ended` maps these hosts to
-        the number of seconds since the run ended there."""
+        """Return a report that the run has ended on some hosts while it continues on this host. `ended` maps each of
+        those hosts to the number of seconds since the run ended there. `failed` is True if it ended with a failure."""
         fine = "without a failure, while this rank is in a step"
         how = "with a failure whose report has not arrived here" if failed else fine
         what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {how}" for host, age in ended.items())
@@ -331,7 +334,8 @@ class HostWatch(Watch):
         return f"{self._host_name(host)} ({numbers} of {self._launch.world_size})"
 
     def _failure(self, lost: dict[tuple[int, str], float], fine: Collection[int]) -> Failure:
-        """Return a report about lost hosts. `lost` maps a pair (host, kind of loss) to seconds."""
+        """Return a report about lost hosts. `lost` maps pairs (host, state) to the seconds that the state has lasted,
+        where the state is `silent` or `deaf`. The hosts in `fine` are well."""
         rank = self._launch.rank
         here = max((first for first in self._hosts() if rank in self.ranks_of(first)), default=rank)
         me, lines = self._named(here), list[str]()
@@ -372,7 +376,7 @@ def _store_address() -> tuple[str, int]:
 
 
 def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:
-    """Return the address family of the route to an address, and this host's address on this route."""
+    """Return the address family that this host uses to reach `address`, and this host's own address on that route."""
     family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
         way.connect(target)
@@ -380,7 +384,7 @@ def _way_to(address: str, port: int) -> tuple[socket.AddressFamily, str]:
 
 
 def _answers(address: tuple[str, int], seconds: float) -> bool:
-    """Return True if the kernel of a host accepts or refuses a connection. Accepting and refusing both show that the
+    """Return True if a host answers a connection attempt within `seconds`. A refused connection also shows that the
     host is alive."""
     try:
         with socket.create_connection(address, seconds):

@@ -41,8 +41,8 @@ class SharedFolder(Callback):
 def check_shared(folder: Path, flag: str, world: Axis) -> None:
     """Raise ValueError on every rank if `folder` is not the same folder for all ranks. Collective over `world`.
 
-    The first rank creates the folder and a temporary file in the folder. If the first rank cannot create them, nothing
-    is checked, and a later save reports the error."""
+    The first rank creates a temporary file in the folder, and all other ranks look for it. If the first rank cannot
+    create the file, this function checks nothing, because a later save reports the error."""
     if world.size == 1:
         return
     try:
@@ -82,12 +82,12 @@ def _sees(mark: Path) -> bool:
 
 
 TRIGGERS = {"save": "save", "exit": "stop"}
-"""Maps the name of a trigger file to the kind of request."""
+"""Maps the name of each trigger file to the request that it makes: to save a checkpoint, or to save and stop."""
 
 
 class StopFiles(Watch):
-    """Watch for trigger files and the kill switch on rank 0. The kill switch file is not removed. Therefore, the run
-    stops again after every restart until a user deletes the kill switch file."""
+    """Watch for trigger files and the kill switch on rank 0. The kill switch file is not removed. After a restart, the
+    run stops again until a user deletes the kill switch file."""
 
     def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
         options, self._requests = config.options(StopFileFlags), watchdog.requests
@@ -102,8 +102,8 @@ class StopFiles(Watch):
                 self._requests.ask(request)
 
     def due(self) -> Iterator[Request]:
-        """Return the requests of the files that exist now. The files `save` and `exit` are removed when they are
-        found."""
+        """Yield a request for each trigger file that exists, and for the kill switch. Trigger files are deleted when
+        they are found."""
         if self._kill_switch is not None and self._kill_switch.exists() and not self._kill_switch.is_dir():
             yield Request("stop", f"--kill-switch-path {self._kill_switch} exists")
         for path, kind in self._files.items():

@@ -14,8 +14,8 @@ If the folder is deleted or renamed, the run reports this and continues, because
 copy. The next save creates the folder again. If the disk with the folder is unmounted, saves fail until the disk is
 mounted again.
 
-In object storage, the lease is an object. A run replaces the object only if no other run has changed it. If the storage
-supports conditional writes, two runs cannot hold the lease at the same time.
+In object storage, the lease is an object. A run renews the lease by replacing the object, but only if no other run has
+changed the object. If the storage supports conditional writes, two runs cannot hold the lease at the same time.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ UNMOUNTED = (
 TAKEN = "is gone: another run has taken over while this one was suspended and has finished, or the file was deleted"
 
 LeaseText = dict[str, Any]
-"""Content of the lease: the fields of `Peer`, the token of the run, its start, and the number of renewals."""
+"""Content of the lease: the fields of `Peer`, a random token and the start time of the run that holds the lease, and
+the number of renewals."""
 
 RENEWAL = 2.0
-"""Seconds between two renewals."""
+"""Number of seconds between two renewals of a lease."""
 
 STALE = 12.0
 """Number of seconds without a renewal after which another run may take over a lease."""
@@ -126,8 +127,8 @@ class Lease(ABC):
 
     @abstractmethod
     def _update(self) -> LeaseError | None:
-        """Renew the lease if this run still holds it. Returns the reason if the lease is lost. Raises OSError if the
-        storage does not answer."""
+        """Renew the lease if this run still holds it. If the lease is lost, returns an error that states the reason.
+        Raises OSError if the storage does not answer."""
 
     @abstractmethod
     def _remove(self) -> None:
@@ -239,7 +240,7 @@ class StoredLease(Lease):
         except FileExistsError:
             now = self._storage.content(self._file)
             if (found := _parsed(now)) is not None and found["token"] == self._owner["token"]:
-                self._held = now  # this is an earlier renewal of this run whose response was lost
+                self._held = now  # this run wrote the lease in an earlier request, whose response was lost
                 return None
             if found is not None:
                 return LeaseError(f"{self._of(found)}, and has taken over while this run was suspended")
@@ -263,7 +264,7 @@ class SaveLease(Lease):
 
     def _take(self, found: LeaseText | None) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        with folder_lock(self._folder):  # the second of two runs that start together finds the lease
+        with folder_lock(self._folder):  # if two runs start together, the second one finds the lease of the first
             self._refuse_unless(found)
             self._write()
         self._refuse_unless(self._owner | {"renewals": self._count})
@@ -288,7 +289,7 @@ class SaveLease(Lease):
             found, here = self._read(), self._is_in_place()
         if found is not None and found["token"] != self._owner["token"]:
             return LeaseError(f"{self._of(found)}, and has taken over while this run was suspended")
-        if found is not None or (here and self._file.exists()):  # an existing file without a readable lease is damaged
+        if found is not None or (here and self._file.exists()):  # a file that exists but contains no lease is damaged
             self._write()
             self._tell("")
         elif here:
@@ -305,12 +306,12 @@ class SaveLease(Lease):
         return None
 
     def _is_in_place(self) -> bool:
-        """Return True if the path still refers to the folder in which this run took its lease."""
+        """Return True if the path of the --save folder still refers to the folder in which this run took its lease."""
         return self._place is not None and self._place.is_at(self._folder)
 
     def _is_being_deleted(self) -> bool:
-        """Return True if entries of the folder disappear while this method waits. `rm -r` may remove the lease before
-        the folder, so a missing lease does not prove that another run took it."""
+        """Return True if entries of the folder disappear while this method waits. If the lease is missing, another run
+        need not have taken it over: `rm -r` may have deleted the lease before the rest of the folder."""
         before = _entries(self._folder)
         time.sleep(RENEWAL / 4)
         return not before <= _entries(self._folder)
@@ -353,7 +354,8 @@ class _OpenFolder:
         self.file_system = os.fstat(self._descriptor).st_dev
 
     def is_at(self, path: Path) -> bool:
-        """Return True if `path` currently refers to this folder. Raises OSError if the disk does not respond."""
+        """Return True if the path `path` refers to this folder and not to a later one. Raises OSError if the disk does
+        not respond."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), path.stat())
         except OSError as error:

@@ -1,14 +1,19 @@
 """torchrun with the rendezvous backend `c10d-open`, a variant of `c10d` that tolerates the loss of hosts.
 
-- torchrun's agent closes the rendezvous permanently when it ends with a failure. If the network cable of a host is
-pulled, the agent's request to close the rendezvous waits in the kernel and is delivered when the cable is plugged in
-again. After that, no host can join. Here, only the end of the run closes the rendezvous.
-- An agent that writes to the store of a lost host waits for TCP's timeout of a quarter of an hour. Here, the agent ends
-if the store has not answered for some seconds.
-- torchrun restarts ranks even if their flags do not fit the remaining hosts. This variant ends with code 2 if
-  OUTCOME_FILE says that the configuration cannot run.
-- While the agent waits for other hosts, the file that RENDEZVOUS_WAITS names exists. A script around the agent can
-thereby detect that the other hosts have met elsewhere; the agent itself does not notice this.
+The two backends differ in four cases:
+
+1. Under `c10d`, an agent that ends with a failure closes the rendezvous permanently. If a host is cut off from the
+   network, its request to close the rendezvous is delivered when the network returns, and no host can join after that.
+   Under `c10d-open`, only the end of the run closes the rendezvous.
+2. Under `c10d`, an agent that writes to the store of a lost host waits for the TCP timeout of a quarter of an hour.
+   Under `c10d-open`, the agent ends if the store has not answered for some seconds.
+3. Under `c10d`, the agent restarts ranks even if their flags do not fit the remaining hosts. Under `c10d-open`, the
+   agent ends with code 2 if OUTCOME_FILE says that the configuration cannot run.
+4. Under `c10d-open`, the agent creates the file that the environment variable RENDEZVOUS_WAITS names, and deletes it
+   after it has met the other hosts. A script can thereby detect that the other hosts have continued without this host.
+   The agent itself does not detect this.
+
+Usage:
 
     python -m megatron.extensions.operate.resilience.torchrun --rdzv-backend c10d-open TORCHRUN_FLAGS... PROGRAM...
 """
@@ -46,7 +51,7 @@ REPLY = 6.0 * PATIENCE
 """Socket timeout in seconds for a request to the store."""
 
 ANSWER = 8.0 * PATIENCE
-"""Maximum time in seconds in which a reachable store answers."""
+"""Maximum time in seconds to wait for an answer from the store."""
 
 
 P = ParamSpec("P")
@@ -54,8 +59,9 @@ T = TypeVar("T")
 
 
 def bounded(call: Callable[P, T], seconds: float = ANSWER) -> Callable[P, T]:
-    """Wrap `call` with a time limit. The wrapper raises RendezvousConnectionError if `call` does not return in time.
-    While an earlier call hangs, the wrapper raises this error immediately."""
+    """Return a function that calls `call` with a time limit. The function raises RendezvousConnectionError if `call`
+    does not return within `seconds`. If an earlier call has not returned yet, the function raises the error
+    immediately."""
     hanging = list[threading.Thread]()
 
     def within(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -90,8 +96,8 @@ def _shutdown(handler: DynamicRendezvousHandler) -> bool:
 
 
 def unless_refused(join: Callable[[], RendezvousInfo], outcome: Path) -> Callable[[], RendezvousInfo]:
-    """Wrap `join` so that the process exits with code 2 if the file `outcome` says that the configuration cannot
-    run."""
+    """Return a function that calls `join` to join the rendezvous. If the file `outcome` says that the configuration
+    cannot run, the function exits the process with code 2 instead."""
 
     def joined() -> RendezvousInfo:
         if outcome.exists() and f"name={ExitCode.BAD_CONFIGURATION.name}\n" in outcome.read_text():
@@ -102,7 +108,8 @@ def unless_refused(join: Callable[[], RendezvousInfo], outcome: Path) -> Callabl
 
 
 def marked(join: Callable[[], RendezvousInfo], file: Path) -> Callable[[], RendezvousInfo]:
-    """Wrap `join` so that `file` exists during the call."""
+    """Return a function that calls `join` to join the rendezvous, and that creates `file` before the call and deletes
+    it afterwards."""
 
     def joined() -> RendezvousInfo:
         file.touch()
@@ -117,7 +124,7 @@ def marked(join: Callable[[], RendezvousInfo], file: Path) -> Callable[[], Rende
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """Create a rendezvous handler for the backend `c10d-open`."""
     backend, store = create_backend(params)
-    # read_timeout still applies to connecting, because a host may open its store later
+    # this timeout does not limit connecting, because the host of the store may start later
     store.set_timeout(timedelta(seconds=REPLY))
     backend.get_state = bounded(backend.get_state)  # type: ignore[method-assign]
     backend.set_state = bounded(backend.set_state)  # type: ignore[method-assign]

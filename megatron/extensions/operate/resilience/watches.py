@@ -11,8 +11,8 @@ from megatron.training.reliability.watchdog import Watch, Watchdog
 
 
 class HostsAndFolders(Callback):
-    """Add the watches that a run needs, according to its flags and hosts. The module of each watch is imported only if
-    the run needs the watch."""
+    """Callback that adds the watches that a run needs, according to its flags and hosts. If a run does not need a
+    watch, the module of the watch is not imported."""
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         first, found = watchdog.launch.rank == 0, list[Watch]()

@@ -19,7 +19,8 @@ EARLIER = 100
 """Number of earlier records that a step is compared with."""
 
 FEWEST = 5
-"""Minimum number of earlier records for the comparison."""
+"""Minimum number of earlier loss records that a step is compared with. Steps with fewer earlier records are not
+considered as spikes."""
 
 GONE = 0.5
 """Fraction of the original loss increase below which a spike is considered to have disappeared."""
@@ -31,13 +32,15 @@ LARGE_NORM = 3.0
 """Ratio of a step's gradient norm to the median of the earlier norms, above which the step becomes the suspect."""
 
 ROSE = 1.05
-"""Ratio to the checkpoint's learning rate above which the learning rate is considered to have risen."""
+"""A learning rate counts as risen if it exceeds this multiple of the learning rate at the checkpoint."""
 
 LOWER = 0.1
-"""Factor by which a branch lowers the learning rate if the rate has not risen since the checkpoint."""
+"""Multiple of the highest learning rate that bounds the rate in a branch, if the rate has not risen since the
+checkpoint."""
 
 BranchOf = Callable[[int, Change], Outcome]
-"""Function that runs a branch up to a given iteration, with a given change."""
+"""Function that repeats the run up to an iteration with one change, such as another learning rate, and returns the
+losses."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,9 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path, spike: int | None, checkpoint: int | None) -> RunFiles:
-        """Find the spike and the newest checkpoint before it. The default spike is the one of the last rollback, or the
-        largest increase of the loss if there were no rollbacks. Raises ValueError if there are too few records to find
-        a spike, or if there is no such checkpoint before the spike."""
+        """Find the spike and the newest checkpoint before it. By default, the spike is the one that caused the last
+        rollback. If there were no rollbacks, it is the largest increase of the loss. Raises ValueError if there are too
+        few records to find a spike, or if there is no such checkpoint before the spike."""
         lines, _ = records_until((folder / METRICS_FILE).read_text(encoding="utf-8"), 2**62)
         records = tuple(each for each in map(json.loads, lines) if each.get("lm_loss") is not None)
         back = [event for event in recorded_events(folder) if event.get("event") == "rollback"]
@@ -78,15 +81,15 @@ class RunFiles:
         return {each["iteration"]: float(each["lm_loss"]) for each in self.records if each["iteration"] <= iteration}
 
     def difference(self, base: Outcome, suspect: int) -> float | None:
-        """Return the largest relative difference, before the suspect, between the losses of the run and of the branch
-        without a change."""
+        """Compare the losses of the run with those of an unchanged repetition, and return the largest relative
+        difference at any iteration before `suspect`. Returns None if there are no losses to compare."""
         own = self.losses_before(suspect - 1)
         shares = [abs(loss / own[at] - 1.0) for at, loss in base.losses.items() if own.get(at)]
         return max(shares, default=None)
 
     def loss_of_spike(self, otherwise: float) -> float:
-        """Return the loss of the run at the spike, from the rollback event or the record. `otherwise` is the result if
-        neither exists."""
+        """Return the loss of the run at the spike, from the rollback event or the record. Return `otherwise` if the
+        loss was not recorded."""
         known = {each["iteration"]: float(each["lm_loss"]) for each in self.records}
         for event in recorded_events(self.folder):
             if event.get("event") == "rollback":
@@ -94,7 +97,8 @@ class RunFiles:
         return known.get(self.spike, otherwise)
 
     def value(self, name: str, iteration: int) -> float | None:
-        """Return a value from the latest record at or before an iteration."""
+        """Return the value of the field `name` in the latest record of an iteration up to `iteration`. Returns None if
+        there is no such record."""
         found = [each[name] for each in self.records if each["iteration"] <= iteration and each.get(name) is not None]
         return float(found[-1]) if found else None
 
@@ -116,7 +120,7 @@ def largest_rise(records: Sequence[Mapping[str, Any]]) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one branch of the run."""
+    """Losses of one branch: a repetition of the run from a checkpoint, with at most one change."""
 
     name: str
     loss: float | None
@@ -128,24 +132,25 @@ class Row:
 
 @dataclass(frozen=True)
 class Bisection:
-    """Results of a bisection."""
+    """Losses of all branches that a bisection has run, and the cause of the spike that they show."""
 
     spike: int
     suspect: int
-    """Iteration whose batch is examined."""
+    """Iteration whose batch may have caused the spike."""
 
     before: float
-    """Baseline loss: the median of the losses before the suspect."""
+    """Baseline loss: the median of the last losses before the iteration `suspect`."""
 
     rows: tuple[Row, ...]
     worst: Part
     rate: float
     difference: float | None
-    """Largest relative difference between the losses of the run and the losses of the branch without a change, before
-    the suspect iteration. None if no losses are recorded."""
+    """Largest relative difference between the losses of the run and the losses of an unchanged repetition, at any
+    iteration before `suspect`. None if the run has recorded none of these losses."""
 
     cause: str
-    """"document", "batch", "rate", "none" or "gone"."""
+    """Change that removes the spike: "document", "batch" or "rate". The value is "none" if none of these changes
+    removes it, and "gone" if the unchanged steps have no spike."""
 
 
 def suspect_of(base: Outcome, spike: int) -> int:
@@ -159,15 +164,15 @@ def suspect_of(base: Outcome, spike: int) -> int:
 
 
 def held_rate(base: Outcome, files: RunFiles, spike: int) -> float:
-    """Return the upper bound on the learning rate in the branch with a held rate. The bound is the checkpoint's
-    learning rate, or a lower rate if the learning rate has not risen since the checkpoint."""
+    """Return the bound on the learning rate for the branch that tests a lower rate. The bound is the learning rate at
+    the checkpoint if the rate has risen since then. Otherwise, it is a tenth of the highest rate before the spike."""
     highest = max(rate for iteration, rate in base.rates.items() if iteration <= spike)
     before = files.value("learning_rate", files.checkpoint)
     return before if before and highest > ROSE * before else LOWER * highest
 
 
 def bisect(files: RunFiles, branch_of: BranchOf, after: int) -> Iterator[str | Bisection]:
-    """Run the branches. Yield a line before each branch, and the result at the end."""
+    """Run the branches one after another. Yields a log line before each branch, and finally the result."""
     spike, last = files.spike, files.spike + after
     yield f"branches from the checkpoint of iteration {files.checkpoint} to iteration {last}"
     base = branch_of(last, Change(looks_at=spike))
@@ -211,7 +216,7 @@ def _row(name: str, found: Outcome, spike: int, suspect: int, spikes: bool) -> R
 
 
 def lines_of(found: Bisection, decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Yield the lines of the table of branches and the verdict."""
+    """Yield the lines of a report: a table with one row per branch, followed by the cause of the spike."""
     yield f"spike at iteration {found.spike}; loss {found.before:.4g} before"
     if found.difference is not None:
         yield f"before it, losses of the branch and the run differ by at most {found.difference:.1e}"

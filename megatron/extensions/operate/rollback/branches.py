@@ -1,8 +1,8 @@
-"""Branches of a run: exact repetitions of steps from a checkpoint, possibly on fewer ranks, with replaced samples or
-with a different learning rate.
+"""Branches of a run. A branch repeats the steps of a run from a checkpoint. It may use fewer ranks, replace samples or
+bound the learning rate.
 
-The order of samples, the dropout and the learning rates of a run do not depend on the layout. Therefore, a branch in
-which nothing is changed repeats the run up to rounding.
+Sample order, dropout and learning rates do not depend on the parallel layout of a run. Therefore, a branch without
+changes computes the same losses as the run, up to rounding.
 """
 
 from __future__ import annotations
@@ -44,16 +44,17 @@ from megatron.training.train_step import train_step
 
 @dataclass(frozen=True)
 class Change:
-    """Changes to a run in a branch. The default values change nothing."""
+    """Difference between a branch and the original run. With the default values, there is no difference."""
 
     samples: Mapping[int, int] | None = None
     """Maps the index of each replaced sample to the index of its replacement."""
 
     rate: float | None = None
-    """Upper bound on the learning rate of all steps; None for no bound."""
+    """Upper bound on the learning rate; None for no bound."""
 
     looks_at: int | None = None
-    """Iteration for whose samples the losses by document are measured, with the weights before the step."""
+    """Iteration at which the loss of each document is measured. The losses are measured on the samples of this
+    iteration, before the weights are updated."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Recorded values of a branch's steps, by iteration."""
+    """Values recorded in a branch, keyed by iteration: losses, gradient norms, learning rates and samples."""
 
     losses: dict[int, float] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class Outcome:
     """Maps an iteration to its range of sample indices."""
 
     parts: tuple[Part, ...] = ()
-    """Parts of the samples of the examined iteration."""
+    """Documents in the samples of the iteration `Change.looks_at`, with their losses."""
 
 
 class Swapped(SampleOrder):
@@ -100,7 +101,7 @@ class Swapped(SampleOrder):
 
 @dataclass(frozen=True)
 class HeldRate:
-    """Learning rate schedule of a run, with an upper bound `most`."""
+    """Learning rate schedule that follows the schedule of a run, but does not exceed the rate `most`."""
 
     inner: OptimizerParamScheduler
     most: float
@@ -117,8 +118,8 @@ class HeldRate:
 
 
 def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
-    """Return the unresolved configuration for branches of a run. The result consists of the run's configuration, with
-    the precision but without the rest of the parallel layout, and `flags`. Raises ValueError if the flags are
+    """Return the configuration for branches of a run, without defaults filled in. It is the run's configuration without
+    the parallel layout, with `flags` added. The precision flags of the run are kept. Raises ValueError if the flags are
     invalid."""
     config = parse_args(["--config", str(run / RUN_CONFIG)])
     kept = {each.name: getattr(config.parallel, each.name) for each in fields(PrecisionConfig)}
@@ -138,9 +139,9 @@ def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def branch(config: RunConfig, world_size: int | None, last: int, change: Change) -> Outcome:
-    """Train from the checkpoint in `config`, which `config_of` returns, up to the iteration `last`. The default for
-    `world_size` is the smallest number of ranks that the layout permits. If there are several ranks, they run as
-    processes on this machine's CPU."""
+    """Run a branch: train from the checkpoint that `config` loads up to the iteration `last`. The default for
+    `world_size` is the smallest number of ranks that the configuration permits. Several ranks run as processes on this
+    machine's CPU."""
     parallel = config.parallel
     own = parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size * parallel.expert_tp
     ranks = world_size or lcm(parallel.model_parallel_size, own)
@@ -148,7 +149,7 @@ def branch(config: RunConfig, world_size: int | None, last: int, change: Change)
     if ranks == 1:
         with redirect_stdout(StringIO()):
             return _on_rank(0, 1, config, last, change)
-    with redirect_stdout(StringIO()):  # the ranks inherit the redirection
+    with redirect_stdout(StringIO()):  # the processes of the ranks inherit the redirected stdout
         return run_world(ranks, _on_rank, config, last, change, timeout=86400.0)[0]
 
 
@@ -179,7 +180,8 @@ def _on_rank(rank: int, world_size: int, config: RunConfig, last: int, change: C
 
 
 def _make_step(run: TrainingRun, found: Outcome) -> None:
-    """Run the next step, and add its values to `found` unless the step is skipped."""
+    """Run the next step, and add its loss, gradient norm and learning rate to `found`. If the run skips the batch of
+    the step, add only the sample indices."""
     step = run.progress.next_step(run.batch_sizes)
     train_step(run)
     run.guard.settle()
@@ -210,7 +212,8 @@ def losses_of(run: TrainingRun, samples: range) -> list[Part]:
 
 
 def _masked_loss(run: TrainingRun, sample: int, labels: range) -> float:
-    """Return the mean loss over some labels of a sample. The micro-batch consists of copies of the sample."""
+    """Return the mean loss over the labels of a sample whose positions are in `labels`. The loss is computed on a
+    micro-batch that contains only copies of the sample."""
     config, runtime = run.config, run.runtime
     micro = config.training.micro_batch_size or 1
     batch = collate([run.data.train.dataset[sample]] * micro, [sample] * micro)

@@ -1,7 +1,8 @@
-"""Decision at a spike: the state that a run returns to, and the batches to skip. This module does not import torch.
+"""Choice of the state that a run returns to after a loss spike, and of the batches that it then skips. This module does
+not import torch.
 
-The decision depends only on the iteration of the spike and the flags. The states that a process holds do not matter, so
-that a resumed or repeated run makes the same decision.
+The decision depends only on the iteration of the spike, the flags and earlier rollbacks. It does not depend on which
+states a process has kept. Therefore, a resumed or repeated run makes the same decision.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision on the reaction of a run to a spike. Iterations are numbered as in the log."""
+    """State that a run returns to after a loss spike, and the batches to skip. Iterations are numbered as in the
+    log."""
 
     spike: int
     to: int
-    """Iteration to whose state the run returns."""
+    """The run returns to the state after this iteration."""
 
     first: int
     last: int
@@ -28,17 +30,18 @@ class Decision:
 
 
 def decide(spike: int, steps: int, batches: int | None, interval: int, last_to: int = 0) -> Decision:
-    """Decide on the reaction to a spike.
+    """Choose the state that a run returns to after a loss spike, and the batches to skip.
 
     Args:
-        spike: Iteration of the spike.
-        steps: Minimum number of steps to go back.
-        batches: Number of batches to skip, ending with the spike's batch. If the run goes back fewer steps, batches
-            after the spike are also skipped. None skips all batches between the state that the run returns to and the
-            spike.
-        interval: Interval in iterations between kept states. The run returns to a multiple of this interval.
-        last_to: Iteration that the run returned to at the last rollback. The run does not go back beyond this
-            iteration.
+        spike: Iteration with the loss spike.
+        steps: Minimum number of steps that the run goes back.
+        batches: Number of batches to skip, of which the last is the batch of the spike. If the run goes back fewer than
+            `batches` steps, it skips batches after the spike instead of earlier ones. Pass None to skip all batches
+            from the state that the run returns to until the spike.
+        interval: Number of iterations between two states that a run keeps. The run returns to an iteration that is a
+            multiple of `interval`.
+        last_to: Iteration that the last rollback returned to; 0 if there was none. A run never returns to an earlier
+            iteration than this.
     """
     to = max(0, last_to, (spike - steps) // interval * interval)
     count = spike - to if batches is None else batches

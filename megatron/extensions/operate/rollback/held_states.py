@@ -1,4 +1,4 @@
-"""States that a rank keeps in host memory for rollbacks within the same process."""
+"""Training states that each rank keeps in host memory, so that a rollback need not read a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class HeldState:
-    """Copies of this rank's boxes after one step, in host memory. Later steps reuse this memory."""
+    """Copy of this rank's tensor shards after one step, in host memory. A later copy may reuse the memory."""
 
     iteration: int = -1
     payload: dict[str, object] = field(default_factory=dict)
@@ -47,14 +47,14 @@ def _room(box: LocalBox) -> LocalBox:
 
 
 def tensors_of_world(tensors: StateDict, world: Axis) -> dict[str, TensorInfo]:
-    """Return all tensors of the state, with the boxes of all ranks. Collective."""
+    """Return the shape, the dtype and the number of shards of every tensor in the state of all ranks. Collective."""
     mine = {key: (tuple(tensors[key].shape), tensors[key].dtype, len(tensors[key].boxes)) for key in tensors}
     return {key: TensorInfo(*about) for part in gather_objects(mine, world) for key, about in part.items()}
 
 
 class HeldCheckpoint(Checkpoint):
-    """Checkpoint interface to a held state. The checkpoint can be loaded only under the layout of the process that
-    holds the state."""
+    """Checkpoint that loads a state from host memory. It can be loaded only by the process that holds the state, and
+    only with the same parallel layout."""
 
     def __init__(self, held: HeldState, tensors: Mapping[str, TensorInfo]) -> None:
         self.folder = PurePath(f"memory/iter_{held.iteration:07d}")
@@ -86,10 +86,10 @@ class HeldCheckpoint(Checkpoint):
 
 @dataclass
 class HeldStates:
-    """Container of a rank's last two states."""
+    """The last two states of a rank in host memory."""
 
     held: list[HeldState] = field(default_factory=list)
-    """Held states in order of iteration."""
+    """States in host memory, in order of iteration."""
 
     _free: list[HeldState] = field(default_factory=list)
 

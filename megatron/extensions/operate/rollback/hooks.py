@@ -1,4 +1,5 @@
-"""Callback for --rollback-on-spike, which keeps states, returns to one of them at a spike, and skips batches."""
+"""Callback for --rollback-on-spike. It keeps earlier states, and after a loss spike returns to one of them and skips
+batches."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ NAME = "rollback"
 
 @dataclass(frozen=True)
 class Mark:
-    """Parts of the state after a step that checkpoints do not contain: the log interval and the counts of meters."""
+    """State after a step that checkpoints do not contain: the progress of the current log interval, and the counts of
+    meters."""
 
     interval: Interval
     elapsed: float
@@ -39,14 +41,14 @@ class Mark:
 
     @classmethod
     def of(cls, run: TrainingRun) -> Mark:
-        """Capture the state of the last step."""
+        """Capture the state after the last step."""
         interval = run.interval
         kept = replace(interval, losses=list(interval.losses), results=list(interval.results), excluded=0.0)
         counts = tuple(tensor.clone() for meter in run.meters for tensor in meter.step_state())
         return cls(kept, interval.seconds(), counts)
 
     def restore(self, run: TrainingRun) -> None:
-        """Restore the state that `of` captured."""
+        """Restore the log interval and the meters to the captured state."""
         kept = self.interval
         begun = time.perf_counter() - self.elapsed
         run.interval = replace(kept, start=begun, losses=list(kept.losses), results=list(kept.results))
@@ -56,7 +58,7 @@ class Mark:
 
 
 class Rollback(Callback):
-    """Callback that rolls back at spikes. This callback must process the verdict on each step before any other
+    """Callback that rolls a run back after a loss spike. It must process the verdict on each step before any other
     callback."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -94,7 +96,7 @@ class Rollback(Callback):
             run.passed_over.update(range(first, last + 1))
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
-        """Keep the state at the start of the run, and return the task that keeps later states. Collective."""
+        """Copy the state at the start of the run, and return the task that copies later states. Collective."""
         self._run, self._log = run, log
         if not self._by_peers:
             tensors, _ = run.saver.checkpoint.contents(run.progress)
@@ -119,7 +121,7 @@ class Rollback(Callback):
         run.guard.settle()
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """Roll back if the step was a spike. A rollback is collective."""
+        """Roll the run back if the step was a spike. Rolling back is collective."""
         run, options = self._run, self._options
         if not verdict.result.spike or run is None:
             return
@@ -134,9 +136,9 @@ class Rollback(Callback):
         run.say(f" {verdict}: there is no earlier state to go back to")
 
     def _sources(self, run: TrainingRun, found: Decision) -> Iterable[Checkpoint | PurePath]:
-        """Yield states that the run can return to, in order of preference. The first choice is the state that the
-        decision selects. The next choices are older checkpoints, from which the run recomputes this state. The last
-        choices are states in memory that are later than the decision's state. Collective."""
+        """Yield states that the run can return to, best first. The first one is the state that the decision selects, if
+        it is in memory. Older checkpoints follow, from which the run recomputes this state. Other states in memory,
+        before the spike, come last. Collective."""
         if (checkpoint := self._in_memory(run, found.to)) is not None:
             yield checkpoint
         yield from self._on_disk(run, found.to)
@@ -198,7 +200,7 @@ class Rollback(Callback):
         self._tell(run, verdict, found, where, time.perf_counter() - began)
 
     def _set_position(self, run: TrainingRun, position: Progress) -> None:
-        """Set the progress of the run, and discard everything that was recorded after the new position."""
+        """Set the progress of the run back to `position`, and discard all records of later steps."""
         loaded_from = run.progress.loaded_from
         for each in fields(Progress):
             setattr(run.progress, each.name, getattr(position, each.name))
@@ -231,4 +233,4 @@ class Rollback(Callback):
 
 
 def _silent(line: str) -> None:
-    """Print nothing, because the line about the rollback contains all information."""
+    """Discard a log line about loading a checkpoint, because the log line about the rollback says the same."""

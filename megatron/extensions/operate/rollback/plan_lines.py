@@ -1,4 +1,4 @@
-"""Plan lines about the states kept for rollbacks."""
+"""Estimate of the host memory that rollbacks need, for a run's plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATES = 2
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """Yield the lines about rollbacks in a plan."""
+    """Yield an estimate of the host memory for the states that a rank keeps for rollbacks."""
     dims = ParallelDims.from_config(run.config.parallel, run.world_size)
     most = 0
     for pp_rank in range(dims.pp):
