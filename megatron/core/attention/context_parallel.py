@@ -46,7 +46,7 @@ class Ring:
 
     @property
     def steps(self) -> int:
-        """Return the number of ranks whose keys this rank uses, including itself."""
+        """Return the number of ranks from which this rank needs keys. The rank itself counts as one of them."""
         return self.cp.size if any(self.sent) else 1
 
     @cached_property

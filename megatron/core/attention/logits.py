@@ -15,7 +15,8 @@ from megatron.core.attention.core_attention import CoreAttention
 class LargestLogits:
     """Recorder of the largest logit of each head [heads/tp] in training passes since the last `clear`.
 
-    Creating an instance starts the recording. Once recording has started, plain torch computes the attention.
+    Creating an instance starts the recording of logits. From then on, plain torch computes the layer's attention
+    instead of a fused kernel.
     """
 
     def __init__(self, core: CoreAttention) -> None:
@@ -41,7 +42,7 @@ class RowKind(Enum):
     through its query."""
 
     OTHER = "other"
-    """Rows that compute values or gates, which do not affect attention logits."""
+    """Rows that compute values or gates. These rows do not affect the attention logits."""
 
 
 class HeadRows(NamedTuple):

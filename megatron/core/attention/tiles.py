@@ -5,9 +5,9 @@ Under a causal mask, later queries see more keys, so contiguous shards would lea
 Instead, the sequence is split into 2 * size chunks in zig-zag order: rank r holds an early chunk, r, and a late chunk,
 2 * size - 1 - r. Every rank then computes the same number of query-key pairs.
 
-A query sees a key if both are in the same document and window, and if the key is not after the query. The queries of a
-rank, its received keys and the documents are all ranges of positions. The work is therefore a list of rectangles, most
-of which need no mask. No [s, s] mask is built, and masked pairs are not computed.
+A query sees a key if both are in the same document and window, and if the key is not after the query. A rank's queries,
+the keys that it receives, and the documents each consist of ranges of consecutive positions. The work is therefore a
+list of rectangles, most of which need no mask. No [s, s] mask is built, and masked pairs are not computed.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ class Tile:
 def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, window: int | None) -> tuple[Tile, ...]:
     """Return the tiles of queries at positions `queries` with keys at positions `keys`, diagonal tiles first.
 
-    If the keys include all query positions, each query is in exactly one diagonal tile.
+    A diagonal tile contains queries and keys at the same positions. If `keys` covers all positions in `queries`, each
+    query is in exactly one diagonal tile.
     """
     found = list(_unwindowed_tiles(queries, keys, documents))
     if window is not None:

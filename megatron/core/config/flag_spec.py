@@ -142,7 +142,8 @@ class FlagSpec:
 def flag(default: Any, *aliases: str, **spec: Any) -> Any:
     """Return a dataclass field that carries a `FlagSpec` with these aliases and fields.
 
-    A field that holds conditions also accepts their texts, or a single condition without a tuple."""
+    A `FlagSpec` field that holds a tuple of `Condition`s, such as `needs`, also accepts a single condition, and accepts
+    a condition as a string, such as "--fp16"."""
     for name in ("no_effect_without", "off_without", "needs", "excludes"):
         if name in spec:
             spec[name] = conditions(spec[name])

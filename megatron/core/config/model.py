@@ -151,8 +151,8 @@ class TransformerConfig(ModelFields):
         return of_layers + of_layers[-1:] * self.mtp_depths
 
     def _by_own_numbers(self, of_layers: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Append a value for each multi-token prediction module: with --mtp-layer-kind own_number, the value of layer k
-        for module k; otherwise, the value of the last layer."""
+        """Append a value for each multi-token prediction module to the values of the layers. With --mtp-layer-kind
+        own_number, module k has the value of layer k. Otherwise, each module has the value of the last layer."""
         if not of_layers or self.mtp_layer_kind != "own_number":
             return self._with_last_repeated(of_layers)
         return of_layers + tuple(of_layers[number % len(of_layers)] for number in range(self.mtp_depths))

@@ -31,7 +31,8 @@ WITHIN = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
 
 
 class RecomputedParts(Collection[str]):
-    """Choices of --recompute-modules: the parts of every layer, and the parts that mixers and residual streams add."""
+    """Choices of --recompute-modules: parts that every layer has, and parts that a registered mixer or residual stream
+    adds to its layers."""
 
     @staticmethod
     def stated() -> dict[str, str]:

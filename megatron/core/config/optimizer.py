@@ -184,7 +184,7 @@ class OptimizerConfig(Section):
 
     @property
     def host_fraction(self) -> float:
-        """Fraction of the optimizer states that are in host memory."""
+        """Fraction of the optimizer states that is kept in host memory."""
         return 0.0 if self.host_store is None else HOST_MEMORY.facts(self.host_store).fraction(self)
 
     @property

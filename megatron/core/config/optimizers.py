@@ -55,8 +55,8 @@ class MakeChain(Protocol):
     """Function that creates the chain of one parameter."""
 
     def __call__(self, config: Section, meta: ParamMeta) -> Sequence[object]:
-        """Return the links of the chain, each a `megatron.core.optimizer.transforms.Transform`. The result must depend
-        only on the arguments, because plans call this function too."""
+        """Return the update rule of a parameter as a sequence of `megatron.core.optimizer.transforms.Transform`s, which
+        are applied in order. The result must depend only on the arguments, because plans call this function too."""
 
 
 OPTIMIZERS = Registry("--optimizer", OptimizerFacts, protocol=MakeChain)
@@ -71,7 +71,8 @@ class StatePlan:
     and states in the main dtype."""
 
     optional: tuple[str, ...] = ()
-    """Kinds of states that a checkpoint may lack. Runs with other stores ignore these states in a checkpoint."""
+    """Kinds of optimizer states that may be missing from a checkpoint. Runs with other stores ignore these states in a
+    checkpoint."""
 
     def holds(self, optimizer: Section) -> bool:
         """Return whether the configuration selects this store."""
@@ -106,8 +107,9 @@ def _stated(plan: StatePlan) -> StatePlan:
 
 
 class StateStore(Protocol):
-    """Class or function that creates a rank's shards of main parameters and optimizer states. The facts of a registered
-    store are a `StatePlan`. If several stores apply, the store that was registered last is used."""
+    """Class or function that creates a rank's shards of main parameters and optimizer states. A store is registered
+    together with a `StatePlan`, which describes its states. If several stores apply, the store that was registered last
+    is used."""
 
     def __call__(self, spec: object) -> object:
         """Return the `Shard` for a `ShardSpec`. Both classes are in `megatron.core.optimizer.optimizer`."""
@@ -128,7 +130,7 @@ class LrSchedule(Protocol):
     """
 
     def __call__(self, samples: float, length: object, config: Section) -> float:
-        """Return the learning rate of the update at `samples`, the samples consumed since the start of the run.
+        """Return the learning rate of an update. `samples` is the number of samples that the run has consumed.
 
         The schedule is called only after the warm-up of `length.warmup` samples. The calls continue after the decay,
         which ends at `length.decay` samples. `length` is a `megatron.core.optimizer.param_scheduler.ScheduleLength`.

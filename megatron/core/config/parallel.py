@@ -105,8 +105,8 @@ class UnitStoreClass(Protocol):
 
 UNIT_STORES = Registry("store of units", UnitFacts, protocol=UnitStoreClass)
 """Registered classes derived from `ShardedUnits`, by name. A unit store keeps the matrices of units (transformer
-layers, and modules outside of layers) and their gradients between the passes that use them. The trunk registers no unit
-store. Without a unit store, `DDPConfig` determines what the ranks shard."""
+layers, and modules outside of layers) and their gradients between the passes that use them. Only extensions register
+unit stores. If a run uses no unit store, `DDPConfig` determines which states the data-parallel ranks shard."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class SplitFacts:
     """Properties of a layer split."""
 
     when: Callable[[ModelParallelConfig], bool]
-    """Predicate that decides whether the configuration selects the split."""
+    """Predicate that decides whether the configuration selects this division of the layers among pipeline stages."""
 
 
 class StageSplit(Protocol):

@@ -1,9 +1,9 @@
 """DistributedDataParallel: accumulates gradients in flat buffers and reduces them bucket by bucket.
 
 A gradient reaches `param.main_grad` in one of two ways. The autograd Functions of linear layers and embeddings add
-weight gradients to `param.main_grad`, immediately or from the weight-gradient queue. Autograd computes all other
-gradients, and a hook adds each of these gradients once it is complete. After each addition, `param.on_main_grad` is
-called if it is set.
+weight gradients to `param.main_grad`, immediately or from the weight-gradient queue. The gradients of all other
+parameters are computed by autograd, and a hook adds each of them to `param.main_grad` once it is complete. Whenever a
+gradient has been added to `param.main_grad`, `param.on_main_grad` is called if it is set.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class DistributedDataParallel:
         """Start the reductions that have not started yet, in launch order, up to and including `bucket`. By default,
         start the reductions of all buckets.
 
-        Collective over the data-parallel ranks. No gradient may be added to these buckets until the step ends.
+        All data-parallel ranks must call this method. No gradient may be added to these buckets until the step ends.
         """
         end = len(self._reduced_whole) if bucket is None else bucket + 1
         while self._started < end:
@@ -262,8 +262,8 @@ class DistributedDataParallel:
     def finish_param_sync(self) -> None:
         """Wait for the all-gathers, and gather those parameters whose weights were gathered in another format.
 
-        After this call, every parameter that is whole between passes is up to date. Collective over the data-parallel
-        ranks.
+        After this call, each rank has the updated values of all parameters, except of those that it gathers only for
+        the passes that use them. All data-parallel ranks must call this method.
         """
         self.wait_param_sync()
         for bucket in reversed(self._reduced_whole):

@@ -6,9 +6,9 @@ global batch. `reduce_model_grads` returns the corresponding factor. The result 
 batch is split over micro-batches and over data-, context- and pipeline-parallel ranks.
 
 Sums over data-parallel ranks come first. They may have started during the backward pass, and leave each rank with only
-its shards. Two other kinds of sums commute with the sums over data-parallel ranks, and therefore run only over the
-shards: sums of gradients that are partial over a model axis, and sums of gradients of parameters that two pipeline
-stages share.
+its shards. Two other kinds of sums remain: gradients that are partial sums over a model axis such as tensor
+parallelism, and gradients of parameters that two pipeline stages share. Because the order of the sums does not matter,
+each rank computes these two only for its shards.
 """
 
 from __future__ import annotations

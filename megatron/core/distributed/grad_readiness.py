@@ -3,8 +3,8 @@
 For gradients, a parameter reports each contribution to its `main_grad`. If a layer adds weight gradients itself, each
 use of the parameter in the layer causes one report. The sum of the gradients that autograd computes causes one report.
 Every micro-batch therefore causes the same number of reports. A gradient is complete after (reports per micro-batch) *
-(micro-batches) reports. This is true for any order of backward passes, for split backward passes, and if several stages
-share the parameter. No schedule has to mark the last backward pass.
+(micro-batches) reports. This rule holds for any order of backward passes, for split backward passes, and for parameters
+that several stages share. No schedule has to mark the last backward pass.
 
 For parameters, a module waits for the buckets that it reads before it runs.
 """
@@ -20,11 +20,12 @@ from megatron.core.distributed.param_and_grad_buffer import Bucket
 
 
 class GradReadiness:
-    """Counter of the reports of the buckets' parameters within a step, which starts the reduction of complete buckets.
-    The first step learns the number of reports per micro-batch, and starts no reduction early. If the number of reports
-    of a parameter differs between micro-batches, the parameter never counts as complete, and its bucket is reduced at
-    the end of the step. `start(k)` starts all reductions up to bucket k, so all ranks start them in the same order,
-    regardless of the order in which gradients arrive.
+    """Counter of gradient contributions, which starts the reduction of a bucket when the gradients of all its
+    parameters are complete. A parameter reports each contribution to its gradient. The first step learns the number of
+    reports per micro-batch, and starts no reduction early. A parameter whose number of reports differs between
+    micro-batches never counts as complete, so its bucket is reduced at the end of the step. `start(k)` starts all
+    reductions up to bucket k, so all ranks start them in the same order, regardless of the order in which gradients
+    arrive.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], buckets: Sequence[Bucket], start: Callable[[int], None]) -> None:

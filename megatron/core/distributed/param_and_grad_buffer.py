@@ -32,8 +32,8 @@ class Bucket:
     is the part that contains the sum. This rank updates the owned part.
 
     If `reduce_dtype` differs from the gradients' dtype, a reduction uses a rounded copy, which is freed when the
-    reduction ends. The sum over a rank's micro-batches keeps the gradients' precision, and only the sum over ranks has
-    the precision of `reduce_dtype`.
+    reduction ends. Gradients are summed over a rank's micro-batches in their own dtype. Only the sum over ranks is
+    computed in `reduce_dtype`.
     """
 
     on_host = False
@@ -121,7 +121,7 @@ class Bucket:
             self._rounded = None
 
     def start_param_sync(self) -> None:
-        """Start all-gathering `owned_params` into `params`; do nothing if each rank owns the whole bucket."""
+        """Start the all-gather of `owned_params` into `params`. Do nothing if each rank owns the whole bucket."""
         assert self._param_sync is None, "the last gather of this bucket has not been waited for"
         if self._bytes is not None:
             shard = self._bytes.chunk(self.axis.size)[self.axis.rank]
@@ -286,11 +286,12 @@ class ParamAndGradBuffer:
         starts = [*(place.start for place in layout.params), layout.numel]
         gaps = [] if layout.by_unit else zip(ends, starts, strict=True)
         self.grad_gaps = [self.grad_data[stop:start] for stop, start in gaps if start > stop]
-        """Padding between parameters in gradient memory; empty if gradient memory is not persistent."""
+        """Views of the padding between parameters in the gradient buffer. The list is empty if gradient memory is
+        allocated only for the passes of a unit."""
 
     @property
     def on_host(self) -> bool:
-        """True if the rank's persistent part is in host memory."""
+        """True if this rank keeps its part of the buffer in host memory between passes."""
         return self.buckets[0].on_host
 
     def start_copies_sync(self) -> list[Pending]:

@@ -196,8 +196,8 @@ def _fill_buckets(
     """Fill buckets of at least `bucket_size` elements. With None, each unit has one bucket.
 
     Only the last bucket and buckets next to shared parameters may be smaller. A parameter shared by two stages has a
-    separate bucket. The shards of a separate bucket cover the same elements on both stages, regardless of other
-    parameters, so only the shards need to be summed over the stages.
+    bucket that contains no other parameter. Each shard of this bucket therefore covers the same elements on both
+    stages, and only the shards need to be summed over the stages.
     """
     buckets: list[BucketLayout] = []
     filling: list[ParamRange] = []

@@ -1,8 +1,8 @@
 """ZeRO-2 and ZeRO-3: the whole parameters and gradients of a unit exist only during its passes.
 
 A unit is a transformer layer, or a module outside of layers that owns parameters, such as the embedding and the output
-layer. Each forward and backward pass of a unit is surrounded by communication (Rajbhandari et al., arXiv 1910.02054,
-section 5, P_g and P_p):
+layer. The ranks communicate before and after each forward and backward pass of a unit (Rajbhandari et al., arXiv
+1910.02054, section 5, P_g and P_p):
 
 - before the pass, the unit's parameters are gathered, and the gather for the next unit is started;
 - after the pass, the parameters are freed, unless the next pass uses the same unit, as at the end of a forward pass;
@@ -10,7 +10,8 @@ section 5, P_g and P_p):
 
 The order of units is learned from the previous step, because a schedule uses the units in the same order in each step
 with the same number of micro-batches. This includes recomputation. All ranks of a group therefore gather and reduce in
-the same order. Nothing is gathered ahead in the first step or during evaluation.
+the same order. In the first step and during evaluation, the parameters of a unit are not gathered until the unit needs
+them.
 
 The weight gradients of a split backward (I and W) are reduced after W, which needs no parameters.
 """
@@ -46,7 +47,8 @@ WAIT_GATHERED, WAIT_REDUCED = "wait for parameters of a unit", "wait for reduced
 
 
 class UnitBucket(Bucket):
-    """Bucket of one unit. This rank keeps its gradient shard (ZeRO-2) and also its parameter shard (ZeRO-3).
+    """Bucket that contains the parameters of one unit, such as a transformer layer. Between passes, this rank keeps
+    only its shard of the gradients (ZeRO-2), and with ZeRO-3 only its shard of the parameters.
 
     Whole gradients exist from the first contribution of a micro-batch until they have been reduced and added to
     `grad_shard`. Whole parameters exist from the unit's first `acquire` to its last `release`. Memory is allocated and
@@ -127,7 +129,7 @@ class UnitBucket(Bucket):
             self.whole_grads = True
 
     def zero_stale_grads(self) -> None:
-        """Zero those whole gradients to which no contribution has been added in this step."""
+        """Zero the whole gradients of all parameters that have received no gradient contribution in this step."""
         for owner in self.owners:
             if is_stale(owner):
                 mark_stale(owner, False)
@@ -198,7 +200,8 @@ T = TypeVar("T")
 
 @dataclass
 class Order(Generic[T]):
-    """Order in which units or buckets are requested. One step learns the order, and the following steps use it."""
+    """Order in which the passes of a step use units or buckets. One step learns the order, and the following steps use
+    it."""
 
     known: dict[int, list[T]] = field(default_factory=dict)
     """Orders of units observed in earlier steps, keyed by number of micro-batches."""
@@ -347,7 +350,8 @@ class UnitSharding(WholeUnits):
         input is known. Autograd first runs the operations that were recorded last, so no operation of the unit remains
         at that point. If no operation produced the input, the unit's backward pass ends with the whole backward pass. A
         layer that leaves its last addition to the next norm has two outputs, one of which was computed in the middle of
-        the layer. The pass starts with the first known output gradient, and ends with the last input's gradient.
+        the layer. The backward pass of such a layer starts when the gradient of one output is known, and ends when the
+        gradients of all inputs are known.
         """
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:
@@ -396,7 +400,7 @@ class UnitSharding(WholeUnits):
         self._reducing.append(bucket)
 
     def _finish(self, left: int) -> None:
-        """Wait for the oldest reductions until at most `left` are pending."""
+        """Wait for pending reductions, oldest first, until at most `left` reductions are pending."""
         while len(self._reducing) > left:
             self._reducing.popleft().finish_grad_sync()
 

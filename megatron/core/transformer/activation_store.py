@@ -55,7 +55,7 @@ class ActivationStore(Protocol):
         """Memory pool for the stored activations."""
 
     def reset(self, pinned: bool = True) -> Pool:
-        """Replace the pool with an empty pool, for plans. `pinned` permits pinned memory."""
+        """Replace the pool with an empty pool, for plans. The new pool uses pinned memory only if `pinned` is True."""
 
     def begin(self, x: Tensor, shared: object) -> StoredPass:
         """Start a forward pass with input x of a stage's layers. Tensors in `shared`, an object or a mapping, are not

@@ -42,8 +42,8 @@ Kind = str | Bounded
 
 class FusedActivation:
     """Activation function of a kind that `functions_of` supports. The function saves only its input for the backward
-    pass. If compiled, the function can also add the bias of the preceding linear layer. In that case, the kernel that
-    computes the input gradient also sums the bias gradient.
+    pass. If compiled, the function can also add the bias of the preceding linear layer. The backward kernel then
+    computes the input gradient and the sum for the bias gradient together.
     """
 
     def __init__(self, kind: Kind, compiled: bool) -> None:
@@ -62,7 +62,7 @@ def build_activation(name: str, config: TransformerConfig, ctx: TPContext) -> Ac
 
 
 def build_plain(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """Build a function of `FUNCTIONS` whose output is as wide as its input."""
+    """Build an activation function from `FUNCTIONS` that is not gated, so that its output is as wide as its input."""
     kind = config.activation
     return FusedActivation(kind, True) if ctx.compiled else FUNCTIONS[kind][0]
 
@@ -153,7 +153,8 @@ FUNCTIONS: dict[str, Functions] = {
 
 
 def functions_of(kind: Kind) -> Functions:
-    """Return forward(x) and backward(x, gradient of the output) of a function whose operands may be clamped."""
+    """Return the functions forward(x) and backward(x, gradient of the output) of an activation function. They include
+    the clamp and the offset of `kind`, if it has any."""
     if isinstance(kind, str):
         return FUNCTIONS[kind]
     (forward, backward) = FUNCTIONS[kind.name]

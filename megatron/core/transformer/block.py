@@ -30,8 +30,8 @@ class Pending(Protocol):
 Stream = Tensor | Pending
 """Input or output of layers.
 
-A layer whose `takes_pending()` is true may accept and return a stream with a pending addition. Such a layer is called
-with `pending=True`. A norm after the layers may also accept a stream with a pending addition.
+A layer whose `takes_pending()` is true may accept and return a `Pending` stream instead of a tensor. Such a layer is
+called with `pending=True`. The final norm after the layers may also accept a `Pending` stream.
 """
 
 
@@ -100,8 +100,8 @@ class TransformerBlock(nn.Module):
                 self.rotary[built.rotation] = RotaryEmbedding(config, self.device, self.dtype, rotation)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, w] -> [s, b, w]; [s/tp, b, w] under sequence parallelism. w is `config.residual_size`, or h at the
-        ends of the model."""
+        """Run the stage's layers: x [s, b, w] -> [s, b, w]; [s/tp, b, w] under sequence parallelism. The width w is
+        `config.residual_size`, or h before the first and after the last layer of the model."""
         context = self._complete(context, x)
         stream: Stream = (x := self.enter(x))
         if self.offload is not None and self.training and torch.is_grad_enabled():

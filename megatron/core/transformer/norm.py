@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_spec import sequence_partial
 
 HEAD_NORM_PARTIAL_OVER = ("tp",)
-"""`partial_over` of a weight that all heads share.
+"""`ParamMeta.partial_over` of a norm weight that is the same for all attention heads.
 
 A rank holds only some of the heads, so the gradient on the rank is a partial sum, with or without sequence parallelism.
 """
@@ -63,8 +63,8 @@ class RMSNorm(LayerNorm):
 
 
 def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
-    """Return the metadata of query or key norm weights that differ between heads. The shape has one dim for a norm over
-    the channels of all heads, or is [heads, channels] for one norm per head. Heads are sharded.
+    """Return the metadata of query or key norm weights that differ between heads. The shape is [heads * channels] for
+    one norm over the channels of all heads, or [heads, channels] for a separate norm in each head. Heads are sharded.
     """
     widths = (heads, config.head_dim)
     shape = widths if config.qk_layernorm_scope == "each" else (prod(widths),)
@@ -165,7 +165,7 @@ def build_norm(
         name: Prefix of the parameter names.
         size: Number of channels.
         config: The model.
-        ctx: Context of the layer.
+        ctx: Tensor-parallel context of the layer that contains the norm.
         partial_over: Axes over which weight gradients are partial sums.
     """
     partial_over = sequence_partial(ctx.sequence_parallel) if partial_over is None else partial_over

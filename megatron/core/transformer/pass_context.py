@@ -21,7 +21,8 @@ class PassContext:
     """Cached casts of parameters."""
 
     pair: PassPair = field(default_factory=PassPair)
-    """Object that runs two passes in turns."""
+    """Object that runs this pass and a pass of another micro-batch on the same rank. It may interleave the two
+    passes."""
 
     offload: ActivationStore | None = None
     """Store for activations until the backward pass; None to keep activations on the device."""

@@ -72,7 +72,7 @@ def with_input_recomputed(produce: Callable[[Input], Results], x: Input, consume
 
     Use this function if `produce` is cheap and its input is saved anyway; for example, `produce` may be a norm or an
     activation function. When the backward pass of `consume` needs a result that is no longer in memory, only `produce`
-    runs again. The tensors that `produce` returns must not share memory.
+    runs again. If `produce` returns several tensors, they must not share memory.
     """
     return with_recomputed(_tuple(produce(x)), produce, x, consume, *args)
 
@@ -88,13 +88,13 @@ def with_recomputed(
 
     Args:
         results: Results of produce(x).
-        produce: Function that recomputes the results.
+        produce: Function of x that computes `results` again.
         x: Input of `produce`, which is saved.
         consume: Function of the results.
     """
     inputs = tuple(packed(part) for part in _tuple(x))
     joined = _joiner(x)
-    del x  # the memory of x may be offloaded
+    del x  # do not keep x alive, because its memory may be offloaded
     dropped = {(storage_id(y), y.dtype): number for number, y in enumerate(results)}
     kept, left = set[int](), dict[int, Tensor]()
 

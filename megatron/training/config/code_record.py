@@ -2,10 +2,11 @@
 does not import torch.
 
 Code runs only if the command line names it. A checkpoint or configuration that names code is not trusted, because it
-may come from anywhere. The only exception is a file in the --save folder of a run that this user has started. When a
-run starts, `record_code` stores the run's folder, and the names and content digests of the code that the run uses. The
-record is in the user's state folder, outside the folder of the run. `standing` compares the code that a file names with
-the record. A checkpoint cannot extend the record, and code that has changed since it was recorded is refused.
+may come from anywhere. The only exception is a checkpoint or configuration in the --save folder of a run that the same
+user started. When a run starts, `record_code` stores the run's folder, and the names and content digests of the code
+that the run uses. The record is in the user's state folder, outside the folder of the run. `standing` compares the code
+that a file names with the record. A checkpoint cannot extend the record, and code that has changed since it was
+recorded is refused.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ def record_code(run: str | Path, names: Iterable[str]) -> None:
 def standing(source: str | PurePath, name: str) -> Standing:
     """Decide whether code that the file or folder `source` names may run.
 
-    Returns "recorded" if `source` is in the folder of one of the user's runs, and that run used this code with the same
-    content. Returns "changed" if the run used this code with different content.
+    The record tells which code was used by the run whose folder contains `source`. Returns "recorded" if that run used
+    this code with its present content, "changed" if it used this code with different content, and "unknown" if there is
+    no such run or it did not use this code.
     """
     source, name = _resolved(source), _whole(name)
     digests = [_recorded(folder)[name] for folder in (source, *source.parents) if name in _recorded(folder)]
@@ -99,8 +101,9 @@ def code_digest(name: str) -> str | None:
     """Return a digest of the paths and contents of the files to which a name refers.
 
     A name may refer to a Python file, to a module, or to a folder. For a module, the digest covers all files of its
-    package, and its parent packages. For a folder, it covers the Python and YAML files. A YAML file represents its
-    folder. Nothing is imported. Returns None if the name refers to no files, or to more than `MOST_FILES` files.
+    package and of its parent packages. For a folder, it covers the Python and YAML files. The name of a YAML file has
+    the digest of the folder that contains the file. Nothing is imported. Returns None if the name refers to no files,
+    or to more than `MOST_FILES` files.
     """
     try:
         files = list(islice(_code_files(_whole(name)), MOST_FILES + 1))

@@ -81,7 +81,7 @@ class Prepared:
     """Problems that prevent a run from starting. Problems with input and output files are not included."""
 
     inputs: Sequence[Problem]
-    """Problems with data lists that cannot be read. Problems with other inputs are found by `missing_inputs`."""
+    """Problems with data lists that cannot be read. `missing_inputs` finds the problems with other inputs."""
 
     given: frozenset[str]
     """Every given flag, both alone and with its first value."""
@@ -126,7 +126,7 @@ class ReadCommand(Protocol):
 
     def __call__(self, given: GivenOptions, world_size: int | None) -> Command | None:
         """Return the command that the options select; None if they select no command. Add problems with the options to
-        `given.problems`. `world_size` is the value of --world-size."""
+        `given.problems`. `world_size` is the value of --world-size, or None if the flag is not given."""
 
 
 COMMANDS = Registry("command", CommandFacts, protocol=ReadCommand)

@@ -28,7 +28,8 @@ class StandInError(ValueError):
     def __init__(self, text: str, config: RunConfig) -> None:
         super().__init__(text)
         self.config = config
-        """Configuration with placeholders for the unreadable values, so that their absence is not reported as well."""
+        """Configuration in which placeholders replace the values that cannot be read. Without the placeholders, later
+        checks would also report those flags as missing."""
 
 
 def parse_int(text: str) -> int:
@@ -106,8 +107,8 @@ class Flag:
         return (self.name, *self.spec.aliases, *((dashed(f"no_{self.field}"),) if both else ()))
 
     def spellings(self) -> Iterator[tuple[str, bool]]:
-        """Yield each spelling, with True if the spelling turns a bool on. Every bool also has the spellings of its
-        field name, with and without `no`."""
+        """Yield a pair for each spelling of the flag: the spelling, and False if this spelling turns a bool off. Every
+        bool also has the spellings of its field name, with and without `no`."""
         on = not (self.kind is bool and self.default and self.spec.name)
         yield self.name, on
         for alias in self.spec.aliases:
@@ -118,7 +119,8 @@ class Flag:
                     yield spelling, value
 
     def convert(self, texts: Sequence[str]) -> object:
-        """Convert texts to the field's value. Raises ValueError with a description of the error in a text."""
+        """Convert the flag's arguments to the value of the field. Raises ValueError, with a message about the wrong
+        argument, if an argument is not valid."""
         parse = FIELD_PARSERS.get(self.field, take_credentials if self.spec.path == "url" else PARSERS[self.kind])
         values = []
         for text in texts:
@@ -170,8 +172,9 @@ class ExtensionSection:
     part_of: str | None = None
     """Section of `RunConfig` to which the flags belong.
 
-    Flags of section "model" describe a model. Like that section's fields, they are compared with a checkpoint's values,
-    taken from the checkpoint, and converted. Flags of section "data" select data.
+    An extension's flags with `part_of="model"` describe the model. They are treated as the fields of the section
+    "model": they can be read from a checkpoint, are compared with the checkpoint's values, and are converted with it.
+    Flags with `part_of="data"` select data.
     """
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
@@ -271,7 +274,7 @@ def shown_value(value: object) -> object:
 
 
 def holds(config: RunConfig, condition: Condition) -> bool:
-    """Return True if a condition holds for a configuration. Flags of missing extensions count as not given."""
+    """Return True if a configuration meets a condition. Flags of extensions that are not loaded count as not given."""
     if condition.holds is not None:
         return condition.holds(config)
     return any(_is_given(config, *words.split()) for words in condition.parts[0].split(" or "))
@@ -361,7 +364,8 @@ def without_credentials(config: RunConfig) -> RunConfig:
 
 
 def _values_of_sections(config: RunConfig) -> dict[str, object]:
-    """Return the dataclass instances by section, or by title for the flags of extensions."""
+    """Return the dataclass instance that holds the values of each section. The keys are the names of the sections; for
+    the flags of an extension, the key is the title of their section."""
     return {
         section: config.options(cls) if section in EXTENSION_SECTIONS else getattr(config, section)
         for section, cls in sections().items()

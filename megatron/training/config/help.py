@@ -61,13 +61,13 @@ def help_text(
 ) -> str:
     """Return the help text of flags, grouped by section, with default values.
 
-    If no words are given, the text lists only the flags for a first run. The word "all" selects every flag. Other words
-    select the section with that title, or the flags whose name or help text contains all the words.
+    If `words` is empty, the help text lists only the flags that matter for a first run. The word "all" selects every
+    flag. Other words select the section with that title, or the flags whose name or help text contains all the words.
 
     Args:
         extra: Pairs (spelling, help text) of options that are not configuration fields.
         required: Names of fields that have no default.
-        words: Words after --help.
+        words: Words that the user typed after --help.
         width: Line width in characters.
     """
     asked = " ".join(words).lower()

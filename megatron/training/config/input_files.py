@@ -21,8 +21,8 @@ from megatron.training.plan import plan_class
 def missing_inputs(config: RunConfig, known: Sequence[Problem]) -> list[Problem]:
     """Return the problems with files that a run needs, but that are not needed to plan it.
 
-    The problems are output folders that cannot be written, missing data sets, and a missing checkpoint to load. Values
-    with a `known` problem are not reported again.
+    The function checks that the output folders can be written, that the data sets exist, and that the checkpoint to
+    load exists. Values with a `known` problem are not reported again.
     """
     wrong = {(problem.flag, problem.value) for problem in known}
     return [problem for problem in _missing(config) if (problem.flag, problem.value) not in wrong]

@@ -58,7 +58,7 @@ def why_unwritten(error: OSError) -> str | None:
 
 
 def _output_fails() -> bool:
-    """Return True if a write to standard output fails; unwritten output remains buffered."""
+    """Return True if a write to standard output fails. Output that could not be written remains in the buffer."""
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"")
@@ -91,7 +91,7 @@ def drop_output() -> None:
 def why_unwritable(folder: Path) -> str | None:
     """Return the reason why no file can be created in a folder, which may not exist yet; None if a file can be created.
     Leaves no files."""
-    if folder.parts and folder.parts[0].endswith(":") and not Path(folder.parts[0]).exists():  # s3://x as a Path
+    if folder.parts and folder.parts[0].endswith(":") and not Path(folder.parts[0]).exists():  # a URL, such as s3://x
         return f"{folder} {NO_URL[0]}"
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:

@@ -146,7 +146,7 @@ def _vocabulary(
     """Return the vocabulary size and the problems found while reading the tokenizer.
 
     The size is None if no flag specifies it, or if tokenizer flags are wrong. If the tokenizer cannot be read, a
-    command plans with the vocabulary size in the flags or the checkpoint.
+    command, such as a plan of a run, uses the vocabulary size from the flags or the checkpoint.
     """
     wrong = (*single_values(config), *tokenizer(resolved, world_size))
     if TOKENIZER_FLAGS & {problem.flag for problem in wrong}:
@@ -176,8 +176,8 @@ def _smaller_vocabulary(config: RunConfig, tokens: int | None) -> list[Problem]:
 def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> list[Problem]:
     """Add a problem if model flags are missing and cannot be read from --load. Returns all problems.
 
-    `together` is True if a command, or all ranks together, check later whether --load exists. In this case, a missing
-    folder is not a problem yet, because only some hosts may have it.
+    `together` is True if the existence of --load is checked later, either by a command or by all ranks of a run on
+    several hosts. In this case, a missing folder is not a problem yet, because only some hosts may have it.
     """
     required = {dashed(field) for field in REQUIRED}
     others = [each for each in problems if each.value is not None or each.flag not in required]

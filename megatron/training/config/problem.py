@@ -196,7 +196,7 @@ def unless_multiple(
 
 
 def unless_at_most(flag: str, value: float, name: str, limit: float) -> Iterator[Problem]:
-    """Yield a problem if a value is above `limit`, the value of the flag `name`."""
+    """Yield a problem with `flag` if its value is above `limit`, which is the value of another flag, `name`."""
     if value > limit:
         shown = f"{limit:g}" if isinstance(limit, float) else str(limit)
         yield Problem(flag, value, f"must be at most {name} {shown}", f"nearest: {shown}")

@@ -55,7 +55,8 @@ class ForeignProgram(Protocol):
         """Return the program's flags that have no corresponding field."""
 
     def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        """Add a flag's outcome to `reader`. Returns False if the other program lacks this flag or value."""
+        """Translate a flag of the other program, and add the result to `reader`. Returns False if the other program has
+        no such flag or value."""
 
     def feature(self, flag: str, texts: Sequence[str]) -> str | None:
         """Return the unsupported feature that these values of a field's flag select; None if they select none."""
@@ -139,7 +140,8 @@ class FlagReader(GivenOptions):
         self.read_known(name, texts)
 
     def read_known(self, name: str, texts: list[str]) -> None:
-        """Read a flag by its known spelling: the spelling of an option, of a field, or of another program's flag."""
+        """Read a flag after its spelling has been recognized. The flag may be an option, a field of the configuration,
+        or a flag of another program."""
         flag, _ = spelling_table().get(name, (None, True))
         if _is_switch(flag, name):
             texts = [text for text in texts if not text.isspace()]
@@ -319,8 +321,8 @@ def settings_in_other_units() -> dict[str, list[str]]:
 
 
 def overridden(earlier: dict[str, object], later: dict[str, object]) -> dict[str, object]:
-    """Merge the values of two sources of flags. `later` overrides `earlier`, even if a setting is given in another
-    unit."""
+    """Merge the values of two sources of flags. Values in `later` take precedence over values in `earlier`, even if the
+    two give the same setting in different units, such as iterations and samples."""
     groups = settings_in_other_units().values()
     replaced = {field for group in groups if not later.keys().isdisjoint(group) for field in group}
     return {field: value for field, value in earlier.items() if field not in replaced} | later
@@ -361,7 +363,7 @@ def known_spelling(name: str) -> str:
 
 
 def _is_switch(flag: Flag | None, name: str) -> bool:
-    """Return True if a flag of this program accepts no value."""
+    """Return True if the flag accepts no value."""
     return flag.kind is bool if flag is not None else name not in options() or options()[name].values == (0,)
 
 

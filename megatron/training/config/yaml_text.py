@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     Node = ScalarNode | SequenceNode | MappingNode
 
 Plain = None | bool | str | list[str] | dict[str, str]
-"""Value that `plain` returns. An empty mapping represents any YAML value that `plain` does not convert."""
+"""Value that the function `plain` returns for a YAML node. An empty mapping represents any node that `plain` does not
+convert."""
 
 MOST_BYTES = 16 * 2**20
 """Maximum file size in bytes."""
@@ -86,8 +87,8 @@ class _Check:
         """Results of `measure`, keyed by node id; None for a node that is being measured."""
 
     def measure(self, node: Node) -> tuple[int, int]:
-        """Return the number of values in a node and the number of nested levels. Raises ValueError if the node is not
-        plain or exceeds a limit."""
+        """Return the number of values in a node and the number of nested levels. Raises ValueError if the node has a
+        tag that settings files may not use, or too many values or levels."""
         if id(node) in self._known:
             if (known := self._known[id(node)]) is None:
                 raise _refused(node, "contains itself")

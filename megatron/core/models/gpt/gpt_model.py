@@ -102,8 +102,8 @@ class GPTModel(nn.Module):
     layers and without process groups (`ParallelState()`) is an ordinary module.
 
     With tied embeddings or multi-token prediction, the last stage also needs the embedding. If the first and last stage
-    are on different ranks, each stage of `Stage.tied_stages` holds a copy. If both stages are on the same rank, the
-    last stage shares the `embedding` of the first stage.
+    are on different ranks, each stage of `Stage.tied_stages` holds a copy of the embedding. If the first and last stage
+    are on the same rank, the last stage uses the `embedding` module of the first stage.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class GPTModel(nn.Module):
             x: Hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism.
             labels: Labels [b, s].
             mask: Loss mask [b, s].
-            factor: Gradient of the micro-batch loss with respect to the returned sum.
+            factor: Derivative of the micro-batch's loss with respect to the loss sum that this method returns.
             seed: `Batch.loss_seed`. Chunked losses compute gradients in the forward pass, scaled by `factor * seed`. In
                 the backward pass, the gradient of the returned sum must equal `factor * seed`.
         """

@@ -8,8 +8,8 @@ with separate forward and backward passes. The only activation-sized tensor that
 states, which the backward pass returns.
 
 Under sequence parallelism, a chunk consists of the same rows of each rank's sequence shard. The hidden states of a
-chunk are gathered while the previous chunk is computed. The gradient of these hidden states is reduced while the next
-chunk is computed.
+chunk are gathered while the previous chunk is computed. The gradient of a chunk's hidden states is reduced while the
+next chunk is computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Validation rules: each rule is a generator that yields the problems of a resolved `RunConfig` for a world size.
+"""Validation rules. Each rule is a generator function that yields the problems that it finds in a `RunConfig`, after
+defaults have been filled in for the given world size.
 
 Every rule is applied to arbitrary values and must not raise exceptions. A rule that requires positive numbers first
 checks that the numbers are positive.

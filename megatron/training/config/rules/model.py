@@ -200,7 +200,7 @@ def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def pattern_of(num_layers: int) -> str:
-    """Return an example pattern of 0s and 1s for this many layers."""
+    """Return an example of a layer pattern of 0s and 1s for a model with `num_layers` layers."""
     return f"([0]*{num_layers - num_layers // 2}+[1]*{num_layers // 2})"
 
 
@@ -269,8 +269,8 @@ def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _rotated_channels(flag: str, percent: float | None, width: int | None) -> Iterator[Problem]:
-    """Check that the rotated channels of an attention head form pairs. `width` is the number of channels of the
-    head."""
+    """Check that the rotary embedding rotates a positive even number of channels of an attention head. `width` is the
+    number of channels of the head."""
     if percent is None or not width or width < 0 or not 0 < percent <= 1:
         return
     rotated = int(width * percent)

@@ -71,11 +71,11 @@ def _with_legal_value(problem: Problem, problems: Sequence[Problem], config: Run
 
 
 def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -> Iterator[int]:
-    """Yield candidate values in the order in which to try them.
+    """Yield values that may replace the refused value of a flag, in the order in which they are tried.
 
-    The first candidates are the values that the problem suggests. Next are the values that other rules suggest when
-    they refuse a candidate, then common multiples of the rules' steps, and finally small numbers. `tried` maps each
-    tried value to the problems that rules found with it.
+    The first candidates are values that the remedy of `problem` suggests. Next are the values that other rules suggest
+    when they refuse a candidate, then common multiples of the numbers of which the rules require multiples, and finally
+    small numbers. `tried` maps each tried value to the problems that rules found with it.
     """
     named, steps = [*_values(problem)], [_step(problem)]
     for value in named:

@@ -1,5 +1,5 @@
-"""Types of the values in a checkpoint's metadata. These types are checked when metadata are read, because anyone may
-have written the file.
+"""Types of the values in a checkpoint's metadata. The reader of a checkpoint checks these types, because the metadata
+file may come from an untrusted source.
 
 This module does not import torch.
 """
