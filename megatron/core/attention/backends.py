@@ -93,15 +93,15 @@ class ContextParallelFacts:
     """True if each rank computes the whole sequence for some of the heads."""
 
     nested: bool = False
-    """True if neighbouring ranks form groups (`Axis.levels`). The ranks of a group divide the heads, and the groups
-    divide the queries."""
+    """True if this attention arranges neighbouring context-parallel ranks in groups (`Axis.levels`). The ranks of a
+    group divide the heads, and the groups divide the queries."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Function that validates runs with several context-parallel ranks. The function maps (RunConfig, world size) to
-    the `Problem`s of the run."""
+    """Validation rule for runs with more than one context-parallel rank. The rule is a function of (RunConfig, world
+    size) that returns the `Problem`s of the run."""
 
 
 CONTEXT_PARALLEL = Registry("--cp-comm-type", ContextParallelFacts, protocol=ContextAttention)
-"""Registered implementations of `ContextAttention`, by name."""
+"""Registry that maps each choice of --cp-comm-type to an implementation of `ContextAttention`."""
 
 CONTEXT_PARALLEL.register("p2p", "megatron.core.attention.context_parallel:ring_attention")

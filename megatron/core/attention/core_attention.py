@@ -151,7 +151,7 @@ class CoreAttention(nn.Module):
 
     @property
     def in_torch(self) -> bool:
-        """Return True if plain torch computes all attention of this layer."""
+        """Return True if plain torch computes all attention of this layer, without fused kernels."""
         return self.always_tiles and all(isinstance(x, TorchKernel) for x in (self.kernel, self.varlen_kernel))
 
     @property

@@ -109,13 +109,13 @@ def key_rows(x: Tensor, tile: Tile) -> Tensor:
 
 
 def distances(tile: Tile, device: torch.device) -> Tensor:
-    """Return [n, m] int64: position of each query minus position of each key."""
+    """Return an int64 tensor [n, m] with the position of each query minus the position of each key."""
     queries = torch.arange(len(tile.queries), device=device)[:, None] + tile.offset
     return queries - torch.arange(len(tile.keys), device=device)
 
 
 def hidden_pairs(tile: Tile, device: torch.device) -> Tensor | None:
-    """Return [n, m] bool, True for masked pairs; None if every query sees all keys of the tile."""
+    """Return a bool tensor [n, m] that is True for masked pairs; None if every query sees all keys of the tile."""
     if not tile.diagonal and tile.window is None:
         return None
     distance = distances(tile, device)

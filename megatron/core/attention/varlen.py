@@ -1,4 +1,4 @@
-"""Variable-length causal attention: all documents of a micro-batch in one kernel launch.
+"""Variable-length causal attention. One kernel launch computes all documents of a micro-batch.
 
 The kernel receives packed sequences of any lengths, and the start row of each sequence (`cu_seqlens`). On CPU, under
 context parallelism and with dropout, tiles compute the same result (`local_attention`).
@@ -40,8 +40,8 @@ class PackedKernel(Protocol):
     def backward(
         self, grad: Tensor, qkv: tuple[Tensor, ...], kept: tuple[Tensor, ...], lengths: Lengths, window: Window
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v. `grad` [rows, heads, dv] may have any strides. `kept` contains the saved
-        tensors: the output, the log-sum-exp and any further tensors."""
+        """Return the gradients of q, k and v. `grad` [rows, heads, dv] may have any strides. `kept` contains the
+        tensors that `forward` returned: the output, the log-sum-exp and any further tensors."""
 
 
 def packed_attention(
@@ -67,7 +67,8 @@ Settings = TypeVarTuple("Settings")
 
 
 class SettableKernel(Protocol[*Settings]):
-    """A kernel like `PackedKernel`, but with different operand shapes and settings."""
+    """Attention kernel with the methods of `PackedKernel`, but with operands of other shapes, and with other arguments
+    after q, k and v."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *settings: *Settings) -> tuple[Tensor, ...]:
         """Return output, log-sum-exp, and any further tensors for the backward pass."""
@@ -128,9 +129,9 @@ def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor
 def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Add attention sinks [heads] to the output [..., heads, dv] and log-sum-exp [..., heads] of kernels, in place.
 
-    A sink z is an additional score in each softmax row. The score has no value vector, so a head may attend to nothing
-    (gpt-oss). arXiv 2309.17453 describes sinks that form without such a score. This function corrects each row of a
-    kernel without sinks:
+    A sink z is an additional score in each softmax row. The sink has no value vector, so it allows a head to attend to
+    nothing (gpt-oss). arXiv 2309.17453 describes sinks that emerge during training in models without this additional
+    score. This function corrects each row of a kernel without sinks:
 
         lse' = log(exp(lse) + exp(z)),   out' = exp(lse - lse') out
 

@@ -58,7 +58,7 @@ class TokenizerBuilder(Protocol):
 @dataclass(frozen=True)
 class TokenizerFacts:
     needs: tuple[str, ...] = ()
-    """Fields of TokenizerConfig that must name a file."""
+    """Fields of `TokenizerConfig` that must be set to the path of a file."""
 
     finds_files: bool = False
     """True if --tokenizer-model may also be a name by which the tokenizer finds its files."""
@@ -135,7 +135,8 @@ class DatasetConfig(Section):
 
     @property
     def named_sets(self) -> dict[str, str]:
-        """Map the name of each named validation set to its prefix. Raises ValueError if an entry cannot be parsed."""
+        """Map the name of each named validation set to the prefix of its dataset. Raises ValueError if an entry cannot
+        be parsed."""
         found: dict[str, str] = {}
         given = [("--valid", word, *word.partition("=")[::2]) for word in self.valid or ()]
         if self.multiple_validation_sets:

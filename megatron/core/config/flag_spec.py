@@ -12,8 +12,9 @@ class Condition:
     """Condition on a configuration that another flag requires or excludes. The condition is expressed in flags."""
 
     text: str
-    """The condition as text: `--x` (given, and neither off nor 0), `--x VALUE`, `--x above N`, or several of these
-    joined by " or ". The text may end with ": REASON" and "; REMEDY", which messages quote."""
+    """Text of the condition, in one of these forms: `--x` (the flag is given, and is neither off nor 0), `--x VALUE`,
+    `--x above N`, or several of these joined by " or ". The text may end with ": REASON" and "; REMEDY", which messages
+    quote."""
 
     holds: Callable[[Any], bool] | None = None
     """Predicate that decides whether the condition holds for a `RunConfig`; None if `text` is evaluated instead."""
@@ -76,8 +77,8 @@ class FlagSpec:
     """True if a resumed run may change the field, such as a learning rate."""
 
     keeps_saved: bool = False
-    """True if the default has changed between versions. A resumed run without such a flag keeps the value of the
-    checkpoint."""
+    """True if the default has changed between versions. If the command line of a resumed run does not set the flag, the
+    run keeps the value in its checkpoint."""
 
     training_only: bool = False
     """True if the field affects how a model is trained or stored, but not the model's outputs. A run that loads only
@@ -114,7 +115,7 @@ class FlagSpec:
     that the flag has no effect, and turns the flag off before other rules read it."""
 
     needs: Conditions = ()
-    """Alternative requirements: the flag is refused unless at least one of these conditions holds."""
+    """Conditions that permit the flag. The flag is refused if none of these conditions is met."""
 
     excludes: Conditions = ()
     """Conflicts: the flag is refused if any of these conditions holds."""

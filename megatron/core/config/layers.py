@@ -182,10 +182,11 @@ class LayerKind(Sublayers):
     attention."""
 
     own: tuple[tuple[str, object], ...] = ()
-    """Configuration fields whose value in this layer differs from the model's, as pairs of field and value."""
+    """Pairs (field, value) of the configuration fields whose value in this layer differs from the model's value."""
 
     tempered: bool = False
-    """True if the layer's queries are scaled according to their positions (--attention-temperature-coeff)."""
+    """True if the layer scales its queries by a factor that depends on their positions
+    (--attention-temperature-coeff)."""
 
 
 class LayerPattern:
@@ -197,7 +198,8 @@ class LayerPattern:
         return False
 
     def stated_layers(self, config: Section) -> tuple[Sublayers, ...]:
-        """Return the sublayers of each layer and of each multi-token prediction module of a `TransformerConfig`.
+        """Return the sublayers of each layer and of each multi-token prediction module. `config` is the model's
+        `TransformerConfig`.
 
         Raises ValueError if the pattern is invalid."""
         raise NotImplementedError

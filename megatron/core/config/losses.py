@@ -24,8 +24,8 @@ class LossFacts:
     """Properties of a loss."""
 
     multi_token: bool = False
-    """True if the loss supports labels of later tokens (--mtp-num-layers). A loss with this property must compute a
-    token's loss only from the token's logits and label."""
+    """True if the loss supports labels of later tokens (--mtp-num-layers). To support them, the loss of a token must
+    depend only on the logits and the label of that token."""
 
     log_likelihood: bool = False
     """True if the loss of a token is -log of the probability of its label, so that evaluations report the perplexity
@@ -83,8 +83,9 @@ def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size:
 
     Every additional chunk reads and writes the output layer's weight gradient once more. `AUTO` chooses the smallest
     size for which these reads and writes take at most `MOST_COST` of a step, or all tokens at once if there is no such
-    size. The output layer's share of a step is estimated from 12 h^2 parameters per layer. The chunk size therefore
-    depends only on the model, not on the device or the layout."""
+    size. The estimate of the output layer's share of the step time compares its number of parameters with 12 h^2
+    parameters per transformer layer. The chunk size therefore depends only on the model, not on the device or the
+    layout."""
     if asked != AUTO:
         return asked or 0
     share = vocab_size / (vocab_size + 12 * num_layers * hidden_size)

@@ -112,8 +112,8 @@ class TransformerConfig(ModelFields):
         return max(8 * self.hidden_size // 192, 1) * 64 if self.gated else 4 * self.hidden_size
 
     def layer(self, number: int) -> LayerKind:
-        """Return the kind of layer `number`; multi-token prediction modules follow the layers. Raises ValueError if a
-        layer pattern is invalid."""
+        """Return the kind of layer `number`; numbers of MTP modules follow those of layers. Raises ValueError if a
+        pattern is invalid."""
         return self._kinds[number]
 
     def of_layer(self, number: int) -> TransformerConfig:
@@ -151,8 +151,8 @@ class TransformerConfig(ModelFields):
         return of_layers + of_layers[-1:] * self.mtp_depths
 
     def _by_own_numbers(self, of_layers: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Append a value for each multi-token prediction module to the values of the layers. With --mtp-layer-kind
-        own_number, module k has the value of layer k. Otherwise, each module has the value of the last layer."""
+        """Append the value of each multi-token prediction (MTP) module to the values of the layers. With
+        --mtp-layer-kind own_number, module k has the value of layer k. Otherwise, each has the last layer's value."""
         if not of_layers or self.mtp_layer_kind != "own_number":
             return self._with_last_repeated(of_layers)
         return of_layers + tuple(of_layers[number % len(of_layers)] for number in range(self.mtp_depths))
@@ -188,8 +188,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def linear_attentions(self) -> tuple[str, ...]:
-        """Names of the model's linear attentions and of their parts. Raises ValueError if a layer pattern is
-        invalid."""
+        """Names of the model's linear attentions and of their parts. Raises ValueError if a pattern is invalid."""
         stated = self.stated_layers
         names = [self.experimental_attention_variant] if stated is None else [parts.linear for parts in stated]
         return tuple(dict.fromkeys(part for n in names if n for part in (n, *MIXERS.facts(n).includes)))
@@ -325,7 +324,7 @@ class TransformerConfig(ModelFields):
         return RESIDUALS.chosen(self)
 
     def has_recomputed(self, part: str) -> bool:
-        """Return whether the model has `part`, a choice of --recompute-modules."""
+        """Return True if the model contains `part`, a choice of --recompute-modules."""
         if part in ("moe", "moe_act"):
             return self.num_experts is not None
         if part == "shared_experts":
@@ -361,14 +360,14 @@ class TransformerConfig(ModelFields):
         return self.rotary_type == "yarn"
 
     def yarn_mscale(self, mscale: float) -> float:
-        """Return YaRN's scale factor of queries and keys (arXiv 2309.00071, section 3.4), which keeps attention as
-        sharp at longer contexts. `mscale` is DeepSeek's coefficient."""
+        """Return the factor by which YaRN scales queries and keys, so that attention stays as sharp at longer contexts
+        (arXiv 2309.00071, section 3.4). `mscale` is DeepSeek's coefficient."""
         longer = self.yarn and self.rotary_scaling_factor > 1
         return 0.1 * mscale * log(self.rotary_scaling_factor) + 1 if longer else 1.0
 
     @property
     def rotary_mscale(self) -> float:
-        """Scale factor of the rotated channels of queries and keys."""
+        """Factor by which YaRN scales the rotated channels of queries and keys."""
         return self.yarn_mscale(self.mscale) / self.yarn_mscale(self.mscale_all_dim)
 
     @property

@@ -36,7 +36,8 @@ class RecomputedParts(Collection[str]):
 
     @staticmethod
     def stated() -> dict[str, str]:
-        """Return the flag that adds each part of a mixer or a residual stream to a model, keyed by part."""
+        """Map each part that a mixer or a residual stream can recompute to the flag that adds this mixer or stream to a
+        model."""
         mixers, streams = (MIXERS.facts(name) for name in MIXERS), (RESIDUALS.facts(name) for name in RESIDUALS)
         found = [(facts.recomputed, facts.recomputed_with) for facts in mixers]
         found += [(facts.recomputed, facts.switch) for facts in streams]
@@ -116,8 +117,8 @@ class RecomputeConfig:
         return self.recompute_modules or ("core_attn",) if self.recompute_granularity == "selective" else ()
 
     def recomputes(self, module: str) -> bool:
-        """Return whether selective recomputation recomputes `module` itself rather than a larger part that includes
-        it."""
+        """Return True if selective recomputation recomputes `module` separately, and not as a part of a larger module
+        that is recomputed."""
         named = self.recomputed_modules
         return module in named and RECOMPUTED_PARTS.within(module) not in named
 

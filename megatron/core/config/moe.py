@@ -119,8 +119,8 @@ class RouterValues(Collection[str]):
         return sum(1 for _ in self)
 
     def router(self, value: str) -> str:
-        """Return the name of the router that lists a value. Raises ValueError unless exactly one router lists the
-        value."""
+        """Return the name of the router that is registered with `value` as one of its choices. Raises ValueError if no
+        router, or more than one, is registered with it."""
         stating = [name for name in ROUTERS if value in self.stated(ROUTERS.facts(name))]
         if len(stating) != 1:
             raise ValueError(

@@ -79,7 +79,8 @@ class StatePlan:
         return True
 
     def main_kind(self, optimizer: Section, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
-        """Return how main parameters are stored, given the names of both dtypes.
+        """Return how main parameters are stored. `params_dtype` and `main_dtype` are the names of the parameters' and
+        the main parameters' dtype.
 
         "aliased" means that the main parameters are the parameters themselves. "stored" means that they are a copy in
         the main dtype. Main parameters in host memory (`on_host`) are always "stored". Extensions may define other

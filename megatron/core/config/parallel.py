@@ -90,7 +90,7 @@ class UnitFacts:
     """Predicate that decides whether the configuration selects the store."""
 
     on_host: bool = True
-    """True if the store keeps parameters and gradients in host memory. Plans use this value."""
+    """True if the store keeps parameters and gradients in host memory. Plans use this value to predict memory."""
 
     on_disk: Callable[[ModelParallelConfig], bool] = _nowhere
     """Predicate that decides whether the host memory of the store and of the optimizer states is in files."""
@@ -276,7 +276,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
         return fewer
 
     def compiles(self, device_type: str) -> bool:
-        """Return whether regions are compiled for devices of this type ("cuda", "cpu")."""
+        """Return True if element-wise regions are compiled with torch.compile on devices of this type ("cuda" or
+        "cpu")."""
         return device_type == "cuda" if self.compile is None else self.compile
 
     @property
@@ -290,7 +291,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def stage_split(self) -> StageSplit | None:
-        """Entry of STAGE_SPLITS that divides the layers; None for the even split."""
+        """Entry of STAGE_SPLITS that divides the layers among the pipeline stages; None if each stage has the same
+        number of layers."""
         name = STAGE_SPLITS.chosen(self)
         return None if name is None else STAGE_SPLITS[name]
 

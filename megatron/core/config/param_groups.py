@@ -39,7 +39,7 @@ class ParamGroup:
 
     @property
     def decays(self) -> bool:
-        """True if there is any weight decay."""
+        """True if the group's weight decay is not zero."""
         return bool(self.wd_mult if self.weight_decay is None else self.weight_decay)
 
     @property
@@ -91,7 +91,8 @@ class ParameterRule:
         return init
 
     def errors(self, metas: Collection[ParamMeta]) -> Iterable[str]:
-        """Return error messages if the rule does not fit the parameters of the whole model."""
+        """Check whether the rule suits a model, given the metadata of all parameters of the model. Return an error
+        message for each fault."""
         return ()
 
     def lines(self, metas: Collection[ParamMeta]) -> Iterable[str]:
@@ -123,8 +124,8 @@ PARAMETER_RULES = Registry("rule of parameters", RuleFacts, protocol=BuildsRule)
 
 
 def lines_of_groups(groups: Mapping[str, tuple[ParamGroup, int]]) -> Iterable[str]:
-    """Yield a line for each parameter group. The argument maps each parameter name to its group and its number of
-    elements."""
+    """Yield a line of text that describes each parameter group. The argument maps each parameter name to its group and
+    its number of elements."""
     members: dict[ParamGroup, list[str]] = {}
     for name in sorted(groups):
         members.setdefault(groups[name][0], []).append(name)

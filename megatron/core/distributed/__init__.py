@@ -1,1 +1,1 @@
-"""Data parallelism: flat buffers of parameters and gradients, overlapped gradient reduction, ZeRO-1 sharding."""
+"""Data parallelism with flat buffers of parameters and gradients, overlapped gradient reduction, and ZeRO sharding."""

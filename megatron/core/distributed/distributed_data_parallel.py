@@ -50,9 +50,9 @@ class DistributedDataParallel:
 
     With `overlap_grad_reduce`, a bucket's reduction starts during the backward pass, as soon as its last gradient is
     complete. With `overlap_param_gather`, the optimizer step leaves the all-gather of updated parameters in flight, and
-    each module waits for its parameters before it runs. A low-precision GEMM format may gather weights in that format
-    instead of the parameters. The parameters outside of this rank's shards are then outdated. Call `finish_param_sync`
-    before you read parameters outside of a forward pass.
+    each module waits for its parameters before it runs. If GEMMs use a low-precision format, ranks may gather the
+    weights in that format instead of the parameters, which leaves the parameters outside of this rank's shards
+    outdated. Call `finish_param_sync` before you read parameters outside of a forward pass.
 
     With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only during the
     passes of their unit. `passes` contains the weight-gradient queue and the weight casts that the modules share.
@@ -227,8 +227,8 @@ class DistributedDataParallel:
             self._started += 1
 
     def finish_grad_sync(self) -> None:
-        """Start the remaining reductions, and wait for all reductions. Owned gradients are then sums over data-parallel
-        ranks."""
+        """Start the bucket reductions that have not started yet, and wait until all reductions end. The gradients that
+        this rank owns are then sums over data-parallel ranks."""
         self.start_grad_sync()
         self.units.finish_grad_sync()
         for bucket in self._reduced_whole:
@@ -270,7 +270,8 @@ class DistributedDataParallel:
             bucket.gather_params_()
 
     def gather_params_(self) -> None:
-        """Call `finish_param_sync`, and gather sharded parameters until the next step. For tests and diagnosis."""
+        """Call `finish_param_sync`, and gather sharded parameters until the next step. This method is meant for tests
+        and diagnosis."""
         self.finish_param_sync()
         for bucket in self.buckets:
             bucket.gather_params_()
@@ -280,8 +281,8 @@ class DistributedDataParallel:
         self.units.drop_params()
 
     def sharded_params(self) -> Iterator[OptimizerPiece]:
-        """Return live views of the parameters of which this rank holds only shards. A view is empty if the rank holds
-        no element of the parameter."""
+        """Return a live view of this rank's shard of each sharded parameter. A view is empty if the rank holds no
+        element of the parameter."""
         return self.units.sharded_params()
 
     def gather_grads_(self) -> None:

@@ -1,9 +1,9 @@
-"""Computes the final gradient of a step after the last micro-batch: remaining reductions, and one division by the token
-count.
+"""Computes the final gradient of a step after the last micro-batch: finishes the reductions, and divides once by the
+token count.
 
 Losses are sums over tokens. The gradients of these sums are divided only once, by the number of valid tokens in the
-global batch. `reduce_model_grads` returns the corresponding factor. The result therefore does not depend on how the
-batch is split over micro-batches and over data-, context- and pipeline-parallel ranks.
+global batch. `reduce_model_grads` returns the factor that performs this division. The result therefore does not depend
+on how the batch is split over micro-batches and over data-, context- and pipeline-parallel ranks.
 
 Sums over data-parallel ranks come first. They may have started during the backward pass, and leave each rank with only
 its shards. Two other kinds of sums remain: gradients that are partial sums over a model axis such as tensor
@@ -33,7 +33,7 @@ def reduce_model_grads(
 
     The factor is a float64 scalar on the device. Pass the factor to `DistributedOptimizer.step`, which applies it
     without a separate pass over the gradients, or to `scale_grads_` of `ddp`. The gradient of a batch without valid
-    tokens is zero. Collective over the world.
+    tokens is zero. All ranks of the run must call this function.
 
     Args:
         ddp: Gradients of this rank.

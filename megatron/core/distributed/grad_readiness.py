@@ -76,7 +76,7 @@ def wait_before_forward(
     """Make each module wait, before its forward pass, for the all-gather of the parameters that it reads.
 
     A ModuleList entry, which is a layer, waits for all its parameters, so that its code may read them in any order.
-    Outside of layers, each module that owns parameters waits for these parameters.
+    A module outside of layers waits only for the parameters that it owns itself.
     """
     number = {id(param): i for i, param in enumerate(params)}
     bucket_of = bucket_numbers(buckets)

@@ -31,9 +31,9 @@ class Bucket:
     `shard_grads`, a reduction leaves the sum only in `grad_shard`; otherwise, it leaves the sum in `grads`. `owned_*`
     is the part that contains the sum. This rank updates the owned part.
 
-    If `reduce_dtype` differs from the gradients' dtype, a reduction uses a rounded copy, which is freed when the
-    reduction ends. Gradients are summed over a rank's micro-batches in their own dtype. Only the sum over ranks is
-    computed in `reduce_dtype`.
+    If `reduce_dtype` differs from the gradients' dtype, a reduction uses a copy of the gradients in `reduce_dtype`.
+    This copy is freed when the reduction ends. Gradients are summed over a rank's micro-batches in their own dtype.
+    Only the sum over ranks is computed in `reduce_dtype`.
     """
 
     on_host = False
@@ -63,7 +63,7 @@ class Bucket:
         self._behind = False
 
     def use_params_of(self, buffer: ParamAndGradBuffer) -> None:
-        """Place the parameters in a part of the buffer's parameter memory."""
+        """Use a part of the buffer's parameter memory as the memory of this bucket's parameters."""
         self.params, self.param_shard = self.memory(buffer.param_data, buffer.shard_params)
         self.owned_params = self.param_shard if self.shard_grads else self.params
 
@@ -90,7 +90,7 @@ class Bucket:
         nothing."""
 
     def owned_grad(self, piece: Piece) -> Tensor:
-        """Return the gradient of a piece in `owned_pieces` as a 1-D view."""
+        """Return the gradient of `piece`, a part of a parameter from `owned_pieces`, as a 1-D view."""
         start = piece.offset - self.owned_range[0]
         return self.owned_grads[start : start + piece.stop - piece.start]
 
@@ -295,7 +295,7 @@ class ParamAndGradBuffer:
         return self.buckets[0].on_host
 
     def start_copies_sync(self) -> list[Pending]:
-        """Start summing gradient shards over the ranks that hold the same shards."""
+        """Start the all-reduce of this rank's gradient shards over the ranks that hold the same shards."""
         if self.copies.size == 1:
             return []
         shards = [self.grad_data] if self.layout.by_unit else [bucket.grad_shard for bucket in self.buckets]
@@ -334,7 +334,8 @@ class SmallGrads:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Add the held gradients to their `main_grad`s, or overwrite stale `main_grad`s."""
+        """Add each gradient that was held back to the `main_grad` of its parameter. A stale `main_grad` is overwritten
+        instead."""
         by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
         for param, grad in self._held.values():
             by_dtype.setdefault(grad.dtype, []).append((param, grad))

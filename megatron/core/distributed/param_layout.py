@@ -32,7 +32,7 @@ ALIGNMENT = 64
 """Alignment in elements, and the largest block of elements that may share a scale in an optimizer state."""
 
 BucketPlace = tuple[int, int]
-"""Pair of a buffer number and the number of a bucket in that buffer."""
+"""Pair (number of a buffer, number of a bucket within this buffer)."""
 
 DEFAULT = OptimizerConfig()
 
@@ -156,9 +156,9 @@ def plan_buffers(
         expert_data_parallel_size: Number of ranks of "expt_dp".
         bucket_size: Number of elements at which a bucket is closed.
         group_of: Function that returns the optimizer's group of a parameter.
-        whole_roles: Roles of matrices that are updated as a whole.
-        linears_apart: Whether weights of linear layers have separate buffers, so that they can be gathered in another
-            format.
+        whole_roles: Roles of the matrices that the optimizer updates as whole matrices, not element by element.
+        linears_apart: Whether the weights of linear layers are in separate buffers, so that these weights can be
+            all-gathered in another number format.
         unit_ranks: Minimum number of reduction ranks for which the matrices of each unit form a separate bucket.
     """
     names = [meta.name for meta, _ in params]

@@ -10,8 +10,7 @@ layer. The ranks communicate before and after each forward and backward pass of 
 
 The order of units is learned from the previous step, because a schedule uses the units in the same order in each step
 with the same number of micro-batches. This includes recomputation. All ranks of a group therefore gather and reduce in
-the same order. In the first step and during evaluation, the parameters of a unit are not gathered until the unit needs
-them.
+the same order. In the first step and during evaluation, no unit is gathered early.
 
 The weight gradients of a split backward (I and W) are reduced after W, which needs no parameters.
 """
@@ -86,7 +85,7 @@ class UnitBucket(Bucket):
             self.whole_params = True
 
     def acquire(self) -> None:
-        """Gather the parameters for another pass. Collective, unless the parameters are already whole."""
+        """Gather the parameters for another pass. All ranks of the group call it, unless the parameters are whole."""
         self.users += 1
         self.start_gather()
         with record_function(WAIT_GATHERED):
@@ -99,7 +98,7 @@ class UnitBucket(Bucket):
             self.drop_params()
 
     def drop_params(self) -> None:
-        """Free whole parameters, for example after a change. No pass may be using the parameters."""
+        """Free the whole parameters, for example after their values have changed. No pass may use them at this time."""
         assert self.users == 0, "parameters in use"
         if self.shards_params and self.whole_params:
             self.finish_param_sync()
@@ -178,7 +177,7 @@ AHEAD = 3
 """Number of passes to search ahead for the next unit to gather. Units in use are skipped."""
 
 IN_FLIGHT = 1
-"""Number of buckets whose gradients may be reduced while other gradients are computed."""
+"""Maximum number of gradient buckets whose reduction may overlap with the computation of other gradients."""
 
 
 @dataclass(eq=False)
@@ -200,8 +199,7 @@ T = TypeVar("T")
 
 @dataclass
 class Order(Generic[T]):
-    """Order in which the passes of a step use units or buckets. One step learns the order, and the following steps use
-    it."""
+    """Order in which the passes of a step use units or buckets. One step learns the order for the following steps."""
 
     known: dict[int, list[T]] = field(default_factory=dict)
     """Orders of units observed in earlier steps, keyed by number of micro-batches."""
@@ -250,8 +248,7 @@ class UnitSharding(WholeUnits):
     ) -> None:
         """Install the hooks.
 
-        `queue` holds back weight gradients of split backward passes. `casts` are weight copies.
-        """
+        `queue` holds back weight gradients of split backward passes. `casts` are weight copies."""
         self.buckets = of_units = [bucket for bucket in buckets if isinstance(bucket, UnitBucket)]
         assert len(of_units) == len(buckets), "buckets of units have a different class"
         self.shards_params = shards_params
@@ -276,15 +273,15 @@ class UnitSharding(WholeUnits):
                 after.takes_pending = True  # type: ignore[attr-defined]
                 module.register_forward_hook(after, always_call=True)
         self._last_users: dict[UnitBucket, int] = {}
-        """Number of the last unit whose backward pass adds gradients to a bucket, which is the bucket's first unit in
-        forward order."""
+        """For each bucket, the number of its first unit in forward order. The backward pass of this unit is the last
+        one that adds gradients to the bucket."""
 
     def begin_step(self, microbatches: int) -> None:
         self.order.begin(microbatches)
         self.drop_grads()
 
     def wait_grad_sync(self) -> None:
-        """Wait for the pending reductions."""
+        """Wait for all pending gradient reductions."""
         self._finish(0)
 
     def finish_grad_sync(self) -> None:
@@ -350,8 +347,7 @@ class UnitSharding(WholeUnits):
         input is known. Autograd first runs the operations that were recorded last, so no operation of the unit remains
         at that point. If no operation produced the input, the unit's backward pass ends with the whole backward pass. A
         layer that leaves its last addition to the next norm has two outputs, one of which was computed in the middle of
-        the layer. The backward pass of such a layer starts when the gradient of one output is known, and ends when the
-        gradients of all inputs are known.
+        the layer. Its backward pass starts with the first known output gradient and ends with the last input gradient.
         """
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:
@@ -439,7 +435,7 @@ def unit_store(ddp: DDPConfig, parallel: ModelParallelConfig, device: torch.devi
 
 
 def _apart_from(unit: Unit, output: object) -> object:
-    """Return the output, copied if it is a view of parameters that are about to be freed."""
+    """Return the unit's output. Copy tensors that are views of the unit's parameters, which are about to be freed."""
     if isinstance(output, Tensor):
         memory = storage_id(output)
         return output.clone() if any(memory == storage_id(b.params) for b in unit.buckets) else output

@@ -34,7 +34,7 @@ class Pool(Protocol):
     """Memory pool of an activation store."""
 
     nbytes: int
-    """Number of allocated bytes."""
+    """Number of bytes that the pool has allocated."""
 
     allocate: Callable[[int], Tensor]
     """Function that maps a number of bytes to a new buffer of this size."""
@@ -42,7 +42,7 @@ class Pool(Protocol):
 
 @runtime_checkable
 class ActivationStore(Protocol):
-    """Store of one rank's stages, created by an entry of HOST_MEMORY."""
+    """Store to which the stages of one rank offload their activations. An entry of HOST_MEMORY creates the store."""
 
     num_layers: int
     """Number of layers at the start of each stage whose activations are stored."""
@@ -121,7 +121,8 @@ def unpacked(x: Tensor | Stored) -> Tensor:
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors contained in a tensor, a tuple, a mapping, or an object's attributes."""
+    """Yield all tensors found in `value`, which may be a tensor, a sequence, a mapping, or an object with
+    attributes."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list):

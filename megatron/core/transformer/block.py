@@ -24,7 +24,7 @@ class Pending(Protocol):
     """Residual stream whose last addition is performed by the module that reads the stream."""
 
     def added(self) -> Tensor:
-        """The sum [s, b, w]."""
+        """Perform the addition, and return the stream [s, b, w]."""
 
 
 Stream = Tensor | Pending
@@ -87,8 +87,8 @@ class TransformerBlock(nn.Module):
         self.scales_of = partial(query_scales, config) if any(kind.tempered for kind in kinds) else None
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
         self.watch: dict[int, Callable[[Stream], None]] = {}
-        """Hooks that are called in each pass with the residual stream after a layer, keyed by the id of the layer. A
-        module hook on the layer would prevent pending additions.
+        """Hooks that are called in each pass with the residual stream after a layer, keyed by the id of the layer.
+        These are not module hooks, because a layer with a module hook cannot return a `Pending` stream.
         """
 
     def set_positions(self, config: TransformerConfig) -> None:
@@ -113,7 +113,7 @@ class TransformerBlock(nn.Module):
         return self.final_layernorm(stream if takes_pending(self.final_layernorm) else added(stream))
 
     def _offloaded(self, x: Tensor, context: BatchContext, offload: ActivationStore) -> Stream:
-        """Run all layers, and offload the activations that segments save."""
+        """Run all layers, and offload the activations that they save to `offload`."""
         stream: Stream = x
         through = offload.begin(x, context)
         for segment in self.segments:

@@ -128,7 +128,8 @@ def _divided_by_root_mean_square(x: Tensor, eps: float) -> Tensor:
 
 
 def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) -> tuple[nn.Module, nn.Module]:
-    """Return the norms of queries and keys [s, b, heads/tp, d], or identities.
+    """Return the query norm and the key norm, whose inputs are [s, b, heads/tp, d]. If the layer has no such norms,
+    both are `nn.Identity`.
 
     The norms run before the rotary embedding; with --qk-layernorm-after-rotary, they run after it. With --qk-l2-norm,
     both orders give the same result.

@@ -89,8 +89,8 @@ def with_recomputed(
     Args:
         results: Results of produce(x).
         produce: Function of x that computes `results` again.
-        x: Input of `produce`, which is saved.
-        consume: Function of the results.
+        x: Input of `produce`. This input is saved.
+        consume: Function that receives the results, followed by `args`.
     """
     inputs = tuple(packed(part) for part in _tuple(x))
     joined = _joiner(x)

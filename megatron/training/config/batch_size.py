@@ -25,12 +25,12 @@ class BatchSizes:
 
     final: int
     earlier: tuple[tuple[int, int], ...] = ()
-    """Batch sizes before the final one, in order, as pairs (number of consumed samples at which the size ends, batch
-    size)."""
+    """Batch sizes before the final one, in order. In each pair (end, batch size), `end` is the number of consumed
+    samples up to which the batch size applies."""
 
     past: tuple[Point, ...] = START
-    """Positions of batch-size changes, in order, in the part of the run that was trained with other flags. `earlier`
-    and `final` apply after the last of these positions."""
+    """Positions of batch-size changes, in order, in the part of the run that was trained with other flags. The sizes in
+    `earlier` and `final` apply only after the last of these positions."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> BatchSizes:

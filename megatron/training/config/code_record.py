@@ -1,12 +1,12 @@
-"""Record of the code that the user's runs have used, so that files of these runs may name that code again. This module
-does not import torch.
+"""Record of the code that each of a user's runs has used. Checkpoints and configurations of these runs may name the
+recorded code, although the command line does not name it again. This module does not import torch.
 
-Code runs only if the command line names it. A checkpoint or configuration that names code is not trusted, because it
-may come from anywhere. The only exception is a checkpoint or configuration in the --save folder of a run that the same
-user started. When a run starts, `record_code` stores the run's folder, and the names and content digests of the code
-that the run uses. The record is in the user's state folder, outside the folder of the run. `standing` compares the code
-that a file names with the record. A checkpoint cannot extend the record, and code that has changed since it was
-recorded is refused.
+Code runs only if the command line names it. Code is not run just because a checkpoint or configuration names it,
+because these files may come from anywhere. The only exception is a checkpoint or configuration in the --save folder of
+a run that the same user started. When a run starts, `record_code` stores the run's folder, and the names and content
+digests of the code that the run uses. The record is in the user's state folder, outside the folder of the run.
+`standing` compares the code that a file names with the record. A checkpoint cannot extend the record, and code that has
+changed since it was recorded is refused.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from megatron.training.config.run_config import RunConfig
 Standing = Literal["recorded", "changed", "unknown"]
 
 CODE_SUFFIXES = (".py", ".yaml", ".yml")
-"""Suffixes of the files that enter a folder's digest: Python files, and YAML files that name Python files."""
+"""Suffixes of the files that the digest of a folder covers: Python files, and YAML files, which may name Python
+files."""
 
 MOST_FILES = 10_000
-"""Maximum number of files; a folder with more files is not recorded."""
+"""Maximum number of files in a recorded folder. A folder with more files is not recorded."""
 
 
 def state_folder(environ: Mapping[str, str] | None = None) -> Path:
@@ -102,8 +103,8 @@ def code_digest(name: str) -> str | None:
 
     A name may refer to a Python file, to a module, or to a folder. For a module, the digest covers all files of its
     package and of its parent packages. For a folder, it covers the Python and YAML files. The name of a YAML file has
-    the digest of the folder that contains the file. Nothing is imported. Returns None if the name refers to no files,
-    or to more than `MOST_FILES` files.
+    the digest of the folder that contains the file. Nothing is imported. Returns None if the name refers to no file or
+    to more than `MOST_FILES` files.
     """
     try:
         files = list(islice(_code_files(_whole(name)), MOST_FILES + 1))
@@ -132,8 +133,8 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def _module_files(name: str) -> Iterator[Path]:
-    """Return the files of package.module, of its parent packages, and of the whole innermost package, whose modules it
-    may import. The search is the same as when the extension is imported."""
+    """Return the files of a module and of its parent packages. All files of the innermost package are included, because
+    the module may import any of them. The search is the same as when the extension is imported."""
     here, names = str(Path.cwd()), name.split(".")
     places = sys.path if here in sys.path else [here, *sys.path]
     package: list[str] = []

@@ -125,8 +125,9 @@ class ReadCommand(Protocol):
     """Function that reads the options of a command. The function is imported when one of the options is given."""
 
     def __call__(self, given: GivenOptions, world_size: int | None) -> Command | None:
-        """Return the command that the options select; None if they select no command. Add problems with the options to
-        `given.problems`. `world_size` is the value of --world-size, or None if the flag is not given."""
+        """Return the command that the options select; None if they select no command. If the options are not valid, add
+        the problems to `given.problems`. `world_size` is the value of --world-size, or None if the flag is not
+        given."""
 
 
 COMMANDS = Registry("command", CommandFacts, protocol=ReadCommand)
@@ -164,7 +165,8 @@ def asked_command(given: GivenOptions, world_size: int | None) -> Command | None
 
 
 def json_file_of(given: Mapping[str, str]) -> str | None:
-    """Return the file for a command's JSON output, given options and their values; None without a command."""
+    """Return the file to which a command writes its JSON output. `given` maps options to their values. Returns None if
+    no command is selected, or if no option requests JSON."""
     if given.keys().isdisjoint(switches()):
         return None
     return next((given[name] for name, option in options().items() if option.json and name in given), None)

@@ -23,13 +23,12 @@ class TooLargeError(ValueError):
 
 
 class StandInError(ValueError):
-    """Raised if a flag names a file with the values of other flags, but the file cannot be read."""
+    """Raised if a flag names a file that contains values of other flags, but this file cannot be read."""
 
     def __init__(self, text: str, config: RunConfig) -> None:
         super().__init__(text)
         self.config = config
-        """Configuration in which placeholders replace the values that cannot be read. Without the placeholders, later
-        checks would also report those flags as missing."""
+        """Configuration with placeholders for the unreadable values, so that no check reports them as missing."""
 
 
 def parse_int(text: str) -> int:
@@ -91,7 +90,7 @@ class Flag:
 
     @property
     def metavar(self) -> str:
-        """Placeholder for a value in help texts."""
+        """Placeholder that help texts show for the flag's value."""
         names = {"local": "PATH", "stored": "PATH", "url": "PATH_OR_URL", None: self.kind.__name__.upper()}
         return names[self.spec.path]
 
@@ -119,8 +118,7 @@ class Flag:
                     yield spelling, value
 
     def convert(self, texts: Sequence[str]) -> object:
-        """Convert the flag's arguments to the value of the field. Raises ValueError, with a message about the wrong
-        argument, if an argument is not valid."""
+        """Convert the flag's arguments to the field's value. Raises ValueError if an argument is not valid."""
         parse = FIELD_PARSERS.get(self.field, take_credentials if self.spec.path == "url" else PARSERS[self.kind])
         values = []
         for text in texts:
@@ -178,8 +176,7 @@ class ExtensionSection:
     """
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
-        """Return the rules' problems with a resolved configuration; none if the rules do not apply to default
-        values."""
+        """Return the rules' problems with a resolved configuration; none if no flag is used and `always` is False."""
         unused = given.options(self.cls) == config.options(self.cls) == self.cls()
         if self.rules is None or (unused and not self.always):
             return ()
@@ -310,7 +307,7 @@ def named_value(config: RunConfig, field: str) -> Any:
 
 
 def with_named(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
-    """Return the configuration with `values` by field, in any section. Fields of extensions that are not installed are
+    """Return the configuration with `values`, keyed by field. Fields of extensions that are not installed are
     ignored."""
     found: dict[str, dict[str, object]] = {}
     for flag in (field_table()[field] for field in values if field in field_table()):
@@ -335,14 +332,13 @@ def with_fields(model: TransformerConfig, values: Mapping[str, object]) -> Trans
 
 
 def flat_values(config: RunConfig) -> dict[str, Any]:
-    """Return the values of all sections, keyed by field name."""
+    """Return the values of the fields of all sections, keyed by field name."""
     values = _values_of_sections(config)
     return {flag.field: getattr(values[flag.section], flag.field) for flag in all_flags()}
 
 
 def values_by_section(config: RunConfig) -> dict[str, dict[str, object]]:
-    """Return the values keyed by section and field, as in the JSON of checkpoints. An extension's section is its
-    title."""
+    """Return the values keyed by section and field, as in checkpoints. An extension's section is its title."""
     values: dict[str, dict[str, object]] = {section: {} for section in sections()}
     own = _values_of_sections(config)
     for flag in all_flags():
@@ -364,8 +360,7 @@ def without_credentials(config: RunConfig) -> RunConfig:
 
 
 def _values_of_sections(config: RunConfig) -> dict[str, object]:
-    """Return the dataclass instance that holds the values of each section. The keys are the names of the sections; for
-    the flags of an extension, the key is the title of their section."""
+    """Map each section to the dataclass instance that holds its values. Keys are those of `sections()`."""
     return {
         section: config.options(cls) if section in EXTENSION_SECTIONS else getattr(config, section)
         for section, cls in sections().items()
@@ -373,7 +368,7 @@ def _values_of_sections(config: RunConfig) -> dict[str, object]:
 
 
 def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
-    """Rebuild the configuration from the output of `values_by_section`. A field may have moved to another section.
+    """Create a configuration from the output of `values_by_section`. A field may have moved to another section.
 
     Unknown fields are dropped, and missing fields get their defaults.
     """
@@ -407,7 +402,7 @@ def _fields_in_order(cls: type) -> list[Field]:
 
 @lru_cache(maxsize=1)
 def sections() -> dict[str, type]:
-    """Map attributes of `RunConfig`, and titles of extensions' flags, to dataclasses."""
+    """Map each section to its dataclass. Keys are attributes of `RunConfig`, or titles of extensions' sections."""
     hints = get_type_hints(RunConfig)
     own = {field.name: hints[field.name] for field in fields(RunConfig) if "flag" not in field.metadata}
     return own | {title: section.cls for title, section in EXTENSION_SECTIONS.items()}

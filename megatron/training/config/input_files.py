@@ -48,7 +48,7 @@ def _missing(config: RunConfig) -> Iterator[Problem]:
 def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Problem]:
     """Return a problem if --load does not exist or is a file, unless the run may start from scratch.
 
-    `has_model` is False if neither the flags nor the checkpoint describe the model. In this case, a --load folder
+    `has_model` is False if neither the flags nor the checkpoint describe the model. If it is False, a --load folder
     without a model is a problem too.
     """
     options = config.checkpoint
@@ -68,7 +68,7 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
 def absent_checkpoint(config: RunConfig) -> Problem | None:
     """Return a problem if --load does not exist and is not needed to determine the model; None otherwise.
 
-    A plan reports this problem without failing.
+    A plan reports the missing checkpoint, but does not fail because of it.
     """
     if config.checkpoint.exit_on_missing_checkpoint or kind_of(config.checkpoint.load or "") != "missing":
         return None

@@ -37,7 +37,8 @@ class OutputError(OSError):
 
 
 def write_json(content: Mapping[str, object], json_file: str) -> None:
-    """Write the output of --json to a file, or to standard output if `json_file` is "". Raises OutputError."""
+    """Write a command's JSON output to the file `json_file`, or to standard output if `json_file` is "". Raises
+    OutputError."""
     text = json.dumps(content, indent=1) + "\n"
     if not json_file:
         print(text, end="")

@@ -84,8 +84,8 @@ class _Loaded:
 
 
 def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Loaded:
-    """Resolve and validate the configuration of a command line. `tell` prints notes, and notices about flags without
-    effect. Raises _LoadError."""
+    """Resolve and validate the configuration of a command line. `tell` prints notes about the configuration, and
+    notices about flags that have no effect. Raises _LoadError."""
     world_size = line.world_size or launch.world_size
     try:
         config, notes = with_saved_flags(line.config, line.given)

@@ -91,7 +91,7 @@ class Problem:
 
     @property
     def record(self) -> dict[str, str]:
-        """Problem as an object for the JSON output of a command."""
+        """Description of the problem as a mapping, for the JSON output of a command."""
         about = {"flag": self.flag, "rule": self.rule, "remedy": self.remedy, "text": str(self)}
         return {key: redacted(text) for key, text in about.items()}
 
@@ -172,7 +172,7 @@ def print_problems(problems: Sequence[Problem], json_file: str | None = None) ->
         if not json_file:
             print(text, end="", flush=True)
         else:
-            with suppress(OSError):  # a printed problem describes the unwritable file
+            with suppress(OSError):  # one of the problems printed below names the file that cannot be written
                 Path(json_file).write_text(text, encoding="utf-8")
     head = f"This configuration cannot run: {len(problems)} problem{'s' if len(problems) != 1 else ''}."
     tell_last("\n".join([head, *(f"  {problem}" for problem in problems)]))
@@ -216,7 +216,7 @@ def path_rule(kind: str, path: str) -> tuple[str, str] | None:
     """Return (rule, remedy) if no file can have this path, or if it is a device with endless content; None for any
     other path.
 
-    The values of `kind` are those of `FlagSpec.path`.
+    `kind` is a value of `FlagSpec.path`, such as "local".
     """
     if "://" in path:
         if kind == "stored" and take_credentials(path) != path:

@@ -55,11 +55,10 @@ class ForeignProgram(Protocol):
         """Return the program's flags that have no corresponding field."""
 
     def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        """Translate a flag of the other program, and add the result to `reader`. Returns False if the other program has
-        no such flag or value."""
+        """Translate a flag of the program for `reader`. Returns False if the program lacks this flag or value."""
 
     def feature(self, flag: str, texts: Sequence[str]) -> str | None:
-        """Return the unsupported feature that these values of a field's flag select; None if they select none."""
+        """Return the unsupported feature that the flag selects with these values; None if the feature is supported."""
 
     def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
         """Map each file in examples/ that registers some of the unknown flags to one of these flags."""
@@ -105,8 +104,7 @@ class FlagReader(GivenOptions):
 
     notes: list[str] = field(default_factory=list)
     suspects: set[str] = field(default_factory=set)
-    """Flags that must not be reported as missing, because the user probably misspelled them or gave an invalid
-    value."""
+    """Flags that are not reported as missing, because the user probably misspelled them or gave an invalid value."""
 
     readings: list[Reading] = field(default_factory=list)
     spelled: set[str] = field(default_factory=set)
@@ -116,8 +114,7 @@ class FlagReader(GivenOptions):
     """Functions that are called after all flags of a source are read, for flags that cannot be interpreted earlier."""
 
     exchanges: list[Callable[[], None]] = field(default_factory=list)
-    """Functions to call after all sources are read. They apply switches that replace values, wherever the values were
-    given."""
+    """Functions to call after all sources are read. They apply switches that replace values from any source."""
 
     def raise_problems(self) -> None:
         """Raise ValueError with every problem, one per line."""
@@ -131,7 +128,7 @@ class FlagReader(GivenOptions):
         self.finish()
 
     def read(self, name: str, texts: list[str]) -> None:
-        """Read one flag. Call `finish` after the last flag."""
+        """Read one flag. After the last flag, call `finish`."""
         if not name.startswith("--"):
             self.problems.append(Problem(name, None, "is not a flag", "flags begin with two dashes"))
             return
@@ -140,8 +137,7 @@ class FlagReader(GivenOptions):
         self.read_known(name, texts)
 
     def read_known(self, name: str, texts: list[str]) -> None:
-        """Read a flag after its spelling has been recognized. The flag may be an option, a field of the configuration,
-        or a flag of another program."""
+        """Read a flag whose spelling is known: an option, a configuration field, or a flag of another program."""
         flag, _ = spelling_table().get(name, (None, True))
         if _is_switch(flag, name):
             texts = [text for text in texts if not text.isspace()]
@@ -186,7 +182,7 @@ class FlagReader(GivenOptions):
 
     @property
     def world_size(self) -> int | None:
-        """Value of --world-size. Any value other than an integer above 0 is reported as a problem and discarded."""
+        """Value of --world-size. If the value is not an integer above 0, it is discarded and a problem is reported."""
         return self.number("--world-size", "say how many ranks")
 
     def refuse(self, name: str, texts: Sequence[str], rule: str, remedy: str) -> None:
@@ -267,8 +263,8 @@ class FlagReader(GivenOptions):
         self.values = overridden(earlier, self.values)
 
     def refuse_unrecorded_code(self, replaced: Collection[str]) -> None:
-        """Add a problem for each value that names code, was read from a file, and is not recorded for a run of the
-        user. Fields in `replaced` are skipped."""
+        """Add a problem for each value from a file that names code, unless this code is recorded for a run of the user.
+        Fields in `replaced` are skipped."""
         for name in self.values.keys() & self.sources.keys() - set(replaced):
             flag = field_table()[name]
             path = self.sources[name]
@@ -417,8 +413,7 @@ def _check_each(texts: Sequence[str], rule_of: Callable[[str], tuple[str, str] |
 def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueError:
     """Return the error for a value that is not a choice of a flag.
 
-    The error says whether the value is a choice in another program, belongs to an extension that is not installed, or
-    is unknown.
+    The error says if the value is a choice in another program, needs an extension that is not installed, or is unknown.
     """
     import difflib
 

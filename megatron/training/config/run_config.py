@@ -1,7 +1,7 @@
 """Configuration of a training run: batches, length, checks, logging, checkpoints, and the library's sections.
 
-`RunConfig` contains all sections. `megatron.training.config.arguments` converts it to flags and back. This module does
-not import torch.
+`RunConfig` contains all sections. `megatron.training.config.arguments` converts a `RunConfig` to command-line flags and
+back. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -233,7 +233,8 @@ class ExtensionConfig:
 
 @dataclass(frozen=True)
 class RunConfig(Section):
-    """Complete configuration of a command line. All sections share the `extension_options` of this object."""
+    """Complete configuration of a run, as given by its command line. All sections share the `extension_options` of this
+    object."""
 
     parallel: ModelParallelConfig = field(default_factory=ModelParallelConfig)
     model: TransformerConfig = field(default_factory=TransformerConfig)
@@ -251,8 +252,8 @@ class RunConfig(Section):
     """Original values of the fields that `resolve` has replaced with derived values."""
 
     past_batches: tuple[Point, ...] = field(default=(), metadata={"flag": None})
-    """Positions of earlier batch-size changes, followed by the position at which this run resumes. Empty for a new
-    run."""
+    """Positions of earlier batch-size changes, followed by the position at which this run resumes. A new run has no
+    positions."""
 
     @property
     def restarts_positions(self) -> bool:

@@ -106,7 +106,8 @@ def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: PurePath) -> tup
 
 
 def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str, str, str]]:
-    """Yield (field, path, saved copy) for each file that is no longer at the saved run's path."""
+    """Yield (field, path, path of the copy in the checkpoint) for each tokenizer file that no longer exists at the path
+    that the saved run used."""
     name = values["tokenizer_type"]
     in_folder = name is not None and name in TOKENIZERS and TOKENIZERS.facts(name).finds_files
     for field in TOKENIZER_FIELDS[1:]:
@@ -164,7 +165,7 @@ def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
     """Return the contents, except tensors, of the checkpoint from which a run continues; None if the run starts at
     iteration 0.
 
-    Raises ValueError under the same conditions as `saved_metadata`.
+    Raises ValueError if no checkpoint is readable, or if another program wrote the checkpoints.
     """
     if options.load is None or options.anew:
         return None
@@ -194,7 +195,8 @@ def read_history(options: CheckpointConfig) -> History | None:
 
 
 def with_past_batches(config: RunConfig) -> RunConfig:
-    """Return the configuration with the batch sizes of the part of the run that precedes its checkpoint."""
+    """Return the configuration with the batch sizes that the run used before it saved the checkpoint from which it
+    resumes."""
     try:
         metadata = resumed_metadata(config.checkpoint)
     except ValueError:
@@ -217,8 +219,8 @@ def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
 def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
     """Return the configuration sections of the latest checkpoint in a folder; None if there is none.
 
-    If a phase has changed a flag, the sections contain the value that was given for the whole run. Raises ValueError
-    under the same conditions as `saved_metadata`.
+    If a phase has changed a flag, the sections contain the value that was given for the whole run. Raises ValueError if
+    no checkpoint is readable, or if another program wrote the checkpoints.
     """
     metadata = saved_metadata(load)
     if metadata is None:
@@ -303,7 +305,7 @@ def free_choices(saved: RunConfig) -> frozenset[str]:
 
 
 WITH_PARAMETERS = {"make_vocab_size_divisible_by", "pad_vocab_size_to", "mtp_num_layers"}
-"""Fields of `training_only` that change the parameters."""
+"""Fields of flags with `FlagSpec.training_only` that nevertheless change the model's parameters."""
 
 
 def changed_fields(

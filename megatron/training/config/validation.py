@@ -174,7 +174,7 @@ def with_vocabulary(config: RunConfig, vocab_size: int | None) -> RunConfig:
 
 
 def _filled(section: S, **values: object) -> S:
-    """Return `section`, with each field that is None replaced with its value in `values`."""
+    """Return a copy of `section` in which each field that is None has its value from `values`."""
     return _with(section, {k: v for k, v in values.items() if getattr(section, k) is None and v is not None})
 
 

@@ -39,7 +39,7 @@ class WeightSetup:
     """Seed of the initial weights."""
 
     initialize: bool = True
-    """Whether to draw initial weights; False if weights are loaded afterwards."""
+    """Whether to initialize the weights with random numbers; False if weights are loaded afterwards."""
 
     lazy: bool = False
     """Whether parameters have neither memory nor values until `DistributedDataParallel` allocates them."""

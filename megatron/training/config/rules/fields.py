@@ -87,7 +87,7 @@ def _section(condition: Condition) -> str:
 
 
 def _as_given(c: RunConfig, condition: Condition) -> str:
-    """Return the flag that a condition names, followed by the flag's current value."""
+    """Return the name of the flag that a condition tests, followed by the flag's current value."""
     name, *rest = condition.parts[0].split()
     value = shown_value(value_of(c, spelling_table()[name][0]))
     return " ".join([name, *rest]) if value is None else f"{name} {value}"

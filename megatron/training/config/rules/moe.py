@@ -67,7 +67,7 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def _grouped(c: RunConfig) -> Iterator[Problem]:
-    """Report that --moe-grouped-gemm has no effect if the flags alone rule out a grouped kernel.
+    """Report that --moe-grouped-gemm has no effect, if there is no grouped kernel for the given flags on any GPU.
 
     Whether the GPU has a grouped kernel is only checked when the run starts
     (`megatron.core.moe.grouped_gemms.has_grouped_kernel`).

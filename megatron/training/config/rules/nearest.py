@@ -24,15 +24,15 @@ TRIED = 8
 """Maximum number of values to try that rules suggest as nearest."""
 
 SCANNED = 32
-"""Number of small integers to try if no suggested value is legal. Small integers are often legal numbers of groups or
-layers."""
+"""Number of small integers to try if no suggested value is valid. Many flags that count groups or layers accept small
+integers."""
 
 Judge = Callable[[RunConfig], Sequence[Problem]]
 
 
 def with_legal_values(problems: Sequence[Problem], config: RunConfig, judge: Judge) -> list[Problem]:
-    """Return the problems with valid suggestions: where possible, each value in "nearest: N" is one that no rule for
-    the flag refuses.
+    """Return the problems with valid suggestions. Where possible, the value N in a remedy "nearest: N" is replaced with
+    a value that all rules for the flag accept.
 
     If no such value is found, the remedy names the rule that refuses the suggested value. `judge` finds the problems of
     a configuration.

@@ -1,4 +1,4 @@
-"""Rules for the world size, number formats, and the division of sequences and heads over ranks."""
+"""Rules for the world size, number formats, and the division of sequences and attention heads among ranks."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from megatron.training.extensions import CALLBACKS
 
 
 def skipped_steps(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Report --max-skipped-iterations if no enabled check can skip steps."""
+    """Report a problem if --max-skipped-iterations is set, but no enabled check can skip steps."""
     checks = [flag for flag in all_flags() if flag.spec.skips_steps]
     count = c.checks.max_skipped_iterations
     if count and not any(value_of(c, check) for check in checks):
@@ -24,8 +24,8 @@ def skipped_steps(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def samples_of_micro_batches(c: RunConfig, world_size: int) -> tuple[int, str]:
-    """Return the total number of samples in one micro-batch of every replica, and a description of this number for
-    messages. The number is 0 if the layout is invalid, which other rules report."""
+    """Return the number of samples in one micro-batch, summed over all replicas, and a text for messages that shows how
+    the number is computed. The number is 0 if the layout is invalid; other rules report that."""
     micro, model = c.training.micro_batch_size, c.parallel.model_parallel_size
     dp = 0 if micro < 1 or model < 1 or world_size % model else world_size // model
     return micro * dp, f"--micro-batch-size {micro} * data-parallel size {dp} ="
