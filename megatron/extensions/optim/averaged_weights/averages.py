@@ -22,11 +22,13 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, RunView
 
 AT_ONCE = 2**22
-"""Number of elements of a bf16 average that are updated at a time. The limit bounds the memory of temporary tensors."""
+"""Maximum number of elements of a bf16 average that are updated at a time. This limit bounds the size of temporary
+tensors."""
 
 
 SALT = 0x3C6EF372
-"""Salt for the random bits that round averages. It makes these bits independent of all other random bits."""
+"""Salt for the random bits of stochastic rounding of averages. The salt makes these bits independent of all other
+random bits."""
 
 
 class MovingAverages(Callback):
@@ -42,7 +44,7 @@ class MovingAverages(Callback):
         """Number of updates of each average, by name; 0 if the average has not started."""
 
         self.updated: tuple[int, int] | None = None
-        """Numbers of iterations and samples of the run at the last update of the averages."""
+        """Iteration number and number of consumed samples at the last update of the averages."""
 
         self.said = False
         """True if the run has already logged that no average has started."""

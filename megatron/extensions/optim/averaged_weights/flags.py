@@ -1,4 +1,5 @@
-"""Flags of averaged weights, and the averages that the flags request. This module does not import torch."""
+"""Flags for averaged weights, and a function that returns the averages that the flags request. This module does not
+import torch."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ The factors follow table 8 of muP (arXiv 2203.03466), which also permits tied em
 follow table 3, the equivalent parametrization without output factors.
 
 The scaling rules of all optimizers follow from two numbers, `change` and `gradient`, both relative to the base model.
-`change` is the size of the update of one element that changes outputs as much as in the base model. `gradient` is the
-size of one gradient element. Adam's updates are proportional to the learning rate. Adam's learning rate is therefore
-multiplied by `change`. Adam's epsilon is added to gradient magnitudes, and is therefore multiplied by `gradient`. SGD's
-updates are proportional to learning rate times gradient, so its learning rate is multiplied by `change / gradient`. The
-weight decay of one step (learning rate times decay) is the same as in the base model.
+`change` is the size that the update of a weight element must have so that the layer's output changes as much as in the
+base model. `gradient` is the size of a gradient element. Adam's updates are proportional to the learning rate, so
+`change` multiplies Adam's learning rate. Adam's epsilon is added to gradient magnitudes, so `gradient` multiplies
+epsilon. SGD's updates are proportional to learning rate times gradient, so its learning rate is multiplied by `change /
+gradient`. The weight decay of one step (learning rate times decay) is the same as in the base model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from megatron.core.param_meta import ParamMeta
 
 OF_HEADS = (".q_layernorm.", ".k_layernorm.", ".out_norm.")
-"""Name parts of norms within heads. The width of heads does not grow. Norms over all heads are sharded."""
+"""Name parts of norms within heads. Head width is the same in all models. Norms over all heads are sharded."""
 
 OF_CHOICES = ("output_layer.bias", "router.bias", "expert_bias")
 """Name suffixes of biases that have one element per vocabulary token or per expert."""
@@ -47,7 +47,7 @@ class Factors:
     """Factor by which the elements of an optimizer update are multiplied."""
 
     gradient: float
-    """Factor of the elements of the gradient that the backward pass computes."""
+    """Size of a gradient element in the backward pass, relative to the base model."""
 
     widths: Widths = Widths(1.0, 1.0)
 

@@ -37,7 +37,7 @@ is small, the size of updates does not depend on the size of gradients.
 
 def splits_of(options: MuonFlags) -> Callable[[str], bool]:
     """Return a predicate that decides whether the parts of a fused weight are updated as separate matrices. The
-    predicate accepts the name of the fusion (`ParamMeta.fused`), such as "qkv"."""
+    predicate's argument is the name of the fusion (`ParamMeta.fused`), such as "qkv"."""
     return lambda fused: {"qkv": options.muon_split_qkv, "gate_up": options.muon_split_gate_up}.get(fused, True)
 
 

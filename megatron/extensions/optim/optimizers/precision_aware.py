@@ -3,8 +3,8 @@
 Each update converts part of the states to fp32, applies Adam in fp32, and rounds the results. With compiled regions, an
 update consists of a few kernels that read and write only the stored bytes.
 
-If parameters are bf16, fp32 main parameters are stored as the missing 16 bits per element (Megatron-LM's
---store-param-remainders), so no bit is lost.
+If parameters are bf16, the optimizer stores only the lower 16 bits of each fp32 main parameter. The bf16 parameter
+holds the upper 16 bits, so no bit is lost (Megatron-LM's --store-param-remainders).
 
 Rounding is stochastic: up or down with the probability that makes the expected value exact. With rounding to nearest, a
 bf16 or fp8 moment would not change at all, because one update changes it by less than half the distance to the next
@@ -152,7 +152,8 @@ class StoredState:
 
 
 def chunks(numel: int, size: int = 2**22) -> list[tuple[int, int]]:
-    """Yield [start, stop) of parts with at most `size` elements. The limit bounds the memory of temporary tensors."""
+    """Return the ranges [start, stop) of chunks with at most `size` elements. This limit bounds the size of temporary
+    tensors."""
     return [(start, min(start + size, numel)) for start in range(0, numel, size)]
 
 
@@ -217,7 +218,8 @@ cache."""
 EXP_AVG = 0x3C6EF372
 EXP_AVG_SQ = 0x1B873593
 MAIN = 0x52DCE729
-"""Salt for the random bits that round main parameters. EXP_AVG and EXP_AVG_SQ are the salts for the moments."""
+"""Salt for the random bits that round main parameters. EXP_AVG and EXP_AVG_SQ are the salts for the random bits that
+round Adam's moments."""
 
 
 class PackedShard(Shard):
@@ -437,6 +439,6 @@ def _store(
 
 
 def _keep_or_copy_(into: Tensor, values: Tensor, skipped: Tensor) -> None:
-    if into.dtype == torch.float8_e4m3fn:  # torch.where does not support this dtype
+    if into.dtype == torch.float8_e4m3fn:  # torch.where does not support float8_e4m3fn
         into, values = into.view(torch.int8), values.view(torch.int8)
     into.copy_(torch.where(skipped, into, values))

@@ -103,7 +103,8 @@ def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
 
 
 def of_elements(of_rows: Tensor, columns: int, start: int, stop: int) -> Tensor:
-    """Return the factors of elements [start, stop) of a parameter's flattened local tensor.
+    """Expand QK-clip's row factors to one factor per element, for elements [start, stop) of a flattened local
+    parameter.
 
     Args:
         of_rows: Factor of each row of the parameter, [groups, rows].

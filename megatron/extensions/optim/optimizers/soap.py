@@ -6,10 +6,10 @@ Adam(Q_L^T G Q_R) Q_R^T. Q_L and Q_R are eigenvector bases of L and R of the pre
 
 The formulas and the order of operations follow the authors' program (github.com/nikhilvyas/SOAP). The first update only
 initializes L and R. Weight decay is applied to the updated parameter. One difference from the authors' program keeps
-rounding noise out of the update, so that updates agree between layouts. A non-square matrix has directions that its
-gradients have not reached. In the authors' program, the basis of these directions is rounding noise. Here, these
-directions keep their previous basis, which initially consists of unit vectors. Eigenvectors whose eigenvalues are just
-above the noise still differ between layouts.
+rounding noise out of the update, so that updates agree between layouts. At first, the gradients of a non-square matrix
+do not span all directions. In the authors' program, the basis of the remaining directions is rounding noise. Here,
+these directions keep their previous basis, which initially consists of unit vectors. Eigenvectors whose eigenvalues are
+just above the noise still differ between layouts.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Soap(Transform):
         Args:
             matrix: Gradient [m, n].
             states: Optimizer states of the matrix, updated in place.
-            done: Number of earlier updates.
+            done: Number of updates before this one.
             eps: Adam's epsilon.
         """
         basis = [states.get(f"{side}_basis") for side in SIDES]
@@ -169,8 +169,8 @@ def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     """Find the columns that are linearly independent of all independent columns before them.
 
-    A single QR decomposition finds only the first dependent column. For later columns, it would use the rounding errors
-    of the first dependent column as a direction.
+    A single QR decomposition identifies only the first dependent column reliably. For later columns, it would use the
+    rounding errors of the first dependent column as a direction.
 
     Args:
         columns: Vectors [n, count].
@@ -183,7 +183,7 @@ def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     left = torch.arange(columns.shape[1], device=columns.device)
     while len(left):
         rest = columns[:, left]
-        for _ in range(2):  # a single projection leaves rounding errors in proportion to the part that it removes
+        for _ in range(2):  # twice: one projection leaves rounding errors proportional to the part that it removes
             rest = rest - basis @ (basis.mT @ rest)
         distant = rest.norm(dim=0) > noise
         left, rest = left[distant], rest[:, distant]

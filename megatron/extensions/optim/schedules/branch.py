@@ -35,7 +35,7 @@ def with_branch(config: RunConfig) -> RunConfig:
     if options.branch_from is None:
         return config
     if options.decay_tokens is None or save is None or is_source(save, options.branch_from):
-        return _with_any_length(config, options)  # the branch rules report the problem
+        return _with_any_length(config, options)  # the configuration rules for branches report the error
     try:
         own = _saved(save)
         load = options.branch_from if own is None else save

@@ -31,7 +31,8 @@ OTHERS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup
 
 
 def reads(config: RunConfig) -> RunConfig:
-    """Return the configuration with the text of --lr-schedule-file. Raises ValueError."""
+    """Read --lr-schedule-file, and return a configuration that has the file's text as --lr-schedule. Raises
+    ValueError."""
     options = config.options(ScheduleFlags)
     if options.lr_schedule_file is None:
         return config

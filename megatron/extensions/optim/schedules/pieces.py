@@ -69,7 +69,7 @@ class Piece:
 
     after: Length | None = None
     """For `power`: position at which the power law starts. Until this position, the learning rate keeps its initial
-    value. If None, the power law starts with the piece."""
+    value. If None, the power law starts at the beginning of this schedule piece."""
 
     def __str__(self) -> str:
         words = [self.shape, str(self.length)]

@@ -1,8 +1,8 @@
 """16-bit matrix products computed in fp32, for CPUs that lack 16-bit matrix instructions.
 
-On such CPUs, torch's own kernels take up to fifty times as long as an fp32 product. Operands are cast to fp32 and
-results are rounded once, as in torch's kernels. This module replaces operators of torch, so that layers, their backward
-passes, compiled regions and extensions stay unchanged.
+Without these instructions, torch's own 16-bit kernels take up to fifty times as long as an fp32 product. Operands are
+cast to fp32 and results are rounded once, as in torch's kernels. This module replaces operators of torch, so that
+layers, their backward passes, compiled regions and extensions stay unchanged.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _VARIANTS = {"mm": "mm.out", "bmm": "bmm.out"} | {name: f"{name}.out {name}_" fo
 """Operator variants that write their result into existing memory."""
 
 _FEW_ROWS = 4
-"""Largest number of rows for which torch's own kernel is at least as fast in a product with a transposed matrix, as in
-generation. torch's kernel reads the matrix once, in 16 bits."""
+"""Maximum number of rows of x for which torch's own kernel computes x Wᵀ. Such small products occur in generation.
+There, torch's kernel is at least as fast as a product in fp32, because it reads W only once and in 16 bits."""
 
 _replaced: set[torch.dtype] = set()
 """Dtypes that this process multiplies in fp32. The set applies to the whole process because torch's operators are

@@ -3,8 +3,8 @@
 Launching the kernels of a small model one by one takes longer than running them. A CUDA graph needs only one launch,
 and replays the recorded kernels on the recorded memory addresses. Therefore, the inputs of each micro-batch are first
 copied to the recorded addresses, and its loss is copied from there. Parameters and gradient sums are in flat buffers
-that never move. Dropout depends only on the sample indices, which are inputs. `flags.py` lists features that cannot be
-recorded.
+that never move. Dropout depends only on the sample indices, which are inputs. `flags.py` lists the features that CUDA
+graphs do not support.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class GraphedMicrobatches:
 
     `run(batch, seed)` computes the forward pass, and the backward pass of seed * loss sum, and returns the loss sum.
     All micro-batches must have the same shape. Recording computes nothing, so the first replay adds the gradients of
-    the recorded batch. If weights are cast (fp8), the first micro-batch of a step has a separate recording, which makes
-    the casts for the other micro-batches."""
+    the recorded batch. With fp8, the first micro-batch of a step has a separate recording, which also casts the
+    weights. The other micro-batches reuse these casts."""
 
     def __init__(
         self,
@@ -91,7 +91,8 @@ class GraphedMicrobatches:
         self._steps = 0
         self._inputs: Batch | None = None
         self._recordings: dict[bool, tuple[Tensor, Replay]] = {}
-        """Loss and replay function of each recording; the key is True for the recording with weight casts."""
+        """Loss tensor and replay function of each recording. The key is True for the recording that also casts the
+        weights to fp8."""
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
         """Return the loss sum of each micro-batch of a step."""

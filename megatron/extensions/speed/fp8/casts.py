@@ -92,7 +92,8 @@ def noting(
     Args:
         twin: Function of `others` and `cast` that returns a result and an amax.
         compiled: Whether the region is compiled.
-        cast: Cast request, which is the last operand of the twin. The amax is recorded in its field `noted`.
+        cast: Request that states which casts to compute. The function passes the request to the twin as the last
+            operand, and records the amax in the request's field `noted`.
         others: Other operands with which the twin is called.
     """
     found, amax = region(twin, compiled, static=True)(*others, cast._replace(noted=None))
@@ -181,8 +182,8 @@ def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Ten
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 BLOCK_CAPABILITY = 9
-"""Major compute capability of the GPUs (Hopper) whose kernels support tile scales. Other GPUs, both older and newer,
-have no such kernels."""
+"""Major compute capability of the GPUs (Hopper) whose kernels support tile scales. Kernels for other GPUs, both older
+and newer, do not support tile scales."""
 
 BLOCK_CUDA = (12, 9)
 """Lowest CUDA version whose kernels support tile scales."""
@@ -294,7 +295,7 @@ def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor 
         kind = ScalingType.BlockWise128x128 if b.in_blocks else ScalingType.BlockWise1x128
         of_b = _blocks_as_columns(b.scale) if b.in_blocks else _tiles_as_columns(b.scale)
         y = F.scaled_mm(values, others, scale, ScalingType.BlockWise1x128, of_b, kind, output_dtype=out_dtype)
-    else:  # F.scaled_mm supports only e4m3, and the older function supports only some block shapes
+    else:  # F.scaled_mm does not support e5m2; torch's older function does, but not for all block shapes
         tiles = b.scale.repeat_interleave(TILE, 0) if b.in_blocks else b.scale
         y = torch_private.scaled_mm(values, others, scale, _tiles_as_columns(tiles).t(), out_dtype=out_dtype)
     y = y[:rows, : b.values.shape[0]].contiguous()

@@ -52,7 +52,7 @@ from megatron.training.initialize import Runtime
 
 @dataclass
 class GatheredWeight:
-    """Row cast of a weight, produced by all-gathers over the data-parallel ranks (`weight_gather.py`)."""
+    """Weight that is cast by rows and all-gathered over the data-parallel ranks (`weight_gather.py`)."""
 
     values: Tensor
     """e4m3 values [out, in], stored in the memory of the all-gathers."""
@@ -61,8 +61,8 @@ class GatheredWeight:
     """Largest absolute value of each block, fp32 [row blocks, column blocks]."""
 
     valid: bool = False
-    """True if the cast of the weight is up to date. This field is False before the first update, when each rank casts
-    the initial weights without a gather."""
+    """True if the cast of the weight is up to date. This field is False before the first optimizer update, because each
+    rank casts the initial weights itself instead of gathering them."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ INPUT, WEIGHT, GRAD = range(3)
 
 
 class Wanted(NamedTuple):
-    """Casts of a tensor [n, k] that are requested: by rows [n, k], by columns [k, n]."""
+    """Requested casts of a tensor [n, k]: whether to cast by rows [n, k], and whether to cast by columns [k, n]."""
 
     rows: bool = True
     columns: bool = False
@@ -123,7 +123,7 @@ class Fp8Gemms(nn.Module):
         return None
 
     def format_of(self, which: int) -> torch.dtype:
-        """Return the format of INPUT, WEIGHT or GRAD."""
+        """Return the fp8 dtype for tensors of the kind `which`: INPUT, WEIGHT or GRAD."""
         return self.grad_format if which == GRAD else E4M3
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
@@ -290,8 +290,8 @@ class DelayedGemms(PerTensorGemms):
     """Delayed recipe: scale each tensor by the amax history of earlier steps, so that a cast needs no preceding pass
     over the tensor.
 
-    In training, each rank records its amax of the current step. `DelayedScaling` reduces these values over the ranks at
-    the end of the step, and sets the multipliers of the next step.
+    In training, each rank records its amax of the current step. At the end of the step, `DelayedScaling` reduces the
+    recorded values over the ranks, and sets the multipliers of the next step.
     """
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
@@ -314,7 +314,8 @@ class DelayedGemms(PerTensorGemms):
         return _scaled(cast_transpose_noting_amax(x.detach(), self._order(which, wanted), self.compiled), wanted)
 
     def input_order(self, needs_dw: bool) -> CastOrder:
-        """Return a request that makes the kernel that computes the input also compute the casts of `cast_input`."""
+        """Return the cast request for the kernel that computes this layer's input. The kernel then also computes the
+        casts that `cast_input` would compute."""
         return self._order(INPUT, BOTH if needs_dw and not self.cuts.sequence else ROWS)
 
     def given_input(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:

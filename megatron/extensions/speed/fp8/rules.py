@@ -162,7 +162,7 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
 def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
     """Check the sizes of the fp8 attention projections for each kind of layer. Two sizes must be divisible by `rank`:
     the number of rows of the projection to queries, gates, keys and values, and the number of columns of the output
-    projection. `rule` is the text that describes this requirement."""
+    projection. `rule` is the part of the error message that states the required multiple."""
     try:
         kinds = dict.fromkeys(c.model.of_layer(number) for number in range(c.model.num_layers))
     except ValueError:
@@ -219,8 +219,8 @@ def _kinds(c: RunConfig) -> _Kinds:
 
 
 def _multi_token(c: RunConfig) -> Iterator[Problem]:
-    """Check the projection of multi-token prediction modules. The number of its output features on a rank is the hidden
-    size divided by the tensor-parallel size. The projection uses fp8 if the last layer uses fp8."""
+    """Check the projection of multi-token prediction modules. On each rank, this projection has hidden size /
+    tensor-parallel size output features. The projection uses fp8 if the last layer uses fp8."""
     m = c.model
     own = c.options(Fp8Flags)
     tp = c.parallel.tensor_model_parallel_size

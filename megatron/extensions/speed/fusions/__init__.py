@@ -3,5 +3,5 @@ default on GPUs.
 
 `--no-fusions` turns the fusions off. `layer.py` and `fused_norm.py` replace entries of the trunk's registries, and
 compute the same functions of the same parameters. `split_heads.py` is also used without --compile. `compiled_adam.py`
-is AdamW as one kernel, and is also used with --no-fusions. Read `layer.py` first.
+computes the AdamW update in one kernel, and is used even with --no-fusions. Read `layer.py` first.
 """

@@ -169,8 +169,9 @@ def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = 
 def fused_norm(
     x: Tensor, update: Tensor | None, norm: Norm, mask: DropoutMask | None = None, cast: InputCast | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (x + update, norm of x + update over the last dim), or (x, norm of x) if there is no update. Use the
-    returned tensor in place of the argument x, so that the backward pass of the norm adds the gradient of x.
+    """Return (x + update, norm of x + update over the last dim), or (x, norm of x) if there is no update. After the
+    call, use the returned residual stream instead of the argument x. The backward pass of the norm then also adds the
+    gradient of the residual stream.
 
     Args:
         x: Residual stream [..., h].

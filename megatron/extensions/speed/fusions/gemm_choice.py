@@ -1,5 +1,5 @@
-"""Choose GEMMs that add to existing values by timings at the model's shapes. torch needs more than one pass for such an
-addition.
+"""Choose the fastest kernels for GEMMs that add their product to existing values. The kernels are timed at the model's
+shapes. torch needs more than one pass over memory for such an addition.
 
 For fp8 weight gradients, the cuBLASLt and Triton kernels read and write the gradient once. torch's kernel writes a
 product in fp32, and then a separate addition reads the product and the gradient, and writes the gradient.
@@ -43,7 +43,7 @@ from megatron.extensions.speed.fusions.kernel_choice import (
 from megatron.extensions.speed.fusions.kernels import cublaslt
 
 TORCH = "torch"
-"""Name of torch's variant, which writes a product and then adds the product in a separate kernel."""
+"""Name of torch's implementation, which first writes a product and then adds it in a separate kernel."""
 
 GEMM, NORM = "GEMM", "norm"
 """Names of the operations that can compute the residual addition."""
@@ -55,8 +55,8 @@ CHECKED = 64
 """Size of the compared corners: at each corner of a result, the sums in this many rows and columns are compared."""
 
 TOLERANCES = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
-"""Allowed relative error of sums, in norm: twice the rounding error of one sum, and for weight gradients the error of
-bf16."""
+"""Allowed norm of the error divided by the norm of the sums, by result dtype. The tolerance of 16-bit results is twice
+the rounding error of one sum. fp32 weight gradients have the tolerance of bf16."""
 
 Run = Callable[[], object]
 
@@ -221,8 +221,8 @@ def _rows(x: Scaled, part: slice) -> Scaled:
 
 
 def adds_residual(x: Tensor | None, weight: Tensor, *_: object) -> bool:
-    """Return True if products with `weight` [m, k] may use `residual_gemm`: the weight is on a GPU and in 16 bits or
-    fp8, and both of its sizes are multiples of `SIZES`."""
+    """Return True if `residual_gemm` supports the weight [m, k]: it is on a GPU, has 16-bit or fp8 elements, and m and
+    k are multiples of `SIZES`."""
     return weight.is_cuda and weight.itemsize <= 2 and weight.shape[0] % SIZES == 0 and weight.shape[-1] % SIZES == 0
 
 

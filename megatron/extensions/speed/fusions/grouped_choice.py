@@ -38,9 +38,9 @@ LISTS = ("wide", "tall", "small")
 """Tilings of the kernel with one list of tiles (`grouped_triton.TILINGS`)."""
 
 TOLERANCE = 2.0**-12
-"""Allowed error of a kernel's sums: the norm of the error, divided by the norm of the sums. This tolerance is small
-because 16-bit products are exact in fp32, and all kernels sum them in fp32. A missing step or tile would cause an error
-of more than 2^-6."""
+"""Allowed error of a kernel's sums: the norm of the error, divided by the norm of the sums. The tolerance is small,
+because products of 16-bit numbers are exact in fp32 and all kernels sum in fp32. A missing step or tile would cause an
+error of more than 2^-6."""
 
 CHECKED = 64
 """Size of the compared corners: at each corner of an expert's gradient, the sums in this many rows and columns are

@@ -45,7 +45,7 @@ ROW_LISTS = ("square", "shallow", "flat")
 """Names of the tilings for products of rows (`grouped_fp8_triton.ROW_TILINGS`)."""
 
 ANY = "shallow"
-"""Tiling for shapes that were not timed. It fits into the shared memory of every GPU that supports fp8."""
+"""Tiling for shapes that were not timed. Its blocks fit into the shared memory of every GPU that supports fp8."""
 
 Operands = TypeVarTuple("Operands")
 Run = Callable[[], object]
@@ -113,8 +113,8 @@ class ExpertKernel(Generic[*Operands]):
     def compare(
         self, shape: tuple[int, int], runs: dict[str, Run], shapes: RunShapes, world: Axis, clock: Clock | None
     ) -> str | None:
-        """Choose the kernel for one shape of an expert operation. Returns None if one of the kernels is used.
-        Otherwise, returns the reason why torch is used instead.
+        """Choose the fastest kernel for one shape of an expert operation. If torch is faster than all kernels, returns
+        the reason why torch is used. Otherwise, returns None.
 
         Args:
             shape: (outputs, inputs) of the product.
@@ -303,7 +303,8 @@ def rows_of(shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int])
 
 
 def said(kernels: Mapping[str, ExpertKernel[*tuple[object, ...]]]) -> Iterator[str]:
-    """Yield log lines with the timings. `kernels` maps the description of each operation to its kernels."""
+    """Yield log lines with the timings. `kernels` maps a description of each operation, such as "fp8 products of
+    experts", to the operation's kernels."""
     for subject, kernel in kernels.items():
         for (outputs, inputs), choice in kernel.found.items():
             yield f"kernel of {subject} {outputs} x {inputs}: {choice.winner} ({choice.times})"

@@ -94,7 +94,7 @@ class RunShapes:
     expert_matrices: tuple[tuple[int, int], ...] = ()
     """Sizes (outputs, inputs) of each linear layer of an expert."""
     config: RunConfig | None = None
-    """Configuration of the run, for kernels that depend on other settings."""
+    """Configuration of the run, for kernels whose choice depends on settings other than shapes."""
 
     @classmethod
     def of(cls, config: RunConfig, device: torch.device) -> RunShapes:

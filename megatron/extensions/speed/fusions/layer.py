@@ -153,8 +153,8 @@ class FusedTransformerLayer(TransformerLayer):
         return self._add_mlp(x, normed, context)
 
     def _cast_of(self, sublayer: nn.Module) -> InputCast | None:
-        """Return the casts that a sublayer can read in place of its input. Returns None if norms are recomputed,
-        because a recomputed norm does not make casts."""
+        """Return the request for the fp8 casts that a sublayer accepts instead of its input. Returns None if norms are
+        recomputed, because a recomputed norm does not compute casts."""
         return None if self.recompute_norms and self.training else input_cast_of(sublayer)
 
     def _add_attention(self, x: Tensor, normed: Tensor, context: BatchContext) -> ResidualSum:
@@ -170,8 +170,8 @@ class FusedTransformerLayer(TransformerLayer):
         return self._sum(x, self.post_mlp_layernorm(y), self.mlp_dropout, context)
 
     def _adds_within(self, sublayer: nn.Module, post: nn.Module, dropout: HiddenDropout) -> bool:
-        """Return True if the last GEMM of a sublayer adds to the residual stream. There must be no operation between
-        the GEMM and the addition, and the norm before the sublayer must not be recomputed."""
+        """Return True if the last GEMM of a sublayer can also compute the residual addition. There must be no operation
+        between the GEMM and the addition, and the norm before the sublayer must not be recomputed."""
         direct = isinstance(post, nn.Identity) and dropout.p == 0 and self.multiplier == 1
         return direct and not (self.parallel or self.recompute_norms) and takes_addend(sublayer)
 
@@ -183,15 +183,16 @@ class FusedTransformerLayer(TransformerLayer):
     def _of_normed(
         self, norm: nn.Module, x: Tensor, normed: Tensor, sublayer: Callable[..., Tensor], context: BatchContext
     ) -> Tensor:
-        """Return the output of the sublayer for normed = norm(x)."""
+        """Return sublayer(normed), where `normed` is norm(x). If norms are recomputed, the backward pass computes
+        `normed` again."""
         if self.recompute_norms and self.training:
             return with_recomputed((normed,), norm, x, sublayer, context)
         return sublayer(normed, context)
 
 
 def input_cast_of(sublayer: nn.Module) -> InputCast | None:
-    """Return the casts that a sublayer's first layer accepts in place of its input. Returns None if anything other than
-    this first layer reads the input, such as a hook."""
+    """Return the request for the fp8 casts that a sublayer's first layer accepts instead of its input. Returns None if
+    anything other than this first layer reads the input, such as a hook."""
     linear = getattr(sublayer, FIRST.get(type(sublayer), ""), None)
     if type(linear) is not ColumnParallelLinear or not isinstance(linear.gemms, DelayedGemms) or not linear.compiled:
         return None

@@ -56,8 +56,8 @@ def split_heads(
         counts: `head_counts` of a group.
         tables: Cosines and sines of a rotation of queries and keys. If tables are given, queries, keys and values have
             separate memory, because a view would keep all of qkv alive. Otherwise, they are views of qkv if possible.
-        bias: Bias, which is added before the rotation. Without tables, qkv must already include the bias, and this
-            function only sums the bias gradient.
+        bias: Bias, which is added before the rotation. If `tables` is empty, the caller must already have added the
+            bias to qkv. The bias is then used only to return its gradient.
         interleaved: Whether pairs of adjacent channels are rotated.
         compiled: Whether to use compiled regions.
         of_qkv: Requested casts of the qkv gradient, for the linear layer that computed qkv. The backward pass computes
@@ -163,7 +163,7 @@ def joined_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int,
 
 
 def _summed(joined: Tensor) -> Tensor:
-    """Sum the result of `joined_heads` over tokens, in a separate kernel. On a GPU, a single kernel that joins the
-    heads and computes this sum takes 2.4 times as long as two kernels."""
+    """Sum the gradient that `joined_heads` returns over tokens, in a separate kernel. On a GPU, a single kernel for
+    joining and summing takes 2.4 times as long as two kernels."""
     wide = torch.promote_types(joined.dtype, torch.float32)
     return joined.flatten(0, 1).flatten(1).sum(0, dtype=wide).to(joined.dtype)

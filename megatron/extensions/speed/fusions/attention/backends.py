@@ -66,7 +66,8 @@ class Flash3:
             k: Keys.
             v: Values.
             lengths: Lengths of packed sequences; None for dense operands.
-            window: Sliding window of keys.
+            window: (left, right), the numbers of keys before and after its own position to which a query attends; -1
+                means no limit.
             scales: Scales [3, b, groups] of q, k and v in e4m3. If scales are given, the output is bf16. Raises
                 ImportError if the package does not support scales.
         """

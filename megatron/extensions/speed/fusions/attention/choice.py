@@ -1,7 +1,7 @@
 """Choose the attention kernel on GPUs (FlashAttention-2, FlashAttention-3 or cuDNN) by timings at the model's shape.
 
-If attention has dropout, the fused kernel with dropout (triton) is used wherever it runs. The alternative, tiles in
-plain torch, keeps scores in memory and takes many times as long.
+If attention has dropout, the fused kernel with dropout (triton) is used wherever it runs. The plain-torch kernel stores
+the scores in memory and takes many times as long.
 
 The fastest kernel depends on the GPU, the head size and the library version, so a fixed rule would be wrong in some
 cases. The slowest time of all ranks decides, and all ranks use the same kernel.
@@ -205,7 +205,8 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
 
 
 def choose_attention(config: RunConfig, runtime: Runtime) -> str:
-    """Choose the attention kernel of all ranks, for `ModelParallelConfig.attention_backend`. Collective.
+    """Choose one attention kernel for all ranks, and return its name for `ModelParallelConfig.attention_backend`.
+    Collective.
 
     If the requested kernel does not support this attention, another kernel is chosen, and a notice at the start of the
     run reports it. Raises ValueError if the requested kernel supports the attention but does not run on this machine.

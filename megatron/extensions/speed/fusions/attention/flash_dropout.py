@@ -60,7 +60,7 @@ class Band:
 
     @property
     def tile(self) -> Tile:
-        """Return the band as one tile that contains all of its queries and keys."""
+        """Return a single tile that contains all queries and keys of the band."""
         places = int(self.query_places[0]), int(self.key_places[0])
         return Tile(None, self.queries, self.keys, *places, diagonal=self.diagonal)
 
@@ -162,7 +162,7 @@ class FlashDropoutKernel:
 
     def gradients(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Gradients:
         """Return the gradients of the rows that the tiles cover. `rows` holds the output gradients, outputs and
-        log-sum-exps of these rows; the other arguments are those of `attend`."""
+        log-sum-exps of the query rows. The other arguments are the same as for `attend`."""
         band = self._band(tiles, q.device)
         return _backward(_dense(rows.grad), _dense(rows.out), rows.lse, _dense(q), _dense(k), _dense(v), *band)
 
@@ -172,7 +172,8 @@ class FlashDropoutKernel:
 
 
 class _AtOnce:
-    """Adapter of the dropout kernel for `PackedAttention`. One launch computes all queries of a rank."""
+    """Adapter of the dropout kernel for `PackedAttention`. A single launch computes attention for all of a rank's
+    queries."""
 
     def __init__(self, kernel: FlashDropoutKernel) -> None:
         self.kernel = kernel
@@ -240,7 +241,7 @@ _BAND = (
 """Operator schema of the common arguments: the fields of `_BandOnDevice`, and the kernel settings."""
 
 BandParts = tuple[Tensor, Tensor, Tensor, Tensor, float, float, int, int, Tensor]
-"""Types of the arguments that `_BAND` declares."""
+"""Python types of the operator arguments that the schema `_BAND` declares."""
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *band: *BandParts) -> tuple[Tensor, Tensor]:

@@ -43,12 +43,12 @@ FORWARD = {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)}
 stages."""
 
 OF_QUERIES = {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (32, 32, 8, 1)}
-"""Compilation settings of the query gradients for each head width: queries per block, keys per block, warps and
+"""Compilation settings of the query gradient kernel, by head width: queries per block, keys per block, warps and
 pipeline stages."""
 
 OF_KEYS = {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (32, 64, 8, 1)}
-"""Compilation settings of the key and value gradients for each head width: queries per block, keys per block, warps and
-pipeline stages."""
+"""Compilation settings of the key and value gradient kernel, by head width: queries per block, keys per block, warps
+and pipeline stages."""
 
 ROWS = 64
 """Number of rows per program in the kernel that prepares the backward pass."""
@@ -167,8 +167,9 @@ def attention_forward(
 def attention_prepare(
     grad, out, lse, prepared, mask, n, heads, key, head_offset, WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Compute the row values [samples, heads, n] that both kernels of the backward pass read: the base-2 log-sum-exp
-    (infinite for rows without keys), the sum of grad * out, and the hash."""
+    """Compute three values for each query row, each of shape [samples, heads, n], for the two kernels of the backward
+    pass. The values are the base-2 log-sum-exp (infinity for rows without keys), the sum of grad * out over channels,
+    and the dropout hash."""
     sample_index, places, _ = mask
     scale_log2, delta, bits = prepared
     start_n = tl.program_id(0) * BLOCK_N

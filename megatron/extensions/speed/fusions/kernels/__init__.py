@@ -1,11 +1,11 @@
-"""Triton kernels, each with an equivalent function in plain torch, its twin. In Triton's interpreter, a kernel and its
-twin give bit-equal results unless they compute sums in a different order. On a GPU, the last bits may differ, because
-the GPU uses fused multiply-add and a different exponential function.
+"""Triton kernels. Each kernel has a twin, which is an equivalent function in plain torch. In Triton's interpreter, a
+kernel and its twin give bit-equal results unless they compute sums in a different order. On a GPU, the last bits may
+differ, because the GPU uses fused multiply-add and a different exponential function.
 
 A Triton kernel is worthwhile only if torch.compile does not turn a region into one fast kernel (`compiled_regions.py`).
-For a subject S, `S.py` contains the twin, the operator `megatron::...` with a fake implementation, and the function
-that callers use. This function runs the operator on GPUs with Triton, and the twin on other devices. The modules
-`..._triton` contain the kernels. Only the modules `..._triton` import Triton, and they are imported when an operator
-first runs. An absent optional operand of a kernel is None. Triton compiles a variant of the kernel for this case.
-Related operands are passed to kernels as a tuple.
+Each subject, such as norms, has two modules. `norms.py` contains the twin, the operator `megatron::...` with a fake
+implementation, and the function that callers use. This function runs the operator on GPUs with Triton, and the twin on
+other devices. The modules `..._triton` contain the kernels. Only the modules `..._triton` import Triton, and they are
+imported when an operator first runs. An absent optional operand of a kernel is None. Triton compiles a variant of the
+kernel for this case. Related operands are passed to kernels as a tuple.
 """

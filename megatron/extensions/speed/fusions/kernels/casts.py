@@ -115,7 +115,7 @@ def on_triton(x: Tensor, *_: object) -> bool:
 
 
 def casts_of(shapes: RunShapes) -> Iterator[Tensor]:
-    """Yield matrices with the shapes that a run casts."""
+    """Yield random matrices that have the shapes of the matrices that a run casts to fp8."""
     if shapes.fp8 is not None:
         yield shapes.random(shapes.tokens, shapes.hidden)
 
@@ -164,8 +164,8 @@ WIDTHS = 64, 128, 256
 
 @operation
 def swiglu_cast(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
-    """Compute SiLU(gate) * up [n, f] (arXiv:2002.05202), and cast the result as in `cast_transpose_noting_amax`. x [n,
-    2f] is the concatenation of gate and up."""
+    """Compute SiLU(gate) * up [n, f] (arXiv:2002.05202), where x [n, 2f] is the concatenation of gate and up. Cast the
+    result as `cast_transpose_noting_amax` does."""
     return noting(swiglu_cast_twin, compiled, cast, x)
 
 
@@ -205,10 +205,11 @@ def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: object) -
 
 
 def heads_gradient_cast(grads: Sequence[Tensor], tables: Sequence[Tensor], cast: CastOrder) -> CastPair:
-    """Cast the gradient [s * b, groups * (heads of a group + 2) * d] of a projection to groups. Each group has several
-    queries, a key and a value. `grads` are the gradients of queries [s, b, heads, d], keys and values [s, b, groups,
-    d]. `tables` holds the cosines and sines [s, 1 or b, 1, d / 2] of the rotation of queries and keys
-    (arXiv:2104.09864). This function rotates the gradients of queries and keys back before it casts them."""
+    """Join the gradients of the heads into the gradient of the qkv projection [s * b, groups * (heads per group + 2) *
+    d], and cast it. Each group has several queries, a key and a value. `grads` are the gradients of queries [s, b,
+    heads, d], keys and values [s, b, groups, d]. `tables` holds the cosines and sines [s, 1 or b, 1, d / 2] of the
+    rotation of queries and keys (arXiv:2104.09864). This function rotates the gradients of queries and keys back before
+    it casts them."""
     if not runs_triton(grads[0]):
         return _heads_in_torch(grads, tables, cast)
     dq, dk, dv = (grad.contiguous() for grad in grads)

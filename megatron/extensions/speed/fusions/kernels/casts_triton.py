@@ -1,7 +1,7 @@
 """Triton kernels of `casts.py`. Each kernel reads its operands once.
 
-A program casts one tile, and stores both the cast and its transpose. Magnitudes are compared as integers that have the
-same bits. These integers have the same order as the magnitudes, with NaN above infinity. A maximum therefore propagates
+A program casts one tile, and stores both the cast and its transpose. Magnitudes are compared by their bit patterns,
+read as integers. The integers are ordered like the magnitudes, with NaN above infinity. A maximum therefore propagates
 NaN and does not depend on the order of operands.
 """
 
@@ -23,8 +23,8 @@ TILE = 128
 WARPS = 8
 
 SWIGLU_TILE = 128, 64
-"""Number of tokens and features per tile. The backward pass holds three operands and two results of a tile in
-registers."""
+"""Number of tokens and features per tile. The backward kernel holds five tiles in registers: three operands and two
+results."""
 
 
 class Casts(NamedTuple):
@@ -119,7 +119,8 @@ def store_casts(values, by_rows, by_columns, rows, columns, i, j, in_i, in_j, n,
 
 @triton.jit
 def cast_and_store(values, casts, i, j, in_i, in_j, n, k):
-    """Multiply `values` by the multiplier in `casts`, and store the requested casts."""
+    """Scale `values` by `casts.multiplier`, cast them, and store the casts by rows and by columns that `casts`
+    requests."""
     by = tl.load(casts.multiplier)
     store_casts(values, by, by, casts.rows, casts.columns, i, j, in_i, in_j, n, k)
 
@@ -141,8 +142,8 @@ def note_amax(bits, casts):
 
 @triton.jit
 def tile_places(n, k, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
-    """Return the row and column indices of the program's tile of a matrix [n, k], and masks of the indices within the
-    matrix."""
+    """Return the row and column indices of this program's tile in a matrix [n, k], and masks that are True for indices
+    inside the matrix."""
     across = tl.cdiv(k, TILE_K)
     i = ((tl.program_id(0) // across) * TILE_N + tl.arange(0, TILE_N)).to(tl.int64)
     j = ((tl.program_id(0) % across) * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)

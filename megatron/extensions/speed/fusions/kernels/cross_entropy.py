@@ -2,8 +2,8 @@
 
 The gradient of a token's loss depends on a sum over the vocabulary. A program that computes both the sum and the
 gradient reads each row twice, the second time from the L2 cache. Separate forward and backward kernels would each read
-all logits from memory. In the backward pass, only the multiplication of each row by its loss gradient is left, and rows
-with a loss gradient of 1 are skipped."""
+all logits from memory. The backward pass only multiplies each row by its loss gradient, and skips rows whose loss
+gradient is 1."""
 
 from __future__ import annotations
 

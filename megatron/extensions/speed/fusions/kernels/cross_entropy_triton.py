@@ -1,8 +1,9 @@
 """Triton kernels of `cross_entropy.py`. Each program processes its rows one at a time, and reads a row in blocks.
 
 Each multiprocessor runs one program, so that all rows that are being processed fit into the L2 cache. The second read
-of each row is served by this cache. Each thread keeps a separate largest logit and sum, for the same columns of every
-block. Threads therefore exchange no data within a block, but each thread computes one more exponential.
+of each row is served by this cache. Each thread keeps its own largest logit and sum, for the same columns of every
+block. Threads therefore need not exchange data for each block. In return, each thread computes one more exponential per
+block.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -200,8 +200,8 @@ def row_products_kernel(
         n = start + (tile - first) * BLOCK_N + tl.arange(0, BLOCK_N)
         o = (item % across) * BLOCK_O + tl.arange(0, BLOCK_O)
         k = tl.arange(0, BLOCK_K)
-        # Replace indices outside the matrix with indices inside the matrix. The results of replaced indices are not
-        # stored.
+        # Replace indices outside the matrix with indices inside the matrix. Results at the replaced indices are
+        # computed but not stored.
         row, column = tl.minimum(n, stop - 1).to(tl.int64), (o % outputs).to(tl.int64)
         of_w = w + expert.to(tl.int64) * outputs * terms
         x_at, w_at = x + row[:, None] * terms + k[None, :], of_w + column[None, :] * terms + k[:, None]
@@ -269,7 +269,7 @@ def add_grouped_fp8_(
 def multiply_rows(
     x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, ends: Tensor, dtype: torch.dtype, tiling: str
 ) -> Tensor:
-    """Call the kernel for fp8 products of rows (`grouped_fp8_choice`)."""
+    """Launch the kernel that multiplies each fp8 row by its expert's matrix (see `grouped_fp8_choice`)."""
     (rows, terms), (experts, outputs, _) = x.shape, w.shape
     assert all(each.is_contiguous() for each in (x, x_scale, w, w_scale)) and ends.dtype == torch.int32
     assert w.shape[2] == terms and x_scale.shape[0] == rows

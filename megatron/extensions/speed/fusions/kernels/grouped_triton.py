@@ -27,8 +27,8 @@ from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 
 FIRST, WHOLE, TAIL, PARTS, HEAD = (tl.constexpr(place) for place in range(5))
 """Positions in a schedule tensor. The first four positions hold the numbers of experts without rows, whole tiles, split
-tiles, and parts per split tile. The list of experts starts at HEAD, in ascending order of their numbers of rows. After
-this list, the schedule holds the first rows of all experts, and then the ends of their rows."""
+tiles, and parts per split tile. Three lists follow from position HEAD on, sorted by the experts' numbers of rows in
+ascending order: the indices of the experts, the experts' first rows, and the ends of their rows."""
 
 MOST_PARTS = tl.constexpr(4)
 """Number of parts into which a tile is split along tokens."""
@@ -38,7 +38,7 @@ ENOUGH_ROUNDS = tl.constexpr(16)
 number of steps of the longest tile."""
 
 LEAST_STEPS = tl.constexpr(8)
-"""Minimum number of steps in each part of a tile that is split along tokens."""
+"""Minimum number of loop steps per part if a tile is split along the token dimension."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def add_grouped_kernel(
         of_x = tl.load(x + at * inputs + i[None, :], mask=used & (i[None, :] < inputs), other=0.0)
         total = tl.dot(tl.trans(of_dy), of_x, total, input_precision="ieee")
         if row + BLOCK_N >= end:
-            # Read the position of the tile again: Triton does not prefetch loads if the loop carries this value from
+            # Read the tile position again, because Triton does not prefetch loads if the loop carries the position from
             # one step to the next.
             rank, _tile, part, _row, _end = list_item(schedule, item, experts, tiles, BLOCK_N)
             expert = tl.load(schedule + HEAD + rank).to(tl.int64)

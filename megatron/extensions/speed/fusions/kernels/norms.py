@@ -251,8 +251,8 @@ _norm_cast = gpu_operator(
     "-> Tensor[]",
     _fake_norm_cast,
 )
-"""Operator that returns the total (if there is an update), the statistics, the requested casts by rows and by columns,
-and the scale of the casts."""
+"""Operator that returns a list of tensors: x + update (only if there is an update), the statistics of the norm, the
+requested casts by rows and by columns, and the scale of the casts."""
 
 _norm_gradients = gpu_operator(
     "kernels.norms_triton:norm_gradients",
@@ -260,9 +260,9 @@ _norm_gradients = gpu_operator(
     f"{CAST}) -> Tensor[]",
     _fake_gradients,
 )
-"""Operator that returns four results. The first is the gradient of the total. The second is a tensor [., h] that
-contains the parameter gradients and, if `sums` is True, the total's gradient summed over rows. The third contains the
-requested casts by rows and by columns. The fourth is the scale of these casts."""
+"""Operator that returns a list of tensors. The first tensor is the gradient dx of the norm's input. The rows of the
+second tensor [., h] are the parameter gradients and, if `sums` is True, the sum of dx over tokens. The requested casts
+of dx by rows and by columns and their scale follow."""
 
 
 def _rows(shapes: RunShapes) -> tuple[Tensor, Tensor, Norm]:

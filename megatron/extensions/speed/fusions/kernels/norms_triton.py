@@ -149,9 +149,9 @@ def norm_gradient_chunks(
     SUMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute the gradients `dx` [n, h] of x and their casts, for `steps` blocks of rows. The kernel also records the
-    amax of dx. `part_sums` [programs, sums, h] receives the program's partial sums of the weight gradient, of the bias
-    gradient (LayerNorm), and of dx (with SUMS).
+    """Compute the gradient `dx` [n, h] of x and its casts. Each program processes `steps` blocks of rows. The kernel
+    also records the amax of dx. `part_sums` [programs, sums, h] receives the program's partial sums of the weight
+    gradient, of the bias gradient (LayerNorm), and of dx (with SUMS).
 
     The first pass over the chunks of a block sums within rows. The second pass computes gradients, starting from the
     last chunk, because the caches hold the last chunks. Sums over rows are kept in `part_sums` between steps."""
