@@ -1,9 +1,9 @@
 """Moving averages of the weights, updated from the main parameters of this rank's shard after one or several steps.
 
 With rounding to nearest, a bf16 average would lose all changes smaller than half the distance between two adjacent
-numbers. With a decay above 0.998, the average would lose every change. The average is therefore rounded stochastically,
-with a hash of the operands and the iteration as random bits. A resumed run computes the same bits, and an average of
-constant weights converges to the weights.
+numbers. If the decay is above 0.998, rounding to nearest would lose every change. The average is therefore rounded
+stochastically, with a hash of the operands and the iteration as random bits. A resumed run computes the same bits, and
+an average of constant weights converges to the weights.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def factors(meta: ParamMeta, width: float, depth: float, own: Widths | None = No
     """
     widths = own or usual_widths(meta, width)
     std, change, gradient = _of_widths(meta, widths)
-    if in_block(meta):  # initial values are not reduced, because the sublayer's output is multiplied by 1 / depth
+    if in_block(meta):  # depth does not reduce initial values, because it already reduces the sublayer's output
         gradient /= depth
         std *= depth**0.5 if meta.to_residual else 1.0
     return Factors(std, change, gradient, widths)

@@ -18,7 +18,7 @@ RATED = ("adam", "sgd", "muon")
 
 
 def multipliers(model: TransformerConfig) -> dict[str, float]:
-    """Return the names and values of the model fields under --use-mup."""
+    """Return the model fields that --use-mup sets, and their values."""
     own = model.options(MupFlags)
     width, depth = ratios(model)
     return {

@@ -107,7 +107,7 @@ def _ratios(meta: ParamMeta, base: ParamMeta) -> Widths:
 
 
 def read_ratios(entries: Collection[str] | None) -> Mapping[str, Widths]:
-    """Parse the entries of `own_ratios` by name."""
+    """Parse the entries that `own_ratios` returns. Returns a mapping from parameter names to size ratios."""
     split = [entry.partition("=") for entry in entries or ()]
     return {name: Widths(*map(float, ratios.split(","))) for name, _, ratios in split}
 

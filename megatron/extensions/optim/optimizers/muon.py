@@ -134,8 +134,8 @@ def _held(flat: Tensor, part: Part) -> Tensor:
 def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
     """Bring the singular values of each matrix in x [n, rows, columns] close to 1, and keep its singular vectors.
 
-    Each matrix X is first divided by its norm. Each step of the iteration then applies the quintic polynomial aX + (bA
-    + cA^2) X with A = X X^T.
+    Each matrix X is first divided by its norm. Each iteration then replaces X with the quintic polynomial aX + (bA +
+    cA^2) X, where A = X X^T.
     """
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -150,9 +150,9 @@ def newton_schulz(x: Tensor, steps: Sequence[Coefficients]) -> Tensor:
 def scale(rows: int, columns: int, mode: str) -> float:
     """Return the update scale for a matrix [rows, columns] that maps `columns` features to `rows` features.
 
-    "spectral" (arXiv 2502.16982, section 2.2) makes the root mean square of the elements 1 for any shape.
-    "unit_rms_norm" (Scion, arXiv 2502.07529) makes the root mean square of the outputs 1. "shape_scaling" is K.
-    Jordan's rule.
+    "spectral" (arXiv 2502.16982, section 2.2) scales the update so that its elements have a root mean square of 1, for
+    any shape of the matrix. "unit_rms_norm" (Scion, arXiv 2502.07529) scales the update so that its outputs have a root
+    mean square of 1. "shape_scaling" is K. Jordan's rule.
     """
     if mode == "spectral":
         return max(rows, columns) ** 0.5

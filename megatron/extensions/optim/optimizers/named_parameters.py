@@ -63,12 +63,12 @@ class GroupRule:
     settings: Mapping[str, float]
 
     def applied(self, group: ParamGroup, name: str) -> ParamGroup:
-        """Return `group` with the settings of this rule if the rule's pattern matches the parameter `name`. Otherwise,
-        return `group` unchanged."""
+        """Apply this rule's settings to `group` if the rule's pattern matches the parameter `name`. Otherwise, return
+        `group` unchanged."""
         if not re.search(self.pattern, name):
             return group
         group = replace(group, lr_mult=self.settings.get("lr_mult", group.lr_mult))
-        if (decay := self.settings.get("weight_decay")) is not None:  # every notation of zero selects the same group
+        if (decay := self.settings.get("weight_decay")) is not None:  # 0, 0.0 and 0e0 all give the same group
             group = replace(group, wd_mult=float(decay > 0), weight_decay=decay or None)
         elif (factor := self.settings.get("wd_mult")) is not None:
             group = replace(group, wd_mult=factor, weight_decay=None)

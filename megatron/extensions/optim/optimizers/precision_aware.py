@@ -34,7 +34,8 @@ from megatron.core.param_meta import ParamMeta
 from megatron.extensions.optim.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
 
 SMALLEST = -126
-"""Exponent of the smallest scale. Blocks whose numbers need a smaller scale would be zero in fp32, too."""
+"""Exponent of the smallest scale, which is the smallest normal fp32 number. Blocks that would need a smaller scale use
+this scale."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class StateFormat:
     """Largest number of the format. Only formats with scales use this field."""
 
     exported: torch.dtype | None = None
-    """For formats with scales: dtype in which checkpoints store the state. This dtype represents every value of the
-    format exactly."""
+    """For formats with scales: dtype in which checkpoints store the state. The checkpoint dtype represents every value
+    of the format exactly."""
 
     @property
     def scaled(self) -> bool:
@@ -184,8 +185,8 @@ def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
 
 
 def round_scaled(x: Tensor, uniform: Tensor, number: StateFormat, squared: bool) -> Tensor:
-    """Round to numbers of the format, and return them in fp32. The expected value is exact; with `squared`, the
-    expected square is exact.
+    """Round x to values that the format can represent, and return these values in fp32. The expected value is exact;
+    with `squared`, the expected square is exact.
     """
     assert number.largest is not None
     magnitude = x.abs()
@@ -212,8 +213,8 @@ def join_master(params: Tensor, remainders: Tensor) -> Tensor:
 
 
 CHUNK = 2**18
-"""Number of elements per chunk of an update that is not compiled. Temporary tensors of this size fit into a CPU's
-cache."""
+"""Number of elements that an update processes at a time if it is not compiled. Temporary tensors of this size fit into
+a CPU's cache."""
 
 EXP_AVG = 0x3C6EF372
 EXP_AVG_SQ = 0x1B873593

@@ -89,8 +89,8 @@ def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
     """Return factors [groups/tp, rows] of a projection's rows that scale the logits of each head by at most eta
     [heads/tp].
 
-    Queries are multiplied by eta^alpha, and keys by eta^(1 - alpha). All heads of a group use the smallest eta of the
-    group. A key that all heads share is not scaled, so the queries are scaled by the whole factor.
+    Queries are multiplied by eta^alpha, and keys by eta^(1 - alpha). All heads in a query group use the smallest eta
+    among these heads. A key that all heads share is not scaled, so the queries are scaled by the whole factor.
     """
     of_groups = eta.unflatten(0, (-1, rows.heads)).amin(1, keepdim=True)
     powers = {
@@ -109,8 +109,8 @@ def of_elements(of_rows: Tensor, columns: int, start: int, stop: int) -> Tensor:
     Args:
         of_rows: Factor of each row of the parameter, [groups, rows].
         columns: Number of elements in each row.
-        start: First element.
-        stop: End of the elements.
+        start: Index of the first element.
+        stop: Index after the last element.
     """
     low, high = start // columns, -(-stop // columns)
     return of_rows.flatten()[low:high].repeat_interleave(columns)[start - low * columns : stop - low * columns]

@@ -66,9 +66,9 @@ class Soap(Transform):
         return [*moments, *factors, *(of_matrices(f"{side}_basis", meta, size, size) for side, size in sides)]
 
     def flops(self, meta: ParamMeta) -> int:
-        """Return the FLOPs of matrix products per update, for the factors, two changes of basis, and the power
-        iteration. The FLOPs of a power iteration and its two additional changes of basis are divided by the number of
-        updates between power iterations."""
+        """Return the number of FLOPs in matrix products per update. These products compute the factors, two changes of
+        basis, and the power iteration. The FLOPs of a power iteration and its two additional changes of basis are
+        divided by the number of updates between power iterations."""
         every = self.options.soap_precondition_frequency
         area, sizes = prod(matrix_size(meta)), [size for _, size in self.sides(meta)]
         per_update, per_iteration = 3 * area * sum(sizes), sum(size**3 for size in sizes) + 2 * area * sum(sizes)
@@ -149,8 +149,9 @@ def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
 
 def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     """Return the orthonormal basis of `power`, which is a factor times its old basis, and the order of directions in
-    the new basis. Directions that the factor lacks come last and are derived from the old basis. For the missing
-    directions, and for all directions after them, a QR decomposition would compute only rounding errors.
+    the new basis. The columns of `power` may be linearly dependent up to rounding errors. Dependent directions come
+    last and are derived from the old basis. From the first dependent direction on, a QR decomposition would compute
+    only rounding errors.
     """
     values = (old * power).sum(0)
     order = torch.where(values > noise_of(values), values, 0).argsort(descending=True, stable=True)

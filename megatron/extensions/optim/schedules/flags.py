@@ -69,7 +69,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         if optimizer.lr_decay_style == STYLE:
             yield Problem("--lr-decay-style", STYLE, "needs --lr-schedule", f"add it, {EXAMPLE}")
         return
-    text = dict(config.given).get("lr_schedule") or own.lr_schedule  # pieces as given, with lengths in tokens
+    text = dict(config.given).get("lr_schedule") or own.lr_schedule  # as the user wrote it, with lengths in tokens
     if optimizer.lr_decay_style not in REPLACED:
         yield Problem.exclusive(name, text, f"--lr-decay-style {optimizer.lr_decay_style}")
     for field in OTHERS:

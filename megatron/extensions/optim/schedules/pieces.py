@@ -19,8 +19,8 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "sqrt": lambda ratio: math.sqrt(1.0 - ratio),
     "1-sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
 }
-"""Functions for the decay shapes, keyed by shape name. Each function maps the elapsed share of a piece to the remaining
-share of the rate change. 1-sqrt: arXiv 2405.18392."""
+"""Decay functions, keyed by shape name. The argument is the fraction of the piece that has elapsed, and the result is
+the fraction of the rate change that remains. The shape 1-sqrt comes from arXiv 2405.18392."""
 
 SHAPES = ("warm-up", "hold", *DECAYS, "power")
 REST = "rest"
@@ -61,8 +61,8 @@ class Piece:
     shape: str
     length: Length
     to: float | None = None
-    """Learning rate at the end of the piece, as a factor of the peak. None means 1 for a warm-up and --min-lr for a
-    decay."""
+    """Learning rate at the end of the piece, as a factor of the peak. If None, a warm-up ends at the peak, and a decay
+    ends at --min-lr."""
 
     exponent: float | None = None
     """For `power`: exponent of the number of samples consumed since the start of the run."""

@@ -68,10 +68,10 @@ class CudaRecorder:
 class GraphedMicrobatches:
     """Run micro-batches one after another: eagerly in the first `warm_up_steps` steps, then from a recording.
 
-    `run(batch, seed)` computes the forward pass, and the backward pass of seed * loss sum, and returns the loss sum.
-    All micro-batches must have the same shape. Recording computes nothing, so the first replay adds the gradients of
-    the recorded batch. With fp8, the first micro-batch of a step has a separate recording, which also casts the
-    weights. The other micro-batches reuse these casts."""
+    `run(batch, seed)` computes the loss sum in a forward pass, runs the backward pass of `seed` times the loss sum, and
+    returns the loss sum. All micro-batches must have the same shape. Recording computes nothing, so the first replay
+    adds the gradients of the recorded batch. With fp8, the first micro-batch of a step has a separate recording, which
+    also casts the weights. The other micro-batches reuse these casts."""
 
     def __init__(
         self,

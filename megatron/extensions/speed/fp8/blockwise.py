@@ -38,15 +38,15 @@ def amax_of_blocks(blocks: Tensor) -> Tensor:
 
 
 def power_of_two(multiplier: Tensor) -> Tensor:
-    """Round fp32 multipliers down to powers of two by keeping only the sign and exponent bits. Multipliers of blocks
-    with nonfinite values are 0 or NaN; both become NaN."""
+    """Round fp32 multipliers down to powers of two by keeping only the sign and exponent bits. If a block contains
+    nonfinite values, its multiplier is 0 or NaN, and the result is NaN."""
     rounded_down = (multiplier.view(torch.int32) & 0x7F800000).view(torch.float32)
     return torch.where(multiplier > 0, rounded_down, torch.nan)
 
 
 def cast_by_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> Scaled:
-    """Cast x [n, k] by blocks of `rows` x 128. `rows` is 1 for tiles, and 128 for square blocks. The last blocks may be
-    smaller."""
+    """Cast x [n, k] by blocks of `rows` x 128. Pass `rows` = 1 for tiles, or `rows` = 128 for square blocks. The last
+    blocks may be smaller."""
     n, k = x.shape
     blocks = in_blocks(x, rows)
     multiplier = power_of_two(multiplier_of(amax_of_blocks(blocks), torch.finfo(dtype).max))
@@ -65,8 +65,8 @@ def recast_along_columns(values: Tensor, scale: Tensor) -> Scaled:
 
 
 class BlockwiseGemms(Fp8Gemms):
-    """Blockwise recipe: blocks of 128 x 128 for the weight, with the same scales by rows and by columns, and tiles of 1
-    x 128 for all other operands.
+    """Blockwise recipe. A weight has one scale for each block of 128 x 128 elements, so its casts by rows and by
+    columns have the same scales. All other operands have one scale for each tile of 1 x 128 elements.
 
     The GEMM for the weight gradient sums over tokens. The input of this GEMM is recast by columns from the cast by
     rows, because sequence parallelism gathers the cast by rows.

@@ -39,7 +39,7 @@ class Fp8Format(Fp8Context):
             tp: Tensor-parallel axis.
             cuts: Dimensions of the layer that are sharded over `tp`.
             device: Device of the layer.
-            compiled: Whether casts are compiled regions.
+            compiled: Whether to compile the casts.
         """
         return RECIPES[self.config.fp8_recipe](name, self, tp, cuts, device, compiled)
 
@@ -53,8 +53,8 @@ class Fp8Format(Fp8Context):
 
     @staticmethod
     def gather(ddp: DistributedDataParallel) -> WeightGather | None:
-        """Prepare the fp8 gather of weights for --fp8-param-gather; return None if no bucket consists only of fp8
-        weights."""
+        """Prepare the all-gather of weights in fp8 for --fp8-param-gather. Returns None if no bucket consists only of
+        fp8 weights."""
         return build_gather(ddp)
 
     @staticmethod

@@ -64,9 +64,9 @@ def cast_transpose(
 
     Args:
         x: Matrix [n, k].
-        row_amax: Amax that scales the cast by rows, [] or [n, 1]. None: no cast by rows.
-        column_amax: Amax that scales the cast by columns, [] or [1, k]. None: no cast by columns. If both are the same
-            amax [], both casts have the same values.
+        row_amax: Amax [] or [n, 1] from which the scale of the cast by rows is computed. None: no cast by rows.
+        column_amax: Amax [] or [1, k] from which the scale of the cast by columns is computed. None: no cast by
+            columns. If both are the same amax [], both casts have the same values.
         dtype: fp8 format.
         compiled: Whether to use a compiled region.
     """
@@ -86,8 +86,8 @@ def noting(
     cast: CastOrder,
     *others: *Others,
 ) -> Made:
-    """Run a kernel's plain-torch twin as a region, record the amax that the twin returns, and return the twin's other
-    result.
+    """Run a kernel's plain-torch twin in place of the kernel. The twin returns a result and an amax. This function
+    records the amax and returns the result.
 
     Args:
         twin: Function of `others` and `cast` that returns a result and an amax.
@@ -107,8 +107,8 @@ def noting(
 def amax_of_rows_and_columns(
     x: Tensor, wanted: tuple[bool, bool], compiled: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the largest absolute value of each row and of each column. `wanted` selects whether the row values, the
-    column values or both are computed: x [n, k] -> [n, 1] and [1, k], fp32."""
+    """Return the largest absolute value of each row and of each column. `wanted` states whether to compute the row
+    values [n, 1] and whether to compute the column values [1, k]. The values are in fp32."""
     return region(amax_of_rows_and_columns_twin, compiled, static=True)(x, wanted)
 
 
@@ -248,9 +248,10 @@ def scaled_mm(
 ) -> Tensor:
     """Compute an fp8 GEMM: a [n, k], b [m, k], bias [m] -> a bᵀ + bias [n, m], summed in fp32.
 
-    All other functions of this module are independent of the available kernels. Both operands are row-major, so that
-    the transpose of b is column-major, which is the only layout that Hopper supports. CUDA requires that k and m are
-    multiples of 16, and that at most one operand is e5m2. On CPUs, `dequantized_mm` computes the product.
+    This is the only function of the module that depends on which fp8 kernels are available. Both operands are
+    row-major, so that the transpose of b is column-major, which is the only layout that Hopper supports. CUDA requires
+    that k and m are multiples of 16, and that at most one operand is e5m2. On CPUs, `dequantized_mm` computes the
+    product.
 
     Args:
         a: First operand [n, k].

@@ -63,8 +63,8 @@ class Fp8Flags:
 
 
 def alignment(parallel: ModelParallelConfig, ranks: int) -> tuple[int, str]:
-    """Return the number that must divide the fp8 features of a rank if `ranks` ranks share the features, and the flag
-    that requires this divisor.
+    """Return (alignment, flag). If `ranks` ranks share the features of an fp8 layer, the number of features on each
+    rank must be a multiple of the alignment. The flag is the one that requires this.
 
     Kernels require multiples of 16. With blockwise scaling, ranks must hold whole tiles, because a tile has one
     scale."""

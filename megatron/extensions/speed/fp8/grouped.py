@@ -109,14 +109,14 @@ def blocks_of(matrices: Tensor, transpose: bool = False) -> Scaled:
 
 
 class ExpertTiles(NamedTuple):
-    """Transposed e4m3 cast of rows x [n, k], sorted by expert. Each tile of 128 rows of one expert and one column has
-    its own scale. Each expert's rows are padded with zeros to whole tiles. The number of tiles suffices for any
-    distribution of n rows over the experts. The contents of unused tiles are undefined."""
+    """Transposed e4m3 cast of rows x [n, k], sorted by expert. A tile consists of 128 rows of an expert. Each column of
+    a tile has its own scale. Each expert's rows are padded with zeros to whole tiles. The number of tiles suffices for
+    any distribution of n rows over the experts. The contents of unused tiles are undefined."""
 
     values: Tensor
     """[k, 128 tiles]"""
     scale: Tensor
-    """Scale of each tile and column, [tiles, k], in fp32. All scales are powers of two."""
+    """fp32 scales [tiles, k], one for each column of each tile. All scales are powers of two."""
     rows: int
     """Number of rows n, excluding padding."""
 
@@ -193,9 +193,9 @@ class Fp8GroupedGemms:
     multiply one expert after another.
 
     The weight gradient sums over tokens. The operands of the weight gradient are cast by tiles of 128 rows of an
-    expert. The layout determines which tokens share a tile, but this hardly changes the cast values. Multipliers are
-    powers of two, so that the mantissa of a value does not depend on the multiplier. Only values below 2^-13 of the
-    largest value in a tile lose bits. `add_bias_grad_` computes the gradient of a bias in 16 bits.
+    expert. The parallel layout determines which tokens share a tile, but has little effect on the cast values.
+    Multipliers are powers of two, so that the mantissa of a value does not depend on the multiplier. Only values below
+    2^-13 of the largest value in a tile lose bits. `add_bias_grad_` computes the gradient of a bias in 16 bits.
     """
 
     def __init__(

@@ -107,7 +107,8 @@ class Fp8Gemms(nn.Module):
     """See `LinearGemms`."""
 
     gathers_weights = False
-    """True if a weight has the same scales by rows and by columns, so that one cast represents both."""
+    """True if casts of a weight by rows and by columns have the same scales, so that each can be computed from the
+    other."""
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
         super().__init__()
@@ -195,7 +196,8 @@ class Fp8Gemms(nn.Module):
         return multiplier_of(amax, torch.finfo(E4M3).max)
 
     def scale_of_weight(self, amax: Tensor) -> Tensor:
-        """Return the scale of a gathered weight. `cast` returns the same scale for this weight."""
+        """Return the scale of a weight that ranks gather in fp8, computed from the weight's `amax`. `cast` returns the
+        same scale for this weight."""
         return self.weight_multiplier(amax).reciprocal()
 
     def _amax_over_ranks(self, amax: Tensor | None, cut: bool) -> None:
@@ -212,7 +214,8 @@ def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
 
 
 def given_operands(pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-    """Convert the casts that a fused kernel made to the result of `cast_input` or `cast_grad` [*tokens, n]."""
+    """Arrange the casts of a tensor [*tokens, n], which a fused kernel computed, in the same form as the result of
+    `cast_input` or `cast_grad`."""
     return _as_operands(_scaled(pair, Wanted(pair.rows is not None, pair.columns is not None)), tokens)
 
 
@@ -243,7 +246,7 @@ class PerTensorGemms(Fp8Gemms):
         return Scaled(values, x[1])
 
     def forward_rows_(self, out: Tensor, x: Operand, weight: Tensor, bias: Tensor | None) -> None:
-        """See `LinearGemms`. x [n, in] may be given as the bytes that a gather sends."""
+        """See `LinearGemms`. x [n, in] may be the uint8 view of an fp8 tensor, as a gather sends it."""
         rows, by = Scaled(x[0].view(E4M3), x[1]), self._weight(weight, "rows")
         scaled_mm(rows, by, weight.dtype, bias, fast_accumulation=True, out=out)
 
@@ -265,7 +268,8 @@ class PerTensorGemms(Fp8Gemms):
 
 
 class TensorwiseGemms(PerTensorGemms):
-    """Tensorwise recipe: scale each tensor by its amax, which takes a pass over the tensor before the cast."""
+    """Tensorwise recipe: scale each tensor by its amax. Computing the amax requires a separate pass over the tensor
+    before the cast."""
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
         x = x.detach()  # so that each region is compiled only for tensors without gradients
@@ -337,7 +341,8 @@ class DelayedGemms(PerTensorGemms):
         return given_operands(pair, tokens)
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
-        """Return a NaN tensor, allocated once, from which placeholders for tensors without values are expanded."""
+        """Return a NaN scalar, which is allocated once. A placeholder for a tensor that exists only as a cast is an
+        expanded view of this scalar."""
         if self._no_value is None or self._no_value.dtype != dtype:
             self._no_value = torch.full((), torch.nan, dtype=dtype, device=self.multiplier.device)
         return self._no_value
@@ -434,7 +439,7 @@ class DelayedScaling(Meter):
         return [self.history, self.amax, self.multiplier] if self.layers else []
 
     def discard_step(self) -> None:
-        """Discard the amax values of a step that will not reach `end_step`."""
+        """Discard the amax values recorded in a step that was aborted before `end_step`."""
         if self.layers:
             self.amax.zero_()
 

@@ -204,8 +204,8 @@ class _Kinds(NamedTuple):
 
 
 def _kinds(c: RunConfig) -> _Kinds:
-    """Return the parts of layers that use fp8. The result contains no MLPs if the layer pattern cannot be parsed, which
-    another rule reports."""
+    """Return which kinds of sublayers (attention, dense MLPs, experts) use fp8 in at least one layer. If the layer
+    pattern cannot be parsed, which another rule reports, the result contains no MLPs."""
     try:
         every = c.model.layers
     except ValueError:

@@ -1,7 +1,7 @@
 """All-gather of weights over the data-parallel ranks in fp8: one byte per element instead of two.
 
-With the distributed optimizer, each rank updates a part of every weight. The result equals a cast of the whole weight
-in one process, because the amax of each weight, or of each of its blocks, is reduced over the ranks before the cast.
+With the distributed optimizer, each rank updates a part of every weight. Before the cast, the ranks reduce the amax of
+each weight or of each of its blocks. The result therefore equals a cast of the whole weight in one process.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Part:
 
 
 class WeightGather:
-    """All-gather of fp8 casts of `weights` over `axis`. Each rank casts its own parts of these weights. The order of
+    """All-gather of fp8 casts of `weights` over `axis`. Each rank casts only its own parts of the weights. The order of
     the weights is the same on all ranks of the axis."""
 
     def __init__(self, weights: Sequence[tuple[GatheredWeight, Fp8Gemms]], parts: Sequence[Part], axis: Axis) -> None:

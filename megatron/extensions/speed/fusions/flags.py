@@ -23,7 +23,7 @@ OWN_BACKENDS = "flash3", "cudnn", "triton"
 """Choices of --attention-backend in addition to torch's."""
 
 FP8_BACKENDS = {"fp8": "Fp8Backend", "fp8_flash3": "Fp8Flash3Backend", "fp8_triton": "Fp8TritonBackend"}
-"""Choices of --attention-backend whose forward pass is in fp8, and their classes. These kernels change results, so they
+"""Classes of the --attention-backend choices that run the forward pass in fp8. These backends change results, so they
 are used only if requested."""
 
 

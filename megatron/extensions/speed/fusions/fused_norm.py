@@ -123,7 +123,7 @@ class FusedLayerNorm(LayerNorm):
     def forward(
         self, x: Tensor | ResidualSum, residual: bool = False, cast: InputCast | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the norm of x [..., h]; if `residual` is True, return the residual sum and its norm, as `add_and_norm`
+        """Return the norm of x [..., h]. If `residual` is True, return the residual sum and its norm, as `add_and_norm`
         does."""
         stream = x if isinstance(x, ResidualSum) else ResidualSum(x)
         if self.fuses():

@@ -89,7 +89,7 @@ class WeightGradKernel:
 
     def suits(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> bool:
         fits = runs_triton(out) and out.dtype == torch.float32 and out.is_contiguous()
-        # the timed gradient sums were aligned, but gradient sums in a buffer may be unaligned
+        # kernels were timed with aligned gradient sums, but gradient sums in a buffer may be unaligned
         if self._kernel(out, dy) == "cublaslt":
             fits = fits and out.data_ptr() % cublaslt.ALIGNMENT == 0
         return fits and self._kernel(out, dy) != TORCH
@@ -98,7 +98,8 @@ class WeightGradKernel:
         add_product_(self._kernel(out, dy), out, dy, x, overwrite)
 
     def samples(self, shapes: RunShapes) -> tuple[()]:
-        """Return no operands, because layers are compared one by one after the model is built."""
+        """Return no operands. `choose_weight_grads` instead times this kernel for each layer, after the model is
+        built."""
         return ()
 
     def _kernel(self, out: Tensor, dy: Scaled) -> str:
@@ -163,7 +164,7 @@ def choose_weight_grads(
 def weight_grad_runs(
     shape: ProductShape, grad_format: torch.dtype, recipe: str, device: torch.device
 ) -> dict[str, Run]:
-    """Return one function per kernel that runs this kernel on random operands.
+    """Return a mapping from kernel names to functions. Each function runs its kernel on random operands.
 
     Args:
         shape: Shape of the product.
@@ -313,7 +314,8 @@ class ResidualShape:
 def choose_additions(
     modules: Iterable[nn.Module], tokens: int, stage: Axis, device: torch.device, clock: Clock = device_clock
 ) -> Mapping[ResidualShape, Choice]:
-    """Time both ways to compute the residual addition at each shape, and set `adds_residual` of each layer accordingly.
+    """For each layer shape, time the residual addition in the layer's GEMM and in the next norm. Sets `adds_residual`
+    of each layer to the faster variant.
 
     Collective over the ranks of a pipeline stage. The times of the slowest rank decide.
 

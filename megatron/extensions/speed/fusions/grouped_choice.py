@@ -1,11 +1,11 @@
-"""Choose expert kernels at the start of a run by timings at the model's shapes. The number of rows of each expert is
-known only on the device. torch's grouped GEMM computes the forward pass and the input gradients. torch's grouped GEMM
-cannot add weight gradients to fp32 sums, and leaves rows that belong to no expert uninitialized.
+"""Choose expert kernels at the start of a run by timing them at the model's shapes. The number of rows of each expert
+is known only on the device. torch's grouped GEMM computes the forward pass and the input gradients. torch's grouped
+GEMM cannot add weight gradients to fp32 sums, and leaves rows that belong to no expert uninitialized.
 
-There are several kernels for weight gradients. One kernel uses a single list of tiles for all experts, and has several
-tilings (`grouped_triton.py`). The other kernel runs one program for each tile, which suits small numbers of rows. The
-kernel with one program per tile also supports outputs that are not in fp32. If kernels are not timed, as in
-deterministic runs, the first kernel with correct results is used.
+Weight gradients have two kernels. One kernel uses a single list of tiles for all experts, and has several tilings
+(`grouped_triton.py`). The other kernel runs one program for each tile, which suits small numbers of rows. The kernel
+with one program per tile also supports outputs that are not in fp32. If kernels are not timed, as in deterministic
+runs, the first kernel with correct results is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TILES = "tiles"
 """Name of the kernel that runs one program for each tile."""
 
 LISTS = ("wide", "tall", "small")
-"""Tilings of the kernel with one list of tiles (`grouped_triton.TILINGS`)."""
+"""Names of the tilings (`grouped_triton.TILINGS`) of the kernel that uses a single list of tiles for all experts."""
 
 TOLERANCE = 2.0**-12
 """Allowed error of a kernel's sums: the norm of the error, divided by the norm of the sums. The tolerance is small,
@@ -137,7 +137,8 @@ def weight_grad_runs(
 ) -> dict[str, Callable[[], object]]:
     """Return one function per implementation (each kernel, and torch) that runs this implementation on the operands.
 
-    The first run of a kernel raises RuntimeError if its sums are wrong for even or uneven numbers of rows.
+    The first run of a kernel checks its sums, once with equal and once with unequal numbers of rows per expert, and
+    raises RuntimeError if they are wrong.
 
     Args:
         shapes: Shapes of the run.
@@ -191,8 +192,8 @@ def even(shapes: RunShapes) -> list[int]:
 
 
 def uneven(shapes: RunShapes) -> list[int]:
-    """Return uneven numbers of rows: half of all rows for the last expert, one row for the first, no rows for the
-    second, and the remaining rows for the other experts."""
+    """Return the number of rows of each expert in an uneven distribution. The last expert has half of all rows, the
+    first has one row, the second has none, and the others share the remaining rows."""
     rows, experts = shapes.expert_rows, shapes.experts
     if experts < 4:
         return [1, *[0] * (experts - 2), rows // 2][-experts:]

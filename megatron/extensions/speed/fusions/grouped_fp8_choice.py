@@ -254,7 +254,7 @@ def _compare(found: Tensor, right: Tensor, kernel: str) -> None:
 
 
 def _checked(check: Run, run: Run) -> Run:
-    """Return a wrapper of `run` that also calls `check`, but only once, before the first call of `run`."""
+    """Return a function that calls `run`. When it is called for the first time, it calls `check` before `run`."""
     known = False
 
     def checked() -> object:
@@ -303,8 +303,8 @@ def rows_of(shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int])
 
 
 def said(kernels: Mapping[str, ExpertKernel[*tuple[object, ...]]]) -> Iterator[str]:
-    """Yield log lines with the timings. `kernels` maps a description of each operation, such as "fp8 products of
-    experts", to the operation's kernels."""
+    """Yield one log line for each operation and shape, with the chosen kernel and the timings. `kernels` maps a
+    description of each operation, such as "fp8 products of experts", to the operation's kernels."""
     for subject, kernel in kernels.items():
         for (outputs, inputs), choice in kernel.found.items():
             yield f"kernel of {subject} {outputs} x {inputs}: {choice.winner} ({choice.times})"

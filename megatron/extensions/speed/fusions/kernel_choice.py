@@ -354,7 +354,7 @@ def gpu_operator(
         schema: Schema of the operator.
         fake: Function with the same signature that returns uninitialized tensors with the shapes and dtypes of the
             results.
-        package: Package of the module.
+        package: Package that contains the module.
     """
     module, name = place.split(":")
 

@@ -1,7 +1,7 @@
 """Transformer layer that fuses residual additions into adjacent norms or GEMMs, and SwiGLU MLP that computes the
 activation and its input gradient directly in fp8.
 
-The fused MLP requires `--compile`, and scales that are known before the activation is computed (--fp8-recipe delayed).
+The fused MLP requires `--compile` and --fp8-recipe delayed, whose scales are known before the activation is computed.
 Neither the activation nor the gradient of its input is stored in 16 bits. Placeholders carry the casts to the linear
 layers before and after the activation.
 """
@@ -91,7 +91,7 @@ class _CastSwiGLUContext(AutogradContext):
 
 
 class _CastSwiGLU(torch.autograd.Function):
-    """SwiGLU of a layer's output [s, b, 2f]. The result [s, b, f] is cast as the next linear layer requests."""
+    """SwiGLU of a layer's output [s, b, 2f]. The result [s, b, f] is cast to fp8 for the next linear layer."""
 
     @staticmethod
     def forward(ctx: _CastSwiGLUContext, hidden: Tensor, cast: InputCast, of_hidden: OutputGradient) -> Tensor:

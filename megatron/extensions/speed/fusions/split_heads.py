@@ -86,7 +86,7 @@ class HeadSplit(NamedTuple):
 
 class _SplitHeadsContext(AutogradContext):
     settings: tuple[int, bool]
-    """Return (number of groups, whether adjacent channels are rotated)."""
+    """Number of groups, and whether pairs of adjacent channels are rotated."""
     compiled: bool
     bias: Tensor | None
     shape: torch.Size
@@ -163,7 +163,7 @@ def joined_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int,
 
 
 def _summed(joined: Tensor) -> Tensor:
-    """Sum the gradient that `joined_heads` returns over tokens, in a separate kernel. On a GPU, a single kernel for
-    joining and summing takes 2.4 times as long as two kernels."""
+    """Sum the result of `joined_heads`, which is the gradient of qkv, over tokens. The sum runs in a separate kernel.
+    On a GPU, a single kernel for joining and summing takes 2.4 times as long as two kernels."""
     wide = torch.promote_types(joined.dtype, torch.float32)
     return joined.flatten(0, 1).flatten(1).sum(0, dtype=wide).to(joined.dtype)

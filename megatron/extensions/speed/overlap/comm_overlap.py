@@ -8,7 +8,7 @@ Dependent Computation via Decomposition", ASPLOS 2023.)
 
 In the backward pass, the gather before a row-parallel layer's GEMMs runs in parts. The backward pass of a
 column-parallel layer runs without parts: as in `LinearFunction`, the gather overlaps with the GEMM for dX, and the
-reduction overlaps with the GEMM for dW. If the schedule defers dW, however, dX is computed and reduced in parts.
+reduction overlaps with the GEMM for dW. If the schedule defers dW, dX is instead computed and reduced in parts.
 
 Ranks send their parts of the operands in the format that the GEMMs read. For fp8 with one scale per tensor, ranks send
 bytes, which equal the cast of the whole tensor in one process.
@@ -67,7 +67,7 @@ class Products:
         return matrix if self.of_grad else matrix.t()
 
     def like(self, x: Tensor) -> Tensor:
-        """Allocate an uninitialized tensor for the products of the rows of x [..., k]."""
+        """Allocate an uninitialized tensor for the product of x [..., k] and the weight."""
         return x.new_empty(*x.shape[:-1], self.matrix.shape[1], dtype=self.weight.dtype)
 
     def multiply(self, part: Tensor, scales: Operand, out: Tensor) -> None:
@@ -86,9 +86,10 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
-    """Yield a function that returns the context manager for each step of a loop. On GPUs, every other step runs on a
-    second stream, so that the first tiles of a product use the multiprocessors that the last tiles of the previous
-    product leave idle. The caller must keep all tensors that a step creates alive until the loop ends."""
+    """Yield a function that maps the number of a loop step to the context manager in which this step runs. On GPUs,
+    every other step runs on a second stream, so that the first tiles of a product use the multiprocessors that the last
+    tiles of the previous product leave idle. The caller must keep all tensors that a step creates alive until the loop
+    ends."""
     with hardware.at_one_time(count):
         if not x.is_cuda:
             yield lambda _: nullcontext()

@@ -1,4 +1,5 @@
-"""Choose the attention kernel on GPUs (FlashAttention-2, FlashAttention-3 or cuDNN) by timings at the model's shape.
+"""Choose the attention kernel on GPUs (FlashAttention-2, FlashAttention-3 or cuDNN) by timing the kernels at the
+model's shape.
 
 If attention has dropout, the fused kernel with dropout (triton) is used wherever it runs. The plain-torch kernel stores
 the scores in memory and takes many times as long.
@@ -38,8 +39,8 @@ IN_FP8 = {"fp8": ("fp8_flash3", "fp8_triton"), "fp8_flash3": ("fp8_flash3",), "f
 """Candidate kernels for each --attention-backend choice that runs the forward pass in fp8."""
 
 COMPARED_LENGTH = 512
-"""Number of tokens with which fp8 kernels are compared with their plain-torch definition, which keeps scores in
-memory."""
+"""Number of tokens in the comparison of fp8 kernels with their plain-torch equivalent. The number is small, because the
+plain-torch equivalent stores all scores in memory."""
 
 OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 """Backend of torch's `scaled_dot_product_attention` to which each kernel name refers."""
@@ -115,8 +116,8 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
 
 
 def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
-    """Return a function to time. The function allocates its operands when it is first called, so that `compare` holds
-    the operands of only one kernel in memory at a time."""
+    """Return the function that is timed for the kernel `name`. The function allocates its operands when it is first
+    called, so that `compare` holds the operands of only one kernel in memory at a time."""
     run = cache(lambda: attention_run(shape, device, name))
     return lambda: run()()
 

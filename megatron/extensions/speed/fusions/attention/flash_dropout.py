@@ -39,9 +39,9 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """Range of keys to which each query attends, and range of queries that attend to each key. Key positions are
-    relative to `keys.start`, and query positions to `queries.start`. If the ranges are equal for all samples, a single
-    entry represents all samples."""
+    """Attention mask, stored as the range of keys to which each query attends, and as the range of queries that attend
+    to each key. Key positions are relative to `keys.start`, and query positions to `queries.start`. If the ranges are
+    equal for all samples, a single entry represents all samples."""
 
     queries: range
     """Smallest range of rows that contains all queries with at least one key."""

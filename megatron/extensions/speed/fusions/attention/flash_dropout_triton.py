@@ -235,7 +235,7 @@ def attention_dkdv(
     BLOCKS: tl.constexpr,
 ):
     """Compute dk [m, samples, groups, d] and dv [m, samples, groups, dv], summed over the heads of a group in a fixed
-    order. `bounds` holds the query range of each key."""
+    order. `bounds` holds, for each key, the range of queries that attend to the key."""
     samples, n, m, groups, of_group = sizes
     scale_log2, delta, bits = prepared
     start_m = tl.program_id(0) * BLOCKS[1]
@@ -272,7 +272,7 @@ class Settings(NamedTuple):
     places: Tensor
     """Positions of the queries, [n] int32."""
     column_bits: Tensor
-    """Hashes of the key positions, [m] int32."""
+    """Dropout hash of each key position, [m] int32."""
     scale: float
     p: float
     """Dropout probability of attention weights."""

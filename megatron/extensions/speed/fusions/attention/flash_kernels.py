@@ -54,7 +54,7 @@ class Flash2:
 
 def flash_kernel(of: AttentionOperands, on_gpus: Callable[[float], PackedKernel] = Flash2) -> Kernel:
     """Return the FlashAttention kernel that supports the device, dtype and head sizes. On GPUs, `on_gpus(scale)`
-    creates this kernel. The results of all kernels agree up to rounding."""
+    creates the kernel. The results of all kernels agree up to rounding."""
     fits = of.device.type == "cuda" and fits_flash(of.dtype, of.head_dim, of.value_head_dim)
     if fits and torch.cuda.get_device_capability(of.device) >= (8, 0):
         return FlashCUDAKernel(on_gpus(of.scale))
@@ -68,7 +68,7 @@ def fits_flash(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
 
 
 class FlashCPUKernel(TorchKernel):
-    """torch's FlashAttention for CPUs, which is exact in fp64. It does not support dropout."""
+    """torch's FlashAttention for CPUs, which supports fp64. It does not support dropout."""
 
     needs_places, most_queries = False, None
     longest_diagonal = 128

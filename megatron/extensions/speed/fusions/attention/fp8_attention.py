@@ -4,11 +4,11 @@ Queries, keys and values are cast to e4m3. All heads of a group in a sample shar
 
     S = scale * (q8 sq) (k8 sk)ᵀ    P = exp(S - largest of the row)    out = round(256 P) (v8 sv) / (256 rowsum(P))
 
-The softmax is in fp32, and its sums use the unrounded P. The factor of 256 brings P, which is at most 1, into the range
-of e4m3, as in FlashAttention-3 (arXiv 2407.08608). Rounded operands are exact in 16 bits, because their scales are
-powers of two. The backward pass restores the rounded operands, so that its scores and log-sum-exp equal those of the
-forward pass. Only the rounding of P uses a straight-through gradient. The forward pass saves the fp8 casts instead of
-the 16-bit operands, which halves the memory for saved tensors.
+The softmax is in fp32, and its sums use the unrounded P. P is at most 1, so the factor of 256 lets P use most of the
+range of e4m3, as in FlashAttention-3 (arXiv 2407.08608). Rounded operands are exact in 16 bits, because their scales
+are powers of two. The backward pass converts the saved casts back to 16 bits, so that its scores and log-sum-exp equal
+those of the forward pass. Only the rounding of P uses a straight-through gradient. The forward pass saves the fp8 casts
+instead of the 16-bit operands, which halves the memory for saved tensors.
 
 For normally distributed operands, outputs and gradients differ from attention in fp64 by 3 to 6 % of their norm. Each
 rounding to e4m3 contributes 2.6 %. Compared with fp64 attention on the rounded operands, outputs differ by 2 %, and
@@ -197,7 +197,7 @@ class Launches(Protocol):
 
 
 class PlannedKernels:
-    """Attention kernels for a planned run. They record launches under the kernel name `name`, and return tensors that
+    """Attention kernels that only record launches for a plan, under the kernel name `name`. They return tensors that
     have the shapes of the results."""
 
     def __init__(self, name: str, launches: Launches) -> None:
@@ -273,7 +273,7 @@ class Fp8Backend(FlashBackend):
         return Fp8Attention(self.name, self.on_gpus() if on_gpu else Twin(self.scale), compiled=on_gpu)
 
     def on_gpus(self) -> Kernels:
-        """Return the kernels that GPUs use if `choice.py` did not choose any."""
+        """Return the kernels that GPUs use if `choice.py` has not chosen a backend."""
         return Flash3Kernels(self.scale) if find_spec(MODULE) is not None else TritonKernels(self.scale)
 
 

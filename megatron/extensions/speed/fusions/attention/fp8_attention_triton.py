@@ -1,8 +1,8 @@
 """Triton kernel of `fp8_attention.py`: the forward pass of causal attention, as in FlashAttention-2 (arXiv 2307.08691).
 
 Each program computes attention for one block of queries of one head in one sample. Only key blocks on the diagonal need
-a mask. Hopper's tensor cores sum fp8 products in less than fp32 precision, so they compute only the sums within a block
-of keys. Sums over several blocks are in fp32.
+a mask. Hopper's tensor cores sum fp8 products with less than fp32 precision, so the kernel uses tensor cores only for
+sums within a block of keys. Sums over several blocks are in fp32.
 """
 
 # mypy: disable-error-code="no-untyped-def"

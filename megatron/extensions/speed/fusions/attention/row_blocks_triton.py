@@ -1,4 +1,4 @@
-"""Row blocks in Triton attention kernels: loads and stores, the ranges that rows attend to, and dropout.
+"""Functions for row blocks in Triton attention kernels: loads, stores, the ranges to which rows attend, and dropout.
 
 A program that processes a block of queries loops only over the blocks of keys in their range. A program that processes
 a block of keys does the same with blocks of queries. Only the blocks at both ends of the range need a mask, because
@@ -90,7 +90,8 @@ def load_rows(x, start, stride, i, in_i, d, WIDTH: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def store_rows(x, values, row, inside, WIDTH: tl.constexpr):
-    """Store contiguous `values` in the rows of x [., WIDTH] where `inside` is true."""
+    """Store `values` in the given rows of the contiguous tensor x [., WIDTH]. Rows for which `inside` is False are not
+    stored."""
     d = tl.arange(0, values.shape[1])
     at = x + row[:, None] * WIDTH + d[None, :]
     tl.store(at, values.to(x.dtype.element_ty), mask=inside[:, None] & (d < WIDTH)[None, :])

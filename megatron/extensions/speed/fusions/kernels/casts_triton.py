@@ -106,8 +106,8 @@ def rounded(x, multiplier, into):
 @triton.jit
 def store_casts(values, by_rows, by_columns, rows, columns, i, j, in_i, in_j, n, k):
     """Cast the `values` at the rows i and columns j of a matrix [n, k]. Values for which the masks `in_i` or `in_j` are
-    false are not stored. As requested, store `values * by_rows` in `rows` [n, k] and `values * by_columns` in `columns`
-    [k, n]."""
+    false are not stored. Store `values * by_rows` in `rows` [n, k] and `values * by_columns` in `columns` [k, n]. An
+    output that is None is skipped."""
     if rows is not None:
         cast = rounded(values, by_rows, rows)
         tl.store(rows + i[:, None] * k + j[None, :], cast, mask=in_i[:, None] & in_j[None, :])
@@ -239,8 +239,8 @@ def swiglu_tiles(x, grad, casts, n, f, TILE_N: tl.constexpr, TILE_F: tl.constexp
 
 @triton.jit
 def head_tiles(dq, dk, dv, cos, sin, casts, n, groups, q_per_group, HALF: tl.constexpr, TILE_N: tl.constexpr):
-    """Cast the concatenation by groups of dq [n, groups * q_per_group, 2 * HALF], dk and dv [n, groups, 2 * HALF]. A
-    program rotates one head of a tile of tokens. This kernel also records the amax."""
+    """Concatenate dq [n, groups * q_per_group, 2 * HALF], dk and dv [n, groups, 2 * HALF] within each group, and cast
+    the result. A program rotates one head of a tile of tokens. This kernel also records the amax."""
     slots = groups * (q_per_group + 2)
     slot, tile = tl.program_id(0) % slots, tl.program_id(0) // slots
     group, place = slot // (q_per_group + 2), slot % (q_per_group + 2)
@@ -334,7 +334,8 @@ def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: *CastParts) -> list[Tenso
 def heads_gradient_cast(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: *CastParts
 ) -> list[Tensor]:
-    """Return the requested casts of the joined gradients, and the scale. Updates `noted`."""
+    """Launch the kernel that joins and casts head gradients. Returns the requested casts and their scale. Updates
+    `noted`."""
     assert all(x.is_contiguous() for x in (dq, dk, dv, cos, sin) if x is not None)
     s, b, groups, width = dv.shape
     n, slots = s * b, sum(grad.shape[2] for grad in (dq, dk, dv))

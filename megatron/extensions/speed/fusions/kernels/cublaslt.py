@@ -34,7 +34,7 @@ A_SCALE_POINTER = 17
 B_SCALE_POINTER = 18
 FAST_ACCUM = 25
 BIAS_TYPE = 26
-"""Numbers of the attributes of a cuBLASLt matrix product descriptor. There is no entry for the transposition of B,
+"""Identifiers of the attributes of a cuBLASLt matrix product descriptor. There is no entry for the transposition of B,
 which is off by default."""
 
 MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
@@ -160,7 +160,7 @@ def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
     cuBLAS' A is `b` and its B is `a`."""
     description = _description(kind)
     pointers = (*((A_SCALE_POINTER, B_SCALE_POINTER) if kind.scaled else ()), *((BIAS_POINTER,) if kind.bias else ()))
-    # these are placeholders, because each call sets other pointers
+    # placeholders: every call replaces these pointers
     _set_pointers(description, dict.fromkeys(pointers, ALIGNMENT))
     a = _layout(TYPES[kind.b], n, i)
     b = _layout(TYPES[kind.a], n, o)

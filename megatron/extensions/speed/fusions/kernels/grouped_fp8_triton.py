@@ -52,8 +52,8 @@ shared memory of Ada GPUs.
 
 
 class RowTiling(NamedTuple):
-    """Compilation settings of the kernel for products of rows: the rows, outputs and terms that one step covers, and
-    the numbers of warps and pipeline stages."""
+    """Compilation settings of the kernel that multiplies rows by expert matrices: the numbers of rows, outputs and
+    terms per step, and the numbers of warps and pipeline stages."""
 
     rows: int
     outputs: int
@@ -247,7 +247,7 @@ def cast_along_tokens(x: Tensor, ends: Tensor, tile_ends: Tensor) -> tuple[Tenso
 def add_grouped_fp8_(
     out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, tile_ends: Tensor, tiling: str
 ) -> None:
-    """Call the kernel for fp8 weight gradients (`grouped_fp8_choice`)."""
+    """Launch the kernel that adds the fp8 weight gradients of experts to `out` (see `grouped_fp8_choice`)."""
     (experts, outputs, inputs), tokens = out.shape, x.shape[1]
     assert all(each.is_contiguous() for each in (out, dy, x, dy_scale, x_scale)) and tile_ends.dtype == torch.int32
     assert dy.shape == (outputs, tokens) and x.shape == (inputs, tokens) and out.dtype == torch.float32

@@ -76,8 +76,8 @@ def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl
     start = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0)
     steps = tl.where(e < experts, tl.cdiv(stop - start, BLOCK_N), 0)
     last = tl.max(steps)
-    # Sort experts by their number of steps, and then by index. A single number combines both. Padding experts
-    # come last.
+    # Sort experts by their number of steps, and then by index. A single number combines both. Experts that exist only
+    # as padding come last.
     key = tl.where(e < experts, steps, last + 1).to(tl.int64) * EXPERTS + e
     order = (tl.sort(key) % EXPERTS).to(tl.int32)
     used = e < experts
@@ -173,9 +173,9 @@ def add_grouped_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Add out[e] [outputs, inputs] += dy_eᵀ x_e. `parts` [slots, BLOCK_O, BLOCK_I] receives all parts of split tiles
-    except the first. A program processes all steps of all its tiles in one loop, so that it loads operands of the next
-    tile while the previous tile is being added."""
+    """Compute out[e] += dy_eᵀ x_e, [outputs, inputs], for each expert e. `parts` [slots, BLOCK_O, BLOCK_I] receives all
+    parts of split tiles except the first. A program processes all steps of all its tiles in one loop, so that it loads
+    operands of the next tile while the previous tile is being added."""
     item = tl.program_id(0) - programs
     row, end = 0, 0
     corner_o, corner_i = 0, 0
@@ -247,8 +247,8 @@ def add_parts_kernel(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Add, in order, the parts of split tiles that `add_grouped_kernel` wrote separately. A program adds ROWS rows of a
-    tile."""
+    """Add the parts of each split tile to the result in a fixed order. `add_grouped_kernel` wrote these parts to
+    `parts`. A program adds ROWS rows of a tile."""
     place, tail = tl.program_id(0), tl.load(schedule + TAIL)
     if place >= tail:
         return
@@ -267,11 +267,11 @@ def add_parts_kernel(
 
 
 ROWS = 16
-"""Number of rows of a tile that one program of `add_parts_kernel` adds."""
+"""Number of tile rows that each program of `add_parts_kernel` adds."""
 
 
 def add_grouped_in_list_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor, tiling: str) -> None:
-    """Call the kernels for expert weight gradients (`grouped_choice`)."""
+    """Launch the kernels that add the weight gradients of experts to `out` (see `grouped_choice`)."""
     experts, outputs, inputs = out.shape
     assert out.is_contiguous() and dy.is_contiguous() and x.is_contiguous() and ends.dtype == torch.int32
     assert dy.shape == (x.shape[0], outputs) and x.shape[1] == inputs and ends.shape == (experts,)

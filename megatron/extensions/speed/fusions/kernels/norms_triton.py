@@ -33,9 +33,9 @@ GRADIENT_ELEMENTS = 2**13
 computes sums over rows and casts, more elements would not fit into the 128 registers of a thread."""
 
 CACHED_ELEMENTS, CHUNK_ROWS = 2**16, 16
-"""Maximum number of elements in a block, and maximum number of rows in a block. A program reads its block twice, the
-second time from the L2 cache: for two 16-bit operands and 132 programs, the blocks take 35 MB of a cache of 50 MB. A
-column of a cast holds 16 bytes for the rows of a block."""
+"""Maximum number of elements and maximum number of rows in a block. A program reads its block twice, the second time
+from the L2 cache. With two 16-bit operands and 132 programs, the blocks take 35 MB of the 50 MB cache. With 16 rows,
+each column of an fp8 block has 16 contiguous bytes in the cast by columns."""
 
 SUMMED, SUMMED_PARTS = 64, 32
 """For the second kernel: number of columns that a program sums, and number of partial sums that it reads at a time."""
@@ -153,8 +153,9 @@ def norm_gradient_chunks(
     also records the amax of dx. `part_sums` [programs, sums, h] receives the program's partial sums of the weight
     gradient, of the bias gradient (LayerNorm), and of dx (with SUMS).
 
-    The first pass over the chunks of a block sums within rows. The second pass computes gradients, starting from the
-    last chunk, because the caches hold the last chunks. Sums over rows are kept in `part_sums` between steps."""
+    The first pass over the chunks of a block sums within rows. The second pass computes gradients. It starts with the
+    last chunk, because the last chunks are still in the caches. Sums over rows are kept in `part_sums` between
+    steps."""
     CENTERED: tl.constexpr = given.mean is not None
     TILE_N: tl.constexpr = TILE[0]
     TILE_H: tl.constexpr = TILE[1]

@@ -84,8 +84,8 @@ def add_product_kernel(
 
     There is one scale for the matrix [], for each row [outputs], or for each tile of a row [outputs, n / TILE_N].
     Programs that run at the same time share operands: they compute GROUP tiles of outputs and all tiles of inputs.
-    Hopper's tensor cores compute sums of TILE_N terms in less than fp32 precision. The kernel adds these partial sums
-    in fp32.
+    Hopper's tensor cores sum TILE_N terms with less than fp32 precision. The kernel adds the resulting partial sums in
+    fp32.
     """
     down, across = tl.cdiv(outputs, TILE_O), tl.cdiv(inputs, TILE_I)
     group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
