@@ -107,8 +107,7 @@ class Fp8Gemms(nn.Module):
     """See `LinearGemms`."""
 
     gathers_weights = False
-    """True if casts of a weight by rows and by columns have the same scales, so that each can be computed from the
-    other."""
+    """True if a weight's casts by rows and by columns share their scales, so that either yields the other."""
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
         super().__init__()
@@ -196,8 +195,7 @@ class Fp8Gemms(nn.Module):
         return multiplier_of(amax, torch.finfo(E4M3).max)
 
     def scale_of_weight(self, amax: Tensor) -> Tensor:
-        """Return the scale of a weight that ranks gather in fp8, computed from the weight's `amax`. `cast` returns the
-        same scale for this weight."""
+        """Return the scale that `cast` uses for a weight with this `amax`."""
         return self.weight_multiplier(amax).reciprocal()
 
     def _amax_over_ranks(self, amax: Tensor | None, cut: bool) -> None:
@@ -214,8 +212,7 @@ def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
 
 
 def given_operands(pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-    """Arrange the casts of a tensor [*tokens, n], which a fused kernel computed, in the same form as the result of
-    `cast_input` or `cast_grad`."""
+    """Convert casts from a fused kernel to the form that `cast_input` and `cast_grad` return for [*tokens, n]."""
     return _as_operands(_scaled(pair, Wanted(pair.rows is not None, pair.columns is not None)), tokens)
 
 
@@ -268,8 +265,7 @@ class PerTensorGemms(Fp8Gemms):
 
 
 class TensorwiseGemms(PerTensorGemms):
-    """Tensorwise recipe: scale each tensor by its amax. Computing the amax requires a separate pass over the tensor
-    before the cast."""
+    """Tensorwise recipe: scale each tensor by its amax, which requires one more pass over the tensor."""
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
         x = x.detach()  # so that each region is compiled only for tensors without gradients
@@ -318,8 +314,7 @@ class DelayedGemms(PerTensorGemms):
         return _scaled(cast_transpose_noting_amax(x.detach(), self._order(which, wanted), self.compiled), wanted)
 
     def input_order(self, needs_dw: bool) -> CastOrder:
-        """Return the cast request for the kernel that computes this layer's input. The kernel then also computes the
-        casts that `cast_input` would compute."""
+        """Return a request that lets the kernel of the preceding operation also compute the casts of this input."""
         return self._order(INPUT, BOTH if needs_dw and not self.cuts.sequence else ROWS)
 
     def given_input(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
@@ -341,8 +336,7 @@ class DelayedGemms(PerTensorGemms):
         return given_operands(pair, tokens)
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
-        """Return a NaN scalar, which is allocated once. A placeholder for a tensor that exists only as a cast is an
-        expanded view of this scalar."""
+        """Return a NaN scalar. Expanded views of it replace tensors that exist only as fp8 casts."""
         if self._no_value is None or self._no_value.dtype != dtype:
             self._no_value = torch.full((), torch.nan, dtype=dtype, device=self.multiplier.device)
         return self._no_value
