@@ -69,10 +69,23 @@ def _is_running(pid: int) -> bool:
 def process_state(pid: int) -> str:
     """Return the kernel's state of a process, such as `R` or `S`. The state is `T` if a signal has stopped the process,
     and empty if the process is gone."""
+    return process_stat(pid)[0]
+
+
+def process_stat(pid: int) -> tuple[str, str]:
+    """Return the state of a process and its start time in clock ticks since boot. Both are empty if the process does
+    not exist."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return "", ""
+    return fields[0], fields[19]
+
+
+def own_start_time() -> float:
+    """Return the time at which this process started, in seconds since boot. Raises ValueError if the system does not
+    provide the start time."""
+    return int(process_stat(os.getpid())[1]) / os.sysconf("SC_CLK_TCK")
 
 
 def wait_until_gone(thread: threading.Thread, seconds: float) -> bool:

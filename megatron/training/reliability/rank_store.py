@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from megatron.training.config.run_config import RunConfig
-from megatron.training.reliability.child_processes import wait_until_gone
+from megatron.training.reliability.child_processes import process_stat, wait_until_gone
 from megatron.training.reliability.failure_report import Failure
 from megatron.training.reliability.launch import START, Launch
 from megatron.training.reliability.store_port import ForeignPortError, describe_port, leave_failure, left_failure
@@ -206,21 +206,12 @@ class Peer:
         if not boot.exists():
             return cls(socket.gethostname(), os.getpid(), "", "")
         namespace = boot.read_text().strip() + os.readlink("/proc/self/ns/pid")
-        return cls(socket.gethostname(), os.getpid(), namespace, _stat(os.getpid())[1])
+        return cls(socket.gethostname(), os.getpid(), namespace, process_stat(os.getpid())[1])
 
     def state(self) -> str:
         """Return the kernel's state of the process, such as `R` or `S`; `T` if it is stopped, empty if it is gone."""
-        state, started = _stat(self.pid)
+        state, started = process_stat(self.pid)
         return state if started == self.started and state not in ("Z", "X") else ""
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """Return the state and start time of a process; both are empty if the process does not exist."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]
 
 
 def out_of_memory_kills() -> int:

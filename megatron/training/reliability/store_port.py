@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from megatron.training.reliability.child_processes import own_start_time
 from megatron.training.reliability.untrusted import parse_json
 
 CLOCK = time.CLOCK_BOOTTIME
@@ -62,9 +63,8 @@ def left_failure(address: str, port: int) -> str | None:
 def _started() -> float:
     """Return the `CLOCK` time at which this process started. A forked process may start later than `IMPORTED`."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
+        return own_start_time()
+    except ValueError:
         return IMPORTED
 
 

@@ -19,7 +19,7 @@ from megatron.extensions.operate.job_restarts.parents import Parents
 from megatron.extensions.operate.job_restarts.store_process import StoreProcess
 from megatron.training.config.arguments import parse_args
 from megatron.training.config.run_config import RunConfig
-from megatron.training.reliability import rank_store
+from megatron.training.reliability.child_processes import process_state
 from megatron.training.reliability.launch import BEGAN, START, Launch
 from tests.extensions.peer_copies.runs import Planned, Run
 from tests.forked import PORTS, join
@@ -177,7 +177,7 @@ def test_a_stopped_parent_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             time.sleep(HANG)
         wait_for(stopped.exists)
         pid = int(stopped.read_text())
-        wait_for(lambda: rank_store._stat(pid)[0] in ("", "Z"))
+        wait_for(lambda: process_state(pid) in ("", "Z"))
         return 1
 
     assert codes_of(2, attempt) == [-signal.SIGKILL, 1]
@@ -201,9 +201,9 @@ def test_a_stopped_store_continues(resumed: str, monkeypatch: pytest.MonkeyPatch
             (store,) = stores  # the store of the rank's parent, as of before the fork
             time.sleep(restarts.ASK / 2)  # between two reads of the store by the rank's parent
             os.kill(store, signal.SIGSTOP)
-            wait_for(lambda: rank_store._stat(store)[0] == "T")  # the kernel stops the process a moment later
+            wait_for(lambda: process_state(store) == "T")  # the kernel stops the process a moment later
             if resumed == "while the child waits":
-                wait_for(lambda: rank_store._stat(store)[0] != "T")
+                wait_for(lambda: process_state(store) != "T")
             return 1
         if number == 0:
             time.sleep(HANG)  # the parent ends this rank after reading in the store that a restart is needed

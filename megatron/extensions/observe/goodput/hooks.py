@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.hooks import Callback, Evaluation, Log, Meter, RunView, Task
 from megatron.training.metrics.sinks import Record
 from megatron.training.progress import SAVE, Interval
+from megatron.training.reliability.child_processes import own_start_time
 from megatron.training.reliability.run_status import each_event, record_event
 from megatron.training.run import TrainingRun
 
@@ -192,8 +192,6 @@ def process_age() -> float:
         return 0.0
     _counted_pids.add(os.getpid())
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
-    except (OSError, ValueError, IndexError, AttributeError):
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - own_start_time())
+    except (ValueError, AttributeError):
         return 0.0
