@@ -1,9 +1,9 @@
 """Bitwise comparison of replicated parameters and optimizer states between ranks (--check-replicas).
 
 Parameters and optimizer state are replicated along the mesh axes that do not shard them. Each rank hashes its replicas
-on the device. The replicas along an axis are equal if the smallest and the largest hash are equal. This takes two small
-collectives per axis, regardless of the model size. If hashes differ, the ranks exchange the values, to report which
-elements differ on which ranks.
+on the device. The replicas of a tensor along an axis are considered equal if the minimum of their hashes equals the
+maximum. This takes two small collectives per axis, regardless of the model size. If hashes differ, the ranks exchange
+the values, to report which elements differ on which ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from megatron.extensions.observe.diagnosis.flags import DiagnosisConfig
 from megatron.training.hooks import Callback, Log, Task
 from megatron.training.run import TrainingRun
 
-# Hash multipliers are multiples of 2^64 / golden ratio (rounded to an odd number), with the lowest bit set to 1.
+# 2^64 / golden ratio, rounded to an odd number and stored as a signed int64. Each hash multiplier is a multiple of this
+# constant with the lowest bit set to 1.
 _GOLDEN = -7046029254386353131
 _CHUNK = 1 << 22
 
@@ -76,8 +77,8 @@ def check_replicas(modules: Collection[nn.Module], optimizer: DistributedOptimiz
 def replicas_of(
     modules: Collection[nn.Module], optimizer: DistributedOptimizer, state: ParallelState
 ) -> Iterator[Replica]:
-    """Yield this rank's replicated parameters, followed by its replicated optimizer states. The order is the same on
-    all ranks of a group."""
+    """Yield this rank's replicated parameters, followed by its replicated optimizer states. Ranks that hold copies of
+    the same tensors yield them in the same order."""
     params: list[Any] = [param for module in modules for param in module.parameters()]
     parts = list(optimizer.ddp.sharded_params())
     sharded = {part.meta.name for part in parts}
@@ -118,15 +119,16 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _different(hashes: Tensor, axis: Axis) -> int | None:
-    """Return the index of the first hash that differs between ranks of the axis; None if all hashes agree."""
+    """Return the index of the first hash that differs between ranks of the axis; None if the hashes are equal on all of
+    its ranks."""
     low, high = (all_reduce_(hashes.clone(), axis, op) for op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX))
     places = (low != high).nonzero()
     return int(places[0]) if len(places) else None
 
 
 def _describe(replica: Replica, name: str, state: ParallelState) -> str:
-    """Describe the differences along an axis. This is a collective over the axis, because all its ranks find the same
-    difference."""
+    """Return a message that names the elements of a replica that differ between the ranks of an axis. This is a
+    collective over the axis: all its ranks compare the same hashes, so all of them call this function."""
     axis = state.axis(name)
     values = replica.values.contiguous().view(-1)
     copies = [torch.empty_like(values) for _ in axis.ranks]

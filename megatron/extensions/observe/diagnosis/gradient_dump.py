@@ -2,8 +2,8 @@
 
 The folder contains a checkpoint of the weights before the step, the samples in the format of a saved step, and
 
-    gradients-RANK.safetensors   gradients of the mean loss on this rank, fp32 or fp64; each is a box of a parameter,
-                                 `NAME@OFFSET` with comma-separated offsets, and the metadata has the global shapes
+    gradients-RANK.safetensors   gradients of the mean loss on this rank, in fp32 or fp64; each tensor is a shard with
+                                 the key `NAME@OFFSET` (comma-separated offsets); the metadata has the global shapes
     loss.json                    the mean loss over the tokens that count, in nats
 """
 
@@ -30,7 +30,8 @@ from megatron.training.run import TrainingRun
 GRADIENTS = "gradients-*.safetensors"
 LOSS = "loss.json"
 SHAPES = "shapes"
-"""Metadata key of a gradient file. The value is the global shape of each parameter, as JSON."""
+"""Metadata key of a gradient file. The value is a JSON object that maps the name of each parameter to its global
+shape."""
 
 
 class GradientDump(Callback, Meter):
@@ -73,7 +74,8 @@ class GradientDump(Callback, Meter):
         gather_objects(file.name, run.runtime.state.world)  # wait for all ranks, so that the dump is complete on return
 
     def _boxes(self, factor: Tensor) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-        """Return the gradient parts whose first replica is on this rank, and the global shapes of the parameters."""
+        """Return the gradient shards of which this rank holds the first replica, keyed by `NAME@OFFSET`, and the global
+        shapes of the parameters by name."""
         boxes: dict[str, Tensor] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         state = self.run.runtime.state
@@ -104,7 +106,8 @@ def read_box(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def assembled(shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], Tensor]]) -> Tensor:
-    """Assemble a whole gradient in fp64 from its boxes. Raises ValueError if the boxes do not cover the gradient."""
+    """Assemble the whole gradient of a parameter in fp64 from its shards. Each entry of `boxes` contains the offset and
+    the values of a shard. Raises ValueError if the shards do not cover the gradient."""
     whole = torch.full(tuple(shape), torch.nan, dtype=torch.float64)
     covered = 0
     for offset, values in boxes:

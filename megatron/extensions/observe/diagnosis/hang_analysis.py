@@ -1,9 +1,9 @@
 """Analysis of hangs: compare the last collectives of all ranks in torch's flight recorder to find the ranks at fault.
 
 A rank that has entered a collective waits for the ranks of its group that have not entered it. A receiver waits for the
-sender. If two ranks wait for each other, they took different branches, and the branch that fewer ranks took is wrong.
-In a longer cycle, the rank that skipped a collective of all other ranks is at fault. Without a cycle, a rank is at
-fault if other ranks wait for it and it waits for no rank.
+sender. If two ranks wait for each other, their code took different branches. The branch that fewer ranks took is
+assumed to be wrong. If more than two ranks wait in a cycle, the rank at fault is the one that skipped a collective that
+all other ranks entered. Without a cycle, a rank is at fault if other ranks wait for it and it waits for no rank.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class FlightEntry(TypedDict):
 
 
 class FlightTrace(TypedDict, total=False):
-    """Records of one backend's flight recorder."""
+    """Flight recorder dump of one torch.distributed backend."""
 
     entries: list[FlightEntry]
 
@@ -95,8 +95,9 @@ def traces() -> list[FlightTrace]:
 
 
 def last_entered(recorded: list[FlightTrace], groups: Mapping[str, Group], last_pending: bool = False) -> list[Entered]:
-    """Return the last collective of each group in `groups`. If `last_pending` is True, the most recent collective
-    failed and therefore counts as pending.
+    """Return, for each group in `groups`, the collective that this rank entered last. If several collectives of a group
+    are pending, return the first of them. If `last_pending` is True, the most recent collective counts as pending,
+    because it failed.
     """
     found: dict[str, Entered] = {}
     for trace in recorded:
@@ -106,7 +107,7 @@ def last_entered(recorded: list[FlightTrace], groups: Mapping[str, Group], last_
             over = entry["state"] == "completed" or entry["retired"]
             pending = not over or (last_pending and place == 0)
             if name in found and found[name].pending and pending:
-                continue  # keep the first of the pending collectives
+                continue  # of several pending collectives, keep the first
             found[name] = Entered(*groups[name], entry["collective_seq_id"], _describe(entry), pending)
     return list(found.values())
 
@@ -134,8 +135,8 @@ class Waiting:
 
     @classmethod
     def of(cls, standing: Standing) -> Waiting:
-        """Parse the evidence of a rank. If the evidence is malformed, assume that the rank does not wait for another
-        rank."""
+        """Parse what a rank reported: its last collective in each group, and the rank whose message it waits for. If
+        the report is malformed, assume that the rank does not wait for another rank."""
         if not isinstance(standing.evidence, list | tuple):
             return cls(standing.place)
         try:
@@ -149,7 +150,7 @@ class Waiting:
         return next((each for each in self.entered if each.pending), None)
 
     def in_group(self, of: Entered) -> Entered | None:
-        """Return this rank's last collective in the group of `of`; None if there is none."""
+        """Return the last collective that this rank entered in the process group of `of`; None if it entered none."""
         return next((each for each in self.entered if (each.axis, each.ranks) == (of.axis, of.ranks)), None)
 
 
@@ -161,10 +162,10 @@ class CollectivesAnalysis(HangAnalysis):
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(KEPT))  # `init_process_group` reads this variable
 
     def evidence(self) -> object:
-        """Return a list of two items: the last collective of each group, and the rank from which this rank waits for a
-        message."""
+        """Return a list of two items: this rank's last collective in each process group, and the rank whose message
+        this rank waits for (or None)."""
         status, error = self.status, self.status.error
-        # the most recent collective has failed, unless the error occurred in a message between pipeline stages
+        # an error means that the most recent collective failed, unless it occurred in a message between pipeline stages
         last_pending = error is not None and not place_in(error).startswith("p2p.py:")
         groups = groups_of(status.state) if status.state is not None else {}
         entered = last_entered(traces(), groups, last_pending) if groups else []
@@ -178,7 +179,7 @@ class CollectivesAnalysis(HangAnalysis):
         return blame({rank: Waiting.of(standing) for rank, standing in standings.items()})
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write the flight recorder's collectives of this rank to a file."""
+        """Write this rank's flight recorder dump to a file in `folder`."""
         if recorded := [trace for trace in traces() if trace.get("entries")]:
             (folder / f"collectives-{rank:05d}.json").write_text(json.dumps(recorded))
 
@@ -191,7 +192,7 @@ class LastCollectives(Callback):
 
 
 def blame(standings: Mapping[int, Waiting]) -> Blame | None:
-    """Return a message that names the ranks at fault; None if the evidence does not show them."""
+    """Return the ranks at fault and a message that explains why; None if the evidence does not identify them."""
     waits = {rank: _waits_for(rank, standings) for rank in standings}
     if found := _other_branch(standings):
         return found
@@ -207,8 +208,9 @@ def blame(standings: Mapping[int, Waiting]) -> Blame | None:
 
 
 def _left_out(standings: Mapping[int, Waiting]) -> Blame | None:
-    """Blame a single rank that waits elsewhere although all other ranks have entered the same collective, each over its
-    group along one axis."""
+    """Blame a rank that skipped a collective and waits in a different one. All other ranks must have entered the
+    skipped collective, each in its own group along one axis. Return None unless exactly one rank meets these
+    conditions."""
     found: dict[int, str] = {}
     for rank, me in standings.items():
         others = [standing for other, standing in standings.items() if other != rank]
@@ -264,8 +266,9 @@ def _other_branch(standings: Mapping[int, Waiting]) -> Blame | None:
 
 
 def _clash(a: int, b: int, standings: Mapping[int, Waiting]) -> dict[int, Entered] | None:
-    """Return two different collectives that block two ranks: the ranks wait for each other, or they entered these
-    collectives under the same number in one group."""
+    """Return two different collectives in which two ranks block each other, keyed by rank; None if there are none.
+    Either each rank waits in a collective that the other rank has not entered, or the ranks entered different
+    operations as the collective with the same number in one group."""
     mine = [each for each in standings[a].entered if each.pending and b in each.ranks]
     theirs = [each for each in standings[b].entered if each.pending and a in each.ranks]
     for x in standings[a].entered:
@@ -285,8 +288,8 @@ def _kind(entered: Entered) -> str:
 
 
 def _followed(entered: Entered, standings: Mapping[int, Waiting]) -> tuple[int, float]:
-    """Return how many ranks, in all groups along the axis, have reached a collective, and the fraction of ranks in the
-    collective's group that have reached it."""
+    """Return two measures of how many ranks have reached a collective: their number over all groups along the axis, and
+    their fraction within the collective's own group."""
 
     def has(other: Entered) -> bool:
         return other.number > entered.number or (other.number == entered.number and _kind(other) == _kind(entered))

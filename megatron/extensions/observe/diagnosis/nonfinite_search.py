@@ -1,11 +1,11 @@
 """Search for the origin of a NaN or infinity, by running the step again with hooks on every module.
 
-The forward passes run first. For each of its pipeline stages and micro-batches, every rank records the first module
-whose output contains a NaN or infinity. If there is no such module, the backward passes run with hooks on the gradients
-of every module's inputs. Weight gradients are checked after each action. The result is the first record of all ranks.
-Records are ordered by pass, then by position in the model, then by sample, so the result does not depend on the
-parallel layout. Random numbers are functions of the seed and a position, so the second run computes the same values as
-the first.
+The search runs the forward passes first. For each of its pipeline stages and micro-batches, every rank records the
+first module whose output contains a NaN or infinity. If the outputs of all modules are finite, the search runs the
+backward passes with hooks that check the gradients of every module's inputs. In addition, weight gradients are checked
+after each backward action of the pipeline. The result is the first finding of all ranks. Findings are ordered by pass,
+then by position in the model, then by sample, so the result does not depend on the parallel layout. Random numbers are
+functions of the seed and a position, so the second run computes the same values as the first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BACKWARD = "backward"
 WEIGHT_GRADIENT = "weight gradient"
 PASSES = (FORWARD, BACKWARD, WEIGHT_GRADIENT)
 LOSS = "loss"
-"""Name of the cross entropy in reports. The cross entropy is not a module."""
+"""Name that reports use for the root module of the last pipeline stage, whose output is the cross entropy."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,15 @@ class Finding:
     """First module or parameter with a non-finite value."""
 
     where: str
-    """Pass with the non-finite value, one of `PASSES`."""
+    """Pass in which the non-finite value occurred; one of `PASSES`."""
 
     module: str
-    """Name of the module in the whole model. For a weight gradient, this is the name of the parameter."""
+    """Name of the module in the whole model. If the non-finite value is in a weight gradient, this field contains the
+    name of the parameter."""
 
     samples: tuple[int, ...]
-    """Indices of the samples with non-finite values. If the tensor has no sample dim, the tuple contains all samples of
-    the micro-batch."""
+    """Indices of the samples with non-finite values. If the tensor has no batch dimension, the tuple contains the
+    indices of all samples in the micro-batch."""
 
     microbatch: int
     rank: int
@@ -65,19 +66,20 @@ class Finding:
     """Largest absolute value in the inputs of the module."""
 
     place: int = 0
-    """Position of the module within its pipeline stage, in the order of this pass."""
+    """Position of the module in the order in which the pass runs the modules of a pipeline stage."""
 
     weights: tuple[str, ...] = ()
     """Names of the parameters that had non-finite values before the step."""
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Sort key of a finding. The finding that occurs earliest in a step has the smallest key."""
+        """Sort key of a finding. A finding that occurs earlier in the step has a smaller key."""
         stage = self.stage if self.where == FORWARD else -self.stage
         return PASSES.index(self.where), stage, self.place, min(self.samples, default=0), self.rank
 
     def same_as(self, other: Finding | None) -> bool:
-        """Return True if another finding, for example under another layout, has the same pass and module."""
+        """Return True if another finding has the same pass and the same module. The two findings may come from
+        different parallel layouts."""
         return other is not None and (self.where, self.module) == (other.where, other.module)
 
     def describe(self) -> str:
@@ -103,11 +105,11 @@ class Finding:
 
 
 def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale: float) -> Finding | None:
-    """Run a step again and find the first non-finite value; return None if all values are finite this time. This is a
+    """Run a step again and return the first non-finite value, or None if all values are finite this time. This is a
     collective that returns the same result on every rank. The search discards the gradients in the gradient buffers.
 
     Args:
-        passes: Forward and backward passes of the run.
+        passes: Object that runs the forward and backward passes of the run.
         step: Step to run again.
         batches: Micro-batches of the step on this rank.
         loss_scale: Loss scale that the step used.
@@ -119,7 +121,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
     bad += [p.meta.name for p in passes.ddp.params if has_storage(p) and not _finite(p)]  # type: ignore[attr-defined]
     weights = tuple(sorted({name for names in gather_objects(bad, world) for name in names}))
     seed = passes.loss_seed(loss_scale)
-    passes.ddp.begin_step(0)  # with 0, gradients are not reduced
+    passes.ddp.begin_step(0)  # with 0 micro-batches, gradients are not reduced
     scaled, _ = passes.with_scale(step, batches, seed)
     first = None
     for where in (FORWARD, BACKWARD):
@@ -139,7 +141,7 @@ def search(passes: ForwardBackward, step: Step, batches: list[Batch], loss_scale
 
 
 class _Notes:
-    """First finding for each pipeline stage and micro-batch on this rank."""
+    """Findings of this rank, at most one for each pipeline stage and micro-batch."""
 
     def __init__(self, rank: int, executor: PipelineExecutor[GPTModel, Batch], batches: list[Batch]) -> None:
         self.rank = rank
@@ -149,8 +151,8 @@ class _Notes:
         self._calls: dict[tuple[int, int], int] = {}
 
     def look(self, where: str, module: str, results: object, sources: object) -> None:
-        """Check whether `results`, which a module computed from `sources` in the current pipeline action, are
-        finite."""
+        """Record a finding if `results` contains a non-finite value. `module` computed `results` from `sources` in the
+        current pipeline action."""
         action = self.executor.current
         assert action is not None
         key = action.stage, action.microbatch
@@ -167,7 +169,8 @@ class _Notes:
         self.found.append(Finding(where, module, samples, *at, fine, largest, place))
 
     def _samples(self, tensor: Tensor, action: Action) -> tuple[int, ...]:
-        """Return the samples with a non-finite value. Activations have the shape [s, b, ...]."""
+        """Return the indices of the samples for which `tensor` [s, b, ...] contains a non-finite value. If the tensor
+        has a different shape, return the indices of all samples in the micro-batch."""
         numbers = self.samples_of(action)
         if tensor.ndim < 3 or tensor.shape[1] != len(numbers):
             return numbers
@@ -217,7 +220,7 @@ def _look_backward(pipeline: Pipeline, params: Sequence[nn.Parameter], notes: _N
 
 
 def _modules(pipeline: Pipeline) -> Iterator[tuple[str, nn.Module]]:
-    """Yield pairs (name in the whole model, module) for all modules in this rank's pipeline stages."""
+    """Yield a pair (name in the whole model, module) for each module in this rank's pipeline stages."""
     for stage, model in pipeline.stages.items():
         for name, module in model.named_modules():
             yield _global_name(model, name, stage), module
@@ -235,7 +238,8 @@ def _global_name(model: GPTModel, name: str, stage: int) -> str:
 
 
 def _largest(tensor: Tensor) -> float:
-    """Return the largest absolute value. The result is NaN or infinite if the tensor contains such a value."""
+    """Return the largest absolute value in a tensor; 0 for integer and empty tensors. NaN and infinity propagate to the
+    result."""
     return tensor.detach().abs().max().item() if tensor.is_floating_point() and tensor.numel() else 0.0
 
 

@@ -44,7 +44,7 @@ class Profiler(Callback):
         self._turn(run)
 
     def on_end(self, run: RunView) -> None:
-        """End the profile if the run stops before --profile-step-end."""
+        """If the run stops before --profile-step-end, end the profile and write the recorded memory allocations."""
         self._stop(run)
         self._write_memory()
 
@@ -64,7 +64,7 @@ class Profiler(Callback):
             self._ranges.__enter__()
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        # An interleaved pass runs in a separate thread.
+        # Interleaved passes run in a separate thread, so the profile must cover all threads.
         threads = profiler_options(all_threads=runs_passes_in_turns(self.config))
         self._profile = profile(
             activities=activities,
@@ -89,8 +89,8 @@ class Profiler(Callback):
             ranges.__exit__(None, None, None)
 
     def _write_memory(self) -> None:
-        """Write the allocations that have been recorded. This record is written only once: at the end of the profile or
-        run, or when memory runs out."""
+        """Write the recorded memory allocations to a file. They are written only once: at the end of the profile, at
+        the end of the run, or when memory runs out."""
         recording, self._recording = self._recording, False
         if recording:
             path = f"{self.options.memory_snapshot_path}.rank{self.rank}"

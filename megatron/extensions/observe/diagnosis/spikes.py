@@ -28,11 +28,12 @@ class StepJudge:
         ]
         self.factors = torch.tensor(factors, dtype=torch.float64, device=device)
         self.state = torch.tensor(means or (0.0, 0.0, 0.0), dtype=torch.float64, device=device)
-        """Mean loss, mean gradient norm, and the number of steps in these means."""
+        """Running mean of the loss, running mean of the gradient norm, and the number of steps that contributed to
+        them."""
 
     def __call__(self, norm: Tensor, overflow: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two values, each 1 or 0: whether to skip the step, and whether the step is a spike. A skipped step is
-        not included in the means."""
+        """Return two flags (1 or 0): whether to skip the step, and whether the step is a spike. A skipped step is not
+        included in the means."""
         values = torch.stack([sums[0] / sums[1].clamp(min=1.0), norm])
         means, count = self.state[:2], self.state[2]
         above = (values > self.factors * means).any() & (count >= WARM_UP)

@@ -1,4 +1,5 @@
-"""Search for the origin of a non-finite step, and storage of the step that ends a run for a replay.
+"""Search for the origin of a non-finite loss or gradient. A step that ends the run is saved, so that it can be
+replayed.
 
     SAVE/nan/iter_0000012/finding.json              the step, and the first non-finite value
     SAVE/nan/iter_0000012/run_config.yaml           the configuration
@@ -54,7 +55,8 @@ NEWER_WEIGHTS = (
     "run again, with the weights after the update that overlapped with the step, everything is finite: the older "
     "weights or the hardware are the cause"
 )
-"""Advice for pipeline schedules without a flush, which do not keep the weights that a step used."""
+"""Result of a search that finds no non-finite value under a pipeline schedule without a flush. Such a schedule does not
+keep the weights that a step used, so the search uses newer weights."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +117,12 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
         except CheckpointError as error:
             print(visible(f"{socket.gethostname()}: the step was not saved: {error}"), file=sys.stderr, flush=True)
     if finding is not None and finding.rank != run.runtime.launch.rank:
-        time.sleep(1.0)  # let the rank with the first non-finite value report
+        time.sleep(1.0)  # let the rank that computed the first non-finite value report first
     return StepFinding(text, ADVICE)
 
 
 def not_saved(config: RunConfig) -> str:
-    """Return a line that says that the step was not saved because --save is a URL. The line is empty if --save is a
+    """Return a message that the step was not saved because --save is a URL. Return an empty string if --save is a
     folder or is not set."""
     save = config.checkpoint.save
     if save is None or config.checkpoint.save_folder is not None:
@@ -132,13 +134,14 @@ def not_saved(config: RunConfig) -> str:
 def save_step(
     folder: Path, saved: SavedStep, batches: Sequence[MicroBatch], checkpoint: RunCheckpoint, before: Progress
 ) -> None:
-    """Write a step that was not applied to a folder. Collective.
+    """Save a step, together with the state of the run before the step, to a folder. The weights must not have been
+    updated with this step. Collective.
 
     Args:
         folder: Folder to create.
         saved: Contents of `finding.json`.
         batches: The step's samples on this data-parallel rank.
-        checkpoint: Writer of the run's checkpoints.
+        checkpoint: Checkpoint writer of the run.
         before: Progress of the run before the step.
 
     Raises:
@@ -160,7 +163,8 @@ def _begin(folder: Path, config: RunConfig, step: SavedStep) -> None:
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     given = tuple((field, value) for field, value in config.given if field != "vocab_size")
-    save_config(replace(config, given=given), folder / CONFIG)  # a replay has no tokenizer that could count tokens
+    # The vocabulary size is saved as a value, because a replay has no tokenizer from which to derive it.
+    save_config(replace(config, given=given), folder / CONFIG)
     (folder / FINDING).write_text(json.dumps(asdict(step), indent=1))
 
 
@@ -194,14 +198,15 @@ class SavedSamples:
         if not self.samples:
             raise ValueError(f"{folder} holds no samples: {SAMPLES}")
         self.order = np.stack(dealt, axis=1).ravel()
-        """Sample indices in the order of the run's micro-batches. For each micro-batch, the samples of all replicas are
-        consecutive."""
+        """Sample indices in the order of the run's micro-batches: first the samples of every replica's first
+        micro-batch, then those of every replica's second micro-batch, and so on."""
 
         self.fingerprint = str(folder)
 
     def deal(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
-        """Return the sample indices of the micro-batches, [micro-batches, replicas, micro_batch_size]. The number of
-        replicas may differ from the run's. Samples keep their order even if the micro-batch size differs.
+        """Return the sample indices of all micro-batches as an array [micro-batches, replicas, micro_batch_size]. The
+        number of replicas may differ from the number in the saved run. A different micro-batch size does not change the
+        order of the samples.
         """
         dealt: NDArray[np.int64] = self.order.reshape(-1, replicas, micro_batch_size)
         return dealt

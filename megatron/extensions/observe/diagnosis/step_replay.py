@@ -39,7 +39,8 @@ def replay(
     Args:
         folder: Folder of the saved step.
         flags: Flags that select the parallel layout of the replay.
-        world_size: Number of ranks on this machine's CPU; the default is one process.
+        world_size: Number of ranks to run on this machine's CPU. Default: the smallest number that the layout in
+            `flags` allows, which is 1 if `flags` contains no layout.
         prepare: Function that is called with the run before the step runs.
 
     Raises:
@@ -58,8 +59,9 @@ def replay(
 
 
 def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
-    """Return the unresolved configuration for replaying a step: the run's configuration with `flags` added. The
-    parallel layout of the run is dropped, except for the precision. Raises ValueError for invalid flags.
+    """Return the configuration for replaying a step, before defaults are filled in. It consists of the run's
+    configuration and `flags`. The run's parallel layout is dropped, but its precision settings are kept. Raises
+    ValueError if a flag is invalid.
     """
     config = parse_args(["--config", str(folder / CONFIG)])
     precision = [each.name for each in fields(PrecisionConfig)]
@@ -81,8 +83,8 @@ def config_of(folder: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def without_data_flags(config: RunConfig) -> RunConfig:
-    """Drop the flags of extensions that create, change or distribute samples, because a replay uses the saved
-    samples."""
+    """Reset the flags of extensions that create, change or distribute samples, because a replay uses the saved samples
+    instead."""
     for options in config.extension_options:
         if isinstance(options, DividesDocuments | DealsSamples | WrapsDatasets):
             config = config.with_options(type(options)())
@@ -90,8 +92,8 @@ def without_data_flags(config: RunConfig) -> RunConfig:
 
 
 def without_callbacks(config: RunConfig) -> RunConfig:
-    """Remove the flags of extensions that request a callback, because a replay lacks the inputs of callbacks. Flags
-    that affect the model are kept, even if a callback logs values of the model."""
+    """Reset the flags of extensions that enable a callback, because a replay lacks the inputs that callbacks need.
+    Flags that belong to the model are kept, even if they also enable a callback."""
     asked = [facts.when for facts in map(CALLBACKS.facts, CALLBACKS) if facts.when(config)]
     of_model = {section.cls for section in EXTENSION_SECTIONS.values() if section.part_of == "model"}
     for options in (options for options in config.extension_options if type(options) not in of_model):

@@ -1,14 +1,14 @@
 """Detection of slow ranks in each phase of a step.
 
-Ranks that wait for each other take the same total time. Therefore, only the time of each rank's own work is compared.
-On CPUs, the measured time is the duration of a phase without its waits for messages and collectives. On CUDA, the
-measured time is the time between device events. Waits for pipeline messages and data parallelism lie outside these
-events. Collectives within a layer (TP, CP, EP) lie between these events, so a slow rank increases the measured times of
-its whole group.
+A fast rank waits for slow ranks, so all ranks take about the same total time. Therefore, only the time of each rank's
+own work is compared. On CPUs, the measured time is the duration of a phase without its waits for messages and
+collectives. On CUDA, the measured time is the time between two device events, which are recorded at the start and the
+end of a phase. Waits for pipeline messages and for data-parallel collectives are not included. Collectives within a
+layer (TP, CP, EP) are included, so a slow rank also increases the measured times of the other ranks in its group.
 
-Only the end of the gradient reduction is timed including its waits. At the end of the gradient reduction, the slow rank
-is the rank that waits the shortest time. No measurement synchronizes with the device, because events are read only
-after they have completed.
+The end of the gradient reduction is the only phase whose measured time includes waits. In this phase, the slow rank is
+the one that waits the shortest time. No measurement synchronizes with the device, because events are read only after
+they have completed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class Waits:
     @classmethod
     @functools.cache
     def install(cls) -> None:
-        """Start to measure every wait of the calling thread for a collective or message. A second call has no
-        effect."""
+        """Start measuring every wait of the calling thread for a collective or message. A second call has no effect."""
         wait, thread = dist.Work.wait, threading.get_ident()
 
         @functools.wraps(wait)
@@ -72,8 +71,8 @@ class Stragglers(Callback, Meter):
         return (self,)
 
     def take(self) -> Tensor:
-        """Return a flat table [ranks * parts]. This rank's row contains its seconds, and the other rows are zeros, so
-        that a sum over ranks contains all rows."""
+        """Return this rank's seconds in each part of a step, as a flattened table [ranks * parts]. The rows of other
+        ranks are zeros, so the sum of all ranks' tables contains the rows of all ranks."""
         table = torch.zeros(self.world.size, len(STEP_PARTS), dtype=torch.float64, device=self.device)
         table[self.world.rank] = torch.tensor(self.clock.take(), dtype=torch.float64)
         return table.flatten()
@@ -115,7 +114,7 @@ class PhaseClock:
             self.seconds[phase] += time.perf_counter() - start_time - waiting
 
     def take(self) -> list[float]:
-        """Return the seconds spent in each part of `STEP_PARTS` since the last call of this method. Waits for the
+        """Return the seconds that each part in `STEP_PARTS` took since the last call of this method. Waits for the
         device."""
         self._read(wait=True)
         taken = [self.seconds[phase] for phase in STEP_PARTS]
@@ -141,8 +140,8 @@ def slowest(seconds: Sequence[float], count: int) -> list[tuple[int, float, floa
 
 
 def straggler_record(table: Sequence[Sequence[float]], steps: int, config: DiagnosisConfig) -> dict[str, object]:
-    """Return the log record of a table [rank][phase]. The table contains the total seconds of `steps` steps. The record
-    contains the seconds per step."""
+    """Return a log record of the slowest ranks in each phase. `table` [rank][phase] contains the total seconds of
+    `steps` steps. The record contains seconds per step."""
     record: dict[str, object] = {}
     for number, phase in enumerate(STEP_PARTS) if steps else ():
         found = slowest([row[number] / steps for row in table], config.straggler_minmax_count)

@@ -44,11 +44,11 @@ def greedy_request(
         tokenizer: Tokenizer of the model.
         context: Text to continue. An empty text starts a document.
         options: generation_kwargs of lm-evaluation-harness.
-        longest: Number of tokens that the model can read.
+        longest: Context length of the model in tokens.
         most_tokens: Default of max_gen_toks.
 
     Raises:
-        ValueError: The model's context length leaves no room for the context.
+        ValueError: `max_gen_toks` leaves no room for a prompt within the context length of the model.
     """
     limits = (
         options.get("max_gen_toks"),
@@ -78,8 +78,8 @@ def continue_requests(
     """Return the most likely continuation of each prompt.
 
     A continuation ends at a stop string, at an end-of-document token, or at the maximum number of tokens. All texts are
-    continued together. To generate one token per text, the model runs a forward pass over the whole texts. This works
-    under any parallel layout. `next_tokens` returns the next token of each token sequence.
+    continued together. For each new token, the model runs a forward pass over the whole texts, which works under any
+    parallel layout. `next_tokens` accepts a list of token sequences, and returns the next token of each.
     """
     new: list[list[int]] = [[] for _ in requests]
     growing = [number for number, request in enumerate(requests) if request.max_new_tokens]
@@ -99,18 +99,19 @@ def continue_requests(
 
 
 def next_tokens(scorer: Scorer, texts: Iterable[Sequence[int]]) -> list[int]:
-    """Return the most likely token after the longest readable suffix of each text. Collective."""
+    """Return the most likely next token of each text. Texts that exceed the context length are truncated on the left.
+    Collective."""
     rows = [Row((*text[-scorer.longest :], 0), 0) for text in texts]
     return [score.next_token for score in scorer(rows)]
 
 
 ROWS = 64
-"""Number of texts that are continued at the same time."""
+"""Maximum number of texts that are continued at the same time."""
 
 
 @dataclass(frozen=True)
 class CachedGeneration:
-    """Continuation of prompts with a key/value cache. Context parallelism is not supported."""
+    """Callable that continues prompts with a key/value cache. Context parallelism is not supported."""
 
     stages: Mapping[int, GPTModel]
     state: ParallelState
@@ -120,9 +121,10 @@ class CachedGeneration:
     """Maximum number of prompt tokens in one forward pass."""
 
     together: bool = False
-    """True if model replicas must run the same passes, because experts or parameters are sharded over them.
+    """True if all model replicas must run the same passes, which is the case if experts or parameters are sharded over
+    the replicas.
 
-    If False, the prompts are divided among the replicas.
+    If False, each replica continues a different part of the prompts.
     """
 
     def __call__(self, requests: Sequence[Request]) -> list[str]:

@@ -59,7 +59,7 @@ def scored_rows(request: Instance, tokenizer: Tokenizer, longest: int) -> tuple[
 
 def generation(request: Instance, tokenizer: Tokenizer, longest: int, most_tokens: int) -> tuple[Request, int]:
     """Convert a request of the harness to a greedy continuation request. Return the converted request, and the number
-    of tokens that were truncated on the left of its context.
+    of tokens that were truncated at the beginning of its context.
 
     Args:
         request: Request of the harness.
@@ -68,8 +68,8 @@ def generation(request: Instance, tokenizer: Tokenizer, longest: int, most_token
         most_tokens: Default of max_gen_toks.
 
     Raises:
-        ValueError: The request requires sampling, or the model's context length leaves no room for the request's
-        context.
+        ValueError: The request asks for sampling, or `max_gen_toks` leaves no room for a prompt within the context
+        length of the model.
     """
     context, options = request.args
     if asks_for_sampling(options):
@@ -78,8 +78,8 @@ def generation(request: Instance, tokenizer: Tokenizer, longest: int, most_token
 
 
 class ParallelLM(LM):
-    """Harness model that is distributed over ranks. Every rank receives all requests, and the ranks score them
-    together."""
+    """Implementation of the harness's `LM` class for a model that is distributed over ranks. Every rank receives all
+    requests, and the ranks score them together."""
 
     def __init__(
         self, tokenizer: Tokenizer, scorer: Scorer, generate: ContinueRequests, max_gen_toks: int = MOST_TOKENS
@@ -106,7 +106,8 @@ class ParallelLM(LM):
         return self._cached(requests, self.generate(asked))
 
     def _scores(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Return the scores of requests. The model processes equal rows only once."""
+        """Return, for each request, the summed log-likelihood, and whether all scored tokens are the most likely ones.
+        The model processes identical rows only once."""
         texts = [scored_rows(request, self.tokenizer, self.scorer.longest)[0] for request in requests]
         different = list(dict.fromkeys(row for rows in texts for row in rows))
         found: dict[Row, Score] = dict(zip(different, self.scorer(different) if different else (), strict=True))
@@ -114,7 +115,7 @@ class ParallelLM(LM):
         return [(sum(each.log_likelihood for each in rows), all(each.is_greedy for each in rows)) for rows in scores]
 
     def _cached(self, requests: Sequence[Instance], results: list[T]) -> list[T]:
-        """Pass the results of requests to the harness, which may cache the results."""
+        """Pass each result to the harness's cache hook, and return the results."""
         for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial(request.request_type, request.args, result)
         return results
@@ -128,13 +129,13 @@ BOOTSTRAPS = 1000
 
 
 class Results(TypedDict):
-    """Harness results that this module reads."""
+    """Part of the harness's results that this module reads."""
 
     results: Mapping[str, Mapping[str, float | str]]
     """Maps a task to its metric values. The key of a metric includes the name of its filter."""
 
     groups: NotRequired[Mapping[str, Mapping[str, float | str]]]
-    """Maps a group of tasks to its metric values, in the form of `results`."""
+    """Maps a task group to its metric values, in the same format as `results`."""
 
     samples: Mapping[str, Sequence[Mapping[str, object]]]
     """Maps a task to the results of its documents."""
@@ -169,9 +170,10 @@ class Suite:
             num_fewshot: Number of few-shot examples; None keeps the number in each task file.
 
         Raises:
-            ValueError: A task is invalid. The message lists all problems, one per line.
+            ValueError: A task cannot be loaded, or one of its requests cannot be built. The message lists all problems,
+            one per line.
         """
-        os.environ.setdefault("DISABLE_MULTIPROC", "1")  # bootstrapping would fork the training process
+        os.environ.setdefault("DISABLE_MULTIPROC", "1")  # parallel bootstrapping would fork the training process
         disable_progress_bars()
         suite = cls({}, {}, limit, ())
         problems = list[str]()
@@ -185,7 +187,7 @@ class Suite:
                     keys = _keys(each) if is_file(name) else {}
                     if not Path(name).is_dir() or (not each.name.startswith("_") and keys.keys() & {"group", "task"}):
                         suite._add(manager.load([keys.get("group", str(each))]))
-                except Exception as error:  # an error in the harness, the data, or the functions of a task
+                except Exception as error:  # the harness, the data, or the functions of a task may raise any exception
                     problems.append(f"--eval-tasks {each}: {type(error).__name__}: {error}")
         for task in suite.tasks.values():
             if num_fewshot is not None and task.get_config("num_fewshot") != 0:
@@ -203,7 +205,7 @@ class Suite:
         return cls(suite.tasks, suite.groups, limit, tuple(notes))
 
     def _add(self, loaded: TaskDict) -> None:
-        """Add tasks and task groups. A group may contain tasks that were added before."""
+        """Add tasks and task groups. A task may be added twice if it belongs to a group."""
         groups = loaded.get("groups", {})
         for name in () if groups else loaded["tasks"].keys() & self.tasks.keys():
             if not any(name in group.child_names for group in self.groups.values()):
@@ -212,8 +214,8 @@ class Suite:
         self.groups.update(groups)
 
     def _cut(self, task: Task, tokenizer: Tokenizer, longest: int) -> int:
-        """Build the requests of a task, and return how many of them are truncated. If requests are invalid, raise the
-        error of the first one."""
+        """Build the requests of a task, and return how many of them are truncated. If a request is invalid, its error
+        is raised."""
         task.set_fewshot_seed(SEED)
         with _quietly():
             task.build_all_requests(limit=self.limit, rank=0, world_size=1)
@@ -247,7 +249,8 @@ def _quietly() -> Iterator[None]:
 
 
 def _keys(path: Path) -> dict[str, object]:
-    """Return the keys of a task file. Included files are not read, and the file's functions are not called."""
+    """Return the top-level keys of a task file and their values. The file is only parsed: files that it includes are
+    not read, and functions that it names are not called."""
     node = compose_yaml(path.read_text(encoding="utf-8"), any_tag=True)
     return {key.value: value.value for key, value in node.value} if node is not None and node.id == "mapping" else {}
 

@@ -86,8 +86,8 @@ def evaluate_tasks(run: TrainingRun, suite: Suite, log: Log) -> None:
 
 def model_of(run: TrainingRun) -> ParallelLM:
     """Wrap the model of a run, under the run's layout, for the harness. The model continues texts with a key/value
-    cache. Context parallelism does not support this cache, so the model then runs one pass over the whole text for each
-    token.
+    cache. The cache does not support context parallelism. Under context parallelism, the model instead runs one pass
+    over the whole text for each token.
     """
     config = run.config
     runtime = run.runtime

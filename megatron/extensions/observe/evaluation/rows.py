@@ -19,7 +19,7 @@ SHORTEST = 16
 """Minimum row length of a batch."""
 
 ROUND = 16
-"""Number of micro-batches per pipeline stage in one round, which is one run of the pipeline."""
+"""Number of micro-batches that each model replica runs in one round. A round is one run of the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Score:
-    """Result of the model for a row."""
+    """Scores that the model assigns to one row."""
 
     log_likelihood: float
     """Log-likelihood of the scored tokens, in nats."""
@@ -53,7 +53,8 @@ class Score:
 
 
 def prefix_token(tokenizer: Tokenizer) -> int:
-    """Return the token that precedes a text without context. Raises ValueError if the tokenizer has no such token."""
+    """Return the token to put before a text without context: the first of BOS, EOS and EOD that the tokenizer has.
+    Raises ValueError if the tokenizer has none of them."""
     for token in (tokenizer.bos, tokenizer.eos, tokenizer.eod):
         if token is not None:
             return token
@@ -62,8 +63,9 @@ def prefix_token(tokenizer: Tokenizer) -> int:
 
 
 def continuation_row(tokenizer: Tokenizer, context: str, continuation: str, longest: int) -> tuple[Row, int]:
-    """Return the token row that scores a continuation, and the number of truncated tokens. Spaces at the end of the
-    context are moved to the start of the continuation, because tokenizers usually join a space and the following word.
+    """Return the token row that scores a continuation, and the number of context tokens that were truncated. Spaces at
+    the end of the context are moved to the start of the continuation, because tokenizers usually join a space and the
+    following word.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -72,7 +74,7 @@ def continuation_row(tokenizer: Tokenizer, context: str, continuation: str, long
         longest: Maximum row length.
 
     Raises:
-        ValueError: The continuation is empty or longer than `longest` tokens.
+        ValueError: The continuation adds no token to the context, or is longer than `longest` tokens.
     """
     if context:
         spaces = len(context) - len(context.rstrip())
@@ -94,10 +96,10 @@ def continuation_row(tokenizer: Tokenizer, context: str, continuation: str, long
 
 
 def rolling_rows(tokenizer: Tokenizer, text: str, longest: int) -> Iterator[Row]:
-    """Return rows that score each token of a text once.
+    """Split a text into rows, such that each token of the text is scored exactly once.
 
-    The first row starts with the prefix token. Each other row starts with the last token of the previous row. The last
-    row is extended to the left to the maximum length, so that its scored tokens have more context.
+    The first row starts with the prefix token. Each later row starts with the last token of the previous row. The last
+    row is extended to the left until it has `longest` tokens, so that its scored tokens have more context.
     """
     tokens: Sequence[int] = [prefix_token(tokenizer), *tokenize_beginning(tokenizer, text)]
     for start in range(0, len(tokens) - 1, longest):
@@ -107,7 +109,7 @@ def rolling_rows(tokenizer: Tokenizer, text: str, longest: int) -> Iterator[Row]
 
 @dataclass(frozen=True)
 class Round:
-    """Micro-batches of the same shape that each model replica runs in one run of the pipeline."""
+    """One run of the pipeline: the micro-batches of each model replica, all of the same shape."""
 
     length: int
     """Number of tokens per row. Shorter rows are padded on the right."""
@@ -116,15 +118,15 @@ class Round:
     """Rows per micro-batch."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """Row numbers, indexed as [replica][micro-batch]. Micro-batches in the last round may have fewer than `size` rows
-    or no rows."""
+    """Row numbers of each micro-batch, indexed as [replica][micro-batch]. In the last round, a micro-batch may contain
+    fewer than `size` rows, or no rows."""
 
 
 def batch_lengths(longest: int, divisor: int) -> tuple[int, ...]:
-    """Return the permitted batch lengths, ascending: `longest`, and its half, quarter and so on, as long as the result
-    is a multiple of `divisor`.
+    """Return the permitted batch lengths in ascending order: `longest`, half of it, a quarter of it, and so on. All
+    lengths are multiples of `divisor` and at least `SHORTEST`.
 
-    A small number of lengths limits the shapes that kernels are compiled for.
+    With few permitted lengths, kernels are compiled for few shapes.
     """
     found = [longest]
     while found[-1] % (2 * divisor) == 0 and found[-1] // 2 >= SHORTEST:
@@ -141,7 +143,7 @@ def plan_rounds(
         lengths: Length of each row.
         allowed: Permitted batch lengths.
         budget: Maximum number of tokens per batch. A batch with a single row may exceed this maximum.
-        replicas: Number of model replicas. Batches are distributed to them in turn.
+        replicas: Number of model replicas. Batches are distributed round-robin over the replicas.
         per_round: Number of micro-batches per replica in one round.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])

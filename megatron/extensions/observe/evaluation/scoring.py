@@ -27,7 +27,7 @@ class Stopped(Exception):
 
 
 def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int, ...]:
-    """Return the permitted row lengths of batches under a parallel layout. The largest row length is at most
+    """Return the permitted row lengths of batches under a parallel layout. The largest permitted length is
     `longest`."""
     cp, tp = parallel.context_parallel_size, parallel.tensor_model_parallel_size
     divisor = sequence_divisor(cp, tp, parallel.sequence_parallel)
@@ -39,8 +39,9 @@ def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int
 class Scorer:
     """Scorer that runs rows through a model in batches.
 
-    `forward` accepts this rank's parts of micro-batches of the same shape. On the ranks of the last pipeline stage,
-    `forward` returns the `token_scores` of each micro-batch. On other ranks, `forward` returns an empty list.
+    `forward` accepts a list of micro-batches of the same shape, each reduced to the sequence part of this
+    context-parallel rank. On ranks of the last pipeline stage, `forward` returns the `token_scores` of each
+    micro-batch. On ranks of other stages, `forward` returns an empty list.
     """
 
     forward: Callable[[list[Batch]], list[Tensor]]
@@ -80,7 +81,7 @@ class Scorer:
 
     def _run(self, each: Round, rows: Sequence[Row], table: Tensor) -> None:
         """Add the scores of one round to `table` [rows, 3]. The columns are the summed log-likelihood, the number of
-        scored tokens that are not the most likely tokens, and the most likely token after the row.
+        scored tokens that greedy decoding would not produce, and the most likely token after the row.
 
         If several ranks hold the same tokens, only one of them adds its scores.
         """
@@ -99,7 +100,7 @@ class Scorer:
 
 
 def _places(batch: Batch) -> Tensor:
-    """Return the positions [s], within the whole row, of this rank's tokens."""
+    """Return a tensor [s] with the position of each of this rank's tokens in the whole row."""
     if batch.places is not None:
         return batch.places
     return torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
@@ -118,8 +119,8 @@ def _batch(rows: Sequence[Row], shape: Round) -> Batch:
 def scores_by(
     executor: PipelineExecutor[GPTModel, Batch], parallel: ModelParallelConfig, state: ParallelState
 ) -> Callable[[list[Batch]], list[Tensor]]:
-    """Return the function `Scorer.forward` that runs micro-batches with a pipeline executor. Micro-batches may have any
-    shape that the layout supports."""
+    """Create a function for `Scorer.forward` that runs micro-batches through a pipeline executor. Micro-batches may
+    have any shape that the parallel layout supports."""
     shards = state.tp.size if parallel.sequence_parallel else 1
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
 
@@ -134,9 +135,9 @@ def scores_by(
 
 @torch.no_grad()
 def token_scores(model: GPTModel, hidden: Tensor | None, batch: Batch) -> Tensor:
-    """Return the log-likelihoods of labels, and the most likely tokens, as one fp64 tensor [2, b, s]. This function
-    runs on the last pipeline stage. The result is equal on all tensor-parallel ranks. Logits are not gathered over
-    tensor-parallel ranks.
+    """Return the log-likelihood of each label and the most likely token at each position, stacked into one fp64 tensor
+    [2, b, s]. This function runs on the last pipeline stage. The result is equal on all tensor-parallel ranks. Logits
+    are not gathered over tensor-parallel ranks.
     """
     size = model.config.vocab_size
     assert size is not None

@@ -1,13 +1,14 @@
-"""Breakdown of a run's wall time over all its starts. This module does not import torch.
+"""Breakdown of a run's wall time, summed over all starts of the run. This module does not import torch.
 
 Goodput is useful step time over wall time:
 
     wall    = useful + startup + evaluation + save + repeated + rolled_back + skipped + idle + other
     goodput = useful / wall
 
-Each start writes `goodput` events to `run_events.jsonl`. An event contains the seconds of every part since the first
-start. The next start continues from the last `goodput` event. A start also reads the event of the iteration from which
-it resumes. The time of steps after this event is counted as `repeated`, because the start runs these steps again.
+Each start writes `goodput` events to `run_events.jsonl`. An event contains the seconds that every part has taken since
+the first start of the run. The next start adds to the seconds in the last `goodput` event. It also reads the event of
+the iteration from which it resumes. Steps after this iteration run again, so their earlier time is counted as
+`repeated`.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ PARTS = {
     "idle": "idle between starts",
     "other": "other",
 }
-"""Maps the parts of the wall time to their names in the log."""
+"""Maps each part of the wall time to its name in the log."""
 
 ADDED = ("rolled_back",)
 """Parts of the wall time that were added later, so events of older runs lack them. A missing part counts as 0."""
 
 EVENT = "goodput"
-"""Name of the event in `run_events.jsonl`. The fields of the event are the iteration, "began" (time of the first start
-in seconds since 1970), and "seconds" by part."""
+"""Name of the event in `run_events.jsonl`. The fields of the event are "iteration", "began" (time of the first start of
+the run, in seconds since 1970), and "seconds" (by part)."""
 
 Seconds = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """Wall time of the earlier starts of a run."""
+    """Wall time of a run before its current start."""
 
     began: float
-    """Time of the first start, in seconds since 1970."""
+    """Time of the first start of the run, in seconds since 1970."""
 
     seconds: Seconds
-    """Seconds by part, up to the beginning of the current start."""
+    """Seconds of each part of the wall time before the current start."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class _Event:
 
     @property
     def of_steps(self) -> float:
-        """Time in seconds of the steps that led to the weights at the event's iteration, including skipped steps."""
+        """Seconds spent on the steps up to the event's iteration, including skipped steps. Repeated and rolled-back
+        steps are not included."""
         return self.seconds["useful"] + self.seconds["skipped"]
 
 
@@ -82,8 +84,8 @@ def values(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def line(record: Mapping[str, object]) -> str:
-    """Return the goodput line for the log, from a record that contains the result of `values`. Parts below 0.05 % are
-    omitted."""
+    """Format the goodput line of the log. `record` must contain the entries that `values` returns. Parts below 0.05 %
+    are omitted."""
     found = {part: float(str(record[f"goodput_{part}_seconds"])) for part in PARTS}
     wall = sum(found.values())
     shares = {part: 100 * spent / wall if wall > 0 else 0.0 for part, spent in found.items()}
@@ -92,9 +94,10 @@ def line(record: Mapping[str, object]) -> str:
 
 
 def earlier_starts(events: Iterable[Mapping[str, object]], iteration: int, started: float) -> Earlier:
-    """Return the wall time of the earlier starts of a run. The process started at `started`, in seconds since 1970, and
-    resumes from `iteration`. Events are processed one by one and not kept in memory, because a long run has many
-    events. A start at iteration 0 counts as a new run if there are saves from which the run could have resumed.
+    """Return the wall time of a run before its current start. The current process started at `started`, in seconds
+    since 1970, and resumes from `iteration`. Events are processed one by one and not kept in memory, because a long run
+    has many events. If the process starts at iteration 0 although there is a checkpoint from which it could have
+    resumed, it counts as a new run.
     """
     last: _Event | None = None
     contained: _Event | None = None  # the newest event of this run at or before the iteration
@@ -123,13 +126,14 @@ def earlier_starts(events: Iterable[Mapping[str, object]], iteration: int, start
 
 
 def last_account(events: Iterable[Mapping[str, object]]) -> tuple[int, Seconds] | None:
-    """Return the iteration and the seconds by part of the last `goodput` event; None if there is no event."""
+    """Return the iteration and the seconds of each part from the last `goodput` event; None if there is no such
+    event."""
     found = [event for event in map(_event_of, events) if event is not None]
     return (found[-1].iteration, found[-1].seconds) if found else None
 
 
 def _save_time(event: Mapping[str, object]) -> float:
-    """Return the time of an event that is a successful save; 0 for other events."""
+    """Return the time of an event that reports a successful save; 0 for any other event."""
     succeeded = event.get("event") == "save" and "error" not in event
     return (_number(event.get("time")) or 0.0) if succeeded else 0.0
 

@@ -22,11 +22,11 @@ from megatron.training.reliability.run_status import each_event, record_event
 from megatron.training.run import TrainingRun
 
 KEPT = 10_000
-"""Number of recent steps for which the time is stored. A run may roll back to any of these recent steps."""
+"""Number of recent steps whose times are stored, so that the run can roll back to any of these steps."""
 
 EVENT_SECONDS = 30.0
-"""Minimum number of seconds between two goodput events that log lines trigger. In addition, every save writes a goodput
-event."""
+"""Minimum number of seconds between two `goodput` events that are written with log lines. In addition, every save
+writes a `goodput` event."""
 
 
 class Goodput(Callback, Meter):
@@ -62,8 +62,8 @@ class Goodput(Callback, Meter):
         self._record_event()
 
     def tasks(self, run: TrainingRun, log: Log) -> Sequence[Task]:
-        """Return a task that records the step time at the end of each step, so that a save at the end of the run is not
-        counted as step time."""
+        """Return a task that records the step time at the end of each step. The time of a save after the last step is
+        therefore not counted as step time."""
         return (Task("goodput", 1, self._step_ended, counts=True, reads_result=False),) if self._measures else ()
 
     def _step_ended(self) -> None:
@@ -73,13 +73,14 @@ class Goodput(Callback, Meter):
         self._keep_until(self._run.progress.iteration)
 
     def _keep_until(self, iteration: int) -> None:
-        """Store the seconds of steps up to an iteration, for a rollback to this iteration."""
+        """Store the seconds of useful and skipped steps up to an iteration. A rollback to this iteration restores the
+        stored values."""
         known = [float(iteration), self._own["useful"], self._own["skipped"]]
         self._until[iteration % KEPT] = torch.tensor(known, dtype=torch.float64)
 
     def _notice_rollback(self) -> None:
-        """After a rollback, count the time of the undone steps and of the rollback as `rolled_back`. A rollback is
-        detected because the run starts a new interval before the previous interval was logged.
+        """After a rollback, count the time of the undone steps and of the rollback itself as `rolled_back`. A rollback
+        is detected by a new interval that the run starts before it has logged the previous interval.
         """
         before, own = self._at_step[0], self._own
         if self._run.interval is before or before is self._counted:
@@ -91,8 +92,8 @@ class Goodput(Callback, Meter):
         own["rolled_back"] += max(0.0, self._unmeasured(self._with_steps(self._at_step[1])) - self._other)
 
     def take(self) -> Tensor:
-        """Return the seconds of each part since the first start as a float64 tensor [parts]. On ranks that do not
-        measure, the tensor contains zeros."""
+        """Return the seconds that each part has taken since the first start of the run, as a float64 tensor [parts]. On
+        ranks that do not measure, the tensor contains zeros."""
         spent = torch.zeros(len(PARTS), dtype=torch.float64)
         if self._measures:
             self._notice_rollback()
@@ -117,8 +118,8 @@ class Goodput(Callback, Meter):
 
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
-        """Measure an evaluation from the first dataset to the call of `on_evaluation`, because the device finishes only
-        then."""
+        """Measure an evaluation from its first dataset until `on_evaluation` is called, because the device finishes the
+        evaluation only then."""
         began = self._evaluation[0] if self._evaluation else time.perf_counter()
         try:
             yield
@@ -144,8 +145,8 @@ class Goodput(Callback, Meter):
         self._record_event()
 
     def _with_steps(self, step_seconds: float) -> Seconds:
-        """Return the seconds of this start, including the steps since the last log line. The time of the steps since
-        the last log line is divided between `useful` and `skipped` in proportion to the numbers of steps."""
+        """Return the seconds of this start, including the steps since the last log line. The time of these steps is
+        divided between `useful` and `skipped` in proportion to the number of useful and skipped steps."""
         interval, own = self._run.interval, dict(self._own)
         if interval is self._counted:
             return own
@@ -157,19 +158,20 @@ class Goodput(Callback, Meter):
         return own
 
     def _seconds(self, own: Seconds) -> Seconds:
-        """Return the seconds of each part since the first start. The time of this start that is not attributed to any
-        other part is assigned to the part `other`."""
+        """Return the seconds that each part has taken since the first start of the run. Time of the current start that
+        belongs to no other part is counted as `other`."""
         if self._evaluation is not None:
             own["evaluation"] += self._evaluation[1] - self._evaluation[0]
         own["other"] = self._unmeasured(own)
         return {part: self._earlier.seconds[part] + own[part] for part in PARTS}
 
     def _unmeasured(self, own: Seconds) -> float:
-        """Return the seconds of this start that are not attributed to any part of the wall time."""
+        """Return the seconds of the current start that belong to no measured part of the wall time."""
         return max(0.0, time.perf_counter() - self._began - sum(own.values()))
 
     def _record_event(self) -> None:
-        """Write the seconds of each part up to the last step to `run_events.jsonl`, if --save is set."""
+        """If --save is set, write a `goodput` event with the seconds of each part up to the last step to
+        `run_events.jsonl`."""
         if not self._measures:
             return
         self._event_at = time.perf_counter()
@@ -185,8 +187,8 @@ _counted_pids: set[int] = set()
 
 
 def process_age() -> float:
-    """Return the number of seconds since this process started. Every call after the first one in a process returns 0.
-    The first call also returns 0 if the system does not provide the start time.
+    """Return the number of seconds since this process started. Only the first call in a process returns the age; later
+    calls return 0. The first call also returns 0 if the system does not provide the start time of the process.
     """
     if os.getpid() in _counted_pids:
         return 0.0

@@ -1,5 +1,5 @@
-"""Logs other than the console and `metrics.jsonl`: TensorBoard, Weights & Biases, Prometheus, samples, losses by
-document and dataset, parameter norm, and zeros in the gradient.
+"""Logs in TensorBoard, Weights & Biases and Prometheus, and logs of samples, of losses by document and dataset, of the
+parameter norm, and of the number of zeros in the gradient.
 
 Flags: --tensorboard-dir, --wandb-project and related flags, --prometheus-port, --sample-log, --log-source-loss,
 --log-params-norm, --log-num-zeros-in-grad, --log-format megatron, --log-throughput.

@@ -1,4 +1,4 @@
-"""Sinks of metric records: TensorBoard and Weights & Biases."""
+"""TensorBoard and Weights & Biases sinks for metric records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 FLUSHED_SECONDS = 300
-"""Number of seconds before a failed write for which records are written again. TensorBoard's thread flushes every 120
+"""Maximum age in seconds of records that are written again after a failed write. TensorBoard's thread flushes every 120
 s, so a failure is detected only when a later record is written."""
 
 MOST_RECENT = 10_000
@@ -36,12 +36,14 @@ class TensorBoardSink:
     """TensorBoard sink. The numbers of each record are written as scalars with Megatron-LM's tags, and the
     configuration as text.
 
-    When a run resumes, TensorBoard hides the iterations of earlier starts that run again. TensorBoard hides all values
-    from a step on, regardless of their tag, so it also hides part of the curves over samples. The sink writes the
-    hidden values again from `metrics.jsonl`.
+    When a run resumes, TensorBoard hides the old values of iterations that run again. It hides all values whose step
+    number is not below the first of these iterations, regardless of their tag. Curves over samples use the number of
+    samples as the step number, so TensorBoard also hides values of these curves that must remain visible. The sink
+    writes these values again from `metrics.jsonl`.
 
-    If a write fails, for example on a full disk, one warning is printed. When writing succeeds again, a new file
-    contains all records from `FLUSHED_SECONDS` before the failure on. `metrics.jsonl` contains every record.
+    If a write fails, for example on a full disk, one warning is printed. When writing succeeds again, the sink starts a
+    new file, which contains all records since `FLUSHED_SECONDS` before the failure. `metrics.jsonl` contains every
+    record.
     """
 
     def __init__(self, config: RunConfig, iteration: int) -> None:
@@ -84,7 +86,7 @@ class TensorBoardSink:
 
     @contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Suspend writing for some time after an error. The time doubles with each further error."""
+        """Suspend writing for one minute after an error. Each further error doubles the pause, up to one hour."""
         try:
             yield
         except OSError as error:
@@ -99,7 +101,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases sink that uses Megatron-LM's names of values.
+    """Weights & Biases sink that logs values under Megatron-LM's names.
 
     A resumed run continues the Weights & Biases run whose id is in `wandb_run_id.txt`. Raises ValueError if the package
     is not installed, or if the run cannot be started.
@@ -127,7 +129,7 @@ class WandbSink:
                 id=id_file.read_text().strip() if iteration and id_file.exists() else None,
                 resume="allow",
             )
-        except wandb.Error as error:  # no login, no network, no such team
+        except wandb.Error as error:  # for example, no login, no network, or an unknown team
             rule = f"Weights & Biases cannot be used ({' '.join(str(error).split())})"
             remedy = "run wandb login, set WANDB_API_KEY, or keep the run's files locally with WANDB_MODE=offline"
             raise ValueError(f"--wandb-project {own.wandb_project}: {rule}; {remedy}") from error

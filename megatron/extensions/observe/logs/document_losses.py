@@ -38,8 +38,8 @@ Document = tuple[str, int | None]
 
 
 class DocumentLosses(Callback, Meter):
-    """Callback that collects evaluation losses by document on one rank. The last pipeline stage adds the losses of its
-    samples and positions. In each tensor-parallel group, only the first rank adds losses.
+    """Callback that collects evaluation losses by document on one rank. Each rank of the last pipeline stage adds the
+    losses of its own samples and positions. In each tensor-parallel group, only the first rank adds losses.
     """
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
@@ -78,7 +78,8 @@ class DocumentLosses(Callback, Meter):
 
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
-        """Write the losses. At the end of an evaluation that was not stopped, this is a collective over the world."""
+        """Collect the losses of an evaluation, and write them when the evaluation ends. The end is a collective over
+        the world, unless an exception ends the evaluation."""
         self.evaluation, self.found = evaluation, defaultdict[Document, list[float]](lambda: [0.0, 0.0])
         try:
             yield

@@ -34,13 +34,13 @@ TAGS = {
 """Maps the name of a value in metric records to Megatron-LM's tag."""
 
 OVER_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-norm", "num-zeros", "params-norm")
-"""Tags with an additional "... vs samples" curve over consumed samples. Tags of evaluation losses also have a "... vs
-samples" curve."""
+"""Tags that have an additional curve over consumed samples, named "TAG vs samples". The tags of evaluation losses,
+which are not listed here, also have such a curve."""
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
     """Yield a tuple (tag, value, step) for each number in a record. Values that Megatron-LM does not log keep this
-    program's names. Names of values in a table have the name of the table as prefix and the row number as suffix.
+    program's names. A value in a table is named TABLE/COLUMN/ROW.
     """
     for key, value in record.items():
         if isinstance(value, Mapping):
@@ -54,9 +54,9 @@ def scalars(record: Record) -> Iterator[tuple[str, float, int]]:
 
 
 def _of_table(columns: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield a tuple (COLUMN/ROW, value) for each value in a table of a record. A table is a mapping to lists of equal
-    length, of which the first list contains the row numbers. If an entry of such a list is itself a list, its maximum
-    is used. Null values are skipped. Mappings that are not tables yield nothing.
+    """Yield a tuple (COLUMN/ROW, value) for each value in a table of a record. A table maps column names to lists of
+    equal length. The first column contains the row numbers. If an entry of a column is itself a list, the maximum of
+    this list is yielded. Null entries are skipped. If the mapping is not a table, nothing is yielded.
     """
     if not all(isinstance(values, list) for values in columns.values()):
         return
@@ -95,7 +95,7 @@ class MegatronLines(LogLines):
     def evaluation(self, iteration: int, split: str, name: str, loss: float) -> Iterator[str]:
         """Yield the lines of an evaluation.
 
-        The lines of a validation during training do not name the split. The last evaluation of a run also yields lines
+        The lines of a validation during training do not name the split. The last validation of a run also yields lines
         that name the split "valid".
 
         Args:
@@ -122,8 +122,8 @@ class MegatronLines(LogLines):
 
 
 def progress_line(record: Record, train_iters: int, throughput: bool, now: datetime | None = None) -> str:
-    """Return the progress line of a log interval. A loss that is not positive is omitted, for example in an interval
-    without updates."""
+    """Return the progress line of a log interval. The loss is omitted if it is not positive, as in an interval without
+    updates."""
     parts = [
         f"iteration {record['iteration']:8d}/{train_iters:8d}",
         f"consumed samples: {record['consumed_samples']:12d}",
@@ -153,7 +153,7 @@ def progress_line(record: Record, train_iters: int, throughput: bool, now: datet
 
 
 def evaluation_lines(split: str, iteration: int, loss: float, name: str = "", shows_perplexity: bool = True) -> str:
-    """Return the three lines of an evaluation: a line with the loss, between two rulers.
+    """Return the lines of an evaluation: one line with the loss, enclosed by two ruler lines.
 
     Args:
         split: "test", "valid", or "" for a validation during training, for which the line does not name a split.
@@ -171,5 +171,5 @@ def evaluation_lines(split: str, iteration: int, loss: float, name: str = "", sh
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss). As in Megatron-LM, the loss is limited to 20."""
+    """Return exp(loss). As in Megatron-LM, losses above 20 are treated as 20."""
     return math.exp(min(20.0, loss))

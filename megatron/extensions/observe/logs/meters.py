@@ -6,12 +6,14 @@
      "documents": [[[412, 96, 30], [7, 0, 35]], ...], "crc32": ["5b0ea3c1", ...]}
 
 `samples` contains the run's numbers of the first and last sample of the step. `origins` contains the dataset, document
-and token at which each sample starts. `documents` lists the parts of each sample. A part consists of a document, its
-first token, and a number of tokens. `crc32` contains a checksum of the token ids that the model received for each
-sample. tools/inspect_dataset.py --sample-log decodes a step.
+and token at which each sample starts. `documents` lists, for each sample, the document parts that form the sample. A
+part is a list of three numbers: the document, the first token within the document, and the number of tokens. `crc32`
+contains a checksum of the token ids that the model received for each sample. tools/inspect_dataset.py --sample-log
+decodes a step.
 
-One rank of every data-parallel replica reports its samples, so that the file contains the samples that were actually
-used. The file depends on the seed and the data, but not on the layout, the micro-batch size or the number of workers.
+One rank of every data-parallel replica reports the samples that it received, so that the file contains the samples that
+were actually used. The file depends on the seed and the data, but not on the layout, the micro-batch size or the number
+of workers.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class SourceLosses(Callback):
 
 class SourceTallies(Tallies):
     """Sums of losses by source dataset on one rank. The last pipeline stage adds the loss of each sample to the row of
-    its source."""
+    the dataset that contains the sample."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.names = run.data.sources.names
@@ -60,8 +62,8 @@ class SourceTallies(Tallies):
             model.loss_watchers.append(self._add)
 
     def _add(self, losses: Tensor, batch: Batch) -> None:
-        """Add the loss sum and the number of tokens of each sample to the row of the sample's source. `losses` is a
-        tensor [s, b]."""
+        """Add each sample's loss sum and number of tokens to the row of the dataset that contains the sample. `losses`
+        is a tensor [s, b]."""
         if batch.source_ids is not None:
             (tally,), mask = self.tallies, batch.loss_mask
             sums = (losses.t() * mask.to(losses.dtype)).sum(dim=1, dtype=tally.dtype)
@@ -80,7 +82,8 @@ class SourceTallies(Tallies):
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[Tensor]:
         """Yield this rank's sums for an evaluation as a float64 tensor [sources, 2]. The sums are complete when the
-        `with` block ends. Tallies of a training step that is still in progress are restored.
+        `with` block ends. Afterwards, the tallies have the same values as before, because a training step may still be
+        in progress.
         """
         kept = [tally.clone() for tally in self.tallies]
         self.discard_step()
@@ -94,7 +97,7 @@ class SourceTallies(Tallies):
 
 class ModelSums(Callback, Meter):
     """Callback that logs sums over all elements of the model (--log-params-norm, --log-num-zeros-in-grad). Each element
-    is counted once."""
+    of the model is counted once, even if several ranks hold copies of it."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         options = self.config.options(LogsConfig)
@@ -105,9 +108,9 @@ class ModelSums(Callback, Meter):
 
     @torch.no_grad()
     def take(self) -> Tensor:
-        """Return a float64 tensor with two values for this rank's share: the sum of squares of parameters, and the
-        number of zeros in gradients. This method is called after an update. The sum is computed from the main
-        parameters, and the zeros are counted in the gradients after clipping.
+        """Return this rank's contribution as a float64 tensor with two values: the sum of squares of its parameters,
+        and the number of zeros in its gradients. This method is called after the optimizer update. The sum is computed
+        from the main parameters, and the zeros are counted in the gradients after clipping.
         """
         squares = zeros = torch.zeros((), dtype=torch.float64, device=self.run.runtime.device)
         for parameter, grad in self._shards():
@@ -122,8 +125,8 @@ class ModelSums(Callback, Meter):
         return ({"params_norm": squares**0.5} if self.norm else {}) | ({"num_zeros": zeros} if self.zeros else {})
 
     def _shards(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield the parts that this rank counts as pairs of flat tensors (values, gradient). The gradient of frozen
-        parameters is None."""
+        """Yield a pair of flat tensors (values, gradient) for each parameter part that this rank counts. For frozen
+        parameters, the gradient is None."""
         state = self.run.runtime.state
         for shard in self.run.optimizer.shards:
             for piece, span in shard.owned_pieces(*shard.bucket.shard_range):
@@ -178,7 +181,7 @@ class SampleLog(Callback):
 
 
 def _samples(batch: MicroBatch) -> list[tuple[int, int]]:
-    """Return the number and the checksum of the tokens for every sample."""
+    """Return a pair for every sample: the index of the sample in the run, and the checksum of its tokens."""
     numbers, tokens = batch["sample_index"], batch["tokens"]
     assert numbers is not None and tokens is not None
     return [

@@ -23,8 +23,8 @@ class PrometheusSink:
     """Prometheus sink that serves the last value of each number in records as a gauge, such as `paritrain_lm_loss` for
     `lm_loss`.
 
-    The time of the last record is `paritrain_last_record_seconds`. Tables in records are omitted. Raises ValueError if
-    `prometheus_client` is not installed, or if the port cannot be used.
+    The gauge `paritrain_last_record_seconds` contains the time of the last record. Values in tables are not served.
+    Raises ValueError if `prometheus_client` is not installed, or if the port cannot be used.
     """
 
     def __init__(self, config: RunConfig, iteration: int) -> None:
@@ -71,7 +71,7 @@ class PrometheusSink:
 
 
 def _name(key: str) -> str:
-    """Convert the key of a record to a name that Prometheus accepts: `valid_my.set_loss` becomes
+    """Convert the key of a record to a name that Prometheus accepts, for example `valid_my.set_loss` to
     `valid_my_set_loss`."""
     return re.sub(r"[^a-zA-Z0-9_]", "_", key)
 

@@ -1,4 +1,4 @@
-"""Console lines for a terminal: at most two rows per interval. This module does not import torch."""
+"""Log lines for a terminal, with at most two rows per log interval. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TerminalLines(LogLines):
 
 
 def terminal_lines(record: Record, train_iters: int, width: int, metrics: Sequence[str] = ()) -> str:
-    """Format a record as at most two terminal rows. Errors of the interval come first, followed by other values in
-    order of importance.
+    """Format a record as at most two terminal rows. Errors in the log interval come first, followed by the other values
+    in order of importance.
 
     Values that do not fit are omitted; `metrics.jsonl` contains all values.
 
@@ -45,7 +45,7 @@ def _fits(parts: list[str], width: int) -> bool:
 
 
 def _rows(parts: list[str], width: int) -> list[str]:
-    """Join parts of a line into rows. Each row contains as many parts as fit into the terminal's width."""
+    """Distribute the parts of a line over rows. Each row contains as many parts as fit into `width` characters."""
     rows: list[str] = []
     for part in parts:
         longer = f"{rows[-1]} | {part}" if rows else f" {part}"

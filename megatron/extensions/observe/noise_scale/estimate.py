@@ -20,34 +20,33 @@ from dataclasses import dataclass
 from math import sqrt
 
 BLOCKS = 20
-"""Maximum number of blocks of steps in the jackknife, which omits one block at a time."""
+"""Maximum number of blocks into which the jackknife divides the steps. It leaves out one block at a time."""
 
 NORMAL_95 = 1.96
-"""Half the width of a 95% interval, in standard errors."""
+"""Half of the width of a normal distribution's 95% interval, in standard errors."""
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Coefficients in an estimate for the squared gradient norms of the small and the large batch."""
+    """Coefficients of |G_small|^2 and |G_large|^2 in an estimate that is a linear combination of both."""
 
     small: float
     large: float
 
     @classmethod
     def of_noise(cls, small: float, large: float) -> Coefficients:
-        """Return the coefficients of the two squared gradient norms in the estimate of tr(S). The arguments are batch
-        sizes in samples."""
+        """Return the coefficients of the estimate of tr(S), given the two batch sizes in samples."""
         return cls(1 / (1 / small - 1 / large), -1 / (1 / small - 1 / large))
 
     @classmethod
     def of_signal(cls, small: float, large: float) -> Coefficients:
-        """Return the coefficients for |G|^2. The arguments are batch sizes in samples."""
+        """Return the coefficients of the estimate of |G|^2, given the two batch sizes in samples."""
         return cls(-small / (large - small), large / (large - small))
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Noise scale in samples, and its 95% interval."""
+    """Noise scale in samples, with the bounds of its 95% interval."""
 
     scale: float
     low: float
@@ -55,18 +54,19 @@ class Estimate:
 
 
 class Window:
-    """Estimates of tr(S) and |G|^2 in the latest steps."""
+    """Sliding window that contains the estimates of tr(S) and |G|^2 from the latest steps."""
 
     def __init__(self, steps: int) -> None:
         self.rows: deque[tuple[float, float]] = deque(maxlen=steps)
 
     def add(self, rows: Iterable[Sequence[float]]) -> None:
-        """Add the estimates [tr(S), |G|^2] of steps. Steps without an update are ignored; their estimates are zeros."""
+        """Add one row [tr(S), |G|^2] for each new step. Rows of steps without an update, which are zeros, are
+        ignored."""
         self.rows.extend((noise, signal) for noise, signal in rows if noise or signal)
 
     def estimate(self) -> Estimate | None:
-        """Return the ratio of the mean estimates, and its interval from a jackknife over blocks of steps. Returns None
-        if there are fewer than two steps or if the noise is too large for an estimate.
+        """Return the noise scale, which is the ratio of the mean estimates, and its interval from a jackknife over
+        blocks of steps. Returns None if there are fewer than two steps or if the noise is too large for an estimate.
         """
         rows = list(self.rows)
         count = min(BLOCKS, len(rows))

@@ -1,15 +1,16 @@
-"""Measurement of two squared gradient norms in each step, without an extra pass.
+"""Measurement of the squared gradient norms of a small and a large batch in each step, without an extra pass.
 
-The small batch is the first micro-batch of each replica. `main_grad` contains the gradient of the small batch from the
-first backward pass until the second backward pass or the reduction. The large batch is the global batch. The reduced
-buffers contain the gradient of the large batch until the update. Sums over shards and the mean over replicas are
-computed in the reduction of logged values.
+The small batch is the first micro-batch of each replica. After the first backward pass of a step, `main_grad` contains
+the gradient of the small batch. The large batch is the global batch. Between the gradient reduction and the update, the
+reduced gradient buffers contain the gradient of the large batch. Squared norms are summed over shards and averaged over
+replicas in the collective that reduces logged values.
 
-Only matrices that are sharded by tensor parallelism are counted, because their gradients are complete on each rank.
-Vectors (biases and norm weights) are not counted, because their gradients are partial sums under sequence parallelism.
-Tied embeddings are not counted, because their gradients are partial sums under pipeline parallelism. With these rules,
-the estimate of the noise scale covers the same parameters under every parallel layout. An expert processes tokens of
-all ranks of its expert-parallel group, so its small batch consists of one micro-batch per rank of this group.
+Only matrices that are sharded by tensor or expert parallelism are counted, because their gradients are complete on each
+rank. Vectors (biases and norm weights) are not counted, because their gradients are partial sums under sequence
+parallelism. Tied embeddings are not counted, because their gradients are partial sums under pipeline parallelism.
+Because of these rules, the noise scale covers the same parameters under every parallel layout. An expert processes the
+tokens of all ranks in its expert-parallel group. Therefore, its small batch consists of one micro-batch from each of
+these ranks.
 """
 
 from __future__ import annotations
@@ -36,20 +37,22 @@ CUTS = ("tp", "expt_tp", "ep")
 
 
 def counts(meta: ParamMeta, model: TransformerConfig) -> bool:
-    """Return True if a parameter's gradient is complete on its rank under every layout."""
+    """Return True if the noise scale counts a parameter: its gradient must be complete on its rank under every parallel
+    layout."""
     copied = meta.role == "embedding" and bool(model.tied_embeddings or model.mtp_depths)
     return meta.matrix and len(meta.global_shape) > 1 and not copied and any(axis in meta.sharded for axis in CUTS)
 
 
 @dataclass
 class Parameters:
-    """Group of matrices on this rank whose small batches have the same size."""
+    """Matrices on this rank for which the small batch has the same size: either all dense matrices or all expert
+    matrices."""
 
     replicas: int
-    """Number of replicas, each of which has a small batch."""
+    """Number of replicas of the matrices. Each replica has a small batch of its own."""
 
     shards: list[Tensor] = field(default_factory=list)
-    """Reduced gradients that this rank counts."""
+    """Shards of the reduced gradients that this rank counts."""
 
     small: list[Tensor] = field(default_factory=list)
     """Gradient norms of the matrices after the first micro-batch of the step."""
@@ -62,17 +65,18 @@ class Watched:
     param: nn.Parameter
     into: Parameters
     before: Callable[[], object] | None
-    """Original hook, which is called after each gradient contribution and may start the reduction."""
+    """Original `on_main_grad` hook of the parameter, which is called after each gradient contribution. It may start the
+    gradient reduction."""
 
     reports: int = 0
-    """Number of gradient contributions in the current step."""
+    """Number of gradient contributions that the parameter has received in the current step."""
 
     of_microbatch: int = 0
-    """Number of gradient contributions per micro-batch. This number is determined in the first step, and is 0
-    before."""
+    """Number of gradient contributions that the parameter receives per micro-batch. It is 0 until the end of the first
+    step, in which it is determined."""
 
     def added(self) -> None:
-        """Count a contribution to the parameter's gradient."""
+        """Count a gradient contribution. After the first micro-batch, store the gradient norm."""
         self.reports += 1
         if self.reports == self.of_microbatch:
             self.into.small.append(_norm(self.param.main_grad))  # type: ignore[attr-defined]
@@ -123,7 +127,8 @@ class NoiseScale(Callback, Meter):
         return (self,)
 
     def _kind(self, meta: ParamMeta) -> Parameters | None:
-        """Return the group that a parameter belongs to; None if the parameter is not counted."""
+        """Return the group of matrices (dense or expert) that a parameter belongs to; None if the parameter is not
+        counted."""
         if not counts(meta, self.config.model):
             return None
         if meta.expert:
@@ -151,7 +156,7 @@ class NoiseScale(Callback, Meter):
         for kind in (self._dense, self._experts):
             small = micro * self._replicas // kind.replicas
             if small >= large:
-                continue  # the small batch of experts already contains the whole step
+                continue  # the small batch of the experts is already the whole global batch
             first = self._squares(kind.small) * (large / small) ** 2 / kind.replicas
             whole = self._squares([sum_of_squares(shard).sqrt() for shard in kind.shards])
             wanted = (Coefficients.of_noise(small, large), Coefficients.of_signal(small, large))
@@ -174,8 +179,8 @@ class NoiseScale(Callback, Meter):
         self._now = None
 
     def take(self) -> Tensor:
-        """Return this rank's share of tr(S) and |G|^2 for each step since the last call, as a flat tensor [steps *
-        2]."""
+        """Return this rank's contributions to tr(S) and |G|^2 for each step since the last call, as a flat tensor
+        [steps * 2]."""
         rows, self._rows = self._rows, []
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=self._device), *rows])
 

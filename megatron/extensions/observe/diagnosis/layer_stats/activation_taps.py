@@ -1,9 +1,9 @@
 """Hooks that measure the outputs, attention logits and routers of a model's layers.
 
-The code does not depend on the parallel layout. A mean of squares is measured as a sum of squares and a number of
-elements, which are both summed over the world. Every rank contributes to these sums, whether its tokens or features
-differ from those of other ranks or are replicas. The ratio of the two sums equals the mean in a single process. This
-works for any layer, including custom layers. Hooks measure the output of the layer and of each of its modules with
+The code does not depend on the parallel layout. For a mean of squares, every rank measures a sum of squares and a
+number of elements, and both are summed over all ranks. Ranks that hold replicas of the same activations contribute to
+both sums, so the ratio of the sums equals the mean that a single process computes. This works for any layer, including
+custom layers. Hooks measure the output of each layer, and the outputs of those of its submodules that have weight
 matrices.
 """
 
@@ -32,14 +32,15 @@ layer."""
 QUERIES = "query_norm"
 KEYS = "key_norm"
 LOGITS = "attention_logit_max"
-"""Statistics that record a maximum instead of a mean. Queries are scaled, so no attention logit exceeds the product of
-the query norm and the key norm."""
+"""Statistics that record a maximum instead of a mean. The query norm includes the softmax scale, so no attention logit
+exceeds the product of the query norm and the key norm."""
 
 ENTROPY, LOAD = "router_entropy", "expert_load"
 
 LOOKED_UP, LOOKUPS = "looked_up_squares", "lookups"
 """Statistics of embedding lookups on each tensor-parallel rank: the sum of squares of the embedding rows that were
-looked up, and the number of lookups. The keys contain the rank instead of the layer number.
+looked up, and the number of lookups. Each `Key` of these statistics contains a tensor-parallel rank instead of a layer
+number.
 """
 
 
@@ -54,7 +55,7 @@ class ActivationTaps:
         self.counts: dict[Key, float] = {}
         self.maxima: dict[Key, Tensor] = {}
         self.logits: dict[int, LargestLogits] = {}
-        """Maps layers whose attention kernel exposes the attention logits to the largest logits."""
+        """Largest attention logits by layer number, for layers whose attention kernel exposes its logits."""
         self.balances: dict[int, Balance] = {}
         self._measure = region(sum_of_squares_of_rows, compiled)
         for model in stages.values():
@@ -103,15 +104,15 @@ class ActivationTaps:
             logits.clear()
 
     def end(self) -> None:
-        """Collect the measurements of other components and stop measuring. Call this method after the last backward
-        pass and before the update."""
+        """Collect the largest attention logits, and stop measuring. Call this method after the last backward pass and
+        before the update."""
         for number, logits in self.logits.items():
             self.maxima[LOGITS, number].copy_(logits.values.max())
         self.active = False
 
     def loads(self) -> dict[int, Tensor]:
-        """Return, by layer, the number of tokens [E] that this rank's routers assigned to each expert. Call this method
-        before the update."""
+        """Return the numbers of tokens [E] that this rank's routers assigned to the experts, keyed by layer number.
+        Call this method before the update."""
         return {number: balance.tally[: balance.num_experts] for number, balance in self.balances.items()}
 
     @torch.no_grad()
@@ -130,8 +131,8 @@ class ActivationTaps:
 
     @torch.no_grad()
     def _lookup(self, table: nn.Module, args: tuple[Tensor], out: Tensor) -> None:
-        """Measure an embedding lookup. `args` contains tokens [b, s]. `out` is [s, b, h], or [s/tp, b, h] with sequence
-        parallelism."""
+        """Measure an embedding lookup: add the squared norms of the looked-up rows to the sums, and count the rows.
+        `args` contains tokens [b, s]. `out` is [s, b, h], or [s/tp, b, h] with sequence parallelism."""
         if self._measures():
             assert isinstance(table, VocabParallelEmbedding)
             tokens, tp = args[0].t(), table.axis
@@ -144,8 +145,7 @@ class ActivationTaps:
 
     @torch.no_grad()
     def _heads(self, keys: tuple[Key, Key], core: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Measure the norms of queries and keys. The first arguments in `args` are q [s, b, heads, d] and k [s, b,
-        groups, d]."""
+        """Measure the norms of queries and keys. `args` starts with q [s, b, heads, d] and k [s, b, groups, d]."""
         if self._measures():
             assert isinstance(core, CoreAttention)
             for key, x, scale in zip(keys, args, (core.scale, 1.0), strict=False):
@@ -154,7 +154,8 @@ class ActivationTaps:
 
     @torch.no_grad()
     def _probabilities(self, key: Key, balance: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Measure a router. The first arguments in `args` are weights, logits and probabilities [s, b, E]."""
+        """Measure the entropy of a router's probabilities. `args` starts with weights, logits and probabilities [s, b,
+        E]."""
         if self._measures():
             p = args[2].detach()
             self.sums[key].add_(torch.special.entr(p).sum(dtype=torch.float64))
@@ -165,8 +166,8 @@ class ActivationTaps:
 
 
 def sum_of_squares_of_rows(x: Tensor) -> Tensor:
-    """Return the sum of squares of x [..., h] as a float64 scalar. Sums within rows are computed in fp32 (in fp64 for
-    fp64 inputs)."""
+    """Return the sum of squares of x [..., h] as a float64 scalar. Each row is summed in fp32, or in fp64 if x is
+    fp64."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=_precise(x)).double().square().sum()
 
 
@@ -175,7 +176,8 @@ def _precise(x: Tensor) -> torch.dtype:
 
 
 def _layers(model: GPTModel) -> Iterator[tuple[TransformerBlock, int, nn.Module]]:
-    """Yield (block, number in the model, layer) for each transformer layer, including multi-token prediction."""
+    """Yield a tuple (block, layer number in the model, layer) for each transformer layer, including the layers of
+    multi-token prediction modules."""
     for layer in model.decoder.layers:
         yield model.decoder, int(layer.number), layer  # type: ignore[arg-type]
     for module in model.mtp.layers if model.mtp is not None else ():

@@ -1,21 +1,21 @@
 """Detection of layers and tensor-parallel ranks whose statistics are outliers. This module does not import torch.
 
-Layers are compared by each numeric statistic. Parameters of one kind, such as all `mlp.linear_fc1.weight`, are compared
-by their weight norms. Tensor-parallel ranks are compared by the weight and gradient norms of their parts of each
-parameter. In addition, copies of a parameter must be equal. Parts with equal norms indicate that ranks use the same
-seed, an error that the loss does not show.
+Each numeric layer statistic is compared between layers, as are the weight norms of parameters of one kind, such as
+`mlp.linear_fc1.weight`. The weight and gradient norms of a parameter's shards are compared between tensor-parallel
+ranks. In addition, replicas of a parameter must have equal norms. Equal norms of different shards indicate that the
+ranks use the same seed, an error that the loss does not show.
 
-One rule detects a member of a group that grows while the other members do not. Each record has a value for every
-member. For each member, a straight line is fitted to the logarithms of the last `WINDOW` values. The slope is measured
-relative to the median of the group, so that growth of all members, as in warm-up, does not count. A member is an
-outlier if, in two consecutive records, its line rises by more than the logarithm of the threshold relative to the
-median, and rises
+The same rule applies to every group of members, such as the layers: it detects a member that grows while the other
+members do not. Each record has one value per member. For each member, a straight line is fitted to the logarithms of
+its last `WINDOW` values. The median slope of the group is subtracted from each slope, so that growth of all members, as
+in warm-up, does not count. A member is an outlier if the following conditions hold in two consecutive records:
 
-- `OWN` times as steeply as four in five of its own lines in the `HISTORY` windows that ended before this one began,
-because constant growth is noise; and
-- `OTHERS` times as steeply as the current line of any other member.
+- Its line rises over the window by more than the logarithm of the threshold, relative to the median.
+- Its line is more than `OWN` times as steep as 80% of its earlier lines, because steady growth counts as noise. Earlier
+  lines are those of the last `HISTORY` windows that do not overlap the current window.
+- Its line is more than `OTHERS` times as steep as the current line of any other member.
 
-The constants were chosen so that small models, trained from their initial weights, raise no alarm.
+The constants were chosen so that training small models from scratch raises no alarm.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Parameter(NamedTuple):
 
     expert: bool
     sharded: bool
-    """True if tensor-parallel ranks hold parts of the parameter, False if they hold copies."""
+    """True if the parameter is sharded over tensor-parallel ranks, False if it is replicated."""
 
     init: str
-    """Initialization of the parameter: the `kind` of `Init`."""
+    """Kind of initialization, such as `normal` or `zeros`: the `kind` field of the parameter's `Init`."""
 
     @property
     def random(self) -> bool:
@@ -57,8 +57,9 @@ class Parameter(NamedTuple):
 class LayerRecord:
     """Logged statistics of one iteration.
 
-    `layers` contains values by statistic and layer. `parameters` contains the L2 norms of each parameter by name.
-    `shards` contains the L2 norms of each tensor-parallel rank's part or copy of the parameter.
+    `layers` maps a statistic and a layer number to a value. `parameters` maps a parameter name and a quantity, such as
+    `grad_norm`, to an L2 norm. `shards` maps a parameter name and a quantity to a list of L2 norms: one for the shard
+    or replica on each tensor-parallel rank.
     """
 
     iteration: int
@@ -72,14 +73,14 @@ class LayerRecord:
         self.layers.setdefault(statistic, {})[number] = value
 
     def add_parameter(self, name: str, parameter: Parameter, quantity: str, squares: Sequence[float]) -> None:
-        """Add the norms of a parameter to this record.
+        """Add a norm of a parameter to this record.
 
         Args:
             name: Name of the parameter.
             parameter: Properties of the parameter.
             quantity: Measured quantity, such as the gradient norm.
-            squares: Sum of squares on each tensor-parallel rank. For the parameters of experts, the sums of squares on
-                the ranks that hold the experts.
+            squares: Sum of squares on each tensor-parallel rank. For expert parameters, each entry is summed over all
+                expert shards on ranks with this tensor-parallel rank.
         """
         copies = not (parameter.expert or parameter.sharded)
         total = squares[0] if copies else sum(squares)
@@ -92,15 +93,16 @@ class LayerRecord:
             of_layer[parameter.layer] = (of_layer.get(parameter.layer, 0.0) ** 2 + total) ** 0.5
 
     def add_gains(self) -> None:
-        """Add each layer's output gain: the ratio of its output statistic to the previous layer's."""
+        """Add the output gain of each layer: the output RMS of the layer divided by the output RMS of the previous
+        layer."""
         outputs = self.layers.get(OUTPUT, {})
         for number, value in outputs.items():
             if before := outputs.get(number - 1):
                 self.add_layer(GAIN, number, value / before)
 
     def as_json(self) -> dict[str, object]:
-        """Return the record for metrics.jsonl. Each layer statistic is a list in the order of `layer`, in which null is
-        a missing value."""
+        """Return the record as it is written to metrics.jsonl. Each layer statistic is a list with one entry for each
+        layer number in the list `layer`; null marks a missing value."""
         numbers = sorted({number for values in self.layers.values() for number in values})
         rows = {name: [values.get(number) for number in numbers] for name, values in sorted(self.layers.items())}
         found: dict[str, object] = {"iteration": self.iteration, "layers": {"layer": numbers} | rows}
@@ -119,37 +121,41 @@ Member = TypeVar("Member", bound=Hashable)
 
 @dataclass(frozen=True)
 class Growth:
-    """Factor by which a member's fitted line rises over a window, relative to the group's median."""
+    """Growth of an outlier: the factor by which its fitted line rises over a window, relative to the median of its
+    group."""
 
     factor: float
     others: float
-    """Growth factor of the member that changes most among all other members, whether it grows or shrinks."""
+    """Largest factor by which any other member of the group grows or shrinks over the same window."""
 
 
 @dataclass
 class _Track:
-    """History of a group member: the logarithms of the member's last values, and the slopes of the member's last
-    windows relative to the slope of the group."""
+    """History of a group member: the logarithms of its last values, and the slopes of its last windows minus the median
+    slope of the group."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     slopes: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW + HISTORY))
     above: int = 0
-    """Number of consecutive records in which the member fulfilled the conditions for an outlier."""
+    """Number of consecutive records, up to the latest one, in which the member met the conditions for an outlier."""
 
     told: bool = False
-    """True if the member was reported as an outlier, and its line has risen by more than the threshold since then."""
+    """True if the member was reported as an outlier and its growth has stayed above the threshold since then, so that
+    it is not reported again."""
 
     @property
     def earlier(self) -> list[float]:
-        """Return the sorted absolute slopes of the windows that share no record with the current window."""
+        """Return the absolute slopes of all earlier windows that do not overlap the current window, in ascending
+        order."""
         return sorted(map(abs, list(self.slopes)[:-WINDOW]))
 
 
 class GrowthRule(Generic[Member]):
     """Outlier rule for one group of members.
 
-    A member is not reported before it has `warm_up` earlier windows. Members of the same `family` are not compared with
-    each other, because growth of one member makes the others seem to shrink.
+    A member is reported only if it has at least `warm_up` earlier windows. Members for which `family` returns the same
+    value are not compared with each other: their values are relative to each other, so growth of one member makes the
+    others appear to shrink.
     """
 
     def __init__(
@@ -161,7 +167,8 @@ class GrowthRule(Generic[Member]):
         self._tracks: dict[Member, _Track] = {}
 
     def add(self, values: Mapping[Member, float]) -> dict[Member, Growth]:
-        """Add the values that a record has for each member. Return the members that became outliers with this record.
+        """Add a record, which contains one value per member. Return the growth of each member that becomes an outlier
+        with this record.
 
         If the value of a member is not positive or not finite, the history of the member is discarded.
         """
@@ -201,8 +208,8 @@ def _slope(values: deque[float]) -> float:
 
 
 SMOOTH, NOISY = 10, 40
-"""Number of earlier windows that the outlier rule requires, for two kinds of statistics. SMOOTH is for weight norms,
-which change little in a step. NOISY is for statistics that depend on the samples of a step."""
+"""Minimum number of earlier windows that the outlier rule requires before it reports a member. SMOOTH applies to weight
+norms, which change little in a step. NOISY applies to statistics that depend on the samples of a step."""
 
 FEWEST = 3
 """Smallest number of layers that can be compared."""
@@ -210,16 +217,17 @@ FEWEST = 3
 OF_RANKS = ("weight_norm", "grad_norm", "output_norm")
 
 EQUAL = 1e-12
-"""Relative difference between the norms of two parts of a parameter below which the parts are considered copies. For
-comparison: the norms of two parts with n independent random numbers differ by about 1 / sqrt(2 n).
+"""Maximum relative difference between the norms of two shards of a parameter at which the shards are considered copies.
+In contrast, the norms of two shards with n independent random elements each differ by about 1 / sqrt(2 n).
 """
 
 ROUNDING = 1e-6
-"""Maximum relative difference between the norms of copies that rounding may cause."""
+"""Maximum relative difference between the norms of replicas that is attributed to rounding."""
 
 
 class LayerAlarms:
-    """Alarms of a run. Records must be added in order of iteration. A resumed run starts without earlier records."""
+    """Detector of outlier layers, parameters and tensor-parallel ranks in one run. Records must be passed to `judge` in
+    order of iteration. A resumed run starts without earlier records."""
 
     def __init__(self, threshold: float) -> None:
         """Create the alarms. `threshold` is --layer-growth-threshold; 0 disables all alarms."""
@@ -229,7 +237,8 @@ class LayerAlarms:
         self._told: set[str] = set()
 
     def judge(self, record: LayerRecord) -> list[str]:
-        """Return a line for each layer and parameter that became an outlier with this record."""
+        """Return one message for each layer, parameter and tensor-parallel rank that becomes an outlier with this
+        record."""
         if not self.threshold:
             return []
         lines = [*self._of_layers(record), *self._of_parts(record), *self._of_ranks(record)]
@@ -250,8 +259,8 @@ class LayerAlarms:
             yield line + "".join(f"; its {name} by {_factor(grown[name].factor)}" for name in more)
 
     def _of_parts(self, record: LayerRecord) -> Iterator[str]:
-        """Yield alarms about the parts and copies of a parameter on tensor-parallel ranks. Each parameter causes at
-        most one alarm in a run."""
+        """Yield a message for each parameter whose replicas have different norms on tensor-parallel ranks, or whose
+        shards have equal norms. Each parameter is reported at most once in a run."""
         for name, norms in record.shards.items():
             facts, weights = record.facts[name], norms["weight_norm"]
             line = None
@@ -296,9 +305,10 @@ def _factor(value: float) -> str:
 
 
 def _by_layer(record: LayerRecord) -> dict[str, dict[int, float]]:
-    """Return values by layer for each layer statistic, and weight norms by layer for each kind of parameter. The output
-    statistic is omitted, because a layer with a larger output also enlarges the outputs of all later layers.
-    The statistic `output_gain` identifies the layer that enlarges the outputs.
+    """Return the values to compare between layers, keyed by statistic and layer number: the layer statistics, and the
+    weight norms of each kind of parameter. The output RMS is omitted, because a layer with a larger output also
+    enlarges the outputs of all later layers. Instead, the statistic `output_gain` identifies the layer that enlarges
+    the outputs.
     """
     found = {
         name: values
@@ -314,7 +324,7 @@ def _by_layer(record: LayerRecord) -> dict[str, dict[int, float]]:
 
 
 def _equal(norms: list[float]) -> tuple[int, int] | None:
-    """Return the first two ranks whose norms are equal and nonzero; None if there are none."""
+    """Return the first pair of ranks with equal, nonzero norms; None if there is no such pair."""
     for rank, norm in enumerate(norms):
         for other in range(rank):
             if norm > 0 and abs(norm - norms[other]) <= EQUAL * norm:

@@ -1,8 +1,8 @@
 """Norms of weights, gradients and updates, by parameter and tensor-parallel rank.
 
-Under any sharding strategy, each data-parallel rank sums the squares of the elements in its shard. Therefore, if an
-element of the model is on several tensor-parallel ranks, a plain sum over the world counts the element once for each of
-these ranks.
+Under any sharding strategy, each rank sums the squares of the elements in its data-parallel shard. The sum over all
+ranks therefore counts an element once, or once per tensor-parallel rank if tensor-parallel ranks hold replicas of the
+element.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ QUANTITIES = ("weight_norm", "grad_norm", "update_norm")
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements [start, stop) of the optimizer's shard of one bucket. These elements are this rank's contribution to the
-    sums."""
+    """Range [start, stop) of the elements in the optimizer's shard of one bucket. This rank adds the squares of these
+    elements to its sums."""
 
     shard: Shard
     start: int
     stop: int
     pieces: tuple[tuple[str, int, int], ...]
-    """Tuple (name, start, stop) for each counted parameter, in elements relative to the part's `start`. The start and
-    stop of a piece are rounded to multiples of `ALIGNMENT`. The rounding adds only the padding after a parameter, which
-    is zero.
+    """A tuple (name, start, stop) for each parameter that this rank counts. `start` and `stop` are element offsets
+    within this part. Both are multiples of `ALIGNMENT`: a range includes the padding after its parameter, which is
+    zero.
     """
 
 
 class ParameterSquares:
-    """Sums of squares [tp, parameters, quantities] of one rank, in float64. The rows of other tensor-parallel ranks are
-    0.
+    """One rank's table of sums of squares, a float64 tensor [tp, parameters, quantities]. The entries of other
+    tensor-parallel ranks are 0.
 
-    If a parameter is not sharded over tensor-parallel ranks, each of these ranks counts its copy, so that copies can be
-    compared. For other replicas, such as a tied embedding, only the first replica is counted. Frozen parameters are not
-    counted.
+    If a parameter is replicated over tensor-parallel ranks, each of these ranks counts its own replica, so that the
+    replicas can be compared. If a parameter is replicated for another reason, such as a tied embedding, only its first
+    replica is counted. Frozen parameters are not counted.
     """
 
     def __init__(self, optimizer: DistributedOptimizer, state: ParallelState, rows: Mapping[str, int]) -> None:
-        """Create the table. `rows` maps each trained parameter of the model to its row."""
+        """Create the table. `rows` maps the name of each trained parameter of the model to its index in the table."""
         self.tp, self.device = state.tp, optimizer.ddp.device
         self.shape = state.tp.size, len(rows), len(QUANTITIES)
         parts = (_part(shard, state) for shard in optimizer.shards)
@@ -62,8 +62,8 @@ class ParameterSquares:
 
     @torch.no_grad()
     def before_update(self, factor: Tensor) -> None:
-        """Measure the gradients, scaled by `factor` as in the optimizer. A copy of this rank's main parameters is kept
-        until `after_update` is called.
+        """Compute the squared norms of the gradients, which are scaled by `factor` as in the optimizer. A copy of this
+        rank's main parameters is kept until `after_update` is called.
         """
         grads = [part.shard.bucket.owned_grads[part.start : part.stop] for part in self._parts]
         self._gradients = self._squares(grads) * factor.square()
@@ -71,7 +71,7 @@ class ParameterSquares:
 
     @torch.no_grad()
     def after_update(self) -> Tensor:
-        """Return the sums of squares of this step, flattened."""
+        """Return the table of this step as a flat tensor."""
         assert self._gradients is not None, "before_update has not been called"
         after = [part.shard.read_main(part.start, part.stop) for part in self._parts]
         if after:
@@ -83,8 +83,8 @@ class ParameterSquares:
         return table.flatten()
 
     def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the sum of squares of each piece, in order, as a 1-D float64 tensor. `tensors` contains one tensor for
-        each of this rank's parts."""
+        """Return a 1-D float64 tensor with the sum of squares of each counted parameter, in order. `tensors` contains
+        one tensor for each part of this rank."""
         found = [torch.zeros(0, dtype=torch.float64, device=self.device)]
         for part, values in zip(self._parts, tensors, strict=True):
             found.append(_squares_of(part, values).to(self.device, non_blocking=True))
@@ -92,7 +92,8 @@ class ParameterSquares:
 
 
 def _squares_of(part: _Part, values: Tensor) -> Tensor:
-    """Return the sum of squares of each piece of a part, as a 1-D float64 tensor on the device of `values`."""
+    """Return the sum of squares of each counted parameter in a part, as a 1-D float64 tensor on the device of
+    `values`."""
     if values.is_cuda:
         views = [values[start:stop] for _, start, stop in part.pieces]
         return torch.stack(foreach_norm(views, 2, torch.float64)).square()

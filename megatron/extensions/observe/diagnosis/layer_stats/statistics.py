@@ -1,10 +1,10 @@
 """Per-layer statistics: norms of weights, gradients and updates, and statistics of activations, attention logits and
 routers.
 
-A measured step stores one flat tensor of sums and one flat tensor of maxima on the device. When an interval is logged,
-all its tensors are reduced together. The sums are reduced in the same collective as other logged values. Therefore, no
-step waits for the measurements. The resulting tables of statistics are the same on every rank. Rows are identified by
-the layer number and the parameter name in the whole model.
+A measured step stores one flat tensor of sums and one flat tensor of maxima on the device, so that no step waits for
+the measurements. The tensors are reduced over all ranks when a log interval ends: the sums in the same collective as
+other logged values, and the maxima in a second collective. The resulting tables of statistics are the same on every
+rank. Rows are identified by the layer number and the parameter name in the whole model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ BOUND, EMBEDDING = "attention_logit_bound", "embedding.word_embeddings.weight"
 
 @dataclass(frozen=True)
 class _Rows:
-    """Row labels of the tables, which are equal on all ranks."""
+    """Row labels of the statistics tables. The labels are the same on all ranks."""
 
     parameters: dict[str, Parameter]
     sums: tuple[Key, ...]
@@ -134,11 +134,13 @@ class LayerStatistics(Callback, Meter):
         return maxima
 
     def take(self) -> Tensor:
-        """Return the flattened sums of the steps that were measured since the last call of this method."""
+        """Return the sums of all steps that were measured since the last call of `records`, concatenated into one flat
+        tensor."""
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=self.device), *(s for _, s, _ in self._measured)])
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
-        """Return no logged values, because `write` writes a separate record for each measured step. Collective."""
+        """Create the records of the measured steps, which `write` writes one by one. The returned dict is empty,
+        because the statistics are not part of the interval's own record. Collective."""
         self.found = self.records(summed)
         return {}
 
@@ -151,8 +153,9 @@ class LayerStatistics(Callback, Meter):
                 log.say(f" {line}")
 
     def records(self, summed: Tensor) -> list[LayerRecord]:
-        """Return the records of the measured steps. `summed` is the sum of `take` over the world. If steps were
-        measured, this method waits for the device and is a collective over the world.
+        """Return one record for each step that was measured since the last call of this method. `summed` is the sum
+        over all ranks of the tensors that `take` returned. If steps were measured, this method waits for the device and
+        is a collective over the world.
         """
         measured, self._measured = self._measured, []
         if not measured:
@@ -193,8 +196,8 @@ class LayerStatistics(Callback, Meter):
         return record
 
     def notice(self) -> str | None:
-        """Return a notice about the values that are logged if attention kernels do not return their logits; None if all
-        kernels return them."""
+        """Return a notice that names the layers whose attention kernels do not return their logits, and the bound that
+        is logged instead; None if there are no such layers."""
         maxima = self.rows.maxima
         hidden = sorted(number for statistic, number in maxima if statistic == QUERIES)
         if not hidden:

@@ -2,8 +2,8 @@
 shows the measured and the simulated pipeline of each step. This module does not import torch.
 
 The time of an action is the duration of its slice without the initial wait for its message. The simulation uses the
-run's action lists and the median time of each kind of action on each stage. The measured step is longer than the
-simulated step, because varying times of actions cause waits.
+run's action lists and the median time of each kind of action on each stage. A measured step takes longer than the
+simulated step, because action times vary and ranks therefore wait for each other.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class MeasuredStep:
 
     @property
     def bubble(self) -> float:
-        """Fraction of the time between the first start and the last end of all ranks in which ranks are idle, as in
-        `Simulation.bubble`."""
+        """Fraction of the time that the ranks of the pipeline are idle between the first start and the last end of an
+        action, averaged over the ranks, as in `Simulation.bubble`."""
         busy = sum(covered((timed.start, timed.stop) for timed in timeline) for timeline in self.timeline)
         return 1 - busy / (len(self.ranks) * self.makespan) if self.makespan else 0.0
 
@@ -68,7 +68,8 @@ class MeasuredStep:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the total time that spans cover. Spans of interleaved passes overlap, and overlaps are counted once."""
+    """Return the length of the union of time spans. Spans of interleaved passes overlap; overlapping time is counted
+    once."""
     total, reached = 0.0, float("-inf")
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, reached))
@@ -100,8 +101,8 @@ def measured_steps(trace: Trace) -> list[MeasuredStep]:
 
 
 def actions_of(trace: Trace) -> list[tuple[Event, Action, float]]:
-    """Return the slices of training actions as tuples (slice, action, time at which the wait for the action's message
-    ended)."""
+    """Return a tuple (slice, action, start time) for each slice of a training action. The start time excludes the
+    initial wait for the action's message."""
     device = trace["otherData"]["device"] == "cuda"
     gpu = {
         (event["pid"], event["tid"])
@@ -129,16 +130,17 @@ def actions_of(trace: Trace) -> list[tuple[Event, Action, float]]:
             action = Action(Kind(args["kind"]), args["stage"], args["microbatch"])
             if action.kind in (Kind.F, Kind.B, Kind.I) and at < len(pending):
                 end = pending[at]["ts"] + pending[at]["dur"]
-                # A wait that ends within the action is for its message. A send may wait for an earlier send, but an
-                # action sends nothing before it ends.
+                # A wait that ends within the slice is the wait for the action's input message. It is not the wait for a
+                # send, because an action sends nothing before it ends.
                 began = min(end, event["ts"] + event["dur"]) if end <= event["ts"] + event["dur"] + 1e-2 else began
             found.append((event, action, began))
     return found
 
 
 def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) -> StageCosts:
-    """Return the median time in microseconds of each kind of action on each stage, and of messages. `waited` contains
-    the times of the messages that ranks waited for."""
+    """Return the costs of the pipeline stages in microseconds: the median time of each kind of action on each stage,
+    and the median transfer time of a message. `waited` contains the transfer times of the messages that a rank waited
+    for."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for step in steps:
         for timeline in step.timeline:
@@ -152,19 +154,19 @@ def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) ->
     whole = [median(Kind.B, stage) for stage in stages]
     halves = [median(Kind.I, stage) for stage in stages]
     weights = [median(Kind.W, stage) for stage in stages]
-    # An action list contains either whole backward passes of a stage, or their halves. If both occur, the halves are
-    # used.
+    # An action list runs the backward passes of a stage either as a whole (B) or in two halves (I and W). If a trace
+    # contains both, the times of the halves are used.
     backwards = [half or back for half, back in zip(halves, whole, strict=True)]
     forwards = [median(Kind.F, stage) for stage in stages]
     return StageCosts(forwards, backwards, weights, comm=statistics.median(waited) if waited else 0.0)
 
 
 def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
-    """Return the transfer times, in microseconds, of messages whose receiver was already waiting when the sender
-    computed them.
+    """Return the transfer times, in microseconds, of the messages that their receivers waited for.
 
-    The time of a message is measured from the end of the action that computed it to the start of the action that uses
-    it. If the receiver is not waiting, a message arrives before it is needed, so its transfer time is irrelevant.
+    A transfer time starts when the action that computed the message ends, and it ends when the action that uses the
+    message starts. Other messages are left out: they arrive before they are needed, so their transfer times do not
+    matter.
     """
     stops: dict[tuple[int, int, Action], float] = {}
     owners: dict[tuple[int, int, int], int] = {}
@@ -189,8 +191,8 @@ def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
 
 
 def message_arrows(slices: Mapping[Action, Event]) -> list[tuple[str, Event, Event]]:
-    """Return the messages of one pipeline in one step as tuples (name, slice of the send, slice of the action that uses
-    the message)."""
+    """Return a tuple (name, source, target) for each message of one pipeline in one step. `source` is the slice that
+    sends the message, and `target` is the slice of the action that uses it."""
     found = []
     for action, source in slices.items():
         if action.kind in SENDS:
@@ -202,7 +204,7 @@ def message_arrows(slices: Mapping[Action, Event]) -> list[tuple[str, Event, Eve
 
 
 def summary(steps: Sequence[MeasuredStep], plan: Simulation | None) -> dict[str, float]:
-    """Return the step times and bubbles of the measured and the simulated pipeline. Measured values are medians over
+    """Return the measured and the simulated step time and bubble fraction. The measured values are medians over all
     iterations and pipelines."""
     if not steps:
         return {}
@@ -234,9 +236,9 @@ class RankTrace:
 
 
 def assemble(ranks: Sequence[RankTrace], other: Mapping[str, object], lists_of: Callable[[int], Lists] | None) -> Trace:
-    """Assemble the trace of all ranks. `ranks` contains the traces in rank order. `other` contains `pipelines` and
-    `device`, and is copied to `otherData`. `lists_of(microbatches)` returns the action lists of a step for the
-    simulation.
+    """Assemble the trace of all ranks. `ranks` contains the traces in rank order. `other` is copied to the trace's
+    `otherData`, and must contain `pipelines` and `device`. `lists_of(microbatches)` returns the action lists of a step
+    with this number of micro-batches, for the simulation. If it is None, no step is simulated.
     """
     origin = min((rank.to_common(row[3]) for rank in ranks for row in (*rank.spans, *rank.in_flight)), default=0)
     events: list[Event] = []
@@ -306,8 +308,8 @@ def _add_arrows(trace: Trace) -> None:
 
 
 def _add_plan(trace: Trace, step: MeasuredStep, at: float, plan: Simulation, tracks: Sequence[int]) -> None:
-    """Add the simulated actions of a step to a separate track of each rank. `at` is the time at which the simulated
-    step starts: the start of the measured step, or the end of the previous simulated step if that is later.
+    """Add the simulated actions of a step to a separate track of each rank. `at` is the start time of the simulated
+    step. It is the start of the measured step or the end of the previous simulated step, whichever is later.
     """
     for rank, track, timeline in zip(step.ranks, tracks, plan.timeline, strict=True):
         for action, start, stop in timeline:

@@ -47,10 +47,11 @@ class Span(NamedTuple):
 
 
 class Recorder:
-    """Collector of a rank's spans. Only `take` waits for the device.
+    """Collector of a rank's spans. Apart from the constructor, only `take` waits for the device.
 
     Spans of one thread are nested or disjoint. `in_flight` contains the spans of asynchronous collectives, which may
-    overlap. On CUDA, each span of a thread has a second span, measured between two events of the current stream.
+    overlap. On CUDA, each span of a thread also has a device span, which is timed with two events in the current
+    stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,7 +73,7 @@ class Recorder:
         return _OpenSpan(self, name, category, args or {})
 
     def track(self) -> str:
-        """Return the name of the calling thread's track."""
+        """Return the name of the track that shows the spans of the calling thread."""
         thread = threading.get_ident()
         if thread not in self._tracks:
             self._tracks[thread] = f"thread {len(self._tracks)}"
@@ -87,14 +88,14 @@ class Recorder:
         return event
 
     def add(self, span: Span, start: torch.cuda.Event | None = None, stop: torch.cuda.Event | None = None) -> None:
-        """Add a span of the calling thread. `start` and `stop` are the events between which the device worked on the
-        span."""
+        """Add a span of the calling thread. The events `start` and `stop` enclose the work that the span launched on
+        the device."""
         self.spans.append(span)
         if start is not None and stop is not None:
             self._events.append((span, start, stop))
 
     def take(self) -> list[Span]:
-        """Return the spans of threads and of device streams. Waits for the device."""
+        """Return the spans of all threads and, on CUDA, the device spans. Waits for the device."""
         if not self.cuda:
             return self.spans
         torch.cuda.synchronize(self.device)
@@ -109,7 +110,7 @@ class Recorder:
 
 
 class _OpenSpan:
-    """Span of a block that has not ended yet."""
+    """Context manager that records its block as a span."""
 
     __slots__ = ("args", "category", "event", "name", "recorder", "start")
 
@@ -152,8 +153,8 @@ AXES_OF_MODULES = {
     ".distributed.": DATA_AXES,
     ".optimizer.": DATA_AXES,
 }
-"""Maps a part of a module's name to mesh axes. If several axes consist of the same ranks, the axis of a collective is
-determined by the name of the module that calls the collective."""
+"""Maps a part of a Python module's name to the mesh axes over which such modules communicate. If several axes consist
+of the same ranks, the name of the module that calls a collective determines the axis of the collective."""
 
 PURPOSES = {
     "start_grad_sync": "gradient reduction",
@@ -178,7 +179,7 @@ class CollectiveTaps:
             if (group := state.axis(name).group) is not None:
                 self._axes.setdefault(id(group), []).append("pp" if name in LANES else name)
         self._launched: dict[int, tuple[dist.Work, Span]] = {}
-        """Collectives whose wait has not returned yet, keyed by the id of the work object."""
+        """Collectives that have been launched but not waited for, keyed by the id of the work object."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -187,7 +188,7 @@ class CollectiveTaps:
         taps = {name: self._collective(getattr(dist, name), label) for name, label in there.items()}
         with replaced(
             *((dist, name, tap) for name, tap in taps.items()),
-            *((distributed_c10d, name, taps[name]) for name in MESSAGES),  # P2POp compares with these functions
+            *((distributed_c10d, name, taps[name]) for name in MESSAGES),  # P2POp accepts these attributes only
             (dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)),
             (dist.Work, "wait", self._wait(dist.Work.wait)),
         ):
@@ -243,8 +244,8 @@ class CollectiveTaps:
         return tap
 
     def _describe(self, label: str, args: Iterable[object], kwargs: Mapping[str, Any]) -> tuple[str, dict[str, object]]:
-        """Return the name of a call, such as "all-reduce dp: gradient reduction", and other known properties of the
-        call."""
+        """Return the name of a call, such as "all-reduce dp: gradient reduction", and a dict of its properties, such as
+        the axis and the number of bytes."""
         group = kwargs.get("group")
         module, function = caller(sys._getframe(2))
         axes = self._axes.get(id(group), ["world"])
@@ -262,9 +263,9 @@ class CollectiveTaps:
 
 
 def axis_of(axes: Sequence[str], module: str) -> str:
-    """Return the axis of a collective. If several axes have the same group, the calling module determines the axis.
-    The module is unknown if autograd calls the collective. In this case, return all of these axes that a layer may use,
-    such as "cp/ep".
+    """Return the name of the mesh axis of a collective. `axes` contains the axes that use the collective's process
+    group, and the module that called the collective determines which of them is returned. If autograd called the
+    collective, this module is unknown. The name then consists of all `axes` that a layer may use, such as "cp/ep".
     """
     for part, preferred in AXES_OF_MODULES.items():
         if part in module:

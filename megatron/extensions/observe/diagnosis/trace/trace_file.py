@@ -55,14 +55,15 @@ def process_events(rank: int, name: str, tracks: Iterable[str]) -> Iterator[Even
 def slice_event(
     rank: int, track: int, name: str, category: str, start: float, stop: float, args: Mapping[str, object]
 ) -> Event:
-    """Return the event of a span on a track. Times are in microseconds.
+    """Return the trace event that shows a span on a track. Times are in microseconds.
 
     Args:
         rank: Global rank.
         track: Number of the track.
         name: Name to display.
         category: Category of the span.
-        start: Start of the span. Both ends are rounded, so adjacent spans do not overlap.
+        start: Start of the span. The start and the end are rounded before the duration is computed, so adjacent spans
+            do not overlap.
         stop: End of the span.
         args: Properties to display.
     """
@@ -74,8 +75,9 @@ def slice_event(
 def async_events(
     rank: int, number: int, name: str, category: str, start: float, stop: float, args: Mapping[str, object]
 ) -> list[Event]:
-    """Return the two events of a span that may overlap other spans of its rank, such as a collective in flight.
-    `number` identifies the pair of events. The other arguments have the same meaning as in `slice_event`.
+    """Return the begin and end events of a span that may overlap other spans of its rank, such as a collective in
+    flight. `number` distinguishes the span from the rank's other asynchronous spans. The other arguments have the same
+    meaning as in `slice_event`.
     """
     common = {"pid": rank, "tid": 0, "id": f"{rank}.{number}", "name": name, "cat": category}
     begin = {"ph": "b", "ts": round(start, 3), "args": args} | common
@@ -83,8 +85,8 @@ def async_events(
 
 
 def flow_events(number: int, name: str, source: Event, target: Event) -> list[Event]:
-    """Return the two events of an arrow between slices. The arrow points from the slice that sends a message to the
-    later slice that uses the message."""
+    """Return the start and end events of an arrow from the slice that sends a message to the later slice that uses the
+    message."""
     events = []
     for phase, at, more in (("s", source, {}), ("f", target, {"bp": "e"})):
         # the arrow ends within the target slice, and not before the send
@@ -113,7 +115,7 @@ ACTION_CATEGORIES = ("pipeline", PLANNED_TRACK)
 def why_unreadable(trace: object) -> str | None:
     """Return the reason why a trace is not valid; None if it is valid.
 
-    The ranks in `otherData` and the fields of each event are checked.
+    This function checks the ranks in `otherData` and the fields of each event.
     """
     if not isinstance(trace, dict):
         return "otherData has no ranks"
@@ -141,8 +143,8 @@ def why_unreadable(trace: object) -> str | None:
 
 
 def _wrong_layout(other: Mapping[str, object], count: int) -> str | None:
-    """Check the parallel sizes and the pipelines for a world of `count` ranks. Return the reason why the sizes or
-    pipelines are invalid; None if they are valid."""
+    """Check that the parallel sizes and the pipelines in `otherData` fit a world of `count` ranks. Return the reason
+    why the sizes or pipelines are invalid; None if they are valid."""
     layout, pipelines = other.get("layout"), other.get("pipelines")
     axes = ("tp", "cp", "dp", "pp", "ep", "expt_tp")
     if not isinstance(layout, dict) or not all(_is_number(layout.get(axis)) and layout[axis] >= 1 for axis in axes):
@@ -161,7 +163,7 @@ def _is_number(value: object) -> bool:
 
 
 def malformed(number: int, event: object) -> str | None:
-    """Return the problem with a single event; None if the event is valid."""
+    """Return the reason why a single event is invalid; None if the event is valid."""
     if not isinstance(event, dict):
         return f"event {number} is no object"
     phase = str(event.get("ph"))

@@ -1,11 +1,12 @@
 """Tracer that records some steps of all ranks and writes them to one file (--trace).
 
 Clock offsets between hosts are measured with ping-pong messages over the rendezvous store. Processes of one host share
-a clock (Linux: CLOCK_MONOTONIC), so one rank of each host compares its clock with rank 0's. This rank reads its clock,
-sends a message, and reads its clock again when rank 0 answers. Rank 0 reads its own clock before it answers. If both
-directions take the same time, rank 0's reading corresponds to the middle of the two readings. In any case, it lies
-between the two readings, so half of the round trip bounds the error. The shortest of several round trips is used (NTP,
-RFC 5905, section 10). The message and the answer of a round trip each pass through the store once.
+a clock, which is CLOCK_MONOTONIC on Linux. Therefore, one rank of each host compares its clock with rank 0's clock.
+This rank reads its clock, sends a message to rank 0, and reads its clock again when rank 0 answers. Rank 0 reads its
+own clock before it answers. If the message and the answer take the same time, rank 0 reads its clock exactly in the
+middle between the two readings of the other rank. Rank 0 always reads its clock between the two other readings, so the
+error is at most half of the round trip. Several round trips are made, and the shortest one is used (NTP, RFC 5905,
+section 10). The message and the answer of a round trip each pass through the store once.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Clock = Callable[[], int]
 
 @dataclass(frozen=True)
 class Offset:
-    """Offset from a host's clock to rank 0's clock, measured when the host's clock showed `at`."""
+    """Difference between rank 0's clock and a host's clock, measured at the time `at` of the host's clock."""
 
     at: int
     nanoseconds: int = 0
@@ -61,8 +62,7 @@ class Offset:
 
 
 def host_identity() -> tuple[str, str]:
-    """Return the name of this host and the identity of its running kernel. The identities are equal on ranks that share
-    a clock."""
+    """Return the name of this host and an identity of its clock. Ranks that share a clock have the same identity."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return socket.gethostname(), socket.gethostname()
@@ -74,8 +74,8 @@ def host_identity() -> tuple[str, str]:
 def measure(
     store: dist.Store, rank: int, identities: Sequence[str], meeting: str, clock: Clock = time.perf_counter_ns
 ) -> Offset:
-    """Measure the clock offset of this rank's host, if this rank is the first rank of the host. The offset is the same
-    for all ranks of the host.
+    """Return the offset between rank 0's clock and the clock of this rank's host. Only the first rank of each host
+    measures the offset, which applies to all ranks of the host. Other ranks return an offset of 0.
 
     Collective over the first ranks of all hosts.
 
@@ -136,8 +136,8 @@ class Alignment:
         return time_ns + self.first.nanoseconds + round(share * (self.last.nanoseconds - self.first.nanoseconds))
 
     def as_json(self) -> dict[str, object]:
-        """Return the clock offset at the start, the drift of the offset until the end, and the error bound, in
-        microseconds."""
+        """Return the clock offset at the start of the trace, the drift of the offset until the end of the trace, and
+        the error bound, in microseconds."""
         return {
             "offset_us": self.first.nanoseconds / 1e3,
             "drift_us": (self.last.nanoseconds - self.first.nanoseconds) / 1e3,
@@ -234,7 +234,8 @@ class Tracer(Callback):
 
     @contextmanager
     def _part(self, part: str) -> Iterator[None]:
-        """Record a part of a step, or the time between steps. The first part also starts the span of the step."""
+        """Record a part of a step, or work between steps. The part `data`, which is the first part of a step, also
+        starts the span of the whole step."""
         assert self._recorder is not None
         if part == "data" and self._step is None:
             self._iteration = self._progress.iteration + 1
@@ -296,7 +297,7 @@ class Tracer(Callback):
             say(f" trace of iterations {self._first} to {last}: {path}")
 
     def _collect(self, dump: Mapping[str, object], alignment: Alignment, say: Callable[[str], None]) -> list[RankTrace]:
-        """Return the recordings of all ranks on rank 0; an empty list on other ranks. Ranks send their packed
+        """Return the recordings of all ranks on rank 0, and an empty list on other ranks. Ranks send their packed
         recordings one after another through the store. Therefore, rank 0 holds the packed recording of only one rank at
         a time, and no collective uses device memory.
         """
@@ -327,8 +328,8 @@ class Tracer(Callback):
         return [] if malformed else found
 
     def _lists(self) -> Callable[[int], Lists] | None:
-        """Return a function that returns the action lists of a step for a number of micro-batches. Returns None if
-        passes are interleaved, because only the combined time of these passes is known.
+        """Return a function that maps a number of micro-batches to the action lists of a step. Returns None if passes
+        are interleaved: only the combined time of interleaved passes is known, so the step cannot be simulated.
         """
         pipeline = self.pipeline
         if pipeline.passes.pair.in_turns:
@@ -353,9 +354,9 @@ class Tracer(Callback):
 
 
 def held_bytes(run: RunView) -> dict[str, int]:
-    """Return the number of bytes that this rank holds, by category. On GPUs, the result also contains the peak memory
-    minus these categories. On CPUs, the result contains the peak memory of the whole process, including torch's code
-    and data.
+    """Return the number of bytes that this rank holds, by category. On GPUs, the category `activations and working` is
+    the peak allocated memory minus the weights, gradients and optimizer states. On CPUs, the category `process` is the
+    peak memory of the whole process, including torch's code and data.
     """
     ddp = run.optimizer.ddp
     parameters, gradients, of_units = ddp.nbytes
@@ -369,7 +370,7 @@ def held_bytes(run: RunView) -> dict[str, int]:
 
 
 def _fetched(store: dist.Store, key: str) -> bytes:
-    """Fetch a rank's packed dump from the pieces in the store, and delete these pieces."""
+    """Read a rank's packed dump, which is split over several keys of the store, and delete these keys."""
     names = [f"{key}/{number}" for number in range(parse_integer(store.get(f"{key}/pieces").decode()))]
     packed = b64decode(b"".join(store.get(name) for name in names))
     for name in names:
