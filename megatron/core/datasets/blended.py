@@ -25,8 +25,9 @@ def normalise(weights: Sequence[float]) -> list[float]:
 
 
 class BlendedDataset(SampleOrder):
-    """Blend of `size` samples in proportion to `weights`. Each draw is from the dataset that is furthest below its
-    share. If `size` is None, the weights are the lengths of the datasets, and every sample appears once.
+    """Blend of `size` samples in proportion to `weights`. Every sample is drawn from the dataset that is currently
+    furthest below its share. If `size` is None, the weights are the lengths of the datasets, and every sample appears
+    once.
     """
 
     def __init__(
@@ -91,8 +92,9 @@ class _SameNumbers(SampleOrder):
 
 
 class Renumbered(_SameNumbers):
-    """View of another dataset in which source k has the run's source number `numbers[k]` and the name
-    `names[numbers[k]]`. Samples that pad the last batch beyond the dataset's end are attributed to the first source.
+    """View of another dataset that renames its sources. Source k is renumbered to the run-wide source number
+    `numbers[k]`, and has the name `names[numbers[k]]`. Samples that pad the last batch beyond the dataset's end are
+    attributed to the first source.
     """
 
     def __init__(self, inner: Dataset, numbers: Sequence[int], names: Sequence[str] | None = None) -> None:

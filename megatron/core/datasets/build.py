@@ -24,8 +24,8 @@ from megatron.core.datasets.sample_format import SampleFormat
 from megatron.core.datasets.source_order import SourceOrder, split_tokens
 from megatron.core.dist_checkpointing.file_storage import located, storage_of
 
-# Each dataset of a weighted blend provides this fraction of extra samples, because greedy draws may run ahead of its
-# share.
+# Fraction of extra samples that each dataset of a weighted blend provides, because greedy drawing may temporarily draw
+# more from a dataset than its share.
 SURPLUS = 0.005
 SIZE_FLAGS = {"train": "--train-iters or --train-samples", "valid": "--eval-iters", "test": "--eval-iters"}
 
@@ -38,8 +38,8 @@ class TrainingOrder:
     """Consumed samples of each training source over the phases of a run so far."""
 
     planned: tuple[int | None, ...] = ()
-    """Earlier sample counts of the current phase, in order: one count for each extension of the phase, from before that
-    extension."""
+    """Sample counts of the current phase before each of its extensions, in order. The tuple is empty if the phase was
+    never extended."""
 
     take_up: Callable[[SourceOrder, str, SampleFormat], None] = lambda *told: None
     """Function called with each source of the current phase, and the prefix of the source, before the source is
@@ -50,7 +50,7 @@ class TrainingOrder:
     """Sources of the current phase, in blend order."""
 
     def take(self, dataset: Dataset, samples: int) -> None:
-        """Record that this many samples of the current phase's dataset were consumed."""
+        """Record that the run consumed `samples` samples of `dataset`, the dataset of the current phase."""
         if isinstance(dataset, BlendedDataset):
             counts = np.bincount(dataset.index.dataset[:samples], minlength=len(self.present)).tolist()
         else:
@@ -65,13 +65,14 @@ class Demands:
 
     order: TrainingOrder = field(default_factory=TrainingOrder)
     needed: tuple[bool, ...] | None = None
-    """Splits from which the run draws samples; by default, every split with a size."""
+    """One flag per split, True if the run draws samples from this split. If the tuple is None, the run draws samples
+    from every split whose size is given."""
 
     longest: int = 0
     """Largest sequence length of the run, if it uses several."""
 
     say: Callable[[str], None] = lambda line: None
-    """Function that receives a message for each dataset that is not divided by documents."""
+    """Function that is called with a message for each dataset whose splits are not divided at document boundaries."""
 
 
 class Blend(NamedTuple):
@@ -106,7 +107,7 @@ def parse_blend(flag: str, values: Sequence[str]) -> Blend:
 def split_share(prefix: str) -> tuple[str, tuple[float, float] | None]:
     """Split `PREFIX@0:0.9` into PREFIX and its document share (0, 0.9); the share is None without `@`.
 
-    Raises ValueError if the share is not within 0 and 1.
+    Raises ValueError if the share is not within [0, 1].
     """
     found = re.fullmatch(r"(.+)@([0-9.]+):([0-9.]+)", prefix)
     if found is None:
@@ -138,7 +139,7 @@ def build_datasets(
         sizes: Number of samples of train, valid and test; None means one epoch.
         eod: End-of-document token, if the tokenizer has one.
         vocab_size: Exclusive upper bound of the token ids, for the data check.
-        demands: Further requirements of the run. Only indexed datasets use these requirements.
+        demands: Requirements of the run in addition to `config`. Only indexed datasets use these requirements.
 
     Raises:
         ValueError: A flag or file is wrong, a split has no documents, or a token id is outside the vocabulary.
@@ -214,7 +215,8 @@ class _Builder:
         self.make: SampleMaker = next((make for make in makers if make is not None), GPTDataset)
 
     def own_split(self, split: str, values: Sequence[str] | None, size: int | None) -> Dataset | None:
-        """Build a split that has separate data paths. A single prefix is not blended, even if it has a weight."""
+        """Build a split from its own flag, such as --valid-data-path. A single prefix is not blended, even if it has a
+        weight."""
         if not values:
             return None
         blend = parse_blend(f"--{split}-data-path", values)
@@ -303,7 +305,8 @@ class _Builder:
     def _documents(self, prefix: str, indexed: IndexedDataset, shares: Sequence[float]) -> Sequence[range | Pieces]:
         """Return the documents of each split.
 
-        If a required split would have no document, the documents are divided by tokens instead.
+        If a split that the run needs would not get a single document, split the concatenated tokens of all documents
+        instead.
         """
         found, needed = split_documents(shares, len(indexed)), self.demands.needed
         assert needed is not None
@@ -376,7 +379,7 @@ def source_lines(
         samples: Samples of the run; None means one epoch.
         seq_length: Tokens per sample.
         step: Shape of a step.
-        other: Function that maps a path that is not an indexed dataset to its line, or to None if the path is unknown.
+        other: Function that returns the line for a path that is not an indexed dataset, or None if the path is unknown.
     """
 
     def with_samples(line: str, lengths: NDArray | None) -> str:

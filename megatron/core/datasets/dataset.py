@@ -65,7 +65,7 @@ class Datasets(NamedTuple):
 
 
 class BuildDatasets(Protocol):
-    """Function that builds the datasets of a run."""
+    """Interface of functions that build the datasets of a run."""
 
     def __call__(self, config: object, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
         """Build the datasets. To build datasets from a stream, use

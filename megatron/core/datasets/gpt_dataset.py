@@ -84,11 +84,11 @@ class Pieces:
 
 
 class DocumentSamples(TextDataset):
-    """Base class of samples from whole documents or pieces of an indexed dataset. Subclasses divide the tokens into
-    samples."""
+    """Base class of datasets whose samples consist of documents, or pieces of documents, of an indexed dataset.
+    Subclasses divide the tokens into samples."""
 
     padding: int | None = None
-    """Token that pads samples that are longer than their documents; None if documents fill all samples."""
+    """Token used to fill up samples that their documents do not fill. None if documents always fill the samples."""
 
     def __init__(
         self, indexed: IndexedDataset, documents: range | Pieces, format: SampleFormat, of_split: str, fewest: int
@@ -130,7 +130,8 @@ class DocumentSamples(TextDataset):
 
     @property
     def source(self) -> dict[str, object]:
-        """Return the part of a cache key that identifies the document lengths."""
+        """Return the documents of this dataset as part of a cache key: a digest of the document lengths, and the
+        documents' numbers."""
         named = [self.numbers.start, self.numbers.stop] if self.pieces is None else self.pieces.digest
         return {"lengths": self.indexed.lengths_digest, "documents": named}
 
@@ -196,7 +197,7 @@ class GPTDataset(DocumentSamples):
 
         Args:
             indexed: Dataset of the documents.
-            documents: Documents of the split, or pieces of documents.
+            documents: Numbers of the split's documents, or pieces of documents.
             samples: Minimum number of samples, or None for one epoch.
             format: Converter from tokens to model inputs.
             seed: Seed of the sample order.
@@ -288,5 +289,5 @@ class DividesDocuments(Protocol):
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
         """Return a line for logs and plans that describes the samples made from documents of these lengths, and the
         steps of the run. `lengths` [documents] is None if the document lengths are unknown. Returns None if no flag
-        applies.
+        requires such a line.
         """

@@ -2,9 +2,9 @@
 
 A file name contains a hash of everything that determines the content, so a stale file is never read. A file is written
 under a temporary name, synced and renamed, so an existing file is complete. Each file ends with a checksum of its
-array. Every process verifies the checksum. A changed or damaged file is rebuilt. Each process checks whether the files
-exist. This check works with one disk per node and with a shared disk. A lock on the folder lets one process build while
-the others wait. Without locks, as on some network disks, processes build the same files concurrently.
+array. Every process verifies the checksum. A changed or damaged file is rebuilt. Each process checks on its own whether
+the files exist, so the cache may be on one disk per node or on a shared disk. A lock on the folder lets one process
+build while the others wait. Without locks, as on some network disks, processes build the same files concurrently.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def array_digest(array: NDArray) -> str:
 
 
 def array_checksum(array: NDArray) -> int:
-    """Return the CRC-32 of the CRC-32s of an array's blocks, computed in threads: about 0.3 s per GB on one core.
+    """Return a checksum of an array. Threads compute the CRC-32 of each block, and the result is the CRC-32 of these
+    numbers. This takes about 0.3 s per GB on one core.
 
     The checksum detects damage but not tampering.
     """
@@ -70,7 +71,7 @@ def _of_blocks(function: Callable[[memoryview], bytes], array: NDArray) -> bytes
 class IndexCache:
     """A folder of index files.
 
-    If `folder` is None, the cache uses `default`, a folder next to the data. If that folder is not writable, indices
+    If `folder` is None, the cache uses the folder `default` next to the data. If `default` is not writable, indices
     stay in memory, with a warning. If `folder` is given but not writable, the cache raises an error.
     """
 
@@ -86,14 +87,14 @@ class IndexCache:
         build: Callable[[], Iterable[NDArray]],
         made_from: Sequence[str] = (),
     ) -> list[NDArray]:
-        """Memory-map arrays from their files. If there are no files, build and write the arrays; each array is written
-        while the next array is built.
+        """Memory-map arrays from their files. If the files do not exist, build and write the arrays. Each array is
+        written while the next array is built.
 
         Args:
             names: Names of the arrays, in the order in which `build` yields the arrays.
             label: Readable part of the file names.
-            description: All values that determine the contents of the arrays. The hash of the description is part of
-                the file names.
+            description: Mapping with all values that determine the contents of the arrays. The hash of the description
+                is part of the file names.
             build: Function that yields the arrays.
             made_from: Source paths, which are stored with the arrays for human readers and are not part of the hash.
         """

@@ -38,7 +38,7 @@ DTYPES: dict[int, np.dtype] = {
     code: np.dtype(name).newbyteorder("<")
     for code, name in enumerate(("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16"), 1)
 }
-# Number of values processed at a time. This number bounds the memory needed for an index.
+# Number of index values processed at a time, which bounds the memory that a scan of an index needs.
 BLOCK = 1 << 20
 
 
@@ -50,9 +50,9 @@ def strip_suffix(prefix: str) -> str:
 class IndexedDataset:
     """A `.bin/.idx` pair on disk or under a storage URL. The index is memory-mapped, and sequences are read on request.
 
-    `.bin` is read with explicit reads instead of a memory map, because training reads documents in random order. With a
-    memory map, read-ahead is wasted (measured: at least 10 times slower if the file is not in memory), page faults hold
-    the interpreter lock, and a truncated file kills the process.
+    The `.bin` file is read with explicit read calls instead of a memory map, because training reads documents in random
+    order. With a memory map, read-ahead is wasted (measured: at least 10 times slower if the file is not in memory),
+    page faults hold the interpreter lock, and a truncated file kills the process.
 
     Opening reads the header only. Raises ValueError, with the actual and the expected value, if a file is missing,
     truncated or in another format, or if the two files do not belong together.
@@ -115,7 +115,8 @@ class IndexedDataset:
         return np.frombuffer(data, self.dtype)
 
     def verify(self) -> list[str]:
-        """List all inconsistencies within the index, and between the index and the data. Reads the whole index."""
+        """List all inconsistencies within the index, and between the index and the data. This method reads the whole
+        index."""
         found = self._wrong_sequences()
         if not self._boundaries_ascend():
             found.append(f"document boundaries do not run from 0 to the {len(self)} sequences")

@@ -21,8 +21,8 @@ INT32_MAX = 2**31 - 1
 STREAM = 1 << 18
 """Number of documents of a stream, or of draws of a blend, processed at a time."""
 
-# Constants for blends: the number of draws per block, the number of early draws that correct a wrong guess, and the
-# maximum number of counts in parallel blocks.
+# Constants for blends. BLOCK is the number of draws per block. LEAD is the number of draws before a block that correct
+# a wrong guess of its start. CELLS is the maximum number of counts (blocks times datasets) processed in parallel.
 BLOCK = 1 << 10
 LEAD = 1 << 7
 CELLS = 1 << 16
@@ -95,15 +95,16 @@ class GPTIndex(NamedTuple):
 
     sample_index: NDArray
     """Start of each sample [samples + 1, 2]: position in the document index, and offset in that document. If
-    `finds_starts`, the array is instead [E * documents]: the number of stream tokens up to the end of each document.
+    `finds_starts()` returns True, the array instead contains the number of stream tokens up to the end of each
+    document, [E * documents].
     """
 
     shuffle_index: NDArray
-    """Stream position of each drawn sample [samples]."""
+    """Number of the stream sample that the dataset returns for each index, [samples]. The array is a permutation."""
 
     def start(self, number: int, seq_length: int) -> tuple[int, int]:
-        """Return the position in the document index, and the offset in that document, at which stream sample `number`
-        starts."""
+        """Return where sample `number` of the stream starts: the position of its first document in the document index,
+        and the token offset in this document."""
         if self.sample_index.ndim == 2:
             position, offset = self.sample_index[number].tolist()
             return position, offset
@@ -114,10 +115,11 @@ class GPTIndex(NamedTuple):
 
 
 MANY_SAMPLES = 4
-"""If a split has more samples per document than this number, sample starts are computed on access instead of stored.
+"""Maximum number of samples per document for which sample starts are stored. If a split has more samples per document,
+its sample starts are computed on access.
 
-Storing the starts of all samples, with two numbers for each, would take more memory and time than everything else, even
-if a run reads few samples.
+Each stored start takes two numbers. For many short samples, storing the starts would take more memory and time than all
+other arrays, even if a run reads only few samples.
 """
 
 
@@ -163,7 +165,7 @@ def build_document_index(documents: range, plan: EpochPlan, random: np.random.Ra
 
 
 def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, seq_length: int) -> NDArray:
-    """Return the start of each sample in the document stream, plus one row for the end, [samples + 1, 2].
+    """Return the start of each sample in the document stream, followed by the end of the last sample: [samples + 1, 2].
 
     The stream is processed in parts, which needs little memory beyond the result. Meanwhile, a thread looks up the
     lengths of the next part.
@@ -201,8 +203,8 @@ def build_document_ends(lengths: NDArray, document_index: NDArray) -> NDArray[np
 
 
 def _lengths_in_parts(lengths: NDArray, document_index: NDArray) -> Iterator[tuple[int, NDArray, NDArray[np.int64]]]:
-    """Divide the document stream into parts of `STREAM` documents. For each part, yield the position of its first
-    document, the document lengths, and their cumulative sums."""
+    """Divide the document stream into parts of `STREAM` documents. For each part of the stream, yield the position of
+    the part's first document, the lengths of its documents, and the cumulative sums of these lengths."""
 
     def look_up(first: int) -> tuple[int, NDArray, NDArray[np.int64]]:
         part = lengths[document_index[first : first + STREAM]]
@@ -241,8 +243,8 @@ class BlendIndex(NamedTuple):
 
 
 def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
-    """Build a greedy blend. Each draw is from the dataset furthest below its share; on a tie, from the first such
-    dataset."""
+    """Build the index of a greedy blend of datasets. Each draw is from the dataset furthest below its share; on a tie,
+    from the first such dataset."""
     choice = _blend(weights, size)
     return BlendIndex(choice, _nth_of_each(choice, len(weights)))
 
@@ -290,8 +292,8 @@ def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
 def _draw_side_by_side(
     weights: Sequence[float], starts: NDArray[np.int64]
 ) -> tuple[NDArray[np.int16], NDArray[np.float64], NDArray[np.float64]]:
-    """Return the draws [blocks, BLOCK] of the blocks at `starts`, and the counts before and after each block [blocks,
-    datasets]."""
+    """Return the draws [blocks, BLOCK] of the blocks that begin at `starts`, and the number of samples drawn from each
+    dataset before and after each block, both [blocks, datasets]."""
     share, draw = np.array(weights, np.float64), starts - LEAD
     quota = share * draw[:, None]
     taken = np.floor(quota)
@@ -317,7 +319,8 @@ def _draw(
 ) -> NDArray[np.int16]:
     """Apply the greedy rule one draw at a time.
 
-    `taken` holds the counts of previous draws and is updated. A dataset at its limit is not drawn again.
+    `taken` holds the counts of previous draws and is updated. No samples are drawn from a dataset that has reached its
+    limit.
     """
     share = np.array(weights, np.float64)
     limit = np.full(len(weights), np.inf) if limits is None else np.array(limits, np.float64)

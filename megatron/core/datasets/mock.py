@@ -1,4 +1,4 @@
-"""Synthetic data that needs no files and that a model can learn."""
+"""Synthetic training data that needs no files. The data has a pattern that a model can learn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPLITS = ("train", "valid", "test")
 class MockGPTDataset(TextDataset):
     """Noisy affine sequences: token x is followed by a*x + b modulo the alphabet, or sometimes by a random token.
 
-    Sample i depends on (seed, split, i) only. The map is a permutation that depends only on the seed. A model that has
+    Sample i depends only on (seed, split, i). The map is a permutation that depends only on the seed. A model that has
     learned the map reaches a loss equal to the noise entropy, about 0.44 nats per token.
     """
 
@@ -35,7 +35,7 @@ class MockGPTDataset(TextDataset):
         )
 
     def origin(self, index: int) -> str:
-        """Return the start of a sample. Every sample is a separate document."""
+        """Return the start of a sample as `mock:INDEX+0`, because every sample is a document of its own."""
         return f"mock:{index}+0"
 
     def _text(self, index: int) -> NDArray[np.int64]:

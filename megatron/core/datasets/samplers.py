@@ -70,7 +70,7 @@ class DataIterator:
         """Create the iterator.
 
         Args:
-            dataset: Dataset of the samples. Several threads may read it at once.
+            dataset: Dataset of the samples. Several threads may read the dataset at once.
             micro_batch_size: Samples per micro-batch.
             dp_rank: Data-parallel rank.
             dp_size: Number of data-parallel ranks.
@@ -97,7 +97,8 @@ class DataIterator:
 
         self._pool = None
         if num_workers:
-            # A thread starts on device 0. Without this call, pinning memory would create a CUDA context of every rank
+            # The current device of a new thread is device 0. Without this call, pinning memory would create a CUDA
+            # context of every rank
             # on that device.
             start = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else (None, ())
             self._pool = ThreadPoolExecutor(num_workers, f"{name}-data", *start)

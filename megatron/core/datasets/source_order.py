@@ -1,9 +1,9 @@
 """Sample order of each training source over all phases and extensions of a run.
 
 Megatron-LM's order of a source depends on the requested number of samples, which determines how many epochs are
-shuffled together and whether the last epoch is shuffled separately. With that order, a run that requests more samples
-later would repeat some samples and skip others. In contrast, an order of this module never changes once it has started.
-An order is a list of segments:
+shuffled together and whether the last epoch is shuffled separately. If a run with Megatron-LM's order were extended,
+the new order would repeat some samples and skip others. In contrast, an order of this module never changes once it has
+started. An order is a list of segments:
 
 - The first segment is Megatron-LM's order for the number of samples that the run planned at its start.
 - Each further segment consists of further epochs, shuffled with another seed.
@@ -71,8 +71,8 @@ class SourceOrder:
         """Return the next samples: at least as many as the last number in `planned`, or one epoch if the last number is
         None.
 
-        `planned` lists the requested sample counts in order, one for each extension of the plan. Raises ValueError as
-        GPTDataset does.
+        `planned` lists the sample counts that were requested so far: first the original count, then one count for each
+        extension. Raises ValueError as GPTDataset does.
         """
         for asked in planned:
             left = sum(map(len, self.segments)) - self.taken
@@ -124,13 +124,13 @@ class _View(SampleOrder):
 
 
 def split_tokens(lengths: NDArray, shares: Sequence[float], wanted: Sequence[bool], block: int) -> list[Pieces] | None:
-    """Divide the concatenated tokens of all documents by `shares`.
+    """Split the concatenated tokens of all documents into consecutive parts in proportion to `shares`.
 
     Args:
         lengths: Tokens of each document.
         shares: Share of each split.
-        wanted: True for splits that need at least `block` tokens. If necessary, these tokens are taken from the largest
-            split.
+        wanted: Whether each split must contain at least `block` tokens. If necessary, these tokens are taken from the
+            largest split.
         block: Minimum number of tokens.
 
     Returns:

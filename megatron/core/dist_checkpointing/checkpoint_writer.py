@@ -68,8 +68,8 @@ class CheckpointWriter:
         self.cleanups, self.held = cleanups, list[PurePath]()
         self.check: Callable[[], None] = lambda: None
         self._own_latest = {latest_text(root)}
-        """Contents of the latest-checkpoint file that count as this run's: the contents at the start of the run, and
-        everything that the run has written."""
+        """Contents of the latest-checkpoint file that do not indicate that another run writes here: the contents at the
+        start of this run, and everything that this run has written."""
         self._world = world
         if world.size > 1:  # A separate group is needed, because two threads must not share a group.
             self._world = replace(world, group=dist.new_group(list(world.ranks), backend="gloo"))
@@ -86,7 +86,8 @@ class CheckpointWriter:
     def save(self, iteration: int, tensors: StateDict, payload: dict[str, object]) -> None:
         """Wait for the previous save and start a new save. A foreground save is complete when this method returns.
 
-        `tensors` may change once this method returns. `payload` is written as JSON and must not change.
+        `tensors` may change once this method returns. `payload` is written as JSON, and the caller must not modify it
+        afterwards.
         """
         began = time.perf_counter()
         self.wait()
@@ -162,7 +163,8 @@ class CheckpointWriter:
 
 
 def _failure(fn: Callable[[], object]) -> str | None:
-    """Run `fn` and return the message of its CheckpointError, which is the same on every rank; None on success."""
+    """Run `fn`. If `fn` raises CheckpointError, return its message, which is the same on every rank; else return
+    None."""
     try:
         fn()
     except CheckpointError as error:
@@ -185,8 +187,8 @@ class HostStaging:
         self._preparing: threading.Thread | None = None
 
     def prepare(self, tensors: StateDict) -> None:
-        """Allocate the buffer on a thread, so that the first save does not wait for the allocation. The allocation
-        takes longer than the copy."""
+        """Allocate the host buffer on a thread, so that the first save does not wait for the allocation. Allocating the
+        buffer takes longer than copying the tensors to it."""
         every = [data for found in _written(tensors).values() for data in found.values()]
         device = next((data.device for data in every if data.is_cuda), None)
 

@@ -1,10 +1,10 @@
 """Writers of a checkpoint's data files, which contain one tensor after another in `torch.save` format.
 
 With many small tensors, a save would spend most of its time in `torch.save`, which creates a zip archive and a pickle
-for each tensor. A load would spend most of its time in `torch.load`. Archives of tensors with the same dtype, shape and
-strides differ only in the tensor's data, so the writer assembles them from a template. The bytes in the file are the
-same as those of `torch.save`. If a reader recognizes an archive by its template, it copies the tensor's data without
-unpickling the archive.
+for each tensor. A load of many small tensors would likewise spend most of its time in `torch.load`. Archives of tensors
+with the same dtype, shape and strides differ only in the tensor's data, so the writer assembles them from a template.
+The bytes in the file are the same as those of `torch.save`. If a reader recognizes an archive by its template, it
+copies the tensor's data without unpickling the archive.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class StoredFiles(FileSystem):
 
     def __init__(self) -> None:
         self.ranges: dict[str, list[Range]] = {}
-        """Ranges that will be read next, keyed by file name. Each file is read from front to back, and only in these
-        ranges."""
+        """Byte ranges that will be read next, keyed by file name. Each file is read from front to back, and no bytes
+        outside its ranges are read."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
@@ -69,8 +69,8 @@ class StoredFiles(FileSystem):
 class SummedFiles(StoredFiles):
     """File system for DCP's writers. This file system contains the files of an unpublished folder, and their checksums.
 
-    DCP writes the index under a temporary name and then renames it. This class writes the index directly under its
-    final name, because the folder is published as a whole.
+    DCP writes the index under a temporary name and then renames it. This class instead writes the index under its final
+    name at once. This is safe because the whole folder is published at the end.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class TensorFormat:
         self._templates = Templates()
 
     def write(self, tensor: Tensor, stream: IO[bytes]) -> None:
-        """Write the bytes of `torch.save(tensor, stream)`. `tensor` is on the CPU."""
+        """Write the same bytes to `stream` as `torch.save(tensor, stream)`. `tensor` must be on the CPU."""
         template = self._template(tensor)
         if template is None:
             torch.save(tensor, stream)
@@ -221,19 +221,19 @@ class DataWriter(dcp.FileSystemWriter):
 
     def __init__(self, folder: PurePath) -> None:
         # Files are synced when they are closed; DCP would sync them before Python's buffer is flushed. Without
-        # copy-ahead, DCP creates no CUDA stream. On a thread without a current device, DCP would create the stream on
-        # device 0.
+        # copy-ahead, DCP creates no CUDA stream. With copy-ahead, DCP would create the stream on device 0 if the thread
+        # has set no current device.
         super().__init__("", sync_files=False, per_thread_copy_ahead=0)
         self.path = folder
 
     def storage_meta(self) -> StorageMeta:
-        """Return the index metadata. Paths of storages other than the local disk are stored as text, because other
-        programs lack the path type."""
+        """Return the index metadata. A path outside the local disk is stored as text, because other programs cannot
+        unpickle its path class."""
         path = self.path if isinstance(self.path, Path) else str(self.path)
         return StorageMeta(checkpoint_id=path, save_id=self.save_id)
 
     def resolved(self, items: Sequence[WriteItem], planner: SavePlanner) -> Iterator[Tensor | io.BytesIO]:
-        """Yield the data of the items in order."""
+        """Yield the data of each write item, in the order of `items`."""
         return map(planner.resolve_data, items)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

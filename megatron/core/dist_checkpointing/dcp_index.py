@@ -1,8 +1,8 @@
 """Safe reading of the files of torch.distributed.checkpoint (DCP).
 
 The index is a pickle that may come from an untrusted source. The pickle may therefore name only the types of a tensor
-index, and files in the folder of the index. Small tensors that match torch's output byte for byte are not unpickled.
-Every other tensor is checked before torch unpickles it.
+index, and files in the folder of the index. A small tensor is copied without unpickling if all bytes around its data
+are exactly those that torch would write. Every other tensor is checked before torch unpickles it.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class IndexReader(dcp.FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan: small tensors by template, everything else through DCP.
 
-        Templates and DCP both read each file from front to back, so hardly any byte of a remote file is requested
-        twice.
+        Both ways of reading, by template and through DCP, go through each file from front to back. Hardly any byte of a
+        remote file is therefore requested twice.
         """
         in_order = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)
         by_file: dict[str, list[tuple[ReadItem, Kind, Template]]] = {}
@@ -73,7 +73,8 @@ class IndexReader(dcp.FileSystemReader):
                 kind, info = self._small_kind(item), self.storage_data[item.storage_index]
                 if kind is None or (template := self._template(kind)) is None:
                     continue
-                if info.length == archive_bytes(kind, template):  # If the lengths are forged, the file is not read.
+                # An entry with a forged length is not read by template.
+                if info.length == archive_bytes(kind, template):
                     by_file.setdefault(info.relative_path, []).append((item, kind, template))
         self._announce([item for items in by_file.values() for item, _, _ in items])
         read = {id(item) for name, items in by_file.items() for item in self._read_small(name, items, planner)}
@@ -108,7 +109,8 @@ class IndexReader(dcp.FileSystemReader):
                     yield item
 
     def _small_kind(self, item: ReadItem) -> Kind | None:
-        """Return the kind of a small tensor according to the index; None for larger tensors and other items."""
+        """Return the kind of a small tensor as recorded in the index. Return None for larger tensors, and for items
+        that are not tensors."""
         at, info = item.storage_index, self.storage_data[item.storage_index]
         entry = self.read_metadata().state_dict_metadata.get(at.fqn)
         if item.type != LoadItemType.TENSOR or not isinstance(entry, TensorStorageMetadata) or at.index is None:

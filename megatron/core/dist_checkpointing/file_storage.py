@@ -1,12 +1,13 @@
 """Storage of a run's files: the local disk, or a URL scheme that an extension registers. This module does not import
 torch.
 
-A path object only names a file. `storage_of(path)` returns the storage, which lists, reads, writes, publishes and
-removes files. A `Path` is on the local disk; `located("s3://bucket/run")` is a path in the storage registered for s3.
+A path object is only a name, and does not access the file. `storage_of(path)` returns the storage, which lists, reads,
+writes, publishes and removes files. A `Path` is on the local disk; `located("s3://bucket/run")` is a path in the
+storage registered for s3.
 
 A folder is published as a whole. `begin` prepares the folder, files are written below `scratch`, and `publish` makes
-the folder visible under its final name. On the local disk, publishing is a rename. Object stores have no rename, so the
-folder holds the object `.unfinished` until everything else is written.
+the folder visible under its final name. On the local disk, publishing is a rename. Object stores cannot rename a
+folder. Instead, an object `.unfinished` marks the folder as incomplete until everything else is written.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ class Storage(Protocol):
     def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> None:
         """Write a whole file if its current content is `expected`. If `expected` is None, the file must not exist.
 
-        Raises FileExistsError if the current content is not `expected`. In the default implementation, two simultaneous
-        writers may both succeed.
+        Raises FileExistsError if the current content is not `expected`. The default implementation is not atomic: if
+        two processes call `replace` simultaneously, both may succeed.
         """
         if self.content(path) != expected:
             raise FileExistsError(f"{path} was changed by another writer")
@@ -123,7 +124,7 @@ class Storage(Protocol):
         return copy
 
     def cache_folder(self, path: PurePath) -> Path:
-        """Return a local folder for files that are computed from a stored file."""
+        """Return the local folder that caches files computed from the stored file `path`."""
         return Path(tempfile.gettempdir()) / f"megatron-{self.scheme}-{os.getuid()}"
 
     def exists(self, path: PurePath) -> bool:
@@ -201,7 +202,7 @@ class Storage(Protocol):
 
 
 class StorageClass(Protocol):
-    """A class derived from `Storage`."""
+    """Type of the classes derived from `Storage` that can be registered for a URL scheme."""
 
     def __call__(self, scheme: str) -> Storage:
         """Create the object that serves all URLs of the scheme in a process."""
@@ -306,7 +307,7 @@ class LocalStorage(Storage):
             self.remove(self.scratch(final))
 
     def withdraw(self, final: PurePath) -> None:
-        hidden = self.scratch(final)  # the next `begin` removes it if this process is killed halfway
+        hidden = self.scratch(final)  # if this process is killed here, the next `begin` removes this folder
         os.rename(final, hidden)
         self.remove(hidden)
 
@@ -328,7 +329,7 @@ def storage_of(path: PurePath) -> Storage:
 
 
 def resolved(path: PurePath) -> PurePath:
-    """Return the path with links resolved. The result is the same for all paths to a file."""
+    """Return the path with links resolved. All paths that lead to the same file therefore have the same result."""
     return path.resolve() if isinstance(path, Path) else path
 
 
@@ -336,7 +337,8 @@ def resolved(path: PurePath) -> PurePath:
 def local_folder(folder: PurePath, wanted: Callable[[str], bool]) -> Path:
     """Return a local folder with links to local copies of the files named `wanted` in a stored folder.
 
-    Only files directly in the folder are linked. A local folder is returned unchanged. Raises OSError.
+    Only files directly in the folder are linked. If `folder` is on the local disk, it is returned unchanged. Raises
+    OSError.
     """
     if isinstance(folder, Path):
         return folder

@@ -1,9 +1,9 @@
 """Checkpoint integrity: a manifest of files with sizes and checksums, written last and read first. This module does not
 import torch.
 
-Checksums are CRC-32, which detects every burst error of up to 32 bits and all but one in 2^32 longer bursts. CRC-32 is
-the fastest checksum in the standard library (over 1 GiB/s per core). The checksum is computed while a file is written,
-so that nothing is read back. The checksum protects against disk errors, but not against tampering.
+The checksums are CRC-32. A CRC-32 detects every burst error of up to 32 bits, and misses only about one in 2^32 longer
+bursts. CRC-32 is the fastest checksum in the standard library (over 1 GiB/s per core). The checksum is computed while a
+file is written, so that nothing is read back. The checksum protects against disk errors, but not against tampering.
 """
 
 from __future__ import annotations

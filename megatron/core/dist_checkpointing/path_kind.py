@@ -1,5 +1,5 @@
-"""Recognizes the kind of a path: a checkpoint, a run, an indexed dataset, or a kind that an extension adds. This module
-also defines the names of checkpoint folders and files. This module does not import torch.
+"""Functions that recognize the kind of a path: a checkpoint, a run, an indexed dataset, or a kind that an extension
+adds. This module also defines the names of checkpoint folders and files. This module does not import torch.
 
 Every flag and tool that takes a path calls this module, so that they all classify paths alike. An extension adds a
 kind:
@@ -42,14 +42,14 @@ class KindFacts:
     """Description of the path's contents, which follows the path in a message."""
 
     order: int
-    """Position among the kinds of paths. If a path matches several kinds, the kind with the smallest number is used.
+    """Priority of this kind of path. If a path matches several kinds, the kind with the smallest number is used.
 
     The built-in kinds have the numbers 0 (URL), 10 (indexed dataset), 20 (checkpoint), 30 (folder of checkpoints), 40
     (run), 50 (empty folder), 60 (other folder), 70 (nothing) and 80 (other file).
     """
 
     loaded_as: str = ""
-    """Name of this kind in messages, if --load accepts it."""
+    """Name of this kind in messages about --load; empty if --load does not accept paths of this kind."""
 
     convert: str = ""
     """Command that converts a path of this kind to a checkpoint, for models that --load does not accept. {path} is
@@ -62,8 +62,8 @@ class KindFacts:
 
 
 class PathKind(Protocol):
-    """Class or function that recognizes one kind of path. `DataKind` and the kinds of models that --load accepts have
-    additional methods."""
+    """Interface of classes and functions that recognize one kind of path. `DataKind` adds methods to this interface,
+    and so do the kinds of model files that --load accepts."""
 
     def __call__(self, path: str, /) -> bool:
         """Return whether a path is of this kind. The path may not exist, and may be a pattern or a URL."""
@@ -73,11 +73,11 @@ PATH_KINDS = Registry("kind of path", KindFacts, protocol=PathKind)
 
 
 class DataReader(Protocol):
-    """Reader that makes indexed datasets from files."""
+    """Interface of readers that make indexed datasets from files of another kind."""
 
     def prefix(self, flag: str, path: str, /) -> str:
-        """Return the prefix of the dataset made from the files that a path names. Create the dataset if necessary.
-        Raises ValueError with the name of the flag.
+        """Return the prefix of the dataset made from the files that a path names. Create the dataset if it does not
+        exist. Raises ValueError with the name of the flag.
         """
 
 
@@ -93,7 +93,8 @@ class DataKind(ABC):
 
     @abstractmethod
     def describe(self, flag: str, path: str) -> str:
-        """Return a line about the files of a path. Raises ValueError with the name of the flag."""
+        """Return a one-line description of the files at `path`, for example for a log. Raises ValueError with the name
+        of the flag."""
 
     @abstractmethod
     def reader(
@@ -119,7 +120,7 @@ TEXTS = ("text", "url")
 
 
 def kind_of(path: str | PurePath) -> str:
-    """Return the kind of a path by its name in `PATH_KINDS`."""
+    """Return the name in `PATH_KINDS` of the kind of a path."""
     names = sorted(PATH_KINDS, key=lambda name: PATH_KINDS.facts(name).order)
     return next(name for name in names if PATH_KINDS[name](str(path)))
 
@@ -247,8 +248,8 @@ def is_checkpoint(path: PurePath) -> bool:
 def named_folder(path: Folder) -> Folder:
     """Return the folder that a path refers to.
 
-    On file systems without links, a text file `path`.txt replaces a link: if `path` does not exist, the result is the
-    checkpoint next to the text file that the text file names.
+    File systems without links use a text file `path`.txt in place of a link. If `path` does not exist, the text file
+    contains the name of a checkpoint in the same folder, and the path of that checkpoint is returned.
     """
     storage = storage_of(path)
     if os.path.lexists(path) if isinstance(path, Path) else storage.exists(path):
@@ -295,10 +296,10 @@ class Candidates:
 
 
 def candidates(path: PurePath) -> Candidates:
-    """List the checkpoints that `path` may refer to: `path` itself, or the latest and earlier checkpoints in a folder
-    of checkpoints. The text file names the latest checkpoint. If that file is missing or damaged, the newest checkpoint
-    is the latest. Raises ValueError if the file is damaged and there is no checkpoint, or if another program wrote the
-    checkpoints.
+    """List the checkpoints that `path` may refer to: `path` itself if it is a checkpoint, or all checkpoints in the
+    folder `path` up to the latest one. A text file names the latest checkpoint. If the text file is missing or damaged,
+    the checkpoint with the highest iteration is the latest. Raises ValueError if the file is damaged and there is no
+    checkpoint, or if another program wrote the checkpoints.
     """
     if PATH_KINDS.facts(kind_of(path)).convert:
         raise ValueError(refusal(path))

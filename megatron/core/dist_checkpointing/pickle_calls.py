@@ -3,7 +3,7 @@
 `torch.load(weights_only=True)` runs no code from a file. However, some of the functions that `torch.load` permits
 allocate memory of a given size or repeat text, so a pickle of 30 bytes may request gigabytes. `check_calls` interprets
 the instructions without calling any function. Pickles that `check_calls` cannot interpret to the end are refused.
-`check_calls` supports the same instructions as torch's reader.
+`check_calls` supports the same pickle instructions as `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.pickle_rules import (
 )
 
 FREE_BYTES = 1 << 20
-"""Number of bytes that calls may create in addition to a multiple of the file size."""
+"""Number of bytes that the calls of a pickle may always allocate, in addition to a multiple of the file size."""
 
 
 class Bytes(Protocol):

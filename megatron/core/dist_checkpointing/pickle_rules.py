@@ -1,5 +1,5 @@
-"""Functions that a torch.save file may call, and their permitted arguments. No call may allocate memory of a size that
-the file chooses.
+"""Functions that a torch.save file may call, and their permitted arguments. No permitted call lets the file choose how
+much memory is allocated.
 
 This module does not import torch.
 """
@@ -59,7 +59,7 @@ class Storage:
 
 @dataclass
 class Call:
-    """Arguments of a call, and the checker for nested calls."""
+    """A call in a pickle: its arguments, and a function that checks calls nested in them."""
 
     given: tuple[object, ...]
     inner: Callable[[object, object], object]
@@ -91,8 +91,8 @@ def _array_of_bytes(call: Call) -> str | None:
 
 
 def _bytes_of_text(call: Call) -> str | None:
-    """Check a call of _codecs.encode. Only the encoding that Python uses for bytes is accepted, because some codecs
-    expand their input."""
+    """Check the arguments of a call of `_codecs.encode`. Only the encoding that Python uses for bytes is accepted,
+    because some codecs expand their input."""
     text, codec = call.given if len(call.given) == 2 else (None, None)
     call.size = cost(text)
     usual = isinstance(text, str) and codec in ("latin1", "latin-1", "utf-8")
@@ -126,8 +126,8 @@ def _natural(value: object) -> TypeGuard[int]:
 
 
 def _with_type(call: Call) -> str | None:
-    """Check a call with the arguments (function, type, arguments, state). The call `function(*arguments)` inside it
-    must be permitted."""
+    """Check a call of `_rebuild_from_type_v2`, whose arguments are (function, type, arguments, state). The call
+    `function(*arguments)` inside it must be permitted."""
     if len(call.given) != 4:
         return "with arguments other than function, type, arguments and state"
     call.inner(call.given[0], call.given[2])
@@ -140,8 +140,8 @@ def _empty_array(call: Call) -> str | None:
 
 
 def _one_number(call: Call) -> str | None:
-    """Check a call with (dtype, bytes). The bytes are required: without them, numpy would allocate memory of the
-    dtype's size."""
+    """Check a call with (dtype, bytes). A call without bytes is refused, because numpy would allocate an item whose
+    size the dtype chooses."""
     return None if len(call.given) == 2 and cost(call.given[1]) else "without the bytes of a number"
 
 

@@ -18,15 +18,15 @@ A zip archive has its directory at its end and its member names at its beginning
 """
 
 GAP = 64 << 10
-"""Largest gap in bytes between two ranges that are fetched together. Two separate requests would take longer than
-reading a gap of this size."""
+"""Largest gap in bytes between two ranges that are fetched together. Reading a gap of this size takes less time than
+sending a second request."""
 
 HELD = 3
 """Number of pieces kept in memory. Reading an archive requires its beginning, its end and a part of its data."""
 
 
 class Range(NamedTuple):
-    """Bytes [start, end) of a file."""
+    """Range of bytes [start, end) within a file."""
 
     start: int
     end: int
@@ -59,15 +59,15 @@ class SeekableFile(io.RawIOBase):
 class RangedFile(SeekableFile):
     """A stored file of which hardly any bytes outside of `ranges` are read.
 
-    If the ranges are read from front to back, each byte is fetched about once, in any order within a range. Up
-    to `HELD` pieces stay in memory.
+    Each byte is fetched about once if the ranges are read one after another, from front to back. Reads within a range
+    may be in any order. Up to `HELD` pieces stay in memory.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, ranges: Iterable[Range], largest: int) -> None:
         """Open the file.
 
         Args:
-            read: Function of (start, length) that fetches bytes.
+            read: Function that takes (start, length) and returns these bytes of the file.
             size: Size of the file in bytes.
             ranges: Ranges that will be read.
             largest: Maximum number of bytes per request.

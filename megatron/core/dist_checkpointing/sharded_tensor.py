@@ -1,4 +1,5 @@
-"""Sharded tensors for torch.distributed.checkpoint (DCP): one rank's boxes of a global tensor, and `OptimizerPiece`.
+"""Sharded tensors for torch.distributed.checkpoint (DCP). `ShardedBoxes` describes one rank's boxes of a global tensor,
+and `OptimizerPiece` describes one rank's optimizer state of a parameter.
 
 A rank holds a rectangle ("box") of each parameter. Under ZeRO-1 it holds a flat range of that rectangle's elements in
 row-major order, which consists of a few boxes (`core.boxes`). DCP reshards boxes: any set of boxes can be loaded from
@@ -27,12 +28,12 @@ LocalBox = tuple[tuple[int, ...], Tensor]
 
 
 class ShardedBoxes(Tensor):
-    """One rank's boxes of a global tensor. The size of a `ShardedBoxes` is the global shape, but it contains no data
-    itself.
+    """One rank's boxes of a global tensor. `ShardedBoxes.shape` is the global shape. The object itself stores no data;
+    it refers to the tensors of its boxes.
 
-    A save reads the boxes' tensors. A load writes into these tensors, and converts data from the dtype of the file if
-    the dtypes differ. Boxes to load may overlap; every box is filled. The boxes to save, which are the boxes with
-    `writes` on all ranks, must tile the global tensor. Set writes=False for a replica that another rank writes.
+    A save reads the tensors of the boxes. A load writes into these tensors, and converts data from the dtype of the
+    file if the dtypes differ. Boxes to load may overlap; every box is filled. The boxes to save, which are the boxes
+    with `writes` on all ranks, must tile the global tensor. Set writes=False for a replica that another rank writes.
     """
 
     boxes: list[LocalBox]
@@ -60,8 +61,8 @@ class ShardedBoxes(Tensor):
         return f"ShardedBoxes({tuple(self.shape)}, {self.dtype}, boxes={boxes}, writes={self.writes})"
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Return one item for each box that this rank writes. If boxes are equal, as for a tied weight that is held
-        twice, only the first box is written."""
+        """Return one write item for each box of the tensor that this rank writes. If several boxes are equal, as for a
+        tied weight that is stored twice, only the first box is written."""
         boxes = dict(reversed(self.boxes)) if self.writes else {}
         return [
             WriteItem(
@@ -77,12 +78,12 @@ class ShardedBoxes(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """List the boxes to load. DCP refers to a chunk by its position in this list."""
+        """List the boxes to load. DCP refers to a chunk by its position in the returned list."""
         return [ChunkStorageMetadata(offsets=torch.Size(offset), sizes=data.shape) for offset, data in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return the data of a box. A load identifies the box by its position in the chunk list, and a save by its
-        offset."""
+        """Return the data of a box. When loading, DCP identifies the box by its position in the chunk list; when
+        saving, by its offset."""
         if index.index is not None and index.index < len(self.boxes):
             offset, data = self.boxes[index.index]
             if offset == index.offset:
@@ -105,13 +106,14 @@ def without_surroundings(data: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OptimizerPiece:
-    """Optimizer state of elements [start, stop) of one parameter's local shard, flattened row-major.
+    """Optimizer state of elements [start, stop) of a parameter's local shard. The shard is flattened in row-major
+    order.
 
     `data` is a live 1-D view of stop - start elements. A save reads from the view, and a load writes to it. A piece may
     be empty. Without the distributed optimizer, every data-parallel rank holds the whole shard from 0 to its size.
 
-    A state whose shape differs from that of the parameter has an `own_shape`. The piece then refers to elements of the
-    whole state, and no other rank of the stage holds this state.
+    `own_shape` is the shape of a state if it differs from the parameter's shape, else None. The piece then refers to
+    elements of the whole state, and no other rank of the stage holds this state.
     """
 
     key: str
@@ -125,7 +127,7 @@ class OptimizerPiece:
 
     @property
     def global_shape(self) -> tuple[int, ...]:
-        """Shape of the whole state."""
+        """Shape of the whole state, unsharded."""
         return self.meta.global_shape if self.own_shape is None else self.own_shape
 
     def __post_init__(self) -> None:

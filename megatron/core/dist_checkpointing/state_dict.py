@@ -51,7 +51,7 @@ def model_state(
 def optimizer_state(
     pieces: Iterable[OptimizerPiece], state: ParallelState, data_sharded: bool, prefix: str = OPTIMIZER
 ) -> StateDict:
-    """Return the state dict to save for the optimizer or a callback.
+    """Return the state dict with which the state of the optimizer or of a callback is saved.
 
     Args:
         pieces: State on this rank.
@@ -77,15 +77,16 @@ def load_targets(
 ) -> StateDict:
     """Return the state dict to load into, given the keys in a checkpoint.
 
-    A parameter and its main copy load from the same tensor: the saved main parameter if the optimizer is loaded and the
-    checkpoint contains a main parameter, else the saved model parameter. A checkpoint of any precision therefore loads
-    into a run of any other precision, and a parameter always equals its rounded main parameter.
+    A model parameter and its main parameter are loaded from the same tensor. This is the saved main parameter if the
+    optimizer is loaded and the checkpoint contains one; otherwise, it is the saved model parameter. A checkpoint of any
+    precision therefore loads into a run of any other precision, and a parameter always equals its rounded main
+    parameter.
 
     Args:
         modules: The stages of this rank.
         pieces: Optimizer state on this rank.
         state: Process groups.
-        saved: Keys in the checkpoint.
+        saved: Keys that the checkpoint contains.
         load_optimizer: Whether to load the moments too.
         sharded: Pieces of parameters that this rank does not hold as a whole.
     """
@@ -120,7 +121,7 @@ def callback_targets(
         pieces: The callback's state on this rank.
         state: Process groups.
         saved: Keys in the checkpoint.
-        prefix: Prefix of the callback's keys.
+        prefix: Prefix of the keys of the callback's tensors.
     """
     entries = _Entries()
     for piece in pieces:
@@ -166,8 +167,9 @@ class _Entries:
 class _Writers:
     """Selection of the replica that writes each tensor. Every rank computes the same selection independently.
 
-    The first model-parallel replica writes (`ParamMeta.is_first_replica`). Data-parallel replicas visit the same
-    tensors in the same order, and the replica with the fewest elements so far writes the next tensor.
+    Among model-parallel replicas, only the first one writes (`ParamMeta.is_first_replica`). Data-parallel replicas
+    share the work: all go through the tensors in the same order, and each tensor is assigned to the replica with the
+    fewest elements so far.
     """
 
     def __init__(self, state: ParallelState, data_sharded: bool = False) -> None:

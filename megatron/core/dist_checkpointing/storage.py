@@ -111,7 +111,8 @@ def save(
 
 
 def _space(root: PurePath, tensors: StateDict, world: Axis) -> str:
-    """Describe the space that a checkpoint needs and the free space on the disk. Collective over `world`."""
+    """Return a text that states how much disk space a checkpoint needs and how much is free. Collective over
+    `world`."""
     boxes = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, ShardedBoxes)}
     items = [item for key, tensor in boxes.items() for item in tensor.__create_write_items__(key, None)]
     needed = sum(gather_objects(sum(map(item_bytes, items)), world))
@@ -220,7 +221,8 @@ class Checkpoint:
             )
 
     def read(self, key: str, first: int | None = None) -> Tensor:
-        """Read one whole tensor, or only entry `first` of its first dim, in this process alone."""
+        """Read one whole tensor without other ranks. If `first` is given, read only index `first` of the tensor's first
+        dim."""
         info = self.tensors[key]
         offset, shape = (0,) * len(info.shape), info.shape
         if first is not None:
@@ -329,8 +331,8 @@ def _few(names: Sequence[object]) -> str:
 
 @contextmanager
 def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator[None]:
-    """Convert DCP's exception to a CheckpointError with the cause on the first failed rank. With `reads`, a damaged
-    checkpoint file raises ValueError instead.
+    """Convert DCP's exception to a CheckpointError with the cause on the first failed rank. If `reads` is True, a
+    damaged checkpoint file raises ValueError instead of CheckpointError.
 
     On every rank, DCP raises a BaseException with the failures of all ranks. DCP's warning about working in a single
     process is silenced, because a single process is intended.

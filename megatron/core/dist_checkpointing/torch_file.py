@@ -20,11 +20,12 @@ PICKLES = 5
 
 
 def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
-    """Read a file with `weights_only` onto the CPU, memory-mapped if its format permits this.
+    """Load a torch.save file onto the CPU with `weights_only=True`. The file is memory-mapped if its format allows
+    this.
 
     `permitted` are additional classes and functions, or pairs of an object and its name, to which the file may refer.
-    A permitted function must not allocate memory of a size that its arguments choose. Raises pickle.UnpicklingError if
-    a file requests anything else, or more memory than its size. A damaged file may raise many other exceptions.
+    A permitted function must not let its arguments choose how much memory it allocates. Raises pickle.UnpicklingError
+    if a file requests anything else, or more memory than its size. A damaged file may raise many other exceptions.
     """
     names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in permitted]
     with path.open("rb") as file:

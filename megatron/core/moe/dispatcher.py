@@ -1,8 +1,8 @@
 """Token dispatch of MoE layers: sends tokens to the ranks of their experts, and returns the outputs.
 
-Dispatch is a linear map of the tokens: it copies, sends and sorts rows. Combine sums the outputs of a token's experts.
-Combine is the adjoint of dispatch, so each of the two is the backward pass of the other. A subclass of `Dispatcher`
-therefore defines only dispatch.
+Dispatch is a linear map of the tokens: it copies, sends and sorts rows. The combine step adds up each token's expert
+outputs. The combine step is the adjoint of dispatch, so each of the two is the backward pass of the other. A subclass
+of `Dispatcher` therefore defines only dispatch.
 
 The ranks along (ep, expt_tp) together hold all experts. Each rank has different tokens.
 """
@@ -95,7 +95,7 @@ class Routes:
     """Dispatch of one micro-batch. Each assignment of a token is one row, which is sent to the rank of its expert."""
 
     of_tokens: RowMap
-    """Map from this rank's tokens [n, ...] to rows [assignments, ...]."""
+    """Linear map from this rank's tokens [n, ...] to the rows that it sends, [assignments, ...]."""
 
     of_assignments: RowMap
     """Map from the k assignments of each of this rank's tokens [n * k, ...] to rows [assignments, ...]."""
@@ -103,7 +103,7 @@ class Routes:
     segments: Segments
     exchange: Exchange | None = None
     arrival: RowMap | None = None
-    """Map from the result of the exchange to rows [rows, ...] of the local experts, sorted by expert."""
+    """Linear map that sorts the rows received from the exchange by local expert, giving [rows, ...]."""
 
     def dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [n, h] and routing weights [n * k] -> rows [rows, h] and their weights [rows] of the local experts."""
@@ -115,7 +115,8 @@ class Routes:
         return rows, of_rows
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Outputs [rows, h] of the local experts -> their sums for this rank's tokens [n, h]."""
+        """Return the sum of the expert outputs for each token of this rank, [n, h]. `rows` [rows, h] are the outputs of
+        the local experts."""
         if self.arrival is not None:
             rows = self.arrival.transposed(rows)
         if self.exchange is not None:
@@ -126,8 +127,8 @@ class Routes:
 class Dispatcher(ABC):
     """Planner of the dispatch of tokens to their selected experts.
 
-    Token counts stay on the device if neither message sizes nor large buffers depend on them. If token counts stay on
-    the device, the buffers have the maximum number of rows, and the rows in use come first.
+    Token counts stay on the device if neither message sizes nor large buffers depend on them. In this case, the host
+    does not know the number of rows, so each buffer has the maximum number of rows. The rows in use come first.
     """
 
     def __init__(self, num_experts: int, ctx: TPContext, grouped: bool, padded: bool, choices: int) -> None:
@@ -233,7 +234,8 @@ class AllToAllDispatcher(Dispatcher):
         return lambda: self._by_sizes(chosen, order, np.array(sizes.read()))
 
     def _by_sizes(self, chosen: Tensor, order: Tensor, counts: np.ndarray) -> Routes:
-        """Return routes without spare rows, for counts on the host."""
+        """Return routes whose buffers have exactly the required number of rows. The token counts must be on the
+        host."""
         ep, expt_tp = self.ep, self.expt_tp
         table = counts.reshape(ep.size, expt_tp.size, -1).swapaxes(0, 1)  # [expt_tp, ep, E]
         mine = table[expt_tp.rank, ep.rank].reshape(ep.size, -1).sum(1).tolist()
@@ -245,10 +247,11 @@ class AllToAllDispatcher(Dispatcher):
         return Routes(*self.copies(order[: sum(mine)], *chosen.shape), segments, exchange, arrival)
 
     def _by_bounds(self, chosen: Tensor, order: Tensor, table: Tensor, most: int | None) -> Routes:
-        """Return routes over the maximum number of rows, with counts on the device.
+        """Return routes whose buffers have the maximum number of rows. The token counts stay on the device.
 
-        Without an all-to-all, a rank's rows are its sorted assignments. With an all-to-all, `most` rows are sent to
-        each expert. Received rows are sorted by expert, spare rows last.
+        If there is no all-to-all, the rows of a rank are its assignments, sorted by expert. If there is one, each rank
+        sends exactly `most` rows to every expert, including spare rows. Received rows are sorted by expert, spare rows
+        last.
         """
         ep = self.ep
         expt_tp = self.expt_tp
@@ -307,11 +310,11 @@ def sort_assignments(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Invert an order [m] of distinct numbers below `count`.
+    """Invert `order` [m], which contains distinct numbers below `count`.
 
-    The first result [count] contains the position of each number in `order`, or 0 if `order` lacks the number. The
-    second result [count] is a bool mask of the numbers that `order` contains and, if `kept` is given, that are also
-    kept.
+    The first result [count] contains the position of each number in `order`, or 0 if `order` does not contain the
+    number. The second result [count] is a bool mask that is True for the numbers in `kept`; it is None if `kept` is
+    None.
     """
     places = order.new_zeros(count)
     places[order] = torch.arange(order.shape[0], device=order.device)
@@ -336,7 +339,7 @@ def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tens
 def slot_map(assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int, compiled: bool) -> RowMap:
     """Copy rows to slots: x [n, ...] -> [slots, ...], slot i takes row assignments[i] // k.
 
-    A valid assignment a is in slots[a]. If `valid` is None, all assignments are valid. Slots without a valid assignment
+    A valid assignment a is in slots[a]. `valid` is None if all assignments are valid. Slots without a valid assignment
     have meaningless contents. The adjoint reads each slot once, so the sum has a fixed order.
     """
     index, sum_up = assignments // k, region(sum_of_slots, compiled)
@@ -346,7 +349,8 @@ def slot_map(assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int, c
 def take_map(assignments: Tensor, rows: int, k: int) -> RowMap:
     """Copy rows to assignments: x [rows, ...] -> [assignments, ...], assignment i takes row i // k.
 
-    The adjoint sums the copies of a row in a fixed order, with a plain sum if no assignment is dropped.
+    The adjoint adds up the gradients of all copies of a row in a fixed order. If no assignment is dropped, each row has
+    k copies, and the adjoint is a plain sum over k.
     """
     index = assignments // k
     if assignments.shape[0] == rows * k:

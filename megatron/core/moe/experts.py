@@ -38,8 +38,8 @@ class _GroupedLinearContext(AutogradContext):
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """Grouped linear layer: multiplies each row of x [n, in] by the weight W [out, in] of the row's expert -> y [n,
-    out]."""
+    """Grouped linear layer. Each row of x [n, in] is multiplied by the weight [out, in] of the expert that the row
+    belongs to. The result is y [n, out]."""
 
     @staticmethod
     def forward(
@@ -272,7 +272,8 @@ class Experts(nn.Module):
         self.weights_inputs, self.compiled = config.moe_apply_probs_on_input, ctx.compiled
 
     def forward(self, rows: Tensor, weights: Tensor, segments: Segments) -> Tensor:
-        """rows [n, h], routing weights [n] -> [n, h], a partial sum over expert tensor parallelism"""
+        """Map rows [n, h] and routing weights [n] to outputs [n, h], which are partial sums over the expert
+        tensor-parallel ranks."""
 
         factors: Tensor | None = weights
         if self.weights_inputs:

@@ -41,7 +41,7 @@ class Segments:
 
     @property
     def ends(self) -> Tensor:
-        """End of each expert's rows [experts] int32, on the device."""
+        """Index after the last row of each expert, [experts] int32 on the device."""
         if self._ends is None:
             assert self._sizes is not None
             self._ends = integers_on(self._device, accumulate(self._sizes), torch.int32)
@@ -56,8 +56,8 @@ class Segments:
         return self._sizes
 
     def padded(self, multiple: int) -> Segments:
-        """Return segments with each expert's row count rounded up to a multiple. The returned segments may have spare
-        rows."""
+        """Return segments in which each expert's row count is rounded up to a multiple of `multiple`. The returned
+        segments may have spare rows."""
         if self._sizes is not None:
             return Segments([-(-size // multiple) * multiple for size in self._sizes], None, self._device, True)
         counts = torch.diff(self.ends, prepend=self.ends.new_zeros(1))
@@ -136,9 +136,9 @@ def add_products_grouped_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments
 
 
 def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
-    """Return True if torch has a grouped GEMM for this dtype on the device, and for matrices of these widths: rows must
-    be multiples of 16 bytes. On other GPUs, torch's function reads the row counts on the host and computes one product
-    per expert, like `gemm_each`."""
+    """Return True if torch has a grouped GEMM kernel for this dtype and device, and for matrices with rows of `widths`
+    elements. The kernel requires rows whose size is a multiple of 16 bytes. On GPUs without the kernel, torch's
+    function reads the row counts on the host and computes one product per expert, like `gemm_each`."""
     if device.type == "cuda":
         kernel = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
     else:
@@ -147,14 +147,15 @@ def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -
 
 
 class GroupedGemms:
-    """The GEMMs of a grouped linear layer, in the precision of the parameters.
+    """GEMMs of a grouped linear layer, computed in the precision of the parameters.
 
     A format in `LINEAR_FORMATS` provides another object with the attributes of this class.
     """
 
     def __init__(self, gemm: GroupedGemm, add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Segments], None]) -> None:
         self.gemm, self.add_weight_grad_ = gemm, add_weight_grad_
-        """(out [experts, out, in], dY [n, out], x [n, in], segments): out += dYᵀ X of each expert"""
+        """Function of (out [experts, out, in], dY [n, out], x [n, in], segments) that adds each expert's product dYᵀ X
+        to `out`."""
         self.add_bias_grad_ = add_weight_grad_
         """Equivalent of `add_weight_grad_` for a bias gradient, since a bias acts as the weight of an additional
         input."""
@@ -172,7 +173,7 @@ GROUPED = GroupedGemms(gemm_grouped, add_products_grouped_)
 """GEMMs that run in a single kernel for all experts. The kernel reads the row counts on the device."""
 
 EACH = GroupedGemms(gemm_each, add_each_product_)
-"""Grouped GEMMs that run one GEMM per expert. The host splits the rows of the operand by expert."""
+"""Grouped GEMMs that run one GEMM per expert. The host splits the rows of each operand into one tensor per expert."""
 
 
 def matrices_of(weight: Tensor) -> Tensor:

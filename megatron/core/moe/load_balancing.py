@@ -1,7 +1,7 @@
 """Expert load balancing: auxiliary losses, z-loss and expert bias, equal under every layout.
 
-Auxiliary losses are means over the tokens of the global batch. Each auxiliary loss is added to the loss once, so its
-value does not depend on layouts or micro-batch sizes. Two measures ensure this independence.
+Auxiliary losses are means over the tokens of the global batch. The value of an auxiliary loss does not depend on the
+layout or on the micro-batch size. Two measures ensure this independence.
 
 First, scaling. All other losses are token sums, which are divided by the number of valid tokens at the end of the step.
 Gradients of auxiliary losses are injected during the backward pass, so they are multiplied by the number of valid
@@ -11,9 +11,9 @@ valid tokens / tokens of the global batch.
 Second, the load. The loss of Switch Transformer (Fedus et al., arXiv 2101.03961, equation 4) is E sum_i f_i P_i, with
 f_i the share of assignments to expert i and P_i its mean probability. Over a global batch (arXiv 2501.11873), the
 gradient of the first micro-batch would need the f of the last micro-batch. The pipeline, however, runs backward passes
-before the last forward pass. Therefore "aux_loss" and "global_aux_loss" use running means: for the tokens of a sample,
-f is the load over all samples of the global batch up to and including that sample. Samples are ordered by data instead
-of by rank, so f does not depend on how the batch is sharded. "seq_aux_loss" balances each sequence separately.
+before the last forward pass. Therefore "aux_loss" and "global_aux_loss" use running means of f. For the tokens of
+sample j, f is the share of assignments over samples 0 to j of the global batch. Samples are ordered by data instead of
+by rank, so f does not depend on how the batch is sharded. "seq_aux_loss" balances each sequence separately.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.torch_private import AutogradContext
 
 EXTRA_COLUMNS = 3
-"""Entries of a tally that are not counted per expert: balancing loss, z-loss, dropped assignments."""
+"""Number of entries in a tally of router statistics that are not per expert: balancing loss, z-loss and dropped
+assignments."""
 
 PER_EXPERT = 4
-"""Entries of a tally for each expert: assignments, accepted assignments, assignments without expert bias, and
-probabilities."""
+"""Number of entries per expert in a tally of router statistics: assignments, accepted assignments, assignments without
+expert bias, and probabilities."""
 
 
 class RunningLoads:
@@ -71,7 +72,7 @@ class RunningLoads:
         """Return the loads [b, E] float64 of micro-batch `number`: for each sample, the load of all samples up to and
         including that sample.
 
-        Raises ValueError if the pipeline schedule has not run an earlier micro-batch yet.
+        Raises ValueError if the pipeline schedule has not yet run all micro-batches before `number`.
         """
         while (done := len(self._shares)) <= number:
             if done not in self._started:
@@ -187,7 +188,7 @@ class Balance(nn.Module):
             logits: [s, b, E].
             probabilities: [s, b, E].
             chosen: Selected experts [s, b, k].
-            unbiased: Selection without expert bias [s, b, k]. The balancing losses are computed from this selection.
+            unbiased: Selection without expert bias [s, b, k]. The balancing losses count these selections.
             kept: Mask of the kept assignments [s, b, k]; None if no token is dropped.
             context: The micro-batch's context.
         """
@@ -205,12 +206,12 @@ class Balance(nn.Module):
         return _Attach.apply(weights, loss, context.aux_scale, entries, self.tally)
 
     def balancing_losses(self, probabilities: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Return the sums of E sum_i f_i p_i over these tokens, multiplied by the loss coefficients. Also return the
-        value of the loss that balances each sequence.
+        """Return two scalars: the balancing loss of these tokens with its coefficients applied, and the value of the
+        loss that balances each sequence.
 
-        A token contributes 1 to the sum under an even load, and E if one expert receives all tokens. counts [b, E] are
-        the assignments of these tokens in micro-batch `number`. The values of the other balancing losses are not known
-        in the forward pass.
+        The losses are sums of E * sum_i f_i p_i over tokens. Each token contributes 1 if the load is even, and E if one
+        expert receives all tokens. `counts` [b, E] counts the assignments of these tokens in micro-batch `number`. The
+        values of the other balancing losses are not known in the forward pass.
         """
         loss = of_sequences = probabilities.new_zeros(())
         if self.running_coeff:
@@ -225,8 +226,8 @@ class Balance(nn.Module):
         return loss, of_sequences
 
     def _assignments(self, chosen: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return the one-hot selection: chosen [s, b, k] -> [s, b, E]. If `kept` [s, b, k] is given, omit all other
-        assignments."""
+        """Convert selected experts to a 0/1 mask of assignments: chosen [s, b, k] -> [s, b, E]. If `kept` [s, b, k] is
+        given, assignments that it excludes are 0."""
         zeros = torch.zeros(*chosen.shape[:2], self.num_experts, device=chosen.device)
         return zeros.scatter_(-1, chosen, 1.0 if kept is None else kept.to(zeros.dtype))
 
@@ -265,8 +266,9 @@ def make_state(meta: ParamMeta, dtype: torch.dtype, ctx: TPContext) -> nn.Parame
 def end_step(balances: Sequence[Balance], stage: Axis, skip: Tensor | None = None) -> Tensor:
     """End an optimizer step: sum tallies over the ranks of the pipeline stage, and update expert biases.
 
-    A skipped step (`skip` is 1) does not update expert biases. Returns assignments and extra columns [layers, E + 3].
-    Collective over `stage`.
+    A skipped step (`skip` is 1) does not update expert biases. Returns one row per layer, [layers, E + 3]: the
+    assignments of each expert, the balancing loss, the z-loss and the number of dropped assignments. Collective over
+    `stage`.
     """
     table = all_reduce_(torch.stack([balance.tally for balance in balances]), stage)
     return torch.stack([balance.end_step(sums, skip) for balance, sums in zip(balances, table, strict=True)])

@@ -91,8 +91,8 @@ class SoftmaxScores:
 
 @dataclass(frozen=True)
 class OwnScores:
-    """Scores that are a positive function of each logit. The weights of several selected experts sum to 1 (arXiv
-    2412.19437)."""
+    """Scores computed separately for each expert, as a positive function of the expert's logit. The weights of several
+    selected experts sum to 1 (arXiv 2412.19437)."""
 
     function: Callable[[Tensor], Tensor]
     normalized: bool = True
@@ -171,9 +171,10 @@ class TopKRouter(nn.Module):
 
     @staticmethod
     def make_scores(config: TransformerConfig) -> Scores:
-        """Create the scores: softmax, sigmoid or sqrtsoftplus. A router with other scores overrides this method.
+        """Create the router's score function: softmax, sigmoid or sqrtsoftplus. To use a different score function,
+        override this method in a subclass.
 
-        Raises NotImplementedError for any other kind of scores.
+        Raises NotImplementedError if `config.moe_router_scores` is none of these.
         """
         kind = config.moe_router_scores
         if kind in ("softmax", "pre_softmax"):
@@ -220,8 +221,8 @@ class TopKRouter(nn.Module):
         return self.scores.ranked(logits.detach())
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor, context: BatchContext) -> Tensor:
-        """Return the selection [s, b, k] with expert bias and groups. `unbiased` is the selection without bias and
-        groups."""
+        """Return the selected experts [s, b, k], taking expert bias and groups into account. `unbiased` contains the
+        experts that would be selected without bias and groups."""
         bias, summed = self.balance.expert_bias, None
         if bias is not None:
             ranked = summed = (logits if self.biased_logits else self.scores.positive(logits)) + bias
@@ -241,7 +242,7 @@ class TopKRouter(nn.Module):
         return max(ceil(factor * self.topk * length / self.num_experts), self.min_capacity)
 
     def _kept(self, chosen: Tensor, weights: Tensor, context: BatchContext, capacity: int) -> Tensor:
-        """Return bool [s, b, k]: True if the expert has capacity for the token."""
+        """Return a boolean mask [s, b, k] that is True if the selected expert has capacity for the token."""
         places = context.places_of(chosen, self.shard)
         priorities = torch.zeros_like(weights) if self.keep_first else without_rounding(weights)
         return within_capacity(chosen, priorities, places, capacity, self.num_experts, self.sequence)
@@ -255,9 +256,9 @@ def sqrt_softplus(logits: Tensor) -> Tensor:
 def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int) -> Tensor:
     """Return bool [..., E], True for experts outside the `group_topk` best groups of a token.
 
-    The experts of scores [..., E] form `groups` equal groups, in order. A group's score is the sum of its `each` best
-    scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). DeepSeek-V2 uses `each` = 1 (arXiv 2405.04434, section
-    2.2.2). Ties go to the lower group number.
+    The experts of scores [..., E] form `groups` equal groups, in order. The score of a group is the sum of its `each`
+    highest scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). DeepSeek-V2 uses `each` = 1 (arXiv 2405.04434,
+    section 2.2.2). Ties go to the lower group number.
     """
     of_groups = scores.unflatten(-1, (groups, -1))
     sums = of_groups.sort(dim=-1, descending=True).values[..., :each].sum(-1)
@@ -291,7 +292,7 @@ def within_capacity(
     rows, samples, _ = chosen.shape
     table = priorities.new_full((rows, samples, num_experts), -1.0).scatter_(-1, chosen, priorities)
     table, places = all_gather(table, sequence), all_gather(places, sequence)
-    in_order = places.argsort()  # restores the sequence order of the rows, which are gathered in rank order
+    in_order = places.argsort()  # the gathered rows are in rank order; this restores their order in the sequence
     best = table[in_order].sort(dim=0, descending=True, stable=True).indices
     standing = torch.empty_like(best)
     standing.scatter_(0, best, torch.arange(len(best), device=best.device)[:, None, None].expand_as(best))

@@ -1,1 +1,1 @@
-"""Optimizers over flat shards, their learning-rate schedule and loss scale."""
+"""Optimizers that update flat parameter shards, with learning-rate schedules and loss scaling."""

@@ -1,12 +1,13 @@
 """Chains of transforms (`transforms`) for all parameters of a rank's pipeline stage. Every optimizer is a chain of
 transforms.
 
-Fused links update flat shards. The other links of a chain run before and after the fused link, on single parameters.
-The updates of a batch of parameters run concurrently, as generators. Once each update has finished or made a request,
-all requests are answered together. One reduce-scatter and one all-gather over the stage answer requests for sums. One
-exchange with the matrices' owners (`MatrixExchange`) answers requests for whole matrices. Between reduce-scatter and
-all-gather, each rank applies its part of the sums to its part of the reduced states. Sharded states therefore need no
-more communication than replicated states.
+A fused link updates the flat shards of many parameters at once. All other links of the chain, before and after the
+fused link, update one parameter at a time. The updates of a batch of parameters run concurrently, as generators. Once
+each update has finished or made a request, all requests are answered together. One reduce-scatter and one all-gather
+over the stage answer requests for sums. One exchange with the matrices' owners (`MatrixExchange`) answers requests for
+whole matrices. After the reduce-scatter, each rank updates its part of the reduced states with the sums that it
+received. The all-gather then distributes the results. Sharded states therefore need no more communication than
+replicated states.
 """
 
 from __future__ import annotations
@@ -87,15 +88,15 @@ _Elements = tuple[_Param, slice]
 
 @dataclass
 class _Run:
-    """Running update of some elements of a parameter."""
+    """An update in progress, of some elements of one parameter."""
 
     param: _Param
     cut: slice
     x: ParameterUpdate
     steps: Requests
     into: Tensor | None
-    """Gradient tensor that receives the update, for the fused link to read; None if the update is added to the
-    parameter."""
+    """Gradient tensor into which the update is written if a fused link follows, which reads this tensor. None if the
+    update is added to the parameter."""
 
     requests: tuple[Request, ...] = ()
     done: bool = False
@@ -233,7 +234,7 @@ class Chain(ShardUpdate):
             self._update(batch, values, after=True)
 
     def _update(self, batch: Sequence[_Elements], values: StepValues, after: bool) -> None:
-        """Update the parameters of a batch concurrently. By default, run the links before the fused link; with `after`,
+        """Update the parameters of a batch concurrently. If `after` is False, run the links before the fused link; else
         run the links after it."""
         skipped = values.skip > 0
         runs = [self._begin(*each, values, after) for each in batch]
@@ -275,7 +276,7 @@ class Chain(ShardUpdate):
             kernel.set_step_count(updates)
 
     def _answers(self, runs: Sequence[_Run], skipped: Tensor) -> list[list[Tensor]]:
-        """Return the results of all requests of `runs`."""
+        """Return the results of all requests of each run in `runs`."""
         sums = [(run.param, request) for run in runs for request in run.requests if isinstance(request, SumRequest)]
         found = iter(self._sums(sums, skipped) if sums else ())
         matrices = [(run.param, r) for run in runs for r in run.requests if isinstance(r, MatrixRequest)]
@@ -305,7 +306,7 @@ class Chain(ShardUpdate):
         ]
 
     def _transformed(self, asked: Sequence[tuple[_Param, MatrixRequest]], skipped: Tensor) -> list[Tensor]:
-        """Call the functions requested for whole matrices on the ranks that own the matrices."""
+        """Answer requests for whole matrices: call each requested function on the rank that owns the matrix."""
         if not asked:
             return []
         plan = self.plan.matrices
@@ -351,7 +352,7 @@ def _run_links(links: Sequence[Transform], x: ParameterUpdate) -> Requests:
 
 
 def _chunks(param: _Param) -> Iterator[_Elements]:
-    """Yield the elements of a parameter that is updated element by element, at most `CHUNK` at a time."""
+    """Split a parameter that is updated element by element into chunks of at most `CHUNK` elements."""
     for start in range(0, param.held[1] - param.held[0], CHUNK):
         yield param, slice(start, start + CHUNK)
 

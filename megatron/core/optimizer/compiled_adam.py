@@ -17,7 +17,8 @@ from megatron.core.distributed.param_layout import ALIGNMENT
 from megatron.core.optimizer.optimizer import OptimizerShard, ShardUpdate, StepValues
 
 STATIC_SHAPES = 16
-"""Maximum number of shard shapes for which separate kernels are compiled. Buckets of equal layers have equal shapes."""
+"""Maximum number of shard shapes for which separate kernels are compiled. This is enough for many layers, because
+identical layers have shards of the same shape."""
 
 
 class CompiledAdamKernel(ShardUpdate):
@@ -44,7 +45,7 @@ class CompiledAdamKernel(ShardUpdate):
         }
         for shard in self.shards:
             tensors = shard.main, shard.grads, shard.states["exp_avg"], shard.states["exp_avg_sq"]
-            # this lets kernels assume that rows are aligned
+            # with rows of this size, the compiled kernels may assume that every row is aligned
             main, grad, first, second = (tensor.detach().view(-1, ALIGNMENT) for tensor in tensors)
             params = None if shard.aliased else shard.params.view(-1, ALIGNMENT)
             eps = self.config.adam_eps * shard.group.eps_mult
@@ -61,8 +62,8 @@ class CompiledAdamKernel(ShardUpdate):
 
 
 class AdamScalars(NamedTuple):
-    """Values common to all elements, as fp32 scalars on the device, so that a changed value causes neither a
-    recompilation nor a wait."""
+    """Values that are the same for all elements, as fp32 scalars on the device. Because they are tensors, a changed
+    value causes no recompilation, and the host does not wait."""
 
     factor: Tensor
     """Factor by which gradients are multiplied."""
@@ -97,7 +98,7 @@ def adamw_(
         grad: Gradient, which is only read.
         exp_avg: First moment.
         exp_avg_sq: Second moment.
-        params: Tensor that receives the new main parameters, rounded to the dtype of the tensor.
+        params: Tensor to which the new main parameters are written, rounded to the dtype of this tensor.
         scalars: Values of this update.
         betas: Decays of the moments.
         eps: Epsilon added to the root of the second moment.

@@ -37,7 +37,7 @@ from megatron.core.parallel_state import ParallelState
 
 
 class StepResult:
-    """The result of a step. Reading a value waits only until the device has finished this step.
+    """The result of a step. Reading a value waits until the device has finished this step, but not for later work.
 
     No value can be read before `settle` stores the verdict.
     """
@@ -45,7 +45,7 @@ class StepResult:
     def __init__(self, loss_scale: float, scale_can_fall: bool) -> None:
         self._values: HostCopy | None = None
         self.loss_scale = loss_scale
-        """Loss scale with which the step's gradients were computed."""
+        """Loss scale that was used to compute the step's gradients."""
         self._scale_can_fall = scale_can_fall
 
     def settle(self, values: Tensor) -> None:
@@ -71,7 +71,7 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """True if the update was skipped because of non-finite values or by the judge."""
+        """True if the update was skipped, because of non-finite values or because `Update.judge` decided so."""
         return bool(self._read()[2])
 
     @property
@@ -81,7 +81,7 @@ class StepResult:
 
     @property
     def sums(self) -> list[float]:
-        """Argument `sums` of the step, summed over the world."""
+        """Values passed to the step as `Update.sums`, summed over all ranks."""
         return self._read()[4:]
 
     @property
@@ -123,9 +123,9 @@ def _build_host_update(
 
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function that decides whether to skip a step's update. The function maps (norm, overflow, sums) to two flags. The
-first is 1 to skip the update, and the second is 1 if the step is a spike. The arguments and flags are float64 tensors
-on the device."""
+"""Function that decides whether to skip a step's update. The function takes the gradient norm, the overflow flag and
+the step's sums, and returns two flags. The first flag is 1 if the update must be skipped, and the second flag is 1 if
+the step is a spike. All arguments and results are float64 tensors on the device."""
 
 
 @dataclass(frozen=True)
@@ -145,15 +145,15 @@ class Update:
     """Function that decides whether to skip the update."""
 
     on_update: Callable[[Tensor], None] | None = None
-    """Function called before parameters are gathered, because the scales of casts depend on it. The argument is `skip`,
-    which is 1 if nothing was updated."""
+    """Function that is called after the update and before the parameters are gathered, because the scales of cast
+    weights may change in between. The argument is `skip`, which is 1 if nothing was updated."""
 
 
 class DistributedOptimizer:
     """Optimizer named by --optimizer, applied to one rank's main-precision shards on the device or the host.
 
-    All ranks of the world must make the same calls. Build the optimizer after the parameters have their initial values.
-    Raises ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
+    All ranks of the world must make the same calls. The parameters must have their initial values before the optimizer
+    is created. Raises ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
     """
 
     def __init__(
@@ -163,7 +163,8 @@ class DistributedOptimizer:
         state: ParallelState,
         host_threads: int | None = None,
     ) -> None:
-        """Create the optimizer. `host_threads` threads update states in host memory; the default is torch's number."""
+        """Create the optimizer. `host_threads` threads update the states in host memory; by default, as many as
+        `torch.get_num_threads()`."""
         if config.use_distributed_optimizer != ddp.use_distributed_optimizer:
             raise ValueError(
                 f"use_distributed_optimizer is {config.use_distributed_optimizer} in OptimizerConfig and "
@@ -190,8 +191,8 @@ class DistributedOptimizer:
         self.after_update: list[Callable[[Tensor], None]] = []
         """Hooks called after each update of main parameters on the device, before the parameters are written.
 
-        Each hook receives a device tensor: 1 if the update was skipped, else 0. Callbacks of a run may append hooks in
-        their `meters` method.
+        Each hook receives a device tensor: 1 if the update was skipped, else 0. The callbacks of a run (`--callbacks`)
+        may append hooks in their `meters` method.
         """
         self.updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
         """Number of updates so far, as a tensor on the device."""
@@ -213,14 +214,14 @@ class DistributedOptimizer:
         return result
 
     def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
-        """Wait for the gradient norm and update. `own` is the contribution of this rank to the norm. Subclasses may
-        leave part of the update to `end_update`."""
+        """Wait for the gradient norm and update. `own` is the contribution of this rank to the norm. A subclass may
+        postpone part of this work to `end_update`."""
         self.apply(update, *self.verdict(update, self.grad_norm.start(own).wait(), result))
         if self.scaler.dynamic:
             self.scaler.update(not result.finite)
 
     def end_update(self) -> None:
-        """End the update that the last `step` started. The result can then be read. Collective over the world."""
+        """End the update that the last `step` started. The result can then be read. All ranks must call this method."""
 
     def verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
         """Return the skip flag (1 to skip the update, else 0) and the clipping factor. The factor is at most 1 and
@@ -237,7 +238,7 @@ class DistributedOptimizer:
         return skip, (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else None
 
     def apply(self, update: Update, skip: Tensor, coefficient: Tensor | None) -> None:
-        """Apply a verdict: update states and parameters, and start the gather of parameters."""
+        """Update the optimizer states and the parameters, unless `skip` is 1. Then start gathering the parameters."""
         factor, values = update.factor, StepValues(update.rates, skip, self.updates)
         if coefficient is not None and self.shards:
             factor = coefficient if factor is None else coefficient * factor
@@ -276,8 +277,8 @@ class DistributedOptimizer:
 
     @property
     def step_count(self) -> int:
-        """Number of updates so far, also used in Adam's bias correction; skipped steps do not count. Waits for the
-        device."""
+        """Number of updates so far, also used in Adam's bias correction; skipped steps do not count. Reading this
+        property waits for the device."""
         return int(self.updates.item())
 
     @step_count.setter
@@ -288,7 +289,8 @@ class DistributedOptimizer:
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Bytes of main parameters and states on the device, and bytes in host memory including transfer buffers."""
+        """Memory of main parameters and states in bytes: on the device, and in host memory including transfer
+        buffers."""
         device, host = (sum(sum(s.nbytes) for s in self.shards if s.on_host == place) for place in (False, True))
         device += sum(chain.nbytes for chain in self.chains if not chain.on_host)
         host += sum(chain.nbytes for chain in self.chains if chain.on_host)

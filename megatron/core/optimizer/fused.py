@@ -1,7 +1,7 @@
 """Fused links, which update whole shards in one pass over their memory.
 
-This module selects the link for a buffer's parameters, and provides the links of Adam and SGD, which use torch's
-kernels.
+This module selects the fused link for the parameters of a buffer. It also contains the fused links of Adam and SGD,
+which call torch's fused kernels.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def states_of_shards(config: OptimizerConfig, layout: BufferLayout) -> Sequence[
 
 
 def fused_parts(config: OptimizerConfig, shards: Sequence[Shard], stage: StageOfUpdate) -> list[FusedPart]:
-    """Return the kernels of all fused links of a stage. On the host, return only the kernels of links that `shards`
-    use."""
+    """Return the kernels of all fused links of a stage. If `shards` are in host memory, return only the kernels of
+    links that update these shards."""
     links: dict[type[FusedTransform], FusedTransform] = {}
     members: dict[type[FusedTransform], list[Shard]] = {}
     on_host = any(shard.on_host for shard in shards)

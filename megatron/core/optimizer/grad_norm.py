@@ -3,8 +3,8 @@
 Each parameter element of the model counts once. Every data-parallel rank sums over its shard, with or without the
 distributed optimizer. If parameters are replicated along a model axis, only one replica counts. Likewise, only one of
 the two copies of a tied embedding counts. Rows of `ROW` elements are summed in the gradients' precision and the row
-sums in float64. A sum in float32 alone would be wrong in the third digit for a flat shard of 10^7 elements. A sum in
-float64 alone would require a conversion of the shard, which takes 40 times as long on CPU.
+sums in float64. A sum in float32 alone would be wrong in the third digit for a flat shard of 10^7 elements. Summing
+only in float64 would require converting the whole shard to float64, which takes 40 times as long on CPU.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ ROW = 4096
 class GradNorm:
     """Gradient norm over the world, from the tensors whose squares this rank sums.
 
-    A single collective also sums `sums` [n] of each rank.
+    The same collective also sums the vectors `sums` [n] of all ranks.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], state: ParallelState, device: torch.device, host_threads: int | None = None
     ) -> None:
-        """Select the tensors. `host_threads` threads read gradients in host memory; the default is torch's number."""
+        """Select the tensors. `host_threads` threads read the gradients in host memory; by default, as many as
+        `torch.get_num_threads()`."""
         self.world, self.device = state.world, device
         self._threads = host_threads
         self.counted: list[Tensor] = []

@@ -15,7 +15,8 @@ from megatron.core.optimizer.matrix_plan import Matrix, MatrixPlan, Part
 from megatron.core.parallel_state import Axis
 
 Read = Callable[[Part, Tensor], None]
-"""Function that writes this rank's values of a part into a tensor with the shape of the part."""
+"""Function that takes a part and a tensor of the part's shape, and fills the tensor with this rank's values of the
+part."""
 
 Write = Callable[[Part, Matrix, Tensor], None]
 """Function that stores the transformed values of a part."""
@@ -27,8 +28,8 @@ argument contains the numbers of the matrices in the plan."""
 
 @dataclass(frozen=True)
 class _Round:
-    """Parts of matrices that are exchanged together. For each rank of the stage, a round contains the parts of one
-    message, in order."""
+    """Parts of matrices that are exchanged together. For each other rank of the stage, a round lists the parts that one
+    message contains, in order."""
 
     read: list[list[Part]]
     """Parts that this rank sends to the owners of the matrices, one list per receiving rank."""
@@ -44,7 +45,7 @@ class _Round:
 
 class MatrixExchange:
     """Exchange of matrix parts among the ranks of a pipeline stage (`axis`). Messages have the dtype `dtype`.
-    Collective over the axis."""
+    All ranks of `axis` must call `transform` together."""
 
     def __init__(self, plan: MatrixPlan, axis: Axis, dtype: torch.dtype, device: torch.device) -> None:
         self.plan = plan
@@ -95,7 +96,7 @@ class MatrixExchange:
         Args:
             read: Function that reads this rank's parts of x.
             direction: The transformation.
-            write: Function that stores this rank's parts of the result.
+            write: Function that stores the parts of direction(x) that this rank holds.
             numbers: Numbers of the matrices to transform, or None for all matrices.
         """
         rounds = [self._round(each) for each in (self.plan.rounds if numbers is None else [numbers])]

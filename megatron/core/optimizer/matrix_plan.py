@@ -7,7 +7,7 @@ ranks of the stage. The owner receives the parts, transforms the whole matrix, a
 therefore transformed only once, rather than on each rank that holds a part. Each rank sends its shard once and receives
 it back once.
 
-All ranks of a stage have parameters of the same names and shapes, so each computes the same plan from integers.
+All ranks of a stage have parameters with the same names and shapes, so all compute the same plan without communication.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a matrix that one rank holds."""
+    """A rectangular part (box) of a matrix that is stored on one rank."""
 
     matrix: int
     """Number of the matrix."""
@@ -60,14 +60,14 @@ class Part:
 
     start: int
     stop: int
-    """End of the range [start, stop) of shard elements. The range stores a box of shape `held` in row-major order."""
+    """End of the range [start, stop) of shard elements. These elements are a box of shape `held` in row-major order."""
 
     held: tuple[int, ...]
     within: tuple[slice, ...]
-    """Position of the part in the box of shape `held`."""
+    """Slices that select the part from the box of shape `held`."""
 
     place: tuple[slice, ...]
-    """Position of the part in the matrix."""
+    """Slices that select the part from the matrix."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ class MatrixPlan:
         return [sorted(matrices) for matrices in rounds]
 
     def owned(self, place: int) -> list[int]:
-        """Return the numbers of the matrices owned by ranks[place], grouped by size."""
+        """Return the numbers of the matrices that ranks[place] owns, sorted by matrix size."""
         mine = [number for number, owner in enumerate(self.owners) if owner == place]
         return sorted(mine, key=lambda number: (self.matrices[number].size, number))
 
@@ -161,8 +161,8 @@ class MatrixPlan:
         return self._numbers[name]
 
     def parts(self, place: int, wanted: Sequence[int] | None = None) -> dict[int, list[Part]]:
-        """Return the parts that ranks[place] holds, keyed by matrix number, for the matrices `wanted` or for all
-        matrices."""
+        """Return the matrix parts that are stored on ranks[place], keyed by matrix number. If `wanted` is not None,
+        return only the parts of these matrices."""
         rank, found = self.ranks[place], dict[int, list[Part]]()
         chosen = None if wanted is None else set(wanted)
         for shard, param, flat, start, stop in self._held(rank):
@@ -192,8 +192,8 @@ class MatrixPlan:
         return same_data and all(self._coords[a][axis] == self._coords[b][axis] for axis in meta.replica_axes)
 
     def _held(self, rank: int) -> Iterator[tuple[int, ParamRange, int, int, int]]:
-        """Yield (shard, parameter, position in the shard, elements [start, stop) of the local tensor) for updates of
-        `rank`."""
+        """Yield one tuple for each range of parameter elements that `rank` updates: index of the shard, parameter,
+        position in the shard, and the bounds start and stop of the range in the parameter's local tensor."""
         buckets = [(layout, bucket) for layout in self._layouts for bucket in layout.buckets]
         for shard, (layout, bucket) in enumerate(buckets):
             data_rank = self._data_rank["expt_dp" if layout.expert else "dp_cp"][rank]

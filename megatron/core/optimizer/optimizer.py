@@ -1,7 +1,8 @@
 """Shards of main parameters and optimizer states that a rank updates, and interfaces for updating them.
 
-Every optimizer is a chain of transforms (`transforms`, `chain`); Adam and SGD are chains of one fused link (`fused`).
-`DistributedOptimizer` performs the rest of a step, from the gradient norm to the gather of updated parameters.
+Every optimizer is a chain of transforms (modules `transforms` and `chain`). The chains of Adam and SGD consist of one
+fused link (module `fused`). `DistributedOptimizer` performs the rest of a step, from the gradient norm to the
+all-gather of updated parameters.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Shard:
         self.on_host, self.numel = place.on_host, place.numel
         first = bucket.owned_range[0]
         self.range = first + place.start, first + place.stop
-        """Elements of the buffer."""
+        """Range [start, stop) of the shard's elements in the buffer."""
         self.device_params = bucket.owned_params[place.start : place.stop]
         self.device_grads = bucket.owned_grads[place.start : place.stop]
         self.params, self.grads = self.device_params, self.device_grads
@@ -72,7 +73,8 @@ class Shard:
         self.device = torch.device("cpu") if self.on_host else self.params.device
         """Device on which states are stored and updated."""
         self.params_are_main = self.params.dtype == spec.main_dtype
-        """True if the parameters equal the main parameters, which are then not saved."""
+        """True if the model parameters themselves serve as main parameters. Main parameters are then not saved
+        separately."""
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate memory for states on the shard's device."""
@@ -137,7 +139,7 @@ class OptimizerShard(Shard):
         self.states = {state.name: self._zeros(state) for state in spec.states}
         """Optimizer states of a fused link, keyed by name."""
         self.written_by_update = False
-        """True if an update of the main parameters also writes the parameters."""
+        """True if the update of the main parameters also writes the model parameters."""
 
     def _zeros(self, state: State) -> Tensor:
         assert not state.scale_block, "states with scales need a separate store"
@@ -183,7 +185,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class StepValues:
-    """Scalars of one update. The tensors are float64 scalars on the device; the host does not wait for them."""
+    """Scalar values that one update uses. The tensors are float64 scalars on the device; the host does not wait for
+    them."""
 
     rates: Rates
     skip: Tensor
@@ -220,7 +223,7 @@ class HostUpdateRule(Protocol):
     """Interface through which `DistributedOptimizer` updates shards in host memory."""
 
     nbytes: int
-    """Bytes of host memory used in addition to the states."""
+    """Host memory in bytes that is used in addition to the states."""
 
     def start(self) -> None:
         """Start copying the first gradients.
@@ -233,9 +236,10 @@ class HostUpdateRule(Protocol):
         """Start copying the inputs of `update`, so that `update` does not wait for kernels launched later."""
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
-        """Update once after `start`, with the `scalars` of this step. The call waits for the gradients.
+        """Update once after `start`, with the `scalars` of this step. This method waits for the gradients.
 
-        With `scaled`, the gradients are multiplied by the factor. Kernels launched afterwards see the new parameters.
+        If `scaled` is True, the update multiplies the gradients by the `factor` passed to `scalars()`. Kernels launched
+        afterwards see the new parameters.
         """
 
 

@@ -78,8 +78,8 @@ def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPi
 
     After the block, the parameters have exactly their previous values. Elements that no rank offers keep their values.
     `offered` contains pieces of the elements that this rank updates, on any device. The block may run forward passes
-    but no updates. Collective over the data-parallel ranks. The context manager needs memory for a copy of
-    `owned_weights`.
+    but no updates. All data-parallel ranks must enter the context together. The context manager needs memory for a copy
+    of `owned_weights`.
     """
     optimizer.finish_param_sync()
     by_name = pieces_by_name(offered)
@@ -98,7 +98,7 @@ def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPi
 
 
 def _copy_common(source: OptimizerPiece, target: OptimizerPiece) -> None:
-    """Copy the elements that the two pieces have in common."""
+    """Copy the elements that both pieces contain from `source` to `target`."""
     start, stop = max(source.start, target.start), min(source.stop, target.stop)
     if start < stop:
         values = source.data[start - source.start : stop - source.start]

@@ -1,8 +1,8 @@
 """Learning rate and weight decay as functions of progress.
 
-Progress is counted in samples of steps that updated the weights. If the length of a run is given in iterations, an
-iteration counts as the samples of its global batch. A batch-size ramp therefore stretches the schedule in iterations
-but not in samples. The schedules use the same formulas as Megatron-LM.
+Progress is counted in samples of steps that updated the weights. If the run length is given in iterations, each
+iteration adds the number of samples in its global batch to the progress. A batch-size ramp therefore stretches the
+schedule in iterations but not in samples. The schedules use the same formulas as Megatron-LM.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optimizers import LR_SCHEDULES
 
-# Remaining fraction of max_lr - min_lr, as a function of the fraction of the way from the end of warm-up to the end of
-# decay.
+# Functions that compute the learning rate during the decay. The argument is the decay progress, from 0 at the end of
+# warm-up to 1 at the end of the decay. The learning rate is min_lr plus the function value times (max_lr - min_lr).
 DECAY: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
 }
-# Remaining fraction of max_lr - min_lr during the final anneal of warmup-stable-decay, as a function of progress.
+# Functions like those in DECAY for the final anneal of a warmup-stable-decay schedule. The argument is the progress of
+# the anneal, from 0 to 1.
 WSD_ANNEAL: dict[str, Callable[[float], float]] = DECAY | {
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
     "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
@@ -39,10 +40,10 @@ class ScheduleLength:
     warmup: float
     decay: float
     anneal: float
-    """Length of WSD's final anneal."""
+    """Length of the final anneal of a warmup-stable-decay (WSD) schedule."""
 
     total: float
-    """Length of the run, over which weight decay ramps."""
+    """Length of the run. The weight decay changes linearly or along a cosine over this length."""
 
     @classmethod
     def in_samples(cls, config: OptimizerConfig, samples: int) -> ScheduleLength:

@@ -3,9 +3,9 @@ module does not import torch.
 
 A transform derives the list of tensors that it keeps from a parameter's `ParamMeta` alone. There are three kinds:
 
-- `elements`: the parameter's own shape. Each rank holds the range of elements that it updates (ZeRO-1).
-- `reduced`: the parameter's shape with 1 in some dims, such as a mean of each row. Equal parts of the flat tensor are
-  spread over all ranks of the stage.
+- `elements`: the parameter's own shape. Each rank stores the range of elements that it updates (ZeRO-1).
+- `reduced`: the parameter's shape, but size 1 in some dims. An example is the mean of each row. The flat tensor is
+  split evenly over all ranks of the stage.
 - `of_matrices`: any shape for each matrix, such as the factors [m, m] and [n, n] of Shampoo. The owner of the matrix
   (`MatrixPlan`) holds the whole state.
 
@@ -30,7 +30,7 @@ REDUCED = "reduced"
 MATRICES = "matrices"
 
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""Bytes per element of the dtypes that a state may have."""
+"""Dtypes that a state may have, with the number of bytes per element."""
 
 FLOAT8 = "float8_e4m3fn"
 """One-byte dtype, allowed only for states of fused links, which can have scales."""
@@ -42,10 +42,10 @@ class State:
     `reduced` or `of_matrices`."""
 
     name: str
-    """Kind of state in checkpoints, equal for all parameters: `optimizer.NAME.<parameter>`."""
+    """Name of the state, the same for all parameters. The key in checkpoints is `optimizer.NAME.<parameter>`."""
 
     shape: tuple[int, ...]
-    """Shape in the whole model."""
+    """Shape of the state in the whole, unsharded model."""
 
     kind: str
 
@@ -83,7 +83,8 @@ def reduced(name: str, meta: ParamMeta, *dims: int, dtype: str | None = None) ->
 
 
 def of_matrices(name: str, meta: ParamMeta, *shape: int, dtype: str | None = None) -> State:
-    """Return a state of `shape` for each matrix of the parameter. `matrix_size` returns the size of a matrix."""
+    """Declare one state of shape `shape` for each matrix of the parameter. `matrix_size` returns the size of a
+    matrix."""
     return State(name, (*meta.global_shape[: meta.stacked], *shape), MATRICES, dtype)
 
 
@@ -148,7 +149,8 @@ class ChainPlan:
         layouts: Buffers of the stage's ranks.
         ranks: Ranks of the stage.
         states_of: Function that returns the states of a parameter.
-        whole: Predicate that decides whether a parameter's matrices are exchanged although none has a state.
+        whole: Predicate that returns True for a parameter whose matrices are exchanged between ranks although the
+            parameter has no matrix state.
         ranges: Result of `place_states`.
     """
 
@@ -199,11 +201,12 @@ class ChainPlan:
         return min(state.numel, place * length), min(state.numel, (place + 1) * length)
 
     def part_length(self, numel: int) -> int:
-        """Return the largest number of elements of a `reduced` state on a rank."""
+        """Return the largest number of elements that any rank stores of a `reduced` state with `numel` elements."""
         return -(-numel // len(self.ranks))
 
     def owned(self, param: PlannedParam, state: State, place: int) -> list[tuple[int, int, int]]:
-        """Yield (matrix number, start, stop) of the parts [start, stop) of a matrix state that ranks[place] holds."""
+        """Return (matrix number, start, stop) for each matrix that ranks[place] owns. Elements [start, stop) of the
+        state belong to this matrix."""
         numbers = self.matrices.numbers(param.meta.name)
         size = state.numel // len(numbers)
         return [(n, i * size, (i + 1) * size) for i, n in enumerate(numbers) if self.matrices.owners[n] == place]

@@ -11,13 +11,14 @@ A chain maps the gradient of a parameter to the change that is added to the para
             x.update = x.states["momentum"].mul_(0.9).add_(x.update)
 
 A rank holds only a flat part of each parameter. A link that needs other elements of the parameter makes a request.
-`update` is then a generator, and `yield from` a request returns the result. `x.sum` and `x.mean` reduce over the whole
-parameter, `x.fold` accumulates sums in a `reduced` state, and `x.whole` calls a function with each whole matrix on the
-rank that owns it. The requests of all parameters are sent together, and all layouts compute the same result.
+The `update` method of such a link is a generator, and `yield from REQUEST` returns the result of the request. `x.sum`
+and `x.mean` reduce over the whole parameter, `x.fold` accumulates sums in a `reduced` state, and `x.whole` calls a
+function with each whole matrix on the rank that owns it. The requests of all parameters are sent together, and all
+layouts compute the same result.
 
-A `FusedTransform` updates the flat shards of many parameters at once: torch's fused Adam, or Muon, which exchanges all
-matrices of a stage. Earlier links receive the gradient of each parameter, and later links the updated parameter:
-`[FusedAdam(config), AverageWeights(0.999)]`.
+A `FusedTransform` updates the flat shards of many parameters at once. Examples are torch's fused Adam, and Muon, which
+exchanges all matrices of a stage. Earlier links receive the gradient of each parameter, and later links the updated
+parameter: `[FusedAdam(config), AverageWeights(0.999)]`.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class SumRequest(Request):
     """This rank's term, which has the shape of the result."""
 
     state: str | None = None
-    """Name of the `reduced` state that accumulates the sum."""
+    """Name of the `reduced` state that is updated with the sum, or None."""
 
     by: Callable[[Tensor, Tensor], Tensor] | None = None
     """Function that maps (elements of the state, elements of the sum) to the new elements of the state."""
@@ -112,16 +113,16 @@ Requests = Generator[tuple[Request, ...], Sequence[Tensor], None]
 
 
 class ParameterUpdate:
-    """One update of this rank's part of a parameter. The part consists of `n` flattened elements in the main dtype. n
-    may be 0."""
+    """One update of this rank's part of a parameter. The part has `n` elements, which are flattened and have the main
+    dtype; `n` may be 0."""
 
     meta: ParamMeta
     param: Tensor
     """Parameter before the update, [n]. The transforms of a chain must not change the parameter."""
 
     update: Tensor
-    """Update [n]: initially the clipped gradient, or zeros in a skipped step. After the last link, the update is added
-    to the parameter."""
+    """Update of shape [n]. It starts as the clipped gradient, or as zeros in a skipped step. After the last link, the
+    update is added to the parameter."""
 
     states: Mapping[str, Tensor]
     """States of kind `elements` [n], keyed by name. Links modify the states in place."""
@@ -134,8 +135,8 @@ class ParameterUpdate:
     """Factor for --adam-eps (`ParamGroup.eps_mult`)."""
 
     step: Tensor
-    """Number of this update, counted from 1. The number is a float64 scalar on the device, so that the host does not
-    wait for it."""
+    """Number of this update, counted from 1. Skipped steps do not count. The number is a float64 scalar on the device,
+    because the host does not know yet which steps were skipped."""
 
     def __init__(
         self,
@@ -158,8 +159,8 @@ class ParameterUpdate:
     def sum(self, values: Tensor, *dims: int) -> SumRequest:
         """Request the sum of `values` [n] over `dims` of the whole parameter.
 
-        The result has the parameter's shape, but size 1 in each of `dims`. Without `dims`, the result is the sum of all
-        values, a scalar.
+        The result has the parameter's shape, but size 1 in each of `dims`. If no `dims` are given, the result is a
+        scalar, the sum of all values.
         """
         partial = self._partial(values, reduced_shape(self.meta, dims))
         return SumRequest(partial if dims else partial.view(()))
@@ -173,8 +174,8 @@ class ParameterUpdate:
         """Request by(state, mean), where mean is the mean of `values` [n] over the dims in which a `reduced` state has
         size 1.
 
-        The value of `by` replaces the state, and the result of the request is the whole new state. `by` is called with
-        corresponding parts of the state and the mean.
+        The value of `by` replaces the state, and the result of the request is the whole new state. Each rank calls `by`
+        with the same part of the state and of the mean.
         """
         partial = self._partial(values, self._place.reduced[state])
         return SumRequest(partial / (self.meta.numel // partial.numel()), state, by)
@@ -183,7 +184,7 @@ class ParameterUpdate:
         """Request `function(matrix, states)` for each whole matrix. `values` [n] are this rank's elements of the
         matrices.
 
-        `function` runs on the rank that owns the matrix. The result also has shape [n].
+        `function` runs on the rank that owns the matrix. The result has the shape of `values`, [n].
         """
         return MatrixRequest(values, function)
 
@@ -205,7 +206,8 @@ class ParameterUpdate:
 
 
 class Place:
-    """Location of elements [start, stop) of a parameter's local tensor, as boxes of the whole parameter."""
+    """Location of elements [start, stop) of a parameter's local tensor within the whole parameter. The elements form
+    one or more boxes (rectangular blocks) of the whole parameter."""
 
     def __init__(
         self,
@@ -217,10 +219,10 @@ class Place:
         """Compute the boxes.
 
         Args:
-            local: Box of the local tensor.
+            local: Offset and shape of the local tensor within the whole parameter.
             held: Elements [start, stop) of the local tensor.
-            counts: Whether sums over the parameter include this rank's elements; False if they include the elements of
-                another replica instead.
+            counts: True if sums over the parameter include this rank's elements. False if another rank holds a replica
+                of these elements, and the sums include that replica instead.
             reduced: Shapes of states by name.
         """
         self.start = held[0]
@@ -239,7 +241,7 @@ def _within(offset: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -
 
 
 class Transform:
-    """A link of a chain, for one parameter. Derive from it."""
+    """Base class of the links of an optimizer chain. A link transforms the update of one parameter at a time."""
 
     whole_matrices: ClassVar[bool] = False
     """True if the transform requests whole matrices (`ParameterUpdate.whole`) although it keeps no matrix state."""
@@ -254,8 +256,8 @@ class Transform:
     def update(self, x: ParameterUpdate) -> Requests | None:
         """Replace `x.update`, and modify `x.states` in place.
 
-        The requests may depend only on `x.meta`, since all ranks must make the same requests. A skipped step must not
-        change anything.
+        The requests may depend only on `x.meta`, since all ranks must make the same requests. In a skipped step, the
+        link must not change parameters or states.
         """
         raise NotImplementedError(f"{type(self).__name__} must write update()")
 
@@ -282,12 +284,13 @@ class StageOfUpdate:
 
 
 class FusedTransform(Transform):
-    """A link that updates the main parameters of whole shards in place, with kernels over many parameters at once.
+    """Base class of fused links, which update the main parameters of whole shards in place. The kernels of a fused link
+    process many parameters at once.
 
     The states of a fused link have the kind `elements`, and the same names and dtypes (`states`) for every parameter.
-    These states are stored together with the main parameters (`OptimizerShard.states`), including padding. All
-    parameters of a buffer have the same fused link, or all have none. Matrices with roles in an optimizer's
-    `whole_roles` have separate buffers.
+    These states are stored together with the main parameters (`OptimizerShard.states`), including padding. Either all
+    parameters of a buffer use the same fused link, or none of them uses a fused link. Matrices with roles in an
+    optimizer's `whole_roles` have separate buffers.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -299,15 +302,15 @@ class FusedTransform(Transform):
     def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
         """Return the object that updates these shards, with learning rate and weight decay.
 
-        The object must not change the shards in a skipped step. If `ShardUpdate.step` is a collective over the stage,
-        `kernel` is also a collective, and ranks without shards must call it too.
+        The returned object must leave the shards unchanged in a skipped step. If `ShardUpdate.step` is a collective
+        over the stage, `kernel` is also a collective, and ranks without shards must call it too.
         """
         raise NotImplementedError(f"{type(self).__name__} must write kernel()")
 
 
 class AddDecay(Transform):
-    """Adds the product of the weight decay and the parameter to the update. If this link precedes `ScaleByRate`, the
-    result is decoupled weight decay."""
+    """Adds the product of the weight decay and the parameter to the update. To get decoupled weight decay, place this
+    link before `ScaleByRate`."""
 
     def update(self, x: ParameterUpdate) -> None:
         if x.weight_decay:
@@ -342,8 +345,8 @@ class ScaleByRate(Transform):
 
 
 class AverageWeights(Transform):
-    """Keeps an exponential moving average of the weights in the state `averaged`. This link must be the last link of a
-    chain."""
+    """Link that keeps an exponential moving average of the weights in the state `averaged`. It must be the last link of
+    a chain."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
@@ -383,7 +386,8 @@ def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
 
 
 def states_of_parameter(config: OptimizerConfig, meta: ParamMeta) -> list[State]:
-    """Return the states of links that are not fused. The chain itself keeps these states."""
+    """Return the states that links other than fused links keep for a parameter. The chain stores these states, whereas
+    the states of fused links are stored in shards."""
     links = (link for link in chain_of(config, meta) if not isinstance(link, FusedTransform))
     return [state for link in links for state in link.states(meta)]
 

@@ -1,7 +1,7 @@
 """Executes a pipeline rank's action list on its stages.
 
-One executor runs every schedule, on one rank or many, in training and evaluation. The list (`passes.pipeline_lists`)
-determines every operation and its order.
+One executor runs every schedule, on one rank or many, in training and evaluation. The action list (from
+`passes.pipeline_lists`) determines every operation and its order.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Module = TypeVar("Module", bound=Callable[..., Tensor])
 instead of hidden states."""
 
 Micro = TypeVar("Micro")
-"""Micro-batch in the form that stages accept."""
+"""Type of the micro-batches that the stages accept."""
 
 
 def _nothing(action: Action) -> None:
@@ -166,8 +166,8 @@ class PipelineExecutor(Generic[Module, Micro]):
         return self.losses()
 
     def drop(self) -> None:
-        """Discard held tensors after all messages have arrived. Every pipeline rank must call this method after posting
-        its sends."""
+        """Wait until all messages have arrived, and discard all tensors that the executor still holds. Every pipeline
+        rank must call this method after posting its sends."""
         for receive in self.held.arriving.values():
             receive.wait()
         self.p2p.finish()
@@ -198,8 +198,8 @@ class PipelineExecutor(Generic[Module, Micro]):
         self._losses: dict[int, Tensor] = {}
 
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
-        """Run one action, or the two passes after an FB in turns. If an exception is raised, a note with the names of
-        the actions is added to it."""
+        """Run a unit: either one action, or an FB and the two passes after it, which run in turns. If an exception is
+        raised, a note with the names of the actions is added to it."""
         self.current, *pair = unit
         try:
             with record_function(str(self.current)):

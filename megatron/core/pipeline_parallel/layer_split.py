@@ -46,8 +46,8 @@ def stage_costs(model: TransformerConfig, parallel: ModelParallelConfig) -> list
 
 
 def end_costs(config: TransformerConfig) -> tuple[float, float]:
-    """Return the costs of the embedding and the head in FLOPs, in units of the mean layer. The embedding is a look-up
-    and costs nothing."""
+    """Return the costs of the embedding and the head in FLOPs, in units of the mean layer. The cost of the embedding is
+    0, because it is a table look-up."""
     layers, head = _layer_costs(config), config.padded_vocab_size * config.hidden_size
     return 0.0, head * config.num_layers / layers if layers else 0.0
 
@@ -67,8 +67,8 @@ def multi_token_cost(config: TransformerConfig) -> float:
 
 @lru_cache(maxsize=64)
 def relative_costs(config: TransformerConfig) -> tuple[float, ...]:
-    """Return the cost of each single-sublayer layer in FLOPs, in units of the mean layer. Layers with two sublayers are
-    assigned equal costs."""
+    """Return the cost of each single-sublayer layer in FLOPs, in units of the mean layer. If every layer has two
+    sublayers, all layers have equal cost."""
     layers, numbers = _layer_costs(config), range(config.num_layers)
     if not layers or config.pattern is None:
         return (1.0,) * config.num_layers
@@ -79,7 +79,7 @@ def relative_costs(config: TransformerConfig) -> tuple[float, ...]:
 
 @lru_cache(maxsize=64)
 def _layer_costs(config: TransformerConfig) -> float:
-    """Return the multiplications per token of all layers; 0 if there are no layers."""
+    """Return the number of multiplications per token, summed over all layers. Return 0 if there are no layers."""
     matrices = sum(_matrices(layer_tensors(config, number).trained, config) for number in range(config.num_layers))
     attention = sum(_attention_cost(config, number) for number in range(config.num_layers))
     return matrices + attention if matrices else 0.0

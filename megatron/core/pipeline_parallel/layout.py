@@ -77,7 +77,8 @@ def split_layers(
         num_stages: Number of stages.
         first_cost: Cost of the embedding, in layers. This cost reduces the number of layers in the first stage.
         last_cost: Cost of the head, in layers. This cost reduces the number of layers in the last stage.
-        fixed: Number of layers of some stages; the other stages share the remaining layers.
+        fixed: Number of layers of individual stages, keyed by stage. The remaining layers are divided among the other
+            stages.
         rank_of: Function that maps a stage to its rank. By default, each stage is on a different rank. Among equally
             loaded stages, an extra layer goes to the least loaded rank, then to a stage in the middle.
 

@@ -4,12 +4,13 @@ Waiting blocks the current stream under NCCL and the calling thread under gloo. 
 does not support CUDA tensors in point-to-point messages, so such tensors are copied through host memory.
 
 Under NCCL, all messages of a group run in order on the group's stream, because communicators are created at the start,
-and torch creates none for pairs of ranks. A message starts once the preceding computation is complete, and does not
-delay later computation. On a single group, however, a send would wait for an earlier receive, which waits for the
-computation of its peer. There are therefore four lanes, which are groups over the same ranks: one for each combination
-of forward or backward messages and even or odd sending ranks. On each lane a rank only sends or only receives. The
-exception is the wrap-around of an interleaved schedule over an odd number of ranks. In this wrap-around, a rank both
-sends and receives on a lane, in an order that is the same on all ranks.
+and torch creates none for pairs of ranks. A message waits for the computation launched before it, but computation
+launched later does not wait for the message. If there were only one group, however, a send would have to wait for the
+receives launched before it, which wait until the peer has computed their messages. There are therefore four lanes, each
+with its own group over the same ranks: one lane for each combination of forward or backward messages and even or odd
+sending ranks. On any lane, a rank either only sends or only receives. The exception is the wrap-around of an
+interleaved schedule over an odd number of ranks. In this wrap-around, a rank both sends and receives on a lane, in an
+order that is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class Receive(NamedTuple):
 class PipelineP2P:
     """Sends and receives of one rank along the pipeline axis.
 
-    Both ends must post the messages between two ranks in the same order, because NCCL ignores tags. With gloo, tags
-    also reveal inconsistent lists. Forward messages have even tags, and backward messages have odd tags. The memory of
-    a message is kept until the send is complete. Each later send releases finished messages, and at most
-    `MAX_IN_FLIGHT` messages are kept.
+    Both ends must post the messages between two ranks in the same order, because NCCL ignores tags. gloo matches
+    messages by tag, which also reveals inconsistent action lists. Forward messages have even tags, and backward
+    messages have odd tags. The memory of a message is kept until the send is complete. Each later send releases
+    finished messages, and at most `MAX_IN_FLIGHT` messages are kept.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class PipelineP2P:
             shape: Shape of every message, [s, b, h].
             dtype: Data type of every message.
             device: Device of the stages.
-            lanes: Four groups over the ranks of `pp`, one per message lane. By default, all messages use the group of
-                `pp`.
+            lanes: Four process groups over the ranks of `pp`, one for each of the four message lanes. By default, all
+                messages use the group of `pp`.
         """
         assert len(lanes) in (0, 1, 4) and all(lane.ranks == pp.ranks for lane in lanes)
         self.lanes = tuple(lanes) if len(lanes) == 4 else (pp,) * 4
@@ -82,8 +83,8 @@ class PipelineP2P:
         self.wire_device = torch.device("cpu") if self._gloo else device
 
     def send(self, message: Tensor, peer: int, tag: int) -> None:
-        """Start sending [s, b, h] to pipeline rank `peer`. The caller may delete its reference to the message, but must
-        not modify the message."""
+        """Start sending [s, b, h] to pipeline rank `peer`. The caller must not modify the message afterwards, but may
+        drop its reference to the message."""
         assert tuple(message.shape) == self.shape, f"message {tuple(message.shape)}, pipeline shape {self.shape}"
         assert message.dtype == self.dtype, f"message {message.dtype}, pipeline dtype {self.dtype}"
         message = message.to(self.wire_device).contiguous()

@@ -35,14 +35,14 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     the receive to the peer's list. The peer therefore posts the receive while the message is being computed, and then
     continues with its next actions.
 
-    The lists cannot deadlock, even if sends and receives block until both ends have reached them. Each list is part of
-    one global order. In the global order, every send directly precedes its receive and follows all its dependencies.
-    The first unfinished action of the global order can therefore always run. Two passes that run in turns form one step
-    of the global order, followed by the messages of both passes.
+    The resulting lists cannot deadlock, even if each send blocks until its receive is reached, and each receive until
+    its send is reached. Each list is part of one global order. In the global order, every send directly precedes its
+    receive and follows all its dependencies. The first unfinished action of the global order can therefore always run.
+    Two passes that run in turns form one step of the global order, followed by the messages of both passes.
 
-    With `validates`, every list gets a VALIDATE at the first backward pass of the global order. No message crosses a
-    VALIDATE, so all ranks can restart their lists there. A VALIDATE waits only for the previous step. The other ranks
-    finish the previous step without this rank.
+    If `validates` is True, a VALIDATE is inserted into every list at the position of the first backward pass in the
+    global order. No message crosses a VALIDATE, so all ranks can restart their lists there. A VALIDATE waits only for
+    the end of the previous step, and the other ranks reach this end without any action of this rank.
     """
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
@@ -66,7 +66,7 @@ Unit = tuple[Action, ...]
 
 
 def _by_start(lists: Lists) -> list[tuple[int, Unit]]:
-    """Return (rank, unit) of all units, in start order."""
+    """Return (rank, unit) for every unit of all lists, sorted by start time."""
     run = Walk(lists)
     run.run()
     found = []
@@ -79,9 +79,9 @@ def _by_start(lists: Lists) -> list[tuple[int, Unit]]:
 def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
     """Return a key that sorts (start, rank, unit) by start time.
 
-    Among units that start together, forward passes come first, in ascending order of stages, followed by backward
-    passes in descending order. The neighbour's next computation needs the message of the first unit. In this order, the
-    neighbour posts the receive before that computation.
+    Among units that start at the same time, forward passes come first, in ascending order of stages, followed by
+    backward passes in descending order. The unit that comes first sends a message that its neighbour's next computation
+    needs. With this order, the neighbour posts the receive before that computation.
     """
     start, _, unit = entry
     kind, stage, _ = unit[0]

@@ -77,7 +77,7 @@ class ScheduleFacts:
     before the next one starts."""
 
     asks_for: tuple[object, ...] = ()
-    """Extension options (`config.options`) of runs with this schedule."""
+    """Extension options that this schedule adds to `config.options` of every run that uses it."""
 
     rules: Callable[..., Iterable[object]] | None = None
     """Function that validates runs with this schedule. The function maps (RunConfig, world size) to the `Problem`s of
@@ -117,8 +117,9 @@ def gpipe(p: int, m: int) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int, in_turns: bool = False) -> Schedule:
-    """1F1B (arXiv:2006.09503, flushed): rank r never holds activations of more than p - r micro-batches. If there is
-    only one rank, `in_turns` runs each forward pass in turns with the backward pass of the previous micro-batch.
+    """1F1B (arXiv:2006.09503, flushed): rank r never holds activations of more than p - r micro-batches. `in_turns`
+    requires p = 1. It pairs each forward pass with the backward pass of the previous micro-batch, and the two passes
+    run in turns.
     """
     assert p == 1 or not in_turns, "1F1B has one stage per rank: a forward and the concurrent backward need each other"
     lists = []
@@ -182,8 +183,8 @@ PIPELINE_SCHEDULES.register(
 
 
 def forward_only(layout: PipelineLayout, m: int) -> Schedule:
-    """Return forward passes only, for evaluation. With several stages per rank, micro-batches run in groups of about
-    p."""
+    """Return lists of forward passes only, for evaluation. If a rank has several stages, the micro-batches run in
+    groups of about p (`groups_of`)."""
     return [
         [F(stage, i) for group in groups_of(m, layout.pp) for stage in layout.stages_of(rank) for i in group]
         for rank in range(layout.pp)
@@ -193,7 +194,8 @@ def forward_only(layout: PipelineLayout, m: int) -> Schedule:
 def alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], ahead: int, in_turns: bool = False
 ) -> list[Action]:
-    """Return `ahead` forward passes, then forward-backward pairs, then the remaining backward passes.
+    """Return a list that starts with `ahead` forward passes, continues with forward-backward pairs, and ends with the
+    remaining backward passes.
 
     With `in_turns`, an FB before each pair marks that the two passes run in turns.
     """
@@ -210,8 +212,8 @@ def alternate(
 def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
     """Divide m micro-batches into groups of `group`, by default p.
 
-    A remainder of p or more micro-batches forms a separate group. A smaller remainder is spread evenly over the other
-    groups. The largest groups come first.
+    If m is not a multiple of the group size, a remainder of at least p micro-batches forms its own group. A smaller
+    remainder is spread evenly over the other groups. Groups are in descending order of size.
     """
     group = group or p
     if m > group and m % group >= p:
@@ -223,7 +225,8 @@ def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
 
 
 def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
-    """Return the placement of a schedule's stages on ranks; `v=None` uses the default number of stages per rank.
+    """Return the placement of a schedule's stages on ranks. If `v` is None, each rank has the schedule's default number
+    of stages.
 
     Raises ValueError if the schedule is unknown or does not support v.
     """

@@ -37,8 +37,8 @@ def stage_metas(
     sequence_parallel: bool = False,
     tied_stages: tuple[int, ...] = (),
 ) -> list[ParamMeta]:
-    """Return the trained parameters of a stage in `GPTModel` order. By default, the stage is the whole model. `config`
-    must contain the vocabulary size.
+    """Return the trained parameters of a stage in `GPTModel` order. By default, the stage contains the whole model.
+    `config` must contain the vocabulary size.
 
     Args:
         config: The model.
@@ -109,7 +109,8 @@ def _ends(
 
 
 def _built(config: TransformerConfig, stage: Stage, sequence_parallel: bool, tied_stages: tuple[int, ...]) -> GPTModel:
-    """Build a stage on the meta device. The result is cached, so it must not depend on torch modes of the caller."""
+    """Build a stage on the meta device. Callers cache the result, so it must not depend on torch function modes that
+    are active in the caller."""
     parallel = ModelParallelConfig(sequence_parallel=sequence_parallel)
     with no_function_modes(), torch.device("meta"):
         return GPTModel(
@@ -162,7 +163,7 @@ def count_parameters(config: TransformerConfig) -> ParameterCount:
 
 
 def active_parameters(config: TransformerConfig) -> int:
-    """Count the active parameters, which are the parameters that multiply a token. Only the experts that a token
+    """Return the number of active parameters, that is, of parameters used for each token. Only the experts that a token
     selects are counted."""
     count = count_parameters(config)
     if not count.experts or config.num_experts is None:

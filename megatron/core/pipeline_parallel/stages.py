@@ -42,7 +42,7 @@ def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, 
 
 
 def has_tied_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> bool:
-    """Return whether two ranks each hold a copy of the embedding.
+    """Return whether the embedding is tied and two ranks each hold a copy of it.
 
     Returns False for an invalid layout, which other rules report.
     """

@@ -139,8 +139,8 @@ class Walk:
         return needs + ([(counterpart(action), 0.0)] if self.rendezvous else [])
 
     def verdict(self, microbatch: int) -> list[tuple[Action, float]]:
-        """Return the actions that a VALIDATE of this micro-batch waits for: the last action of each rank in the
-        previous step. The micro-batches of the previous step have smaller numbers."""
+        """Return the actions that must finish before a VALIDATE of this micro-batch: the last action of each rank in
+        the previous step. The micro-batches of the previous step have smaller numbers."""
         if microbatch not in self.verdicts:
             before = ([a for a in actions if a.kind in TIMED and a.microbatch < microbatch] for actions in self.lists)
             self.verdicts[microbatch] = [(actions[-1], self.lag(None)) for actions in before if actions]

@@ -1,8 +1,8 @@
 """Vocabulary-parallel cross entropy: the loss of logits that are sharded over the tensor-parallel ranks and never
 gathered.
 
-Each rank reduces its columns to three numbers per token. Every rank computes the loss from an all-gather of these
-numbers. The backward pass recomputes the softmax, so that only the logits are saved.
+Each rank reduces its columns of the logits to three numbers per token. These numbers are all-gathered, and every rank
+computes the loss from them. The backward pass recomputes the softmax, so that only the logits are saved.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel.layers import check_ids, local_rows
 from megatron.core.torch_private import AutogradContext, is_view
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
-"""Number of logits converted to fp32 at a time. Temporary memory is at most a few times 64 MiB on GPUs. On CPU, the
-temporary memory fits in the caches."""
+"""Number of logits converted to fp32 at a time. Temporary memory is at most a few times 64 MiB on GPUs. `CPU_CHUNK` is
+small enough that the temporary memory fits in the CPU caches."""
 
 
 def vocab_parallel_cross_entropy(
@@ -28,15 +28,16 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Compute per-token losses: logits [s, b, V/t], labels [s, b] -> [s, b], in fp32, or fp64 for fp64 logits.
 
-    With `z_loss_coeff`, a loss includes the coefficient times log(sum of exp(logits))^2 (arXiv 2204.02311, section 5).
+    If `z_loss_coeff` is not 0, each loss includes the z-loss: the coefficient times the square of log(sum of
+    exp(logits)) (arXiv 2204.02311, section 5).
 
     Columns from `vocab_size` on are padding. Padding is excluded from the sum, and its gradient is zero. A token whose
     loss is multiplied by zero contributes exactly zero to every gradient. Raises ValueError for a label outside [0,
     vocab_size).
 
-    If the logits are an intermediate result, the gradient overwrites them, which halves the memory. Autograd then
-    refuses a second backward pass through the logits. Clone logits that you read after this call: if `compiled` GPU
-    kernels cover the whole vocabulary, even the forward pass overwrites the logits.
+    If the logits are an intermediate result, the gradient overwrites them, which halves the memory. In this case,
+    autograd refuses a second backward pass through the logits. Clone logits that you read after this call: if
+    `compiled` GPU kernels cover the whole vocabulary, even the forward pass overwrites the logits.
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not is_view(logits)
@@ -53,8 +54,8 @@ def local_columns(logits: Tensor, vocab_size: int, tp: Axis) -> tuple[int, int]:
 
 
 LOSS_AND_GRADIENT = "loss_and_gradient_"
-"""Kernel that maps (logits [n, width], labels [n], vocabulary, z-loss coefficient) to losses [n], and overwrites the
-logits with their gradients.
+"""Name of the kernel that maps (logits [n, width], labels [n], vocabulary, z-loss coefficient) to losses [n]. The
+kernel overwrites the logits with their gradients.
 
 Without such a kernel, plain torch computes the gradients in the backward pass.
 """
@@ -174,7 +175,7 @@ def _local_stats(logits: Tensor, local_labels: Tensor, columns: int, compiled: b
 
 
 def _largest_and_sum(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the maximum of each row, and the row's sum of exp(z - maximum)."""
+    """Return two values for each row of `z`: its maximum z_max, and the sum of exp(z - z_max) over the row."""
     if torch.compiler.is_compiling():
         # with the conversion first and dims kept, torch.compile fuses both into one pass: an online softmax (arXiv
         # 1805.02867)

@@ -59,8 +59,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Capabilities of the device that holds the tensors. Layers receive these capabilities in their `TPContext`. A dry
-    run builds the model with an instance that describes a device that is not present.
+    """Capabilities of the device that holds the tensors. Layers receive these capabilities in their `TPContext`. For a
+    dry run, the model is built with a `Hardware` object that describes another device.
     """
 
     compiled: bool = False
@@ -71,7 +71,7 @@ class Hardware:
         return x.is_cuda
 
     def attention(self, backend: str, operands: AttentionOperands) -> AttentionBackend:
-        """Return the kernels of --attention-backend for one layer's attention."""
+        """Return the attention kernels that --attention-backend selects for one layer."""
         made: AttentionBackend = ATTENTION_BACKENDS.build(backend, operands)
         return made
 
@@ -82,7 +82,7 @@ class Hardware:
         return parts
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
-        """Return a context for `count` independent products of equal shape, which the device may run concurrently."""
+        """Return a context for `count` independent GEMMs of equal shape, which the device may run concurrently."""
         return nullcontext()
 
 
@@ -174,15 +174,15 @@ def column_boundary(ctx: TPContext) -> Boundary:
 
 
 def row_boundary(ctx: TPContext) -> Boundary:
-    """Return the collectives of a layer whose output is a partial sum: x [s, b, f/t] -> y [s, b, h] or [s/t, b, h]."""
+    """Return the collectives of a row-parallel layer (output is a partial sum): x [s, b, f/t] -> y [s or s/t, b, h]."""
     if ctx.tp.size == 1:
         return LOCAL
     return ROW_SEQUENCE if ctx.sequence_parallel else ROW
 
 
 def make_parameter(meta: ParamMeta, ctx: TPContext) -> nn.Parameter:
-    """Create this rank's uninitialized part of a parameter. The missing fields of `meta` are filled in from
-    `ctx.initial`. `initialize_parameters_` fills it."""
+    """Create this rank's shard of a parameter without initial values. Missing fields of `meta` are taken from
+    `ctx.initial`. `initialize_parameters_` later sets the values of the shard."""
     meta = ctx.initial.complete(meta)
     _, shape = meta.box(ctx.state.coords)
     parameter = nn.Parameter(torch.empty(shape, dtype=ctx.dtype, device=ctx.device))
@@ -202,7 +202,7 @@ def make_sharded_parameter(
         shape: Global shape.
         ctx: Context of the layer.
         role: Role that determines initial values and optimizer settings.
-        init: Initial values, if they differ from those of the role.
+        init: Initial values; None means the initial values that belong to `role`.
         stacked: Number of stacked matrices.
     """
     return make_parameter(ParamMeta(name, shape, {"tp": 0}, init, role=role, stacked=stacked), ctx)
@@ -247,8 +247,8 @@ class LinearFunction(torch.autograd.Function):
         needs_dw = saves and ctx.needs_input_grad[1]
         local, saved = given_input(x) or gemms.cast_input(x, needs_dw)
         ctx.save_for_backward(*(saved if needs_dw else ()))
-        # The parameter is stored directly, because activation checkpointing returns saved tensors without their
-        # attributes.
+        # The parameter is not stored with save_for_backward, because activation checkpointing returns saved tensors
+        # without their Python attributes.
         ctx.weight = weight
         ctx.boundary = boundary
         ctx.axis = axis
@@ -300,7 +300,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 def enter(x: Operand, boundary: Boundary, axis: Axis) -> list[Pending]:
-    """Start gathering the tensors of an operand at the layer's input. A scalar applies to the whole sequence."""
+    """Start gathering the tensors of `x` along the sequence. A scalar tensor applies to the whole sequence."""
     return [(boundary.enter if part.ndim else start_nothing)(part, axis) for part in x]
 
 
@@ -330,7 +330,7 @@ class ParallelLinear(nn.Module):
         Args:
             x: Input.
             add_bias: False if a later compiled region adds the bias.
-            bias_gradient: False if the backward pass of a later compiled region computes the bias gradient.
+            bias_gradient: False if a compiled region after the layer computes the bias gradient in its backward pass.
             addend: [s, b, out], added to the output if the layer `takes_addend`.
         """
         saves, bias = torch.is_grad_enabled(), self.used_bias(add_bias, bias_gradient)
@@ -377,8 +377,8 @@ class RowParallelLinear(ParallelLinear):
     def __init__(self, linear: RowLinear, ctx: TPContext) -> None:
         super().__init__(linear.name, linear.metas(ctx.sequence_parallel), row_boundary(ctx), ctx)
         self.adds_residual = True
-        """True if, for this layer, `gemm_choice` measured that adding to the residual stream in the GEMM is faster than
-        adding in the next norm."""
+        """True if the GEMM of this layer may add the residual stream. `gemm_choice` sets this attribute to False if
+        adding the residual stream in the next norm is faster."""
 
     def takes_addend(self) -> bool:
         """Return True if the residual stream can be the addend of the layer's GEMM, because no collective sums the
@@ -420,8 +420,8 @@ def local_rows(rows: int, axis: Axis) -> tuple[int, int]:
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
     """Check that every id is in [0, size). No rank owns an id outside this range, so such an id would silently
-    contribute nothing. Raises ValueError on CPU. On a GPU, the check is an assertion on the device, because reading the
-    ids would stall the host."""
+    contribute nothing. On CPU, an invalid id raises ValueError. On a GPU, the check is an assertion on the device,
+    because reading the ids would stall the host."""
     message = f"{what} must be in [0, {size}), the vocabulary; check --vocab-size and the tokenizer of the data"
     if not ids.numel():
         return

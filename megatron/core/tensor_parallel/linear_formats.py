@@ -1,5 +1,5 @@
-"""Number formats for the GEMMs of linear layers that differ from the format of the parameters. This module does not
-import torch.
+"""Registry of number formats, such as fp8, in which linear layers compute their GEMMs instead of in the dtype of the
+parameters. This module does not import torch.
 
 LINEAR_FORMATS.register("my_format", "my_package.my_format:MyFormat", when=..., layers=..., ...)
 """
@@ -27,8 +27,8 @@ class LinearFormatFacts:
     """Predicate that decides whether the configuration selects the format."""
 
     layers: Callable[[ModelParallelConfig, int], range]
-    """Function that maps (config, number of layers in the model) to the numbers of the layers that use the format in
-    their linear layers."""
+    """Function that takes the configuration and the number of layers in the model, and returns the numbers of the
+    layers whose linear layers use the format."""
 
     alignment: Callable[[ModelParallelConfig, int], tuple[int, str]]
     """Function that returns the required divisor of the features on a rank, and the flag that requires it. The
@@ -44,8 +44,8 @@ class LinearFormatFacts:
     """Peak TFLOP/s according to the data sheet, keyed by a substring of the GPU's name."""
 
     gathers: Callable[[ModelParallelConfig], bool] = lambda parallel: False
-    """Predicate that decides whether data-parallel ranks gather the weights of linear layers in this format. In formats
-    for which the predicate is true, these weights have separate buffers."""
+    """Predicate that returns True if data-parallel ranks gather the weights of linear layers in this format. These
+    weights then have buffers of their own."""
 
 
 class ParamGather(Protocol):
@@ -62,7 +62,7 @@ class FormatOfProducts(Protocol):
     """Factory of the GEMMs and gathers of a number format."""
 
     def build(self, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> LinearFormat:
-        """Return the `LinearFormat` that the layers numbered `layers` of a model use."""
+        """Return the `LinearFormat` for the layers whose numbers are in `layers`."""
 
     def check(self, config: ModelParallelConfig, device: torch.device) -> None:
         """Raise ValueError if the device does not support the number format."""
@@ -77,12 +77,14 @@ LINEAR_FORMATS = Registry("format of products", LinearFormatFacts, protocol=Form
 
 
 def linear_format(parallel: ModelParallelConfig) -> str | None:
-    """Return the number format of linear layers that a configuration selects; None for the parameters' format."""
+    """Return the name of the number format that the configuration selects for linear layers. Return None if linear
+    layers use the dtype of the parameters."""
     return LINEAR_FORMATS.chosen(parallel)
 
 
 def gathered_format(parallel: ModelParallelConfig) -> str | None:
-    """Return the number format in which a configuration gathers weights; None for the parameters' format."""
+    """Return the name of the number format in which weights are gathered. Return None if weights are gathered in the
+    dtype of the parameters."""
     name = linear_format(parallel)
     return name if name is not None and LINEAR_FORMATS.facts(name).gathers(parallel) else None
 
@@ -96,7 +98,7 @@ def build_format(config: ModelParallelConfig, layers: int, modules: int, casts: 
         config: Parallelism settings.
         layers: Number of layers of the model.
         modules: Number of multi-token prediction modules, which are numbered after the layers.
-        casts: Weight copies in the number format.
+        casts: Cache of weights cast to the number format.
     """
     name = linear_format(config)
     used = range(0) if name is None else LINEAR_FORMATS.facts(name).layers(config, layers)

@@ -3,10 +3,10 @@
 `LinearFunction` decides when the GEMMs run and which tensors the ranks exchange. A `LinearGemms` decides the precision
 of the GEMMs.
 
-Adjacent kernels may cast and sum a layer's tensors while these tensors are in registers. The operation that computes a
-layer's input may cast the input, and then replaces it with a tensor without values (`given_input`). In the backward
-pass, the consumer of the layer's output casts the output gradient and sums it for the bias (`OutputGradient`). If no
-adjacent kernel casts a tensor, the layer casts it.
+Kernels before and after a layer may cast and sum the layer's tensors while the tensors are in registers. If the kernel
+that computes a layer's input also casts the input, it returns the cast input with a tensor that has no values of its
+own (`given_input`). In the backward pass, the consumer of the layer's output casts the output gradient and sums it for
+the bias (`OutputGradient`). If no adjacent kernel casts a tensor, the layer casts it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ Operand = tuple[Tensor, ...]
 """An activation in the form that a GEMM reads. The `LinearGemms` that created the operand defines the meaning of each
 tensor.
 
-With sequence parallelism, the tensors of an operand are gathered along dim 0. The first tensor has the shape of the
-activation, and the others (fp8 scales) have its sequence length. A scalar applies to the whole sequence.
+With sequence parallelism, all tensors of an operand are gathered along dim 0 over the tensor-parallel ranks. The first
+tensor has the shape of the activation, and the others (fp8 scales) have its sequence length. A scalar applies to the
+whole sequence.
 """
 
 
@@ -63,7 +64,7 @@ class Cuts:
 
 
 class GradCasts(Protocol):
-    """Interface for kernels that cast the gradients that they compute, in place of `LinearGemms.cast_grad`."""
+    """Interface for kernels that compute a gradient and also cast it, so that `LinearGemms.cast_grad` is not needed."""
 
     def grad_order(self, needs_dw: bool) -> Any:
         """Return the casts that a kernel should make."""
@@ -97,9 +98,9 @@ def residual_gemm(
 
 
 class LinearGemms:
-    """The GEMMs of one linear layer, in the precision of the parameters.
+    """GEMMs of one linear layer, computed in the precision of the parameters.
 
-    Formats in `LINEAR_FORMATS` provide objects with the same attributes.
+    A number format in `LINEAR_FORMATS` provides an object with the same attributes as this class.
     """
 
     adds_residual = True
@@ -154,7 +155,8 @@ class LinearGemms:
         torch.mm(dy[0], matrix_of(weight), out=out)
 
     def gathered_grad(self, dy: Operand) -> Operand:
-        """Convert the gathered result of `cast_grad_to_gather` to the form that `add_weight_grad_` reads."""
+        """Convert `dy` to the form that `add_weight_grad_` reads. `dy` is an output gradient that was cast by
+        `cast_grad_to_gather` and then gathered."""
         return dy
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
@@ -190,10 +192,10 @@ class WeightCasts:
 
     @contextmanager
     def kept(self, made: MadeCasts | None = None) -> Iterator[None]:
-        """Keep casts until the end of the `with` block. Weights must not change inside the block.
+        """Cache the cast weights until the end of the `with` block. The weights must not change inside the block.
 
-        A nested block uses the casts of the outer block. `made` contains existing casts of these weights, and new casts
-        are added to it.
+        A nested block reuses the cast weights of the enclosing block. `made` contains weights that are already cast;
+        newly cast weights are added to it.
         """
         if self._kept is not None:
             yield
@@ -230,7 +232,8 @@ class WeightCasts:
             del self._kept[key]  # type: ignore[union-attr]
 
     def keep(self, weight: Tensor, **casts: Operand) -> None:
-        """Store casts of a weight for the next use of the weight. `casts` maps each kind of cast to an operand."""
+        """Store cast copies of a weight, so that its next use need not cast it. `casts` maps each kind of cast to an
+        operand."""
         assert self._kept is not None
         self._kept.update({(id(weight), kind): made for kind, made in casts.items()})
 
@@ -255,7 +258,7 @@ class LinearFormat(Protocol):
     def grouped(
         self, expt_tp: Axis, cuts: Cuts, in_one_kernel: bool, compiled: bool, add_weight_grad_: Callable[..., None]
     ) -> Any:
-        """Return the `GroupedGemms` of an expert layer.
+        """Return the `GroupedGemms` object that multiplies the rows of an expert layer with its weights.
 
         Args:
             expt_tp: Expert tensor-parallel axis.
@@ -309,7 +312,7 @@ class OutputGradient:
         return grad
 
     def take(self, grad: Tensor) -> tuple[Operands | None, Tensor | None]:
-        """Return the casts of `grad` and the sum of `grad` over tokens.
+        """Return `grad` cast to the GEMM format, and the sum of `grad` over tokens, as a kernel computed them earlier.
 
         Each result is None if it was not computed. A result is also None if it was computed from a different tensor,
         because another gradient was added to dY in the meantime.
@@ -321,7 +324,7 @@ class OutputGradient:
 
 
 def attach(y: Tensor, gradient: OutputGradient | None) -> Tensor:
-    """Attach an `OutputGradient` to y, the output of a layer, so that the consumer of y can find it."""
+    """Attach an `OutputGradient` to `y`, the output of a layer, so that the operation that consumes `y` can find it."""
     if gradient is not None:
         y.output_gradient = gradient  # type: ignore[attr-defined]
     return y
@@ -332,7 +335,8 @@ def gradient_of_output(y: Tensor | None) -> OutputGradient | None:
 
 
 def _same_values(made: Tensor, version: int, grad: Tensor) -> bool:
-    """Return whether `grad` is `made` or a view of all of `made`, and has not changed since version `version`."""
+    """Return whether `grad` has exactly the memory of `made`, and this memory was not modified since version `version`
+    of `made`."""
     storages = (storage_id(x) for x in (made, grad))
     places = {(storage, x.storage_offset(), x.numel()) for storage, x in zip(storages, (made, grad), strict=True)}
     return len(places) == 1 and version_of(made) == version

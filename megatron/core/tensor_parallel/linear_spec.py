@@ -40,7 +40,7 @@ class ColumnLinear:
     role: Role = "hidden"
     """`ParamMeta.role` of the weight."""
     init: Init | None = None
-    """Initial values of the weight, if they differ from those of the role."""
+    """Initial values of the weight; None means the initial values that belong to the weight's role."""
 
     def metas(self, sequence_parallel: bool = False) -> list[ParamMeta]:
         """Return the metadata of the weight, and of the bias if there is one."""
@@ -73,7 +73,7 @@ class RowLinear:
     to_residual: bool = True
     """True if the output is added to the residual stream."""
     init: Init | None = None
-    """Initial values of the weight, if they differ from those of the role."""
+    """Initial values of the weight; None means the initial values that belong to the weight's role."""
 
     sharded: ClassVar[Mapping[str, int]] = {"tp": 1}
 
@@ -108,10 +108,10 @@ class ReplicatedLinear(RowLinear):
 
 
 class MakeLinear(Protocol):
-    """Function that builds a linear layer with sharded features for transformer layers."""
+    """Interface of functions that build a linear layer with sharded features for a transformer layer."""
 
     def __call__(self, linear: ColumnLinear | RowLinear, ctx: object) -> nn.Module:
-        """Build the layer; `ctx` is its `megatron.core.tensor_parallel.layers.TPContext`."""
+        """Build the layer. `ctx` is the layer's `TPContext` (`megatron.core.tensor_parallel.layers`)."""
 
 
 LINEARS = Registry("linear layer", NoFacts, protocol=MakeLinear)

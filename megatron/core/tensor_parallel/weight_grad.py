@@ -1,9 +1,9 @@
 """Weight gradients, which are accumulated into `main_grad` during the backward pass or queued for the W passes of a
 zero-bubble schedule.
 
-The backward pass of a linear layer has two halves. The previous pipeline stage waits for the input gradient. No rank
-waits for the weight gradient, so zero-bubble schedules (Qi et al., arXiv 2401.10241) compute it when a rank would
-otherwise be idle.
+The backward pass of a linear layer has two halves. The first half computes the input gradient, for which the previous
+pipeline stage waits. The second half computes the weight gradient, for which no rank waits. Zero-bubble schedules (Qi
+et al., arXiv 2401.10241) therefore compute the weight gradient when a rank would otherwise be idle.
 
 Every autograd Function with a weight passes its weight gradient to `accumulate_weight_grad`, which adds, queues or
 returns the gradient. The pipeline executor owns the `WeightGradQueue`, which layers receive when they are built.
@@ -27,8 +27,8 @@ SALT = 0x2545F491
 """Salt that separates the random bits for gradients from other random bits."""
 
 CONVERTED_AT_ONCE = 2**19
-"""Number of elements of a bf16 product that a CPU converts to fp32 at a time. The number is small enough that the
-elements fit in the CPU's cache."""
+"""Number of elements of a bf16 product that are converted to fp32 at a time on CPU. The number is small enough that the
+elements fit in the CPU cache."""
 
 
 class WeightGradQueue:
@@ -71,7 +71,7 @@ class WeightGradQueue:
         return self._key is not None and main_grad_of(weight) is not None
 
     def run_or_defer(self, job: Callable[[], None]) -> None:
-        """Queue a job between `begin` and `end`; otherwise, run the job immediately."""
+        """Add the job to the queue if this is called between `begin` and `end`; otherwise, run the job immediately."""
         if self._key is None:
             job()
         else:
@@ -85,13 +85,14 @@ def accumulate_weight_grad(
     `backward` of an autograd Function must return.
 
     `add_(out, overwrite)` adds dW to `out`, a tensor of the weight's shape, or overwrites `out` if this is the first
-    contribution of a step that did not zero `main_grad`. `add_` is called only when the gradient is computed, so a
-    queued job may fetch its operands late, for example a sequence-parallel input that must be gathered first.
+    contribution of a step that did not zero `main_grad`. `add_` is called only when the gradient is computed. A queued
+    job may therefore wait until then before it fetches its operands, for example before it gathers a sequence-parallel
+    input.
 
     `weight.before_main_grad`, if set, is called before each contribution, because a `main_grad` may have no memory yet.
     For a frozen weight, the function does nothing. The gradient of a weight without `main_grad` is returned to
-    autograd. After each contribution to a `main_grad`, `weight.on_main_grad` is called if it is set (`GradReadiness`
-    counts the calls).
+    autograd. If `weight.on_main_grad` is set, it is called after each contribution to `main_grad`. `GradReadiness`
+    counts these calls.
     """
     if not weight.requires_grad:
         return None
@@ -127,7 +128,8 @@ def accumulate_weight_grad(
 
 
 def mark_stale(weight: Tensor, stale: bool) -> None:
-    """Mark whether `weight.main_grad` still contains the gradient of the previous step, which must be overwritten."""
+    """Record whether `weight.main_grad` is stale. A stale gradient is that of the previous step, and must be
+    overwritten instead of added to."""
     weight.main_grad_is_stale = stale  # type: ignore[attr-defined]
 
 
@@ -162,8 +164,8 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def saved_without_graph(ctx: AutogradContext) -> tuple[Tensor, ...]:
-    """Return the saved tensors of an autograd Function. The tensors are detached, because a queued job would otherwise
-    keep their graph alive."""
+    """Return the saved tensors of an autograd Function. The tensors are detached. Otherwise a queued weight-gradient
+    job that uses them would keep the autograd graph alive."""
     return tuple(x.detach() for x in ctx.saved_tensors)
 
 
@@ -171,8 +173,8 @@ def saved_without_graph(ctx: AutogradContext) -> tuple[Tensor, ...]:
 def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) -> None:
     """out [o, i] += dy [n, o]ᵀ x [n, i], summed in the precision of `out`. With `overwrite`, out = dyᵀ x.
 
-    On CPU, a product of bf16 matrices is rounded once, to bf16, before it is added. The relative error of a
-    micro-batch's contribution is at most 2^-9. CPU kernels for bf16 have no fp32 result, but are several times as fast
+    On CPU, a product of bf16 matrices is rounded once, to bf16, before it is added. The resulting relative error of
+    each micro-batch's product is at most 2^-9. CPU kernels for bf16 have no fp32 result, but are several times as fast
     as fp32 kernels.
     """
     beta = 0 if overwrite else 1
@@ -197,7 +199,7 @@ def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:
     Indices must be in [0, len(out)). GPUs do not check the indices, because some versions of torch's `index_put_` would
     read the largest and the smallest index on the host.
     """
-    if out.is_cuda:  # This sums in sorted order. index_add_ uses atomic operations, whose order varies.
+    if out.is_cuda:  # index_put_ accumulates in a fixed order; index_add_ uses atomic operations, whose order varies
         index_put_impl_(out, [index], rows.to(out.dtype), accumulate=True, unsafe=True)
     else:
         out.index_add_(0, index, rows.to(out.dtype))
