@@ -1,17 +1,19 @@
-"""Storage of checkpoints in object storage, in which each attempt to write a checkpoint uses separate objects. This
-module does not import torch.
+"""Checkpoints in object storage. Each attempt to write a checkpoint writes its own objects. This module does not import
+torch.
 
 A store may execute a request long after the process that sent the request has died, or after the process has repeated
 the request. Therefore, each attempt to write the checkpoint `iter_0000100` uses its own subfolder, such as
 `iter_0000100/attempt-5b0ea3c1d2f4`. The first line of the object `iter_0000100/published.txt` names the attempt that is
-the valid checkpoint. The second line names the attempt that is in progress. This object is written when an attempt
-begins and when the attempt completes. Both writes of this object are conditional: they fail if another process has
-changed the object. A late write of an earlier attempt is therefore refused, or writes to a folder that is no longer
-referenced. The next process that saves removes folders that are no longer referenced.
+the valid checkpoint. The second line names the attempt that is in progress. A process writes `published.txt` when it
+begins an attempt, and again when the attempt is complete. Both writes are conditional: they fail if another process has
+changed the object. A late request of an earlier attempt can therefore not change `published.txt`; it can only write to
+the subfolder of that attempt. When a process saves the next checkpoint, it deletes all subfolders that `published.txt`
+does not name.
 
-Readers use the same file names as on a disk: `iter_0000100/metadata.json` is read from the folder of the published
-attempt. Folders that other programs read, such as Hugging Face exports, do not use attempts. Such a folder contains
-`.unfinished` until the folder is complete. Checkpoints of earlier versions of this program do not use attempts either.
+Readers use the same paths as on a disk. For example, if they read `iter_0000100/metadata.json`, the content comes from
+the subfolder of the published attempt. Folders that other programs read, such as Hugging Face exports, do not use
+attempts. Such a folder contains the file `.unfinished` until the folder is complete. Checkpoints that earlier versions
+of this program have written also contain their files directly.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStor
 PUBLISHED = "published.txt"
 ATTEMPT = "attempt-"
 CLAIMS = 3
-"""Number of times that a process tries to begin an attempt while other attempts are being published."""
+"""Maximum number of times that a process tries to begin an attempt. Beginning fails if another process changes
+`PUBLISHED` at the same time."""
 
 CHECKPOINT = re.compile(r"iter_\d+")
-"""Pattern of the names of folders that may use attempts."""
+"""Pattern that matches the names of checkpoint folders. Only these folders contain attempts."""
 
 
 class Begun(NamedTuple):
@@ -39,11 +42,12 @@ class Begun(NamedTuple):
 
     folder: PurePath
     mark: bytes
-    """Content of `PUBLISHED` that the attempt wrote when it began."""
+    """Content of the object `PUBLISHED` since this attempt began. The attempt is published only if the content is still
+    the same."""
 
 
 class AttemptStorage(FsspecStorage):
-    """`FsspecStorage` that writes checkpoints in attempts."""
+    """Object storage in which each attempt to write a checkpoint uses its own subfolder."""
 
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)
@@ -70,8 +74,8 @@ class AttemptStorage(FsspecStorage):
             return super().read(path, start, length)
 
     def scratch(self, final: PurePath) -> PurePath:
-        """Return the folder to write to: the attempt's folder if this process has begun an attempt for `final`, and
-        otherwise `final`."""
+        """Return the folder that files of the checkpoint `final` must be written to. This is the subfolder of an
+        attempt if this process has begun one, and otherwise `final`."""
         return self._begun[final].folder if final in self._begun else final
 
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
@@ -109,7 +113,7 @@ class AttemptStorage(FsspecStorage):
         self.replace(final / PUBLISHED, f"{attempt.name}\n".encode(), mark)
         del self._begun[final]
         self._current[final] = attempt.name
-        with suppress(OSError):  # a replaced attempt only costs space, and the next process removes it
+        with suppress(OSError):  # an old attempt only takes up space until the next save deletes it
             self._remove_others(final, attempt.name)
 
     def finished(self, final: PurePath) -> bool:
@@ -160,21 +164,22 @@ class AttemptStorage(FsspecStorage):
         return super()._place(path)
 
     def _attempt(self, checkpoint: PurePath, again: bool = False) -> str:
-        """Return the name of the published attempt; empty if there is none. If `again` is True, query the store even if
-        the name is known."""
+        """Return the name of the published attempt; empty if there is none. The name is read from the store if it is
+        not yet known, or if `again` is True."""
         if again or checkpoint not in self._current:
             self._current[checkpoint] = _published(self.content(checkpoint / PUBLISHED))
         return self._current[checkpoint]
 
     def _has_moved(self, path: PurePath) -> bool:
-        """Return True if another attempt was published after this process determined the published attempt."""
+        """Return True if the published attempt of a checkpoint has changed since this process last read its name."""
         if not _may_be_of_an_attempt(path):
             return False
         return self._attempt(path.parent) != self._attempt(path.parent, again=True)
 
 
 def _published(content: bytes | None) -> str:
-    """Parse the name of the published attempt from the content of `PUBLISHED`; empty if there is none."""
+    """Return the name of the published attempt, given the content of `PUBLISHED`. The name is empty if no attempt was
+    published."""
     text = (content or b"").decode(errors="replace").partition("\n")[0].strip()
     return text if re.fullmatch(rf"{ATTEMPT}\w+", text) else ""
 

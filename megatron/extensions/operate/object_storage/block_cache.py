@@ -35,8 +35,8 @@ VARIABLE = "MEGATRON_STORAGE_CACHE"
 SMALLEST_BLOCK, USUAL_BLOCK = 64 << 10, 256 << 10
 MOST_BLOCKS = 1 << 18
 LONG_READ = 4
-"""Number of blocks above which a read bypasses the cache. A longer read is probably part of a sequential read, which is
-not repeated soon."""
+"""A read of more than this number of blocks bypasses the cache. Such a long read is probably part of reading a whole
+file in order, and the same bytes will not be needed again soon."""
 
 PIECE = 16 << 20
 CHECKSUM = 4
@@ -47,7 +47,7 @@ class Stored(NamedTuple):
 
     name: str
     identity: str
-    """Identifier of the content, such as an ETag."""
+    """Identifier that changes with the content of the file, such as an ETag."""
 
     size: int
     fetch: Callable[[int, int], bytes]
@@ -80,7 +80,8 @@ class BlockCache:
         return max(fewest, USUAL_BLOCK if stored.size <= self.limit // 2 else SMALLEST_BLOCK)
 
     def read(self, stored: Stored, start: int, length: int) -> bytes:
-        """Read `length` bytes from `start` on, or fewer at the end of the file. Raises OSError."""
+        """Read up to `length` bytes, starting at the offset `start`. Fewer bytes are returned at the end of the file.
+        Raises OSError."""
         end, size = min(start + length, stored.size), self.block_bytes(stored)
         if end <= start:
             return b""
@@ -91,7 +92,8 @@ class BlockCache:
         return b"".join(blocks)
 
     def block(self, stored: Stored, number: int) -> bytes:
-        """Return a block. If the block is not cached, fetch it and store it in the cache."""
+        """Return a block of a file from the cache. If the block is not cached, fetch it from the store and add it to
+        the cache."""
         size, path = self.block_bytes(stored), self._path(stored, number)
         if (found := _intact(path)) is not None:
             return found
@@ -102,7 +104,7 @@ class BlockCache:
         return found
 
     def read_kept(self, stored: Stored, start: int, length: int) -> bytes:
-        """Read a long range that other processes of the host also read. Unlike `read`, this method always uses the
+        """Read a long range of a file that all processes of this host read. Unlike `read`, this method always uses the
         cache, and fetches consecutive missing blocks in one request. Only one process at a time reads each part of
         `PIECE` bytes."""
         end, parts = min(start + length, stored.size), list[bytes]()
@@ -184,8 +186,8 @@ class BlockCache:
         return kept
 
     def _blocks(self) -> Iterator[tuple[int, int, str]]:
-        """Yield a tuple (time of last use, size in bytes, path) for each block. Also yield the incomplete blocks of
-        killed processes."""
+        """Yield a tuple for each block: time of last use, size in bytes, and path. Incomplete files that killed
+        processes have left also count as blocks."""
         for folder in self.folder.glob("*-*/*"):
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
                 for entry in entries:
@@ -195,8 +197,8 @@ class BlockCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:
-        """Hold a lock in the cache folder, if its file system supports locks. The lock is also released if the process
-        ends."""
+        """Hold the lock file `name` in the cache folder. If the file system does not support locks, do nothing. The
+        lock is also released if the process ends."""
         folder = self.folder / "locks"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -228,7 +230,7 @@ def _intact(path: Path) -> bytes | None:
 
 
 def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield a pair (first number, last number + 1) for each sequence of consecutive numbers."""
+    """Group consecutive numbers, and yield a pair (first number, last number + 1) for each group."""
     for _, run in groupby(enumerate(numbers), lambda each: each[1] - each[0]):
         members = [number for _, number in run]
         yield members[0], members[-1] + 1
@@ -256,4 +258,4 @@ def _warn_once(folder: Path, why: str) -> None:
 
 
 CACHE = BlockCache()
-"""Block cache that this process uses. A run's flags configure the cache."""
+"""Block cache of this process. `StorageTraffic` sets its folder and size limit according to the flags of the run."""

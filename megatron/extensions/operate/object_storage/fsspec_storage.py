@@ -1,8 +1,8 @@
 """Object storage, accessed with fsspec. This module does not import torch.
 
-Writing follows the protocol of `Storage`. A folder contains `.unfinished` until everything else is written. The
-manifest is written last. This protocol does not require renames, and readers never see a folder whose upload was
-interrupted. Each request has a time limit and is retried if it fails (`limits`). Credentials are read from the
+Folders are written as `Storage` describes. A folder contains the file `.unfinished` until all other files are written,
+of which the manifest is the last. This protocol does not require renames, and readers never see a folder whose upload
+was interrupted. Each request has a time limit and is retried if it fails (`limits`). Credentials are read from the
 environment, or from the configuration files of the store's command-line tools.
 
 On S3, objects are uploaded in parts from memory. Objects are replaced conditionally: replacing fails if another process
@@ -38,7 +38,7 @@ T = TypeVar("T")
 S3_SCHEMES = ("s3", "s3a", "r2")
 
 SMALLEST_COPY = 5 << 20
-"""Minimum size in bytes at which S3 can copy an object as the first part of a new object."""
+"""Minimum size in bytes of an object that S3 can copy into a multipart upload."""
 
 
 class FsspecStorage(Storage):
@@ -96,15 +96,16 @@ class FsspecStorage(Storage):
             raise
 
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
-        """Read through the host's cache. On S3, raises FileExistsError if the file was replaced after this process
-        began to read it. On other stores, the file must not be replaced."""
+        """Read a range of a file through the cache that all processes of this host share. The file must not be replaced
+        while a process reads it. On S3, this method raises FileExistsError if it was."""
         return CACHE.read(self.unchanging(path), start, length)
 
     def open(self, path: PurePath) -> IO[bytes]:
         return self.open_ranges(path, [Range(0, sys.maxsize)]) if self._keeps(path) else super().open(path)
 
     def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
-        """Open a checkpoint file to read ranges. Reads use the host's cache if --storage-cache is set."""
+        """Open a checkpoint file from which the given ranges will be read. If --storage-cache is set, they are read
+        through the cache that all processes of this host share."""
         if not self._keeps(path):
             return super().open_ranges(path, ranges)
         self._known.pop(path, None)  # another checkpoint of the same iteration may have replaced this one
@@ -164,13 +165,13 @@ class FsspecStorage(Storage):
         self._remove(path, self._place(path))
 
     def _remove(self, path: PurePath, place: str) -> None:
-        """Remove the object or folder at `place`. Error messages contain `path` instead of `place`."""
+        """Remove the object or folder at `place`. Error messages name it `path`."""
 
         def removed(attempt: int) -> None:
             try:
                 self._remove_all(place)
             except FileNotFoundError:
-                if not attempt:  # at later attempts, an earlier request has removed the object
+                if not attempt:  # if this is a retry, the first request has removed the object
                     raise
 
         LIMITS.tried(path, removed)
@@ -194,8 +195,8 @@ class FsspecStorage(Storage):
         return cast("IO[bytes]", _Spooled(partial(self._put_file, path)))
 
     def append(self, path: PurePath, data: bytes) -> None:
-        """Append to an object. On S3, the store copies the old content of a large object. In other cases, the old
-        content is downloaded and uploaded again."""
+        """Append `data` to an object. For large objects on S3, only `data` is uploaded, and the store copies the old
+        content. For small objects and on other stores, the old content is downloaded and uploaded again."""
         old = self.size(path) or 0
         if self._s3 is None or old < SMALLEST_COPY:
             super().append(path, data)
@@ -233,9 +234,8 @@ class FsspecStorage(Storage):
             self._tell_of_races(path)
             super().replace(path, data, expected)
             return
-        if (
-            not done and self.content(path) != data
-        ):  # if the content is equal, an earlier request wrote it, and only the response was lost
+        # if the object contains `data`, an earlier request has written it, and only the response was lost
+        if not done and self.content(path) != data:
             raise FileExistsError(f"{path} was changed by another writer")
 
     def _tell_of_races(self, path: PurePath) -> None:
@@ -254,7 +254,7 @@ class FsspecStorage(Storage):
     def _abort_uploads(self, final: PurePath) -> None:
         if self._s3 is not None:
             kind = final.with_name(final.name.partition("_")[0])
-            with suppress(OSError):  # remaining parts only occupy space
+            with suppress(OSError):  # parts that cannot be deleted only take up space
                 LIMITS.tried(final, partial(self._s3.abort_uploads, kind))
 
     def _put_file(self, path: PurePath, file: str) -> None:
@@ -318,7 +318,7 @@ class _Spooled(io.FileIO):
             os.unlink(self._path)
 
     def discard(self) -> None:
-        """Close the file without uploading it. A file that is never closed is also not uploaded."""
+        """Close the file without uploading it. Files that are never closed are not uploaded either."""
         super().close()
         with suppress(FileNotFoundError):
             os.unlink(self._path)

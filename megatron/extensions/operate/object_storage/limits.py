@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FIRST_CONTACT = 20.0
-"""Time in seconds during which a request is retried if no request has succeeded yet. The time is short because the URL
-may be wrong."""
+"""Time in seconds during which requests are retried before any request of this process has succeeded. This time is
+shorter than `Limits.retry_seconds`, because a wrong URL should be reported soon."""
 
 LONGEST_PAUSE = 15.0
 
@@ -58,18 +58,18 @@ class Traffic:
 
 @dataclass
 class Limits:
-    """Limits on the requests to object storage of a process. All methods may be called from several threads."""
+    """Limits on the requests of a process to object storage. All methods may be called from several threads."""
 
     retry_seconds: float = 300.0
     timeout_seconds: float = 60.0
     part_bytes: int = 16 << 20
     bytes_per_second: float = inf
     slowest: float = 1e5
-    """Rate in bytes per second below which a request with a body is considered lost."""
+    """Minimum transfer rate in bytes per second. A request that is slower is treated as failed."""
 
     traffic: Traffic = field(default_factory=Traffic)
     answered: bool = False
-    """True once a request has succeeded."""
+    """True if a request of this process has succeeded."""
 
     _held: int = 0
     """Number of bytes in memory that belong to multipart uploads."""
@@ -108,13 +108,12 @@ class Limits:
             self.traffic.upload_memory = max(self.traffic.upload_memory, self._held)
 
     def tried(self, what: object, request: Callable[[int], T], sleep: Callable[[float], object] = time.sleep) -> T:
-        """Make a request. If it fails, retry it with increasing delays until `retry_seconds` have passed.
+        """Make a request, and retry it with increasing delays if it fails, for `retry_seconds`.
 
         `request` is called with the number of the attempt, starting at 0, because an earlier attempt may have succeeded
-        although its response was lost. If all attempts fail, raises an OSError that contains `what` and the last error,
-        without credentials. A permanent error is raised immediately. The process may be suspended for longer than
-        `retry_seconds`. Therefore, only time during which the store could respond is counted, and at least two attempts
-        are made.
+        although its response was lost. If all attempts fail, raises an OSError. Its message contains `what` and the
+        last error, without credentials. A permanent error is raised immediately. Time during which this process was
+        suspended does not count toward `retry_seconds`, and at least two attempts are made.
         """
         began, attempt = time.monotonic(), 0
         waited = 0.0
@@ -147,8 +146,8 @@ def is_final(error: Exception) -> bool:
 
 
 def _answer(error: BaseException) -> tuple[str, int]:
-    """Return the error code and the HTTP status in a botocore error. If the error contains no response, the code is
-    empty and the status is 0."""
+    """Return the error code and the HTTP status from the response in a botocore error. If the error has no response,
+    the code is empty and the status is 0."""
     response = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
     if not isinstance(response, dict):
         return "", 0

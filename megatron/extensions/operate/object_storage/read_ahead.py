@@ -1,7 +1,7 @@
-"""Prefetch of the samples of future steps from object storage, and a report of the time that steps wait for data.
+"""Callback that prefetches the samples of future steps from object storage, and reports how long steps wait for data.
 
-The order of samples is known in advance. A thread determines the blocks of files that this rank's next steps will read.
-A thread pool fetches these blocks into the host's cache (`block_cache`), so that steps read from the local disk.
+The order of samples is known in advance. A thread determines which blocks of files this rank will read in its next
+steps. A thread pool fetches these blocks into the host's cache (`block_cache`), so that steps read from the local disk.
 """
 
 from __future__ import annotations
@@ -63,28 +63,29 @@ def blocks_of(dataset: Dataset, index: int) -> Iterator[Block]:
 
 
 class Window:
-    """Window of future steps whose samples are prefetched. The blocks of these steps have about `limit` bytes in
-    total."""
+    """The next steps of a run, whose samples are prefetched. As many steps are prefetched as fit into about `limit`
+    bytes."""
 
     def __init__(self, train: DataIterator, limit: int) -> None:
         self.train, self.limit = train, limit
         self._pool = ThreadPoolExecutor(REQUESTS, "read-ahead")
         self._steps = deque[tuple[int, int]]()
-        """Pairs (end of the step's samples, bytes of its blocks) for each prefetched step, in order."""
+        """A pair for each prefetched step, in order: the index after its last sample, and the number of bytes that were
+        fetched for it."""
 
         self._seen: dict[Block, Future[bytes]] = {}
         self._next = -1
 
     def begin(self, step: range) -> list[Future[bytes]]:
-        """Start to fetch the samples of the first step only. Return the futures of the fetches in progress."""
+        """Start to fetch the samples of the first step, but of no later step. Return the futures of these fetches."""
         if step.stop <= self.train.end:
             self._steps.append((step.stop, self._fetch(step)))
             self._next = step.stop
         return list(self._seen.values())
 
     def move(self, step: range) -> None:
-        """Move the window to the start of `step` and start to fetch its samples. All steps are assumed to have as many
-        samples as `step`."""
+        """Start to fetch samples up to about `limit` bytes ahead of the step that begins now, whose samples are `step`.
+        Later steps are assumed to have as many samples as this step."""
         while self._steps and self._steps[0][0] <= step.start:
             self._steps.popleft()
         if self._next < step.start or not self._steps:
@@ -126,8 +127,8 @@ class ReadAhead(Callback, Meter):
         super().__init__(config)
         self.limit = config.options(ObjectStorageFlags).storage_read_ahead_megabytes * 1_000_000
         self.waited, self.steps = 0.0, 0
-        """`waited` is the value of `DataIterator.waited`, in seconds, when the waiting time was last logged. `steps` is
-        the number of steps since then."""
+        """`waited` is a copy of `DataIterator.waited` in seconds, made when `data_wait_ms` was last logged. `steps` is
+        the number of steps that have begun since that time."""
 
         self._counted = -1
         self.window: Window | None = None
@@ -150,7 +151,7 @@ class ReadAhead(Callback, Meter):
         first = run.progress.consumed_samples
         self._step = range(first, first + self._size())
         for fetch in self.window.begin(self._step):
-            fetch.exception()  # a later read reports the error
+            fetch.exception()  # if the fetch has failed, reading the sample raises the error
         self.train.prepare_step(first, len(self._step))
         seconds, moved = time.monotonic() - began, (LIMITS.traffic.read - before) / 1e6
         rate = f" in {seconds:.1f} s, {moved / max(seconds, 1e-9):.0f} MB/s" if moved else ", all from the cache"
@@ -158,7 +159,7 @@ class ReadAhead(Callback, Meter):
         threading.Thread(target=self._follow, name="read-ahead", daemon=True).start()
 
     def begin_step(self, step: Step) -> None:
-        if step.iteration != self._counted:  # if nothing was fetched ahead, the step reads the samples
+        if step.iteration != self._counted:  # count each step once, even if it begins twice
             self._counted = step.iteration
             self.steps += 1
         with self._wake:
@@ -171,7 +172,8 @@ class ReadAhead(Callback, Meter):
             self._wake.notify()
 
     def take(self) -> Tensor:
-        """Return the seconds and the number of steps since the last call, as a float64 tensor [2], and reset both."""
+        """Return a float64 tensor [2]: the seconds that steps have waited for data since the last call, and the number
+        of these steps. Both counts are reset."""
         waited = self.train.waited
         taken = torch.tensor([waited - self.waited, self.steps], dtype=torch.float64, device=self.device)
         self.waited, self.steps = waited, 0

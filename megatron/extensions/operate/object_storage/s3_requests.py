@@ -50,7 +50,7 @@ class S3(NamedTuple):
 
     def replace(self, path: PurePath, data: bytes, expected: bytes | None) -> bool:
         """Write an object if its current content is `expected`. If `expected` is None, write the object if it does not
-        exist. Returns False if the object has different content or already exists."""
+        exist. Returns False if the content is not `expected`, or if the object exists although `expected` is None."""
         condition = {"IfNoneMatch": "*"}
         if expected is not None:
             try:
@@ -59,7 +59,7 @@ class S3(NamedTuple):
                     return False
             except FileNotFoundError:
                 return False
-            condition = {"IfMatch": tag}  # the tag is read before the content, so that a write in between is detected
+            condition = {"IfMatch": tag}  # read before the content, so that a write in between is detected
         self.call("put_object", path, Body=data, **condition)
         return True
 
@@ -88,8 +88,8 @@ class S3(NamedTuple):
         return bytes(sync(self.fs.loop, content, **LIMITS.within(self.fs, length)))
 
     def append(self, path: PurePath, data: bytes) -> None:
-        """Append to a large object. The store copies the existing content of the object, so only the new content is
-        uploaded."""
+        """Append `data` to a large object. The store copies the existing content of the object, so only the new content
+        is uploaded."""
         upload = self.call("create_multipart_upload", path)["UploadId"]
         try:
             old = {"CopySource": self.place(path), "PartNumber": 1, "UploadId": upload}
@@ -122,8 +122,8 @@ class Parts(io.RawIOBase):
     """Writable file that is uploaded in parts while it is being written. The object exists only after the file is
     closed.
 
-    `put` writes a small object with a single request. `size` is the current size of the object. At most `AT_ONCE` + 1
-    parts of the file are in memory at the same time.
+    `put` writes a small object with a single request, and `size` returns the current size of the object. At most
+    `AT_ONCE` + 1 parts of the file are in memory at the same time.
     """
 
     def __init__(self, s3: S3, path: PurePath, put: Callable[[bytes], None], size: Callable[[], int | None]) -> None:
@@ -186,7 +186,7 @@ class Parts(io.RawIOBase):
         self._drop()
 
     def _drop(self) -> None:
-        """Free the memory of the parts that are not being uploaded."""
+        """Free the buffer of data that is not yet part of an upload."""
         LIMITS.hold(-len(self._next))
         self._next.clear()
 
@@ -200,9 +200,8 @@ class Parts(io.RawIOBase):
             self._tags.append(self._under_way.popleft().result())
 
         def completed(attempt: int) -> None:
-            if (
-                not attempt or self._size() != self._sent
-            ):  # if the size is right, an earlier request completed the upload, and only the response was lost
+            # if a retry finds the right size, the first request has completed the upload, and its response was lost
+            if not attempt or self._size() != self._sent:
                 self._s3.complete(self._path, self._upload, self._tags)
 
         LIMITS.tried(self._path, completed)
@@ -234,6 +233,5 @@ class Parts(io.RawIOBase):
 
 
 def _freed(nbytes: int, sent: Future[str]) -> None:
-    """Subtract the size of a part that was sent or discarded from the number of bytes in memory that wait for
-    upload."""
+    """Subtract `nbytes` from the number of upload bytes in memory, after a part was sent or discarded."""
     LIMITS.hold(-nbytes)

@@ -1,9 +1,9 @@
 """Two-tier checkpoints (--save-local): checkpoints are saved on a fast local file system and uploaded to --save in the
 background.
 
-All checkpoints of the run are saved to the local folder. Only the newest of them are kept there. A thread of the first
-rank uploads the checkpoints of --save-interval and the last checkpoint of the run. A resumed run loads the newest
-complete checkpoint from either location.
+All checkpoints of the run are saved to the local folder, which keeps only the newest ones. A thread of the first rank
+uploads the checkpoints of --save-interval and the last checkpoint of the run. A resumed run loads the newest complete
+checkpoint from either location.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def local_root(folder: str, save: str) -> Path:
 
 
 class Uploads:
-    """Uploader of complete checkpoints. The uploader runs on one rank and uploads one checkpoint at a time. If several
-    checkpoints are waiting, only the newest one is uploaded."""
+    """Upload of complete checkpoints from the local folder to --save. One rank uploads one checkpoint at a time. If
+    several checkpoints are waiting, only the newest one is uploaded."""
 
     doing = "uploading the last checkpoint"
 
@@ -107,8 +107,8 @@ class Uploads:
         return found
 
     def abandon(self) -> list[str]:
-        """Abandon the pending work of the objects in `others`. The upload of the newest checkpoint is not abandoned,
-        because the local disk may be lost when the job ends."""
+        """Abandon the pending work of the other exporters, such as exports to Hugging Face. The upload of the newest
+        checkpoint is not abandoned, because the local disk may be lost when the job ends."""
         return [line for other in self.others for line in other.abandon()]
 
     def _upload(self, iteration: int) -> None:
@@ -229,8 +229,8 @@ class TwoTiers(Callback):
             raise ValueError(str(Problem("--save-local", self.options.save_local, rule, remedy)))
 
     def _newer(self, resumes: bool) -> tuple[list[Path], str]:
-        """Return the local checkpoints that are newer than the checkpoints in --save, newest first. If local
-        checkpoints cannot be used, also return a line that explains why."""
+        """Return the local checkpoints that are newer than the checkpoints in --save, newest first. The second result
+        is a log line that explains why local checkpoints cannot be used; empty if they can."""
         root = self.config.checkpoint.save_root
         assert root is not None
         try:

@@ -34,9 +34,8 @@ def upload(folder: Path, root: PurePath, iteration: int, check: Callable[[], Non
         write_manifest(scratch, sums)
         check()
         storage.publish(final)
-        storage.replace(
-            root / LATEST, str(iteration).encode(), latest
-        )  # also False if another run has published a checkpoint in the meantime
+        # raises an error if another run has published a checkpoint since `latest` was read
+        storage.replace(root / LATEST, str(iteration).encode(), latest)
     except BaseException:
         with suppress(OSError):
             storage.discard(final)

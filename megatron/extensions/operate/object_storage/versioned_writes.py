@@ -1,4 +1,4 @@
-"""Conditional writes to Google Cloud Storage and Azure. fsspec does not support them. This module does not import
+"""Conditional writes to Google Cloud Storage and Azure, which fsspec does not support. This module does not import
 torch."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def replace_seen(fs: AbstractFileSystem, scheme: str, place: str, data: bytes, e
     if (write := WRITES.get(scheme)) is None:
         raise NotImplementedError(scheme)
     try:
-        about = fs.info(place)  # the properties are read before the content, so that a write in between is detected
+        about = fs.info(place)  # read the properties before the content, so that a write in between is detected
         if fs.cat_file(place) != expected:
             return False
         write(fs, place, data, about)
@@ -48,4 +48,5 @@ WRITES: dict[str, Callable[[AbstractFileSystem, str, bytes, About], None]] = {
     **dict.fromkeys(("gs", "gcs"), _to_google),
     **dict.fromkeys(("az", "abfs", "abfss"), _to_azure),
 }
-"""Maps a URL scheme to the function that replaces an object if its `info` has not changed."""
+"""Maps a URL scheme to a function that replaces an object, unless the object has changed since its properties were
+read."""

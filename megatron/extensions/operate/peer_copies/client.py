@@ -32,10 +32,10 @@ HOST = "PEER_COPY_HOST"
 machine can count as several hosts."""
 
 OPENS = 120.0
-"""Timeout in seconds for the start of a holder."""
+"""Maximum time in seconds that a new holder process may take to start."""
 
 ABANDONED = 3600.0
-"""Age in seconds of the newest copy at which copies without a holder are deleted."""
+"""Copies whose holder process has ended are deleted if no file among them is newer than this number of seconds."""
 
 RESPONDS = 5.0
 """Maximum time in seconds in which a living holder accepts a connection and answers a request. Accepting a connection
@@ -85,8 +85,8 @@ def open_holder(folder: Path, keep: float) -> Address:
 
 @contextmanager
 def _opening(folder: Path) -> Iterator[None]:
-    """Lock out other processes of this host that open the holder, so that only one holder is started. Raises
-    OSError."""
+    """Hold a lock on the folder while a holder is opened, so that the processes of this host start only one holder.
+    Raises OSError."""
     descriptor, limit = os.open(folder, os.O_RDONLY), time.monotonic() + OPENS
     try:
         while True:
@@ -129,7 +129,7 @@ def _started(folder: Path, keep: float) -> Address:
         stdout=subprocess.PIPE,
         start_new_session=True,
         cwd="/",
-        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # by default, each thread gets a malloc arena
+        env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # saves memory: by default, malloc creates an arena for each thread
         text=True,
     )
     assert process.stdout is not None
@@ -144,8 +144,9 @@ def _started(folder: Path, keep: float) -> Address:
 
 
 def drop_abandoned(own: Path, keep: float) -> None:
-    """Delete copies of this user's other runs if their holders were killed, for example by SLURM at the end of a job.
-    Copies are kept for at least `keep` seconds and at least `ABANDONED` seconds after the last write."""
+    """Delete copies that other runs of this user have left behind. The holder of such copies was killed, for example by
+    SLURM at the end of a job. Copies are kept for `keep` or `ABANDONED` seconds after the last write, whichever is
+    longer."""
     for folder in own.parent.glob(f"megatron-copies-{os.getuid()}-*"):
         with suppress(OSError):
             newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
@@ -154,7 +155,7 @@ def drop_abandoned(own: Path, keep: float) -> None:
 
 
 def _has_holder(folder: Path) -> bool:
-    """Return True if a holder serves a folder."""
+    """Return True if a holder process serves the copies in a folder."""
     try:
         Link(address_in(folder)).close()
     except (OSError, ValueError, KeyError):
@@ -176,7 +177,7 @@ class HolderError(OSError):
 
 
 class RefusedError(HolderError):
-    """Raised if a holder refuses a request for a permanent reason, so that another attempt would also fail."""
+    """Raised if a holder refuses a request, and would refuse it again."""
 
 
 class Pace:
@@ -187,7 +188,7 @@ class Pace:
         self._free_at = 0.0
 
     def wait(self, nbytes: int) -> float:
-        """Count bytes that are about to be sent, and return the number of seconds to wait before sending them."""
+        """Return how many seconds to wait before sending the next `nbytes` bytes, and count these bytes as sent."""
         if self.rate is None:
             return 0.0
         now = self._clock()
@@ -197,7 +198,7 @@ class Pace:
 
 
 class Link:
-    """Connection to a holder. Methods raise OSError, of which HolderError is a subclass."""
+    """Connection to a holder. Its methods raise OSError if the holder is lost or refuses a request."""
 
     def __init__(self, to: Address) -> None:
         self.to = to
@@ -207,7 +208,7 @@ class Link:
         self._stream = cast("BinaryIO", self._socket.makefile("rb"))
 
     def put(self, generation: str, name: str, header: bytes, data: memoryview, pace: Pace) -> None:
-        """Store a part on the holder's host. Return only after the holder has stored the whole part."""
+        """Store a part on the holder's host. This method returns after the holder has stored the whole part."""
         self._ask(op="put", generation=generation, name=name, header=len(header), nbytes=len(data))
         self._socket.sendall(header)
         for start in range(0, len(data), CHUNK):
@@ -217,7 +218,8 @@ class Link:
         self._answer()
 
     def get(self, generation: str, name: str, start: int, into: memoryview) -> None:
-        """Read bytes of a part, from `start` on, until `into` is full."""
+        """Read bytes of a part into the buffer `into` until the buffer is full. The first byte is at the offset
+        `start`."""
         self._ask(op="get", generation=generation, name=name, start=start, length=len(into))
         self._answer()
         read_exactly(self._stream, into)
@@ -282,7 +284,7 @@ def reached(holder: Address) -> Link:
 
 
 def opened(folder: Path, keep: float) -> tuple[Address, Link]:
-    """Return the address of this host's holder, as `open_holder` does, and a connection to the holder. While the
+    """Return the address of this host's holder, and a connection to it. Starts a holder if none answers. While the
     connection is open, this process is registered as a rank. Raises OSError."""
     for _ in range(2):
         with suppress(OSError):  # the holder ended in the meantime

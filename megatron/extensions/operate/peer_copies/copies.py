@@ -1,18 +1,17 @@
-"""Copies of a rank's state after a step. The state is immediately staged in the host's memory. A thread then sends the
-state to other hosts.
-
-The copies of a step are valid once all ranks have completed their copies. Ranks report the completion through the
-store. Until all ranks have reported it, the copies of the previous step remain in the other slot of each part.
+"""Copies of a rank's state after a step. The state is first copied to the memory of the rank's own host. A thread then
+sends the copy to other hosts. The copies of a step are valid after all ranks have reported in the store that theirs are
+complete. Each part has two slots: until all ranks have reported, the copies of the previous step remain in the other
+slot.
 
 The store has these keys:
 
-    copied/COPY       number of ranks that have stored and sent their parts
-    failed/COPY       reason why a rank failed to store or send a part
-    copied-by/RANK    number of the last copy of a rank
-    holder/HOST       address of a restarted holder
+    `copied/COPY`: number of ranks that have stored and sent their parts.
+    `failed/COPY`: reason why a rank failed to store or send a part.
+    `copied-by/RANK`: number of the last copy of a rank.
+    `holder/HOST`: address of a restarted holder.
 
-COPY is the number of the copy in this start. COPY is not the iteration, because a run may go back to an iteration and
-copy this iteration again.
+COPY counts the copied steps since the ranks were started. It differs from the iteration, because a run may return to an
+earlier iteration and copy the same iteration twice.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ MOST_PASSED_OVER = 31
 
 
 class Backoff:
-    """Backoff after failed copies, so that a permanent fault does not slow down every step. All ranks count the same
-    failures."""
+    """Decides after failed copies how many of the next copies to skip, so that a permanent fault does not slow down
+    every step. All ranks count the same failures."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -63,23 +62,25 @@ class Backoff:
         self._pass_over = 0
 
     def is_due(self) -> bool:
-        """Return True if the next copy should be attempted. Call this method once for each copy."""
+        """Return True if the next copy is to be attempted. Call this method once before each copy."""
         self._pass_over -= 1
         return self._pass_over < 0
 
     def failed(self) -> None:
-        """Count a failure. After consecutive failures, 0, 1, 3, 7, ... copies are skipped."""
+        """Count a failure. After the first failure in a row, no copy is skipped; after the second, one copy is skipped,
+        then 3, 7, and so on."""
         self._pass_over = min(2**self.failures - 1, MOST_PASSED_OVER)
         self.failures += 1
 
     def succeeded(self) -> None:
-        """Reset the count of failures, so that every copy is attempted again."""
+        """Set the number of consecutive failures to 0, so that no copy is skipped."""
         self.failures = self._pass_over = 0
 
 
 @dataclass(frozen=True)
 class Duty:
-    """Part that this rank stores on its host, and the hosts to which the rank sends the part."""
+    """Part of the training state that this rank stores on its own host. `to` contains the hosts to which the rank also
+    sends the part."""
 
     stored: Stored
     to: tuple[str, ...]
@@ -87,7 +88,7 @@ class Duty:
 
 @dataclass(frozen=True)
 class Place:
-    """Local folder and holders for the copies of one generation."""
+    """Where the copies of this start of the ranks are stored: the folder on this host, and the holders of all hosts."""
 
     folder: Path
     """Folder of the run's copies on this host."""
@@ -133,7 +134,8 @@ class Copies:
         self._lease: Link | None = None
 
     def when_complete(self, call: Callable[[], None]) -> None:
-        """Register a function that the copying thread calls once, as soon as the first copies are complete."""
+        """Register a function to be called once, by the thread that sends copies, when the first copies are
+        complete."""
         self._first = call
 
     def news(self) -> str:
@@ -149,12 +151,12 @@ class Copies:
         return ""
 
     def holders(self) -> dict[str, Address]:
-        """Return a mapping from hosts to the current addresses of their holders."""
+        """Return the current address of each host's holder, keyed by host."""
         return {host: self._address(host) or address for host, address in self.place.holders.items()}
 
     def wait(self, seconds: float = inf) -> list[int]:
-        """Wait until the copies in progress are complete on all ranks, or have failed. After a timeout of `seconds`,
-        returns the ranks whose copies are incomplete."""
+        """Wait until the copies in progress are complete on all ranks, or have failed, for at most `seconds`. Returns
+        the ranks whose copies are still in progress."""
         if self._thread is not None:
             self._thread.join(min(seconds, threading.TIMEOUT_MAX))
             if self._thread.is_alive():
@@ -165,8 +167,8 @@ class Copies:
         return []
 
     def copy(self, iteration: int, tensors: StateDict, payload: Mapping[str, object] | None) -> None:
-        """Wait until the copies of the previous step have ended, and start to copy the state of a step. After this
-        method returns, work that is enqueued on the current stream may change `tensors`."""
+        """Wait for the copies of the previous step, and start to copy the state of a step. When this method returns,
+        kernels that are launched on the current stream may change `tensors`."""
         self.wait()
         if not self._backoff.is_due():
             return
@@ -205,7 +207,8 @@ class Copies:
         payload: Mapping[str, object] | None,
         problem: str,
     ) -> None:
-        """Complete the copies of a step. If the copies could not be staged, `problem` is the reason."""
+        """Send the copies of a step to other hosts, and report in the store that this rank has finished. If the state
+        could not be copied to this host's memory, `problem` is the reason, and only the failure is reported."""
         try:
             if problem:
                 raise OSError(problem)
@@ -236,7 +239,7 @@ class Copies:
                 return
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        if self.place.rank == 0 and self.complete is not None:  # all ranks have read the previous key
+        if self.place.rank == 0 and self.complete is not None:  # no rank reads this key any more
             self._store.delete_key(f"copied/{self._number - 1}")
         self.complete, self.failure = iteration, ""
         self._backoff.succeeded()

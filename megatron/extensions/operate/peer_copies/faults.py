@@ -17,7 +17,7 @@ from megatron.extensions.operate.peer_copies.holder import write_whole
 NOTE = "fault.json"
 
 RUNG = "RUNG_IN_JOB"
-"""Environment variable that contains the recovery method of a restart within the job."""
+"""Environment variable in which --restarts-in-job passes the recovery method to the ranks, such as `SPARES`."""
 
 SAME_RANKS, SPARES = "restart in the job", "spare ranks in the job"
 FEWER_RANKS = "another layout in the job"
@@ -34,7 +34,7 @@ class Fault:
     """Time of the failure, or of the failed rank's last sign of life, in seconds since 1970."""
 
     noticed: float
-    """Time at which this host's ranks detected the failure and ended, in seconds since 1970."""
+    """Time in seconds since 1970 at which the ranks of this host detected the failure and ended."""
 
     iteration: int
     """Last completed iteration."""
@@ -46,18 +46,17 @@ def write_fault(folder: Path, fault: Fault) -> None:
 
 
 def note_death(folder: Path, who: str, how: str, iteration: int, since: float) -> None:
-    """Record that a rank ended without recording a failure. The rank's parent process calls this function. Do nothing
-    if a rank of this host has recorded a failure since the ended rank started.
-
-    Surviving ranks also record the failure. If the kernel kills all ranks of a host at once because memory is
-    exhausted, only their parents can record the failure.
+    """Record the failure of a rank that ended without recording one itself. The parent process of the rank calls this
+    function. If a rank of this host has recorded a failure since `since`, do nothing. Usually, the surviving ranks
+    record the failure. If the kernel kills all ranks of a host because memory is exhausted, only their parents can
+    record it.
 
     Args:
-        folder: Folder of the copies on this host.
-        who: Name of the rank.
-        how: Signal or exit code.
+        folder: Folder in which this host stores copies.
+        who: Name of the rank that has ended.
+        how: Signal or exit code with which the rank ended.
         iteration: Last completed iteration.
-        since: Start time of the rank, in seconds since 1970.
+        since: Time at which the rank started, in seconds since 1970.
     """
     known, now = read_fault(folder), time.time()
     if folder.is_dir() and (known is None or known.noticed < since):
@@ -77,8 +76,8 @@ def drop_fault(folder: Path) -> None:
 
 
 def first_fault(faults: Iterable[Fault | None]) -> Fault | None:
-    """Combine the failures that hosts recorded: the earliest failure, with the earliest detection time and the latest
-    completed iteration."""
+    """Combine the failures that hosts recorded into one. The result describes the earliest failure. Its detection time
+    is the earliest, and its completed iteration the latest, of all records."""
     known = [fault for fault in faults if fault is not None]
     if not known:
         return None
@@ -93,11 +92,11 @@ class Recovery:
 
     fault: Fault
     rung: str
-    """Recovery method: one of the constants in this module, such as `SPARES`."""
+    """How the ranks were started again: one of this module's constants, such as `SPARES`."""
 
     source: str
-    """Source of the restored state: `copies in memory`, `checkpoint on disk`, or `the beginning` if no state was
-    restored."""
+    """Where the training state was loaded from: `copies in memory` or `checkpoint on disk`. The value is `the
+    beginning` if no state was loaded."""
 
     why: str
     """Reason why the state was not loaded from copies in memory; empty if it was loaded from copies or if there were no
@@ -105,7 +104,7 @@ class Recovery:
 
     def record(self, now: float, resumed: int) -> dict[str, object]:
         """Return the recovery as an event for `run_events.jsonl`. The event is recorded after the first step of a run
-        that resumed at iteration `resumed`. Times are in seconds after the failure."""
+        that resumed at iteration `resumed`. The times in the event are in seconds after the failure."""
         fault = self.fault
         return {
             "what": fault.what,
@@ -118,7 +117,7 @@ class Recovery:
         } | ({"why": self.why} if self.why else {})
 
     def line(self, now: float, resumed: int) -> str:
-        """Return the recovery as a log line."""
+        """Return a log line that describes the recovery."""
         record = self.record(now, resumed)
         why = f" ({self.why})" if self.why else ""
         return (

@@ -1,21 +1,23 @@
 """Holder, a small process on each host that outlives the ranks. The holder serves the host's copies of the training
 state to other hosts.
 
-The copies are files in an in-memory folder (/dev/shm). Therefore, the copies also outlive this process, and the ranks
-of the host write their copies directly:
+The copies are files in an in-memory folder (/dev/shm). They also outlive the holder. The ranks of a host write their
+own copies directly to these files:
 
-    FOLDER/holder.json              port and token of the holder
-    FOLDER/GENERATION/world.json    which parts a complete set of this generation has
-    FOLDER/GENERATION/PART.SLOT     bytes of a part of the training state
-    FOLDER/GENERATION/PART.SLOT.json    its header, present only while the bytes are complete
+    FOLDER/holder.json: port and token of the holder.
+    FOLDER/GENERATION/world.json: names of all parts that a complete set of copies of this generation has.
+    FOLDER/GENERATION/PART.SLOT: bytes of a part of the training state.
+    FOLDER/GENERATION/PART.SLOT.json: header of the part, present only while the bytes are complete.
 
-Each start of the ranks is a generation with a separate folder. If a stopped process of an earlier start continues to
-write, it cannot change the copies of a later start. Each part has two slots, so that one slot is complete while the
-other is being written.
+Each time the ranks are started, their copies form a new generation with its own folder. A process that was suspended
+and continues to write after a restart can therefore not change the copies of the new generation. Each part has two
+slots, so that one slot is complete while the other is being written.
 
 This module imports neither torch nor this package. Any process that can reach the port can connect. Therefore, each
-request contains the token, and names are validated. The holder deletes all copies and exits on request, or if no rank
-of its host has been connected for KEEP seconds.
+request must contain the token of the holder, and file names in requests are validated. The holder deletes all copies
+and exits on request, or if no rank of its host has been connected for KEEP seconds.
+
+Usage:
 
     python -I -S holder.py FOLDER ADDRESS KEEP
 """
@@ -98,7 +100,7 @@ def read_header(data: Path) -> dict[str, Any]:
 
 
 def headers_in(generation: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield pairs (data file, header) for the complete parts in the folder of a generation."""
+    """Yield a pair (data file, header) for each complete copy of a part in the folder of a generation."""
     for path in sorted(generation.glob("*.[01].json")):
         data = path.with_suffix("")
         with suppress(OSError, ValueError):
@@ -106,7 +108,7 @@ def headers_in(generation: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 class Holder(socketserver.ThreadingTCPServer):
-    """Server for the copies in a folder."""
+    """TCP server that stores and reads the copies in a folder on behalf of other hosts."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -121,7 +123,8 @@ class Holder(socketserver.ThreadingTCPServer):
         super().__init__((address, 0), Connection)
 
     def watch(self) -> None:
-        """Wait until this process must end."""
+        """Wait until the holder must exit: on request, after `keep` seconds without a connected rank, or if its folder
+        is gone."""
         while True:
             time.sleep(0.2)
             with self.lock:
@@ -136,13 +139,14 @@ class Holder(socketserver.ThreadingTCPServer):
         return False
 
     def lease(self, change: int) -> None:
-        """Add `change` to the number of connected ranks."""
+        """Add `change`, which is 1 or -1, to the number of connected ranks."""
         with self.lock:
             self.leases += change
             self.free_since = time.monotonic()
 
     def path(self, request: Mapping[str, Any]) -> Path:
-        """Return the file that a request names. Raises ValueError if the name is invalid."""
+        """Return the path of the copy that a request asks for. Raises ValueError if the name in the request is
+        invalid."""
         names = str(request["generation"]), str(request["name"])
         if not all(NAME.fullmatch(name) for name in names):
             raise ValueError(f"not the name of a copy: {names}")
@@ -180,7 +184,7 @@ class Connection(socketserver.StreamRequestHandler):
         try:
             make_room(path, nbytes)
         except OSError:
-            for _ in self._received(nbytes):  # the sender reads the answer only after it has sent the last byte
+            for _ in self._received(nbytes):  # the sender reads the error only after it has sent all bytes
                 pass
             raise
         with open(path, "r+b", buffering=0) as file:
@@ -190,20 +194,20 @@ class Connection(socketserver.StreamRequestHandler):
         write_whole(header_of(path), header)
 
     def do_get(self, request: Mapping[str, Any]) -> None:
-        """Send a line with the number of bytes, followed by bytes [start, start + length) of a part."""
+        """Answer with the bytes [start, start + length) of a part, preceded by a line that contains their number."""
         start, length = int(request["start"]), int(request["length"])
         with open(self.server.path(request), "rb") as file:
             self._answer(length=length)
             self.connection.sendfile(file, start, length) if length else None
 
     def do_header(self, request: Mapping[str, Any]) -> None:
-        """Send a line with the length of a part's header, followed by the header."""
+        """Answer with the header of a part, preceded by a line that contains the length of the header."""
         content = header_of(self.server.path(request)).read_bytes()
         self._answer(length=len(content))
         self.wfile.write(content)
 
     def do_lease(self, request: Mapping[str, Any]) -> None:
-        """Count the client as a rank of this host until the connection ends."""
+        """Count the client as a connected rank of this host until it closes the connection."""
         self.server.lease(1)
         try:
             self._answer()
@@ -217,7 +221,8 @@ class Connection(socketserver.StreamRequestHandler):
         self.server.ended = True
 
     def _received(self, nbytes: int) -> Iterator[bytes]:
-        """Yield the next `nbytes` bytes from the sender. Raises ValueError if the stream ends earlier."""
+        """Yield the next `nbytes` bytes from the sender. Raises ValueError if the sender closes the connection before
+        that."""
         while nbytes:
             if not (data := self.rfile.read1(min(nbytes, CHUNK))):
                 raise ValueError("the sender has ended")
@@ -229,8 +234,8 @@ class Connection(socketserver.StreamRequestHandler):
 
 
 def main(folder: Path, address: str, keep: float) -> None:
-    """Serve the copies in a folder until a request to end arrives, or until no rank has been connected for `keep`
-    seconds. Delete the folder before returning."""
+    """Serve the copies in a folder. Exit when a client requests this, or when no rank has been connected for `keep`
+    seconds, and delete the folder before."""
     with Holder(folder, address, keep) as holder:
         about = {"address": address, "port": holder.server_address[1], "token": holder.token, "pid": os.getpid()}
         write_whole(folder / ABOUT, json.dumps(about))
@@ -244,7 +249,7 @@ def main(folder: Path, address: str, keep: float) -> None:
 
 
 def read_exactly(stream: BinaryIO, into: memoryview) -> None:
-    """Receive data until `into` is full. Raises ConnectionError if the stream ends earlier."""
+    """Read from a stream until the buffer `into` is full. Raises ConnectionError if the stream ends before that."""
     at = 0
     while at < len(into):
         if not (got := stream.readinto(into[at : at + CHUNK])):  # type: ignore[attr-defined]

@@ -72,22 +72,22 @@ from megatron.training.run import TrainingRun
 
 @dataclass(frozen=True)
 class Host:
-    """Information about its host that a rank sends to the other ranks at the start."""
+    """What each rank tells all other ranks about its host when the run starts."""
 
     name: str
     holder: Address | None
-    """Address of the host's holder, set by the rank that supervises the holder; None from all other ranks."""
+    """Address of the host's holder. Only the rank that supervises the holder sends it; it is None from other ranks."""
 
     held: Inventory
     fault: Fault | None
     idle: tuple[IdleHost, ...] = ()
-    """Hosts without ranks, as reported to this host by launcher processes."""
+    """Hosts that run no rank but hold copies. Launcher processes on those hosts have reported them to this host."""
 
 
 class PeerCopies(Callback):
     """Callback that keeps copies of the training state in the memory of other hosts."""
 
-    start_order = -1  # before local checkpoints, which are older than copies
+    start_order = -1  # copies are preferred to local checkpoints, which are older
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -96,7 +96,7 @@ class PeerCopies(Callback):
         self._save = config.checkpoint.save_root
         self._folder = folder_of(self._options.peer_copy_path, self._save)
         self._identity: str | None = None
-        """Identity of the --save folder's content; None before the run starts."""
+        """Content of SAVE/peer_copies_id, which identifies the run in --save; None before the run starts."""
 
         self._on_disk: int | None = None
         """Iteration of the newest checkpoint in --save, as of the start or the last save."""
@@ -106,13 +106,13 @@ class PeerCopies(Callback):
         self._recovery: Recovery | None = None
         self._resumed, self._taken_back = False, False
         self._met = False
-        """True after the ranks have connected. After that, the first rank holds the lease on --save."""
+        """True after the ranks have connected. From then on, the first rank holds the lease on --save."""
 
         self._saved: int | None = None
-        """Iteration that this start had last saved when the last copy was made."""
+        """Iteration of the last checkpoint that this process had saved when it made the last copy."""
 
         self._leases = list[Link]()
-        """Connections that keep holders alive. A holder exits some time after its last connection is closed."""
+        """Open connections to holders. A holder exits some time after its last connection is closed."""
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         self._watchdog = watchdog
@@ -123,7 +123,7 @@ class PeerCopies(Callback):
 
     @property
     def _lifetime(self) -> str:
-        """Describe the lifetime of copies."""
+        """Return a phrase for messages that says how long copies are kept."""
         minutes = self._options.peer_copy_keep_minutes
         return f"copies are kept for {minutes:g} minutes after the last rank of a host (--peer-copy-keep-minutes)"
 
@@ -135,7 +135,7 @@ class PeerCopies(Callback):
         return f"within {self._options.peer_copy_keep_minutes:g} minutes: it resumes from copies in memory"
 
     def on_setup(self, runtime: Runtime) -> None:
-        """Open the holder of this host, and exchange inventories with all hosts. Collective."""
+        """Start the holder of this host, and exchange lists of the existing copies with all hosts. Collective."""
         world, own = runtime.state.world, host_name()
         names = gather_objects(own, world)
         self._met = True
@@ -224,11 +224,9 @@ class PeerCopies(Callback):
         world: Axis,
         foreign: bool,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
-        """Load the newest complete set of copies. If all copies of a part are damaged, load the set of an earlier step.
-        `foreign` is True if copies were found but none of them belong to --save.
-
-        Returns the loaded set, the progress of the run at this set, and an empty string. If no set is loaded, returns
-        None, None and the reason."""
+        """Load the newest step for which all parts have an undamaged copy. `foreign` is True if copies were found but
+        none of them belong to --save. Returns the loaded copies, the progress of the run at that step, and an empty
+        string. If no copies were loaded, returns None, None and the reason."""
         root = begun.config.checkpoint.load_root
         assert root is not None
         self._on_disk = on_first_rank(lambda: read_latest(root), world)
@@ -282,8 +280,8 @@ class PeerCopies(Callback):
         data: Callable[[int], str | None],
         on_disk: int,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
-        """Load a set of copies, and return the same values as `_resume`. Raises CopyError if copies are lost during the
-        load and there is no checkpoint on disk."""
+        """Load the training state from the copies `found`. Returns the same values as `_resume`. Raises CopyError if
+        copies are lost during the load and there is no checkpoint on disk."""
         try:
             readers = Readers(self._folder, host_name(), self._holders, self._idle)
             checkpoint = MemoryCheckpoint(found, readers, self._leads, begun.state.world)
@@ -313,12 +311,12 @@ class PeerCopies(Callback):
         own.sort(key=lambda duty: duty.stored.part.writer != rank or len(duty.stored.part.replicas) > 1)
         self._check_room(stored_bytes([every[name] for name in names], placed)[host_name()], run.say, state.world)
         folder = self._folder / self._generation
-        if self._identity is None:  # the state was loaded by another callback
+        if self._identity is None:  # another callback has loaded the state
             self._renew_identity(run.say, state.world)
         if self._leads:
             folder.mkdir()
             write_whole(folder / WORLD, json.dumps({"parts": names, "identity": self._identity}))
-        gather_objects(None, state.world)  # every host has created its folder
+        gather_objects(None, state.world)  # wait until every host has created its folder
         rate = self._options.peer_copy_bandwidth
         share = None if rate is None else 1e6 * rate / self._host_of.count(host_name())
         where = Place(
@@ -343,9 +341,9 @@ class PeerCopies(Callback):
         )
 
     def _check_room(self, nbytes: int, say: Callable[[str], None], world: Axis) -> None:
-        """Raise ValueError on every rank if the memory of a host is too small for the copies of two steps. Copies of
-        the loaded step, if present, count as one of the two steps. If the memory would suffice without other files,
-        only print a warning. Collective."""
+        """Raise ValueError on every rank if the memory of a host cannot hold the copies of two steps. Existing copies
+        count as one step. If the memory is only too small because it contains other files, print a warning instead.
+        Collective."""
         disk = shutil.disk_usage(self._folder)
         needed = (1 if any(self._folder.glob("g*")) else 2) * nbytes
         has = (
@@ -362,7 +360,7 @@ class PeerCopies(Callback):
             say(f" copies in memory are incomplete until there is more room in --peer-copy-path {path}: {found[0][1]}")
 
     def on_start(self, run: RunView) -> None:
-        """Mark a state that was loaded from memory as unsaved, because it may not be on disk."""
+        """If the state was loaded from copies, mark it as unsaved, because the same state may not be on disk."""
         if self._resumed:
             assert isinstance(run, TrainingRun)
             run.saver.last = None
@@ -395,15 +393,15 @@ class PeerCopies(Callback):
         copies.copy(run.progress.iteration, tensors, payload if first else None)
 
     def _note_save(self) -> None:
-        """After a save, read the iteration of the latest checkpoint in --save. Also store the identity again, in case
-        --save was deleted before the save. Local checkpoints are not in --save until they are uploaded."""
+        """After a save, read from --save which checkpoint is the latest, because local checkpoints are uploaded later.
+        Write SAVE/peer_copies_id again if --save was deleted before the save."""
         assert self._identity is not None
-        with suppress(OSError, ValueError):  # the next save reports the error
+        with suppress(OSError, ValueError):  # if --save is not available, the next save reports the error
             keep_identity(self._save, self._identity)
             self._on_disk = read_latest(self._save)
 
     def _await_copies(self) -> None:
-        """Wait for copies in progress. Raises LateRanksError if this exceeds the time limit of a collective."""
+        """Wait for copies in progress. Raises LateRanksError if they take longer than --distributed-timeout-minutes."""
         if self._copies is None or self._run is None:
             return
         if late := self._copies.wait(60 * self.config.parallel.distributed_timeout_minutes):

@@ -40,7 +40,7 @@ class IdleHost:
 
     @classmethod
     def from_json(cls, text: str) -> IdleHost:
-        """Parse JSON text that was written by `to_json`."""
+        """Restore an `IdleHost` from the text that `to_json` returned."""
         record = json.loads(text)
         return cls(record["name"], Address(**record["holder"]), Inventory.from_record(record["held"]))
 
@@ -54,8 +54,8 @@ def memory_of(config: RunConfig) -> Path | None:
 
 
 def offered(config: RunConfig) -> tuple[str, Link | None]:
-    """Return an offer of this host's copies, and an open connection that keeps the holder alive. The offer is an
-    `IdleHost` as JSON text. The text is empty if the host has no copies."""
+    """Return an offer of this host's copies, which is an `IdleHost` as JSON text, and an open connection that keeps the
+    holder of this host alive. If the host has no copies, the text is empty and the connection is None."""
     folder = memory_of(config)
     with suppress(OSError):
         if folder is not None and any(folder.glob("g*")):
@@ -65,14 +65,14 @@ def offered(config: RunConfig) -> tuple[str, Link | None]:
 
 
 def leave_note(config: RunConfig, offers: Iterable[str]) -> None:
-    """Write a note about copies on hosts without ranks, for the ranks of this host."""
+    """Write the offers of hosts without ranks to a file, which the ranks of this host read when they start."""
     folder = memory_of(config)
     if folder is not None and folder.is_dir():
         write_whole(folder / NOTE, json.dumps([offer for offer in offers if offer]))
 
 
 def read_note(folder: Path) -> tuple[IdleHost, ...]:
-    """Read and delete the note that `leave_note` wrote. Hosts whose holders do not answer are omitted."""
+    """Read the file that `leave_note` wrote, and delete it. Returns the hosts without ranks whose holders answer."""
     found: tuple[IdleHost, ...] = ()
     with suppress(OSError, ValueError, TypeError, KeyError):
         found = tuple(map(IdleHost.from_json, json.loads((folder / NOTE).read_bytes())))

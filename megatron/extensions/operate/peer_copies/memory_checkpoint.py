@@ -1,5 +1,5 @@
-"""Checkpoint that consists of a complete set of copies in memory. Such a checkpoint can be loaded under any parallel
-layout. The checksum of every box is verified."""
+"""Checkpoint whose data are copies in the memory of hosts, one of each part of the training state. It can be loaded
+under any parallel layout. Loading verifies the checksum of each tensor shard."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CopyError(RuntimeError):
 
 @dataclass(frozen=True)
 class Header:
-    """Parsed header of a part."""
+    """Content of the header file of a part: its tensor shards, their checksums and the metadata of the checkpoint."""
 
     entries: tuple[Entry, ...]
     sums: tuple[int, ...]
@@ -42,13 +42,13 @@ class Header:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Header:
-        """Convert a header from JSON types."""
+        """Create a header from the fields that were read from JSON."""
         entries = tuple(map(Entry.from_record, record["entries"]))
         return cls(entries, tuple(record["sums"]), record["payload"])
 
 
 def damaged(folder: Path, copies: Iterable[Copy]) -> list[Copy]:
-    """Return the copies on this host that are unreadable or have a box with a wrong checksum."""
+    """Return the copies on this host that cannot be read, or in which a tensor shard has a wrong checksum."""
     found = []
     for copy in copies:
         path = folder / copy.generation / copy.file
@@ -66,7 +66,7 @@ def damaged(folder: Path, copies: Iterable[Copy]) -> list[Copy]:
 
 class Readers:
     """Reader of copies from this host's memory, or over connections to the holders of other hosts. Connections stay
-    open until `close` is called. `idle` contains the hosts without ranks."""
+    open until `close` is called. `idle` contains the hosts on which no rank runs."""
 
     def __init__(
         self, folder: Path, own: str, holders: Mapping[str, Address], idle: Collection[str] = frozenset()
@@ -75,11 +75,11 @@ class Readers:
         self.holders, self.idle = holders, idle
         self._links = dict[str, Link]()
         self._lost = dict[str, str]()
-        """Maps hosts to errors, for holders that did not answer. No further requests are sent to these holders."""
+        """Maps each host whose holder did not answer to the error. No further requests are sent to such a holder."""
 
     def read(self, copies: Sequence[Copy], entry: Entry, crc: int) -> bytearray:
-        """Read a box from the first undamaged copy. The copy on this host is tried first. Raises CopyError if all
-        copies are damaged."""
+        """Read a tensor shard from a copy that is not damaged, if possible from the copy on this host. Raises CopyError
+        if all copies are damaged."""
         problems = []
         for copy in sorted(copies, key=lambda copy: copy.host != self.own):
             data = bytearray(entry.nbytes)
@@ -104,9 +104,8 @@ class Readers:
             link.get(copy.generation, copy.file, start, into)
 
     def headers(self, found: CompleteSet, of_idle: bool) -> dict[str, Header]:
-        """Return the readable headers of this host's parts. The header of each part is read by the host that holds the
-        first copy of the part. If `of_idle` is True, also return the headers of parts whose first copy is on a host
-        without ranks."""
+        """Read the headers of all parts whose first copy is on this host, and omit headers that cannot be read. If
+        `of_idle` is True, also read the headers of parts whose first copy is on a host without ranks."""
         headers = {}
         for part, copies in found.copies.items():
             first = copies[0]
@@ -121,8 +120,8 @@ class Readers:
 
     @contextmanager
     def _asking(self, host: str) -> Iterator[Link]:
-        """Yield a connection to a holder. If the holder does not answer, send no further requests to this holder.
-        Raises OSError if the holder cannot be used."""
+        """Provide a connection to the holder of a host for the `with` block. If the holder does not answer, later calls
+        for this host fail at once. Raises OSError if the holder does not answer or refuses a request."""
         if host in self._lost:
             raise OSError(self._lost[host])
         try:
@@ -144,7 +143,7 @@ class Readers:
 
 @dataclass(frozen=True)
 class StoredBox:
-    """Stored box of a tensor, with its checksum and the copies that contain it."""
+    """Tensor shard in a checkpoint of copies, with its checksum, and with all copies that contain the shard."""
 
     entry: Entry
     crc: int
@@ -152,12 +151,12 @@ class StoredBox:
 
 
 class MemoryCheckpoint(Checkpoint):
-    """Checkpoint that consists of a complete set of copies. The constructor is a collective over `world`. If headers
-    are lost, the constructor raises CopyError on every rank."""
+    """Checkpoint whose data are the copies of one step in the memory of hosts. The constructor is a collective over
+    `world`. It raises CopyError on every rank if the headers of the copies cannot all be read."""
 
     def __init__(self, found: CompleteSet, readers: Readers, reads_headers: bool, world: Axis) -> None:
-        """Read the headers. `reads_headers` must be True on one rank of each host. This rank reads the headers of the
-        copies on its host for all ranks."""
+        """Read the headers of all copies. `reads_headers` must be True on exactly one rank of each host. This rank
+        reads the headers on its host and sends them to all ranks."""
         self.folder: PurePath = PurePath(f"copies in memory/iter_{found.iteration:07d}")
         self._readers = readers
         mine = readers.headers(found, of_idle=world.rank == 0) if reads_headers else {}
@@ -181,8 +180,8 @@ class MemoryCheckpoint(Checkpoint):
         self._holes = [key for key, info in self.tensors.items() if covered[key] != info.numel]
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """Load tensors in the same way as `Checkpoint.load`. Raises CopyError on every rank if a box is lost. When the
-        error is raised, some targets may already be overwritten."""
+        """Load tensors in the same way as `Checkpoint.load`. If a tensor shard is lost, raises CopyError on every rank.
+        By then, some of the targets may have been overwritten."""
         self._check(targets, world, ignore)
         problem = ""
         try:
@@ -203,8 +202,9 @@ class MemoryCheckpoint(Checkpoint):
     def _overlaps(
         self, key: str, offset: Offset, shape: Sequence[int]
     ) -> Iterator[tuple[StoredBox, tuple[slice, ...], tuple[slice, ...]]]:
-        """Yield the stored boxes that overlap a requested box at `offset`. Each stored box is yielded with the slices
-        of the overlap in the requested box and in the stored box."""
+        """Yield all stored shards of a tensor that overlap the requested box at `offset`. For each of them, yield a
+        triple: the shard, the slices of the overlap in the requested box, and the slices of the overlap in the
+        shard."""
         exact = self._boxes[key].get(offset)
         if exact is not None and exact.entry.shape == tuple(shape):
             whole = (slice(None),) * len(offset)

@@ -1,10 +1,11 @@
 """Placement of copies: the hosts that hold copies of each part of the training state, and whether all parts survive a
 loss of hosts. This module does not import torch.
 
-Hosts form groups of N + 1. Each host keeps its own parts, and copies of the parts of the other hosts in its group. This
-is the mixed placement of GEMINI (SOSP 2023). A loss of hosts is fatal only if it includes all hosts of a group. If
-copies were spread over all other hosts, the loss of nearly any pair of hosts would be fatal. Hosts that remain join the
-last group. In this group, each host's copies are on the next N hosts of a ring.
+With --peer-copies N, hosts form groups of N + 1. Each host keeps its own parts, and copies of the parts of the other
+hosts in its group. This is the mixed placement of GEMINI (SOSP 2023). Training state is lost only if all hosts of one
+group are lost. If copies were spread over all other hosts, the loss of nearly any pair of hosts would lose training
+state. If the number of hosts is not a multiple of N + 1, the last group is larger. The hosts of this group form a ring,
+and each host's copies are on the next N hosts of the ring.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from math import comb
 
 @dataclass(frozen=True)
 class Part:
-    """Part of the training state, which is copied as a whole."""
+    """Part of the training state. All bytes of a part are copied together."""
 
     writer: int
     """Rank that writes the part to a checkpoint and sends the part to other hosts."""
 
     replicas: tuple[int, ...]
-    """Ranks that hold the same bytes as the writer, including the writer."""
+    """All ranks that hold the bytes of the part, including the writer."""
 
     nbytes: int = 0
 
 
 @dataclass(frozen=True)
 class Held:
-    """Copy of a part on a host."""
+    """Copy of a part of the training state on one host."""
 
     host: str
     by: int | None
-    """Rank on this host that has the bytes of the part and stores them; None if the writer sends the part to this
-    host."""
+    """Rank on the host `host` that stores the copy, because it holds the bytes of the part itself. None if no rank on
+    this host holds them, so that the writer sends the part."""
 
 
 def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
-    """Divide hosts, in order, into groups of `copies` + 1 hosts. The last group may have up to 2 `copies` + 1 hosts. If
+    """Divide hosts, in order, into groups of `copies` + 1 hosts. The last group also contains the remaining hosts. If
     there are fewer than `copies` + 1 hosts, they form one group."""
     size = copies + 1
     count = max(1, len(hosts) // size)
@@ -47,8 +48,8 @@ def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
 
 
 def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
-    """Return, for each host, the hosts that keep copies of its parts: `copies` hosts, or all other hosts of its group
-    if the group has fewer."""
+    """Map each host to `copies` other hosts, which keep copies of its parts. If the group of the host has too few
+    hosts, all other hosts of the group keep copies."""
     found = {}
     for group in groups(hosts, copies):
         for place, host in enumerate(group):
@@ -57,9 +58,10 @@ def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
 
 def place(host_of: Sequence[str], parts: Sequence[Part], copies: int) -> list[tuple[Held, ...]]:
-    """Return the copies of each part: one copy on the writer's host, followed by `copies` copies on different other
-    hosts. Ranks on other hosts that hold the same bytes as the writer store copies on their own hosts. Partners of the
-    writer's host are preferred. The writer sends only the remaining copies, to partners of the writer's host.
+    """Choose the hosts that keep a copy of each part. The first copy is on the writer's host, and `copies` more are on
+    other hosts. If a rank on another host holds the same bytes as the writer, this rank stores a copy there, and
+    nothing is sent. If there are too few such ranks, the writer sends the remaining copies to the partners of its host
+    (`partners`). Among hosts with such ranks, partners are preferred.
     """
     order = list(dict.fromkeys(host_of))
     to = partners(order, copies)
@@ -82,9 +84,8 @@ def survives(placed: Sequence[tuple[Held, ...]], lost: Collection[str]) -> bool:
 
 
 def survivable(placed: Sequence[tuple[Held, ...]], hosts: int, number: int) -> tuple[int, int]:
-    """Count the ways to lose `number` out of `hosts` hosts: return how many of them are survivable, and how many there
-    are in total. A loss is survivable if a copy of every part remains. The caller must ensure that every part has at
-    least `number` copies."""
+    """Count the sets of `number` hosts out of `hosts` hosts. Return the number of sets whose loss leaves a copy of
+    every part, and the number of all sets. Every part must have at least `number` copies."""
     fatal = {frozenset(held.host for held in part) for part in placed}
     assert all(len(each) >= number for each in fatal), "the loss of fewer hosts is already fatal"
     every = comb(hosts, number)
@@ -111,8 +112,8 @@ def sent_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Map
 
 
 def duties(rank: int, placed: Sequence[tuple[Held, ...]]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield a pair for each part that a rank stores on its own host: the index of the part, and the hosts to which the
-    rank sends the part."""
+    """Yield a pair for each part of which a rank stores a copy on its own host: the index of the part in `placed`, and
+    the other hosts to which the rank sends the part. Only the writer of a part sends it."""
     for number, copies in enumerate(placed):
         if any(held.by == rank for held in copies):
             is_writer = copies[0].by == rank

@@ -1,5 +1,5 @@
-"""Plan lines about copies in memory: survivable host losses, the size of the copies, and the fraction of the step time
-that they take."""
+"""Estimates about copies in memory for a run's plan: which losses of hosts leave a copy of each part, how large the
+copies are, and how long sending takes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def planned_parts(config: RunConfig, world_size: int) -> list[Part]:
 
 
 def lines(run: PlannedRun) -> Iterator[str]:
-    """Yield the lines about copies in memory in a plan."""
+    """Yield estimates about copies in memory, one line each."""
     options = run.config.options(PeerCopyConfig)
     hosts = -(-run.world_size // run.ranks_per_node)
     host_of = [str(rank // run.ranks_per_node) for rank in range(run.world_size)]
@@ -88,9 +88,9 @@ def lines(run: PlannedRun) -> Iterator[str]:
 
 
 def goodput_line(expected: Expected, interval: int, staging: float, sending: float) -> str:
-    """Return a line that compares the goodput with copies, if copies survive every failure, and without copies. The
-    time from a failure to the next step is assumed to be equal with and without copies. A copy pauses the run while the
-    copy is staged."""
+    """Return a line that compares the goodput of a run with and without copies in memory. The estimate with copies
+    assumes that every failure leaves a copy of each part, and that a copy delays a step only while the state is copied
+    to host memory. A restart is assumed to take the same time with and without copies."""
     copied = replace(expected, save=SaveCost(staging, staging + sending, ""))
     with_copies, without = copied.shares(interval), expected.best()
     return (

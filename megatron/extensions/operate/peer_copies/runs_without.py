@@ -1,4 +1,4 @@
-"""Callback for runs with --save but without --peer-copies."""
+"""Callback for runs that save checkpoints (--save) but do not copy their state to other hosts (--peer-copies)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from megatron.training.progress import BegunRun, Progress
 
 
 class DropsIdentity(Callback):
-    """Callback that removes the identity from --save, because this start does not continue from copies in memory.
-    If the identity remained, a later start with --peer-copies could load older copies instead of the result of this
-    run."""
+    """Callback that deletes SAVE/peer_copies_id. If this file remained, a later run with --peer-copies could load
+    copies that are older than the checkpoints of this run."""
 
-    start_order = -1  # runs even if another callback then loads a local checkpoint
+    start_order = -1  # before callbacks that load local checkpoints
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
         save = self.config.checkpoint.save_root
         if begun.state.world.first and save is not None:
-            with suppress(OSError):  # a folder that cannot be written also contains no checkpoint of this run
+            with suppress(OSError):  # if the folder cannot be written, this run saves no checkpoint in it either
                 drop_identity(save)
         return None

@@ -1,4 +1,4 @@
-"""Inventories of hosts, and complete sets of copies: steps for which there is a copy of every part.
+"""Inventories of the copies that hosts hold, and search for steps of which every part has a copy.
 
 This module does not import torch.
 """
@@ -19,63 +19,63 @@ from megatron.extensions.operate.peer_copies.holder import WORLD, header_of, hea
 
 @dataclass(frozen=True)
 class Copy:
-    """Complete copy of a part on a host."""
+    """Copy of a part of the training state on one host. All bytes of the part have arrived."""
 
     host: str
     generation: str
     iteration: int
     part: str
     file: str
-    """Name of the data file in the folder of the generation."""
+    """Name of the file that contains the bytes of the part. The file is in the folder of `generation`."""
 
     number: int = 0
-    """Sequence number of the step's copies within the generation. The number distinguishes copies of the same
-    iteration. A run that goes back to an earlier step copies an iteration again, with different content."""
+    """Number of copied steps in the generation up to this one. It distinguishes copies of the same iteration: a run
+    that returns to an earlier step copies later iterations a second time, with different content."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """Inventory of the copies on a host."""
+    """List of the copies on a host, by generation."""
 
     copies: tuple[Copy, ...] = ()
     parts: Mapping[str, tuple[str, ...]] | None = None
-    """Maps a generation to the names of the parts of a complete set."""
+    """Maps each generation to the names of all parts that the training state consists of."""
 
     identities: Mapping[str, str] = field(default_factory=dict)
-    """Maps a generation to the identity of the --save folder that its copies belong to."""
+    """Maps each generation to the content that SAVE/peer_copies_id had when its copies were made."""
 
     def of_folder(self, identity: str | None) -> Inventory:
-        """Return an inventory with only the copies that belong to the --save folder with this identity. The inventory
-        is empty if the identity is None."""
+        """Return an inventory with only the copies that contain the identity of a --save folder. If `identity` is None,
+        the folder has no identity, and the inventory is empty."""
         mine = {name for name, each in self.identities.items() if each == identity}
         parts = {name: each for name, each in (self.parts or {}).items() if name in mine}
         return replace(self, copies=tuple(copy for copy in self.copies if copy.generation in mine), parts=parts)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Inventory:
-        """Convert an inventory from JSON types."""
+        """Create an inventory from the fields that were read from JSON."""
         parts = {name: tuple(each) for name, each in (record["parts"] or {}).items()}
         return cls(tuple(Copy(**copy) for copy in record["copies"]), parts, dict(record["identities"]))
 
 
 @dataclass(frozen=True)
 class CompleteSet:
-    """Set of copies of all parts, from one step of one start."""
+    """Copies of all parts of the training state after the same step."""
 
     generation: str
     number: int
     iteration: int
     copies: Mapping[str, tuple[Copy, ...]]
-    """Copies by part."""
+    """Maps the name of each part to its copies."""
 
     def without(self, damaged: Collection[Copy]) -> CompleteSet:
-        """Return the set without damaged copies. The result may have parts without a copy."""
+        """Return the set without the copies in `damaged`. After that, some parts may have no copy."""
         left = {part: tuple(each for each in copies if each not in damaged) for part, copies in self.copies.items()}
         return replace(self, copies=left)
 
     @property
     def lost(self) -> str:
-        """Return the parts that have no copy."""
+        """Names of the parts that have no copy, separated by commas; empty if the set is complete."""
         return ", ".join(part for part, copies in self.copies.items() if not copies)
 
 
@@ -96,8 +96,8 @@ def inventory(folder: Path, host: str) -> Inventory:
 
 
 def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
-    """Return the complete sets, in which at least one host has each part. The newest set comes first; sets are ordered
-    by generation and then by number."""
+    """Return the steps of which every part has a copy on some host, newest first. A later generation is newer; within a
+    generation, a higher `Copy.number` is newer."""
     found: dict[tuple[str, int, int], dict[str, list[Copy]]] = {}
     parts: dict[str, tuple[str, ...]] = {}
     for each in held:

@@ -1,7 +1,7 @@
-"""Parts of the training state that a rank stores. A part consists of boxes of tensors at byte offsets.
+"""Parts of the training state that a rank stores. A part consists of tensor shards, one after the other in a file.
 
 The state is the content of a checkpoint (`RunCheckpoint.contents`), so it is complete and can be loaded under any
-layout. Only parameters that have a main parameter are omitted, because a resumed run does not read them.
+layout. Parameters that have a main parameter are omitted, because a resumed run loads only the main parameter.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ Offset = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """Box of a tensor within a part."""
+    """Tensor shard in a part of the training state: its position in the tensor, and its position in the file of the
+    part."""
 
     key: str
     whole: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
 
     dtype: str
     offset: Offset
     shape: tuple[int, ...]
     start: int
-    """Byte offset of the box in the part."""
+    """Byte offset of the shard in the file of the part."""
 
     nbytes: int
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Entry:
-        """Convert an entry from JSON types."""
+        """Create an entry from the fields that were read from JSON."""
         lists = {name: tuple(record[name]) for name in ("whole", "offset", "shape")}
         return cls(**{**record, **lists})
 
     @property
     def record(self) -> dict[str, object]:
-        """Convert the entry to JSON types."""
+        """Fields of the entry, for serialization as JSON."""
         return asdict(self)
 
     @property
@@ -69,29 +70,29 @@ def dtype_named(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Stored:
-    """Part that this rank can store."""
+    """Part of the training state whose bytes this rank holds, so that it can store the part on its host."""
 
     part: Part
     keys: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """Name of the part, which is the same on all ranks that hold the part."""
+        """Name of the part. All ranks that hold the bytes of the part compute the same name."""
         if len(self.part.replicas) == 1:
             return f"{self.part.writer}-own"
         return f"{self.part.writer}-of-{zlib.crc32(repr(self.part.replicas).encode()):08x}"
 
 
 def boxes_of(tensors: StateDict, key: str) -> dict[Offset, Tensor]:
-    """Return this rank's boxes of a tensor, keyed by offset. If several boxes have the same offset, return only the
-    first of them."""
+    """Return the shards of a tensor that this rank holds, keyed by their offset in the tensor. If several shards have
+    the same offset, only the first of them is returned."""
     return dict(reversed(tensors[key].boxes))
 
 
 def parts_of(tensors: StateDict, state: ParallelState, rank: int) -> list[Stored]:
-    """Return the parts whose bytes this rank holds. The first part is the part that this rank writes to a checkpoint.
-    The other parts are written to the checkpoint by data-parallel replicas with equal boxes. Collective over the
-    data-parallel ranks."""
+    """Return all parts of the training state whose bytes this rank holds. The first part contains the tensors that only
+    this rank holds. Each other part contains tensors that the same set of data-parallel ranks holds. Collective over
+    the data-parallel ranks."""
     mine = {key: (_boxes_text(tensors, key), tensors[key].writes) for key in tensors if tensors[key].boxes}
     found = gather_objects((rank, mine), state.dp_cp)
     main = {key for _, held in found for key in held if key.startswith(optimizer_key(MAIN_PARAM, ""))}
@@ -115,7 +116,8 @@ def _boxes_text(tensors: StateDict, key: str) -> str:
 
 
 def entries_of(stored: Stored, tensors: StateDict) -> list[Entry]:
-    """Return one entry for each box of a part. The entry contains the byte offset of the box in the part."""
+    """Return an entry for each tensor shard of a part. The entries also state the byte offset of each shard in the file
+    of the part."""
     entries, at = list[Entry](), 0
     for key in stored.keys:
         for offset, data in boxes_of(tensors, key).items():
@@ -130,7 +132,8 @@ def _padded(data: Tensor) -> int:
 
 
 class Slot:
-    """File in memory that is mapped as a tensor. If the file stores copies from a GPU, its memory is page-locked."""
+    """File on an in-memory file system whose bytes are mapped as a tensor. If `pin` is True, the memory is page-locked
+    for copies from a GPU."""
 
     def __init__(self, path: Path, nbytes: int, pin: bool) -> None:
         self.path, self.nbytes = path, nbytes
@@ -151,17 +154,17 @@ class Slot:
 
     @property
     def view(self) -> memoryview:
-        """Return the bytes of the slot."""
+        """Bytes of the file, without copying them."""
         return memoryview(self.memory)[: self.nbytes]
 
     def stage(self, entries: Sequence[Entry], boxes: Iterable[Tensor]) -> None:
-        """Start to copy the boxes of a part into the slot. Copies from a GPU run asynchronously on the GPU's current
-        stream."""
+        """Copy the tensor shards `boxes` of a part into the file. Copies from a GPU run asynchronously on the GPU's
+        current stream."""
         for entry, data in zip(entries, boxes, strict=True):
             into = self.bytes[entry.start : entry.start + entry.nbytes].view(data.dtype).view(data.shape)
             into.copy_(data, non_blocking=True)
 
     def sums(self, entries: Sequence[Entry]) -> list[int]:
-        """Return the checksums of all boxes."""
+        """Return the checksum of each tensor shard in the file."""
         view = self.view
         return [zlib.crc32(view[entry.start : entry.start + entry.nbytes]) for entry in entries]
