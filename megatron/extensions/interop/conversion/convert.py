@@ -91,7 +91,7 @@ def _publish(scratch: Path, final: Path, force: bool | None) -> None:
 
 @contextmanager
 def _locked(folder: Path, final: Path) -> Iterator[None]:
-    """Hold a lock on a folder. Raises ValueError if another process holds the lock."""
+    """Context manager that locks a folder. Raises ValueError if another process has locked the folder."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,7 +107,8 @@ WEEK = 7 * 24 * 3600.0
 
 
 def recognize(path: PurePath, flag: str = "--input") -> Format:
-    """Return the format of the checkpoint in a folder. If there is none, raises a ValueError that names `flag`."""
+    """Return the format of the checkpoint in a folder. If the folder contains no checkpoint, raises a ValueError whose
+    message names `flag`."""
     kind = kind_of(path)
     found = DCPFormat() if kind in OURS else PATH_KINDS[kind]
     if not isinstance(found, Format):
@@ -155,8 +156,8 @@ class Conversion:
             force: True to replace an existing model folder; None if the program has no flag --force.
 
         Raises:
-            ValueError: The conversion has a problem that can be detected without reading weights. The error message is
-            one line.
+            ValueError: The conversion cannot succeed for a reason that is visible before any weights are read. The
+            error message has a single line.
         """
         given = given if isinstance(given, Input) else Input.at(given)
         known = formats()

@@ -46,7 +46,8 @@ STATE_KINDS = (MAIN_PARAM, "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class DCPSource(Source):
-    """Open checkpoint with verified files: the given checkpoint, or the latest one in the given folder."""
+    """Conversion source that reads a checkpoint of this program and verifies its files. For the folder of a run, the
+    latest checkpoint is read."""
 
     def __init__(self, path: PurePath, options: Options) -> None:
         remarks: list[str] = []
@@ -71,7 +72,8 @@ class DCPSource(Source):
         self.progress = None if converted(checkpoint) else progress
 
     def _state(self, wanted: str) -> str:
-        """Return the key prefix of a callback's state. Raises ValueError unless exactly one state matches the name."""
+        """Return the key prefix of a callback's state. Raises ValueError if no state matches `wanted`, or if several
+        states match."""
         kept = [key.removeprefix(CALLBACKS) for key in self.checkpoint.tensors if key.startswith(CALLBACKS)]
         trained = [name for name, meta in self.metas.items() if not self.config.optimizer.freezes(meta)]
         ends = tuple(f".{name}" for name in trained[:1])
@@ -89,11 +91,9 @@ class DCPSource(Source):
         return wanted or self.checkpoint.tensors[model_key(name)].dtype
 
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
-        """Return a whole parameter.
-
-        If the wanted dtype is the stored dtype, the model's parameter is returned. For any other wanted dtype, the
-        optimizer's main parameter is returned if there is one. If averages were requested, trained parameters are read
-        from the averages.
+        """Return a complete, unsharded parameter. If `wanted` is the stored dtype, the model's parameter is returned.
+        Otherwise, the optimizer's main parameter is returned if the checkpoint contains it. If averages were requested,
+        trained parameters are read from the averages.
         """
         if self.averages is not None and (average := f"{self.averages}{name}") in self.checkpoint.tensors:
             return self.checkpoint.read(average).to(self.dtype(name, wanted))
@@ -148,7 +148,7 @@ class DCPTarget(Target):
         self.nbytes = sum(made.nbytes for made in self.tensors.values())
         self.config = replace(source.config, checkpoint=CheckpointConfig())
         if source.side_files:
-            # The configuration names the final location of the tokenizer files by an absolute path.
+            # In the configuration, the path of the tokenizer files is absolute and points to their final location.
             folder = output.resolve() / TOKENIZER_FOLDER
             self.config = replace(self.config, tokenizer=tokenizer_config(folder, source.side_files))
 
@@ -193,7 +193,7 @@ class DCPTarget(Target):
 
 
 class DCPFormat:
-    """Format of this program's checkpoints."""
+    """Conversion format for this program's own checkpoints."""
 
     format = "dcp"
     usual = False

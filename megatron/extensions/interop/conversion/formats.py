@@ -40,8 +40,8 @@ class Options:
     """Hugging Face target: maximum size of a weights file."""
 
     family: str | None = None
-    """Hugging Face target: family to write; None selects the source's family, or the first one that can express the
-    model."""
+    """Hugging Face target: family to write. None selects the source's family or, if it cannot express the model, the
+    first family that can."""
 
     weights_only: bool = False
     """True to omit the optimizer's state and the run's progress."""
@@ -65,7 +65,7 @@ class TrainingState:
     """Number of updates made so far, for Adam's bias correction."""
 
     kinds: tuple[str, ...]
-    """Kinds of optimizer state: "main_param", "exp_avg" and so on."""
+    """Kinds of optimizer state, such as "main_param" and "exp_avg"."""
 
     read: Callable[[str, str], Tensor]
     """Function that returns the whole state of a (kind, parameter name)."""
@@ -74,7 +74,8 @@ class TrainingState:
     """Function that returns the dtype in which `read` returns the state of a (kind, parameter name)."""
 
     loss_scaler: Mapping[str, float] = field(default_factory=dict)
-    """State of the fp16 loss scaler: "scale", and for a dynamic loss scaler "good_steps" and "allowance"."""
+    """State of the fp16 loss scaler. The keys are "scale" and, if the loss scale is dynamic, "good_steps" and
+    "allowance"."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Origin:
     """Family of the model; None if it is unknown."""
 
     token_ids: Mapping[str, object] = field(default_factory=dict)
-    """Token ids by their names in config.json, for a model without tokenizer files."""
+    """Token ids such as `eos_token_id`, keyed by their names in config.json, for a model without tokenizer files."""
 
     @classmethod
     def of(cls, stored: Mapping[str, object]) -> Origin:
@@ -100,32 +101,32 @@ class Origin:
 
 
 def _are_ids(value: object) -> bool:
-    """Return True if a value is a token id or a list of token ids. A list is valid because several tokens may end a
-    text."""
+    """Return True if a value is a token id or a list of token ids. A list is valid, because a model may have several
+    tokens that end a text."""
     return all(type(each) is int and each >= 0 for each in (value if isinstance(value, list) else [value]))
 
 
 class Source(ABC):
-    """Model on disk. The constructor raises ValueError, with a one-line message, if the model cannot be read or
-    expressed."""
+    """Model on disk. The constructor raises ValueError, with a one-line message, if the model cannot be read, or if
+    this program cannot express the model."""
 
     config: RunConfig
-    """Configuration of the model, the tokenizer and the number format. All other sections of this configuration must be
-    ignored."""
+    """Configuration of the model, the tokenizer and the number format. Readers must ignore all other sections of the
+    configuration."""
 
     metas: Mapping[str, ParamMeta]
     """All parameters by name."""
 
     states: Collection[str] = ()
-    """Names of the model's untrained tensors that the source contains. The target format initializes the untrained
-    tensors that the source lacks."""
+    """Names of the untrained tensors in the source. If the model has further untrained tensors, the target format
+    initializes them."""
 
     origin: Origin = Origin()
-    """Hugging Face model from which the weights were loaded. The family of the origin is None if there is no such
-    model."""
+    """Hugging Face model from which the weights were loaded. If the weights do not come from a Hugging Face model, the
+    family in `origin` is None."""
 
     side_files: Mapping[str, Path] = {}
-    """Maps the names of tokenizer and generation files in a Hugging Face folder to the files to copy."""
+    """Tokenizer and generation files to copy into the output folder, keyed by their names in a Hugging Face folder."""
 
     notes: tuple[str, ...] = ()
     """Messages for the user."""
@@ -146,7 +147,8 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
-        """Return a whole parameter or state. Raises ValueError or OSError."""
+        """Return the complete, unsharded tensor of a parameter or an optimizer state. Raises ValueError if the stored
+        data is invalid, and OSError if it cannot be read."""
 
     def read_state(self, meta: ParamMeta, dtype: torch.dtype) -> Tensor:
         """Return an untrained tensor of the model. If the source lacks the tensor, return its initial value, zeros."""
@@ -167,7 +169,7 @@ def few(problems: Sequence[str], limit: int) -> str:
 
 
 Written = Callable[[int], None]
-"""Function that is called with the size in bytes of each written tensor."""
+"""Function that is called after each written tensor, with the size of the tensor in bytes."""
 
 
 class Target(ABC):
@@ -182,7 +184,7 @@ class Target(ABC):
 
     @abstractmethod
     def write(self, folder: Path, world: Axis, written: Written) -> None:
-        """Write the weights. The processes of `world` share the work. Collective over `world`."""
+        """Write the weights. Each process of `world` writes a part of the weights. Collective over `world`."""
 
     @abstractmethod
     def finish(self, folder: Path) -> None:
@@ -191,7 +193,7 @@ class Target(ABC):
 
 @runtime_checkable
 class Format(Protocol):
-    """Format of models that a conversion reads and writes. A path kind in `PATH_KINDS` may implement this protocol."""
+    """Model format that conversions can read and write. A path kind in `PATH_KINDS` may implement this protocol."""
 
     @property
     def format(self) -> str:
@@ -205,7 +207,7 @@ class Format(Protocol):
         """Open a model. Checkpoints of this program may be in any storage; other formats must be on the local disk."""
 
     def plan(self, source: Source, folder: Path, options: Options) -> Target:
-        """Plan the output of a conversion into `folder`."""
+        """Plan the conversion of `source` to this format, with `folder` as the output folder."""
 
 
 MERGE_FILE = "merge.json"
@@ -234,7 +236,7 @@ def tokenizer_files(folder: Path) -> Iterator[Path]:
 def tokenizer_config(folder: PurePath, names: Collection[str] | None = None) -> TokenizerConfig:
     """Return the tokenizer flags for a Hugging Face folder with files of these names.
 
-    If the folder has no complete set of tokenizer files, the flags name no tokenizer.
+    If tokenizer files are missing from the folder, the returned flags do not select a tokenizer.
     """
     names = storage_of(folder).names(folder) if names is None else names
     if "tokenizer.json" in names:

@@ -1,4 +1,5 @@
-"""Selection of the checkpoints to merge and of their weights. The weighted mean is the input of a conversion."""
+"""Selection of checkpoints for a merge, and of the weight of each checkpoint. The weighted mean is the input of a
+conversion."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ class Selection:
 
 @dataclass(frozen=True)
 class Weighting:
-    """Source of the checkpoint weights: `given` explicitly or derived from `decay`. If neither is set, the weights are
-    equal."""
+    """Settings that determine the checkpoint weights of a merge. Either `given` lists the weights, or the weights
+    emulate the learning rate decay `decay`. If neither is set, all weights are equal."""
 
     given: Sequence[float] | None = None
     allow_unnormalized: bool = False
@@ -55,7 +56,8 @@ class Chosen:
 
     path: PurePath
     iteration: int | None
-    """Iteration according to the folder name or the user; None if it is unknown."""
+    """Iteration of the checkpoint, which the folder name contains or the user specifies; None if the iteration is
+    unknown."""
 
 
 def checkpoints_in(root: PurePath) -> dict[int, PurePath]:
@@ -136,7 +138,8 @@ def _open(chosen: Sequence[Chosen], weighting: Weighting, with_state: bool, opti
 def _record(
     paths: Sequence[PurePath], iterations: Sequence[int | None], weights: Sequence[float], decay: Decay | None
 ) -> dict[str, object]:
-    """Return a description of the merged checkpoints for the metadata. Credentials in URLs are removed."""
+    """Return the description of the merged checkpoints that is stored in the metadata. Credentials in URLs are
+    removed."""
     sources = [
         {"path": redacted(str(path)), "iteration": iteration, "weight": weight}
         for path, iteration, weight in zip(paths, iterations, weights, strict=True)
@@ -146,8 +149,8 @@ def _record(
 
 
 def _iteration(chosen: Chosen, source: Source) -> int | None:
-    """Return the iteration of a checkpoint. Raises ValueError if it differs from the iteration that the user gave for
-    this checkpoint."""
+    """Return the iteration of a checkpoint. Raises ValueError if the iteration stored in the checkpoint differs from
+    the iteration that the user specified."""
     own = None if source.progress is None else source.progress.iteration
     if own is not None and chosen.iteration is not None and own != chosen.iteration:
         raise ValueError(f"--iterations: {chosen.path} is of iteration {own}, not {chosen.iteration}")

@@ -7,8 +7,8 @@ of the checkpoints scales these updates:
 
     sum_j c_j theta_j = theta_0 + sum_i w_i g_i    with    w_i = c_i + c_{i+1} + ... + c_k    and    sum_j c_j = 1
 
-A run that decays from theta_0 on scales each update by the ratio of its learning rate to the constant one. Therefore
-w_i is the mean of this ratio over the updates between theta_{i-1} and theta_i, and the weights are
+A run that decays from theta_0 on scales each update by the ratio of its learning rate to the constant learning rate.
+Therefore w_i is the mean of this ratio over the updates between theta_{i-1} and theta_i. The checkpoint weights are
 
     c_0 = 1 - w_1,    c_j = w_j - w_{j+1},    c_k = w_k
 
@@ -29,7 +29,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.optimizer.param_scheduler import WSD_ANNEAL, ScheduleLength, wsd
 
 STYLES = tuple(WSD_ANNEAL)
-"""Decay shapes: the values of --lr-wsd-decay-style."""
+"""Permitted decay shapes, which are the values of --lr-wsd-decay-style."""
 
 TOLERANCE = 1e-6
 """Largest permitted deviation of the sum of weights from 1."""
@@ -73,12 +73,13 @@ def decay_weights(decay: Decay, positions: Sequence[float], iterations: Sequence
     """Return checkpoint weights that emulate a decay from the first to the last checkpoint of a run with a constant
     rate.
 
-    The emulated learning rates are those of a run whose --lr-wsd-decay-samples span the checkpoints. The rate of an
-    update depends on the samples before it, as in training. The formula is in the docstring of this module.
+    The emulated learning rate decays over the samples from the first to the last checkpoint, as if
+    --lr-wsd-decay-samples were this number of samples. As in training, the learning rate of an update depends on the
+    number of samples before the update. The formula is in the docstring of this module.
 
     Args:
-        positions: Samples, or iterations, at which each checkpoint was saved; increasing.
-        iterations: Updates before each checkpoint; increasing.
+        positions: Number of samples or iterations at which each checkpoint was saved, in increasing order.
+        iterations: Number of updates before each checkpoint, in increasing order.
 
     Returns:
         One weight per checkpoint. The weights are not negative and sum to 1.

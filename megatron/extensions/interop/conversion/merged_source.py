@@ -1,4 +1,5 @@
-"""Conversion source that is the weighted mean of several models. Each tensor is read from the models one by one."""
+"""Conversion source that is the weighted mean of several models. Only one model's copy of a tensor is read at a
+time."""
 
 from __future__ import annotations
 
@@ -29,13 +30,14 @@ class Part:
 
 
 class MergedSource(Source):
-    """Weighted mean of models that differ only in their weights.
+    """Conversion source that returns the weighted mean of models with equal configurations.
 
     Each tensor is summed in the order of the parts and rounded once. The sum is in fp64 if a model stores the tensor in
     fp64, and otherwise in fp32. For each tensor, a process holds only the sum and the tensor of one model in memory,
-    regardless of the number of models. For a 16-bit run, the optimizer's fp32 weights are used. The configuration and
-    progress come from the last part that records progress, or from the last part if there is none. The tokenizer files
-    come from the newest part that has tokenizer files.
+    regardless of the number of models. If the run trained in 16-bit precision, the optimizer's fp32 weights are
+    averaged instead of the 16-bit weights. The configuration and progress come from the last part that records
+    progress, or from the last part if there is none. The tokenizer files come from the newest part that has tokenizer
+    files.
 
     Raises ValueError if the models differ. Reading raises ValueError if a tensor is not finite.
     """
@@ -92,7 +94,8 @@ class MergedSource(Source):
             part.source.check_data()
 
     def training(self) -> TrainingState | None:
-        """Return the mean of the optimizer states, with the last model's progress; None if only weights are merged."""
+        """Return the mean of the optimizer states, together with the last model's training progress. Returns None if
+        only weights are merged."""
         if not self.with_state:
             return None
         states = [self._state(part) for part in self.parts]
@@ -127,7 +130,7 @@ def _precision(dtype: torch.dtype) -> torch.dtype:
 
 
 def _refuse_not_finite(tensor: Tensor, name: str, path: PurePath) -> None:
-    """Raise ValueError for NaN or infinite values. The tensor is not copied."""
+    """Raise ValueError for NaN or infinite values. The check makes no copy of the tensor."""
     if not tensor.numel():
         return
     least, largest = (float(end) for end in tensor.aminmax())
@@ -160,7 +163,7 @@ def _other_tensors(one: Part, two: Part) -> Iterator[str]:
 
 def _other_fields(one: Part, two: Part) -> list[str]:
     saved, run = one.source.config, two.source.config
-    ignored = free_choices(saved) | WITH_PARAMETERS  # parameters are compared by name and shape
+    ignored = free_choices(saved) | WITH_PARAMETERS  # another check compares parameters
     return changed_fields(saved, run, EXTENSION_SECTIONS, ignored, (f"in {one.path.name}", f"in {two.path.name}"))
 
 
@@ -168,7 +171,7 @@ def opened_alike(paths: Sequence[PurePath], options: Options) -> list[Source]:
     """Open models. If a format pads the vocabulary when it reads a model, all models are padded to the largest
     vocabulary size.
 
-    Raises ValueError for a path without a model.
+    Raises ValueError if a path does not contain a model.
     """
     sources = [recognize(path).open(path, options) for path in paths]
     rows = [source.config.model.padded_vocab_size for source in sources]

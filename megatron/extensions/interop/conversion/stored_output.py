@@ -1,5 +1,4 @@
-"""Output folders in storages other than the local disk. Output folders are written to a temporary folder and then
-uploaded.
+"""Output folders in remote storage. The files are written to a local temporary folder and then uploaded.
 
 The output contains a file `.unfinished` until all files are uploaded. A failed upload leaves no folder.
 """
@@ -19,8 +18,8 @@ from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
 
 @contextmanager
 def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Path]:
-    """Yield a local folder for the output of the `with` block: `output` if it is local, otherwise a temporary folder
-    that is uploaded if the block succeeds.
+    """Context manager that yields a local folder, into which the `with` block writes its output. The local folder is
+    `output` itself if `output` is local. Otherwise it is a temporary folder, which is uploaded if the block succeeds.
 
     Raises ValueError if `output` cannot be written. Also raises ValueError if `output` exists, unless `output` is a
     model and `force` permits replacing it.

@@ -37,8 +37,9 @@ Key = TypeVar("Key", bound=Hashable)
 def made_ahead(jobs: Sequence[tuple[int, Callable[[], T]]]) -> Iterator[T]:
     """Call functions in order and yield their results, while a thread computes the next result.
 
-    `jobs` contains pairs (size of the result in bytes, function). Results of more than AHEAD_BYTES are not computed
-    ahead. If a function raises an exception, the iterator raises the exception in place of the function's result.
+    Each entry of `jobs` is a pair: the size in bytes of the function's result, and the function. A result larger than
+    AHEAD_BYTES is computed only when it is requested. If a function raises an exception, the iterator raises the
+    exception in place of the function's result.
     """
     with ThreadPoolExecutor(1, "made-ahead") as pool:
         waiting: Future[T] | None = None
@@ -51,7 +52,7 @@ def made_ahead(jobs: Sequence[tuple[int, Callable[[], T]]]) -> Iterator[T]:
 
 
 class StreamingWriter(DataWriter):
-    """Writer that limits file sizes and reads each tensor while the previous one is written."""
+    """Writer that limits the sizes of files. While one tensor is written, the next tensor is read."""
 
     file_bytes = FILE_BYTES
 
@@ -62,9 +63,9 @@ class StreamingWriter(DataWriter):
 class StreamedTensor(ShardedBoxes):
     """Tensor to save, with parts that are created only when the writer writes them.
 
-    `make` returns the whole tensor. Alternatively, `parts` maps indices of the first dim to functions, each of which
-    returns one entry of the tensor that this process writes. Use a writer that frees tensors after writing:
-    `storage.save(..., writer=StreamingWriter)`.
+    `make` returns the whole tensor. Alternatively, this process writes only some entries along the first dim. `parts`
+    then maps the index of each entry to a function that returns the entry. Use a writer that frees tensors after
+    writing: `storage.save(..., writer=StreamingWriter)`.
     """
 
     parts: Mapping[tuple[int, ...], Callable[[], Tensor]]
@@ -103,7 +104,7 @@ class StreamedTensor(ShardedBoxes):
 
 @dataclass(frozen=True)
 class Made:
-    """Tensor of a target: shape, dtype, and the function that reads the tensor."""
+    """Tensor to write, described by its shape, its dtype and a function that returns its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -124,8 +125,8 @@ class Made:
 
 
 def share(tensors: Mapping[Key, Made], world: Axis) -> Iterator[tuple[Key, Made]]:
-    """Yield the tensors that this process writes. Each tensor is assigned to the process with the fewest bytes so
-    far."""
+    """Yield the tensors that this process must write. Each tensor is assigned to the process that has been assigned the
+    fewest bytes so far."""
     loads = [0] * world.size
     for key, made in tensors.items():
         turn = loads.index(min(loads))

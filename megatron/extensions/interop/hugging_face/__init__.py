@@ -1,7 +1,7 @@
-"""Hugging Face folders: start a run from a folder (--load), convert checkpoints in both directions, and export a run's
-checkpoints (--export-hf-interval, --export-hf-dir).
+"""Support for Hugging Face folders. A run can start from a folder (--load) and export its checkpoints
+(--export-hf-interval, --export-hf-dir). Checkpoints can also be converted in both directions.
 
-Start with `families`, which describes each `model_type`. `read_config`, `write_config` and `config_json` translate
+Read `families` first, which describes each `model_type`. `read_config`, `write_config` and `config_json` translate
 config.json. `weights` and `layouts` translate the tensors. `continued_training` starts a run from a folder, and
 `export` writes folders during training.
 """

@@ -1,4 +1,4 @@
-"""Tensors in Hugging Face files that are not weights, but are computed from the configuration."""
+"""Buffers in Hugging Face files. Their values are computed from the model's configuration."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def _lightning_decays(config: TransformerConfig, dtype: torch.dtype) -> Iterator
 
 
 def _experts_without_computation(config: TransformerConfig, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
-    """Yield gate and up weights of LongCat-Flash's zero-computation experts.
+    """Yield the names and values of the gate and up weights of LongCat-Flash's zero-computation experts.
 
-    The weights are zeros: the transformers class does not use them, but refuses files without them.
+    The weights are zeros. The transformers class does not use these weights, but refuses files that lack them.
     """
     first, zero_experts = config.num_experts or 0, fields_of(config)["moe_zero_experts"]
     count = zero_experts if isinstance(zero_experts, int) else 0
@@ -58,8 +58,8 @@ def _experts_without_computation(config: TransformerConfig, dtype: torch.dtype) 
 
 
 def lightning_decay(name: str, config: TransformerConfig, layer: int, block: int) -> Tensor:
-    """Return a buffer of MiniMax's lightning attention, in fp32: the decay rates of heads, or decays within a block of
-    tokens."""
+    """Return a buffer of MiniMax's lightning attention, in fp32. The buffer `slope_rate` contains the decay rate of
+    each head; the other buffers contain decay factors within a block of tokens."""
     heads, last = config.num_attention_heads, config.num_layers - 1
     base = 1 / (2 ** (8 / heads))
     rate = (base ** (torch.arange(heads) + 1) * (1 - layer / (last + 1e-5) + 1e-5))[:, None, None]

@@ -1,4 +1,5 @@
-"""Export of a run's checkpoints to Hugging Face folders by a separate process, while training continues.
+"""Export of a run's checkpoints to Hugging Face folders. A separate process performs the export while training
+continues.
 
     python -m megatron.extensions.interop.hugging_face.export CHECKPOINT OUTPUT \\
         [--extension FILE.py] [--hf-family NAME|FILE]
@@ -40,7 +41,7 @@ PACKAGE = Path(__file__).resolve().parents[4]
 
 
 COUNTS = struct.Struct("qq")
-"""Format in which an export process reports the numbers of written and total bytes."""
+"""Binary format in which an export process reports the number of bytes written so far and the total number of bytes."""
 
 
 class ExportProcess:
@@ -48,7 +49,7 @@ class ExportProcess:
 
     def __init__(self, checkpoint: PurePath, output: PurePath, families: Sequence[str]) -> None:
         self.checkpoint, self.began = checkpoint, time.monotonic()
-        # Use a file instead of a pipe: training does not read the output, so a pipe would fill up.
+        # Use a file, because training does not read the output continuously and a pipe could become full.
         self._counts = tempfile.TemporaryFile()  # noqa: SIM115
         fd = self._counts.fileno()
         paths = [str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -25,8 +25,8 @@ class Rule:
     """Parameter of this program, and the Hugging Face tensors that form it.
 
     `{i}` is the layer number. `{i/2}` and `{i%2}` are the quotient and the remainder of the layer number divided by 2.
-    `{e}` stands for every expert. In a multi-token prediction module, `{i}` is the depth, counted from 0, and `{n}` is
-    the depth plus the number of layers.
+    `{e}` is the expert number. In a multi-token prediction module, `{i}` is the depth, counted from 0, and `{n}` is the
+    depth plus the number of layers.
     """
 
     ours: str
@@ -40,7 +40,8 @@ class Adapter(ABC):
 
     @abstractmethod
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
-        """Return the fields of a model. `fields` contains the fields from the family's tables. Raises ValueError."""
+        """Return `fields` together with the TransformerConfig fields that this adapter reads from config.json. `fields`
+        contains the fields from the family's tables. Raises ValueError for unsupported values."""
 
     def write(self, hf: Fields, config: TransformerConfig, stated: Values, family: Family) -> Fields:
         """Return the config.json keys of a model.
@@ -95,7 +96,7 @@ class Family:
     does not read these tensors."""
 
     quantized: Sequence[str] = ()
-    """Names, as in config.json, of the quantization methods whose weights can be read."""
+    """Quantization methods whose weights can be read, named as in config.json."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Maps alternative spellings of parts of tensor names to the usual spellings."""
@@ -120,7 +121,7 @@ class Family:
     """Key with the number of multi-token prediction modules."""
 
     unwritten: Sequence[str] = ()
-    """Keys that are not written, because they only affect how a config.json without newer keys is read."""
+    """Keys that config.json exports omit. These keys only matter when a config.json that lacks newer keys is read."""
 
     layers_each: int = 1
     """Number of this program's layers per layer in config.json."""
@@ -130,10 +131,10 @@ class Family:
     kinds."""
 
     window_groups: int = 1
-    """Ratio of the number of key/value heads in layers with a sliding window to the number in other layers."""
+    """Number of key/value heads in sliding-window layers, divided by the number of key/value heads in other layers."""
 
     earlier_tokens: str | None = None
-    """Key with the number of earlier tokens in a sliding window, which is --window-size minus one."""
+    """Key that gives the sliding-window size without the current token, which is --window-size minus one."""
 
     width_without_experts: str | None = None
     """Key with the MLP width of models without experts. In MoE models, its value is the shared expert's width."""
@@ -141,7 +142,8 @@ class Family:
     adapters: Sequence[Adapter] = ()
     """Adapters that read and write keys with special rules, in the order in which they are called.
 
-    A family file contains names from `ADAPTERS` in `config_json.adapters`; "like" stands for the base's adapters.
+    In a family file, adapters are listed by their names in `config_json.adapters.ADAPTERS`. The entry "like" inserts
+    the adapters of the base.
     """
 
     rotary_by_adapter: bool = False
@@ -153,13 +155,14 @@ class Family:
     layers."""
 
     equal: Mapping[str, str] = field(default_factory=dict)
-    """Maps a config.json key to a second key. If config.json contains both keys, their values must be equal."""
+    """Maps a config.json key to another key that must have the same value if config.json contains both."""
 
     same: Mapping[str, str] = field(default_factory=dict)
     """Maps a TransformerConfig field to another field with the same value."""
 
     powers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Maps a TransformerConfig field to config.json keys with exponents. The field is the product of these powers.
+    """Maps a TransformerConfig field to config.json keys and their exponents. The field's value is the product of the
+    keys' values, each raised to its exponent.
 
     When config.json is written, the first key is computed from the field and the other keys.
     """
@@ -168,22 +171,22 @@ class Family:
     """Repeating kinds of layers, for a config.json that does not list them."""
 
     first_layer_types: Sequence[str] = ()
-    """Kinds of the first layers. These kinds override `layer_types`."""
+    """Layer kinds that the first layers always have, whatever `layer_types` in config.json says."""
 
     last_layer_type: str | None = None
-    """Kind of the last layer. This kind overrides `layer_types`."""
+    """Layer kind that the last layer always has, whatever `layer_types` in config.json says."""
 
     needed_layer_type: str | None = None
-    """Kind that at least one layer must have. If no other layer has this kind, the last layer has it."""
+    """Layer kind that must occur at least once. If no layer has this kind, the last layer is changed to it."""
 
     linear_kind: str = "linear_attention"
     """Value in layer_types for a layer with linear attention."""
 
     values: Mapping[str, Mapping[object, object]] = field(default_factory=dict)
-    """Translation tables by config.json key. Each table maps the supported values of the key to values of the
-    TransformerConfig field.
+    """Translation tables by config.json key. Each table maps the supported values of its config.json key to values of
+    the corresponding TransformerConfig field.
 
-    If several values have the same meaning, the first one is written.
+    If several config.json values map to the same field value, the first of them is written.
     """
 
     file: str = "an extension"
@@ -205,16 +208,17 @@ UNSET = (None, "auto")
 
 
 def usual_names(family: Family) -> dict[str, str]:
-    """Return a mapping from alternative key names to the names in the family's tables."""
+    """Return a dict that maps alternative names of config.json keys to the names in the family's tables."""
     names = dict(family.aliases) | {theirs: usual for usual, theirs in family.spelling.items()}
     of_class = {name: names.get(usual, usual) for name, usual in family.class_names.items()}
     return {name: usual for name, usual in of_class.items() if name != usual and name not in family.keys} | names
 
 
 def by_precedence(given: Iterable[str], family: Family) -> list[str]:
-    """Return the keys in order of increasing precedence.
+    """Sort the keys of a config.json by increasing precedence. If two keys set the same value, the later key takes
+    effect.
 
-    Alternative key names come last, because the model classes read them after the usual key names.
+    Alternative key names come last, because the transformers classes give them precedence over the usual key names.
     """
     return sorted(given, key=lambda key: key in family.aliases or key in family.class_names)
 
@@ -222,8 +226,8 @@ def by_precedence(given: Iterable[str], family: Family) -> list[str]:
 def usual_values(family: Family, names: Mapping[str, str]) -> Fields:
     """Return the default value of each key, under the family's usual names.
 
-    The default of the transformers class takes precedence. If the transformers class has the default None, it derives
-    the value from other keys. In this case, the family's default is used.
+    The default of the transformers class takes precedence. However, if the transformers class derives a value from
+    other keys, its default for this key is None. In this case, the family's default is used.
     """
     of_class = {names.get(key, key): value for key, value in family.class_defaults.items()}
     return {**family.defaults, **{key: value for key, value in of_class.items() if _stands(key, value, family)}}

@@ -2,9 +2,9 @@
 import torch.
 
 A file NAME.json describes the `model_type` NAME: keys of `Family`, and the rules of its weights. The file extends the
-base or family that its key `like` names. An unknown key, a wrong type, or an unknown name raises ValueError with a
-one-line message that contains the file, the key and the rule. The default of a key with listed values is the first
-value.
+base or family that its key `like` names. Raises ValueError if a key is unknown, if a value has the wrong type, or if a
+name is unknown. The message is one line that states the file, the key and the rule. The default of a key with listed
+values is the first value.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SCHEMA: dict[str, Any] = get_type_hints(Family) | {
 
 `like` names a base or another family. Each entry of `weights` is a table, the name of a table in weights.json, or
 "like" for the base's tables. Later tables override earlier tables. `layer` is the prefix of tensor names in a layer.
-`multi_token_weights` describes the weights of a multi-token prediction module that do not belong to the module's layer.
-The weights of the module's layer are the family's layer weights with the prefix `multi_token_layer`.
+A multi-token prediction module consists of a transformer layer and further weights. The layer's tensors have the same
+names as in other layers, but with the prefix `multi_token_layer`. `multi_token_weights` lists the further weights.
 """
 
 SCHEMA["keys"] = Mapping[str, str | None]
@@ -47,8 +47,8 @@ for _computed in ("model_type", "rules", "multi_token", "file", "class_defaults"
     del SCHEMA[_computed]
 
 OF_OUR_FIELDS = {"keys": True, "powers": False, "fixed": False, "same": False}
-"""Tables that refer to TransformerConfig fields. True means that the values of the table are field names, and False
-means that the keys of the table are field names."""
+"""Tables of a family file that contain names of TransformerConfig fields. True if the values in the table are field
+names; False if the keys are field names."""
 
 
 @cache
@@ -59,7 +59,7 @@ def _shared(name: str) -> dict[str, dict[str, Any]]:
 def missing_part(kind: str, name: object) -> str | None:
     """Return the unsupported model part that a family or setting needs; None if the family or setting is unknown.
 
-    `kind` is "families" or "settings".
+    `kind` is "families" if `name` is a family, and "settings" if `name` is a setting.
     """
     return _shared("missing_parts")[kind].get(name) if isinstance(name, str) else None
 
@@ -143,7 +143,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problems with a file's keys and values."""
+    """Yield a message for each unknown key and each invalid value in a family file."""
     for key, value in table.items():
         if key not in SCHEMA:
             yield f"{key}: is not a key of a family{near(key, SCHEMA)}"
@@ -167,7 +167,8 @@ def _misfit(table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def misspelled_names(table: dict[str, Any]) -> Iterator[str]:
-    """Yield the problems with names in a file's tables that built-in families do not use."""
+    """Yield a message for each unknown or probably misspelled name in a family file. Built-in families define the known
+    names."""
     known = [*_shared("bases").values(), *map(_built_in, built_in_names())]
     keys = {key for each in known for key in config_keys(each)} | {*common_keys()}
     tables = [part for each in known for part in each.get("weights", ()) if isinstance(part, dict)]
@@ -199,8 +200,9 @@ def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
 
 
 def _whole(table: dict[str, Any]) -> dict[str, Any]:
-    """Merge a table with the base that its key `like` names, if there is one. A key or field in the table overrides the
-    base's fixed value and the default in the base's configuration class.
+    """Merge a family's table with its base. The key `like` names the base; a table without this key is returned
+    unchanged. A key or field in the table overrides the base's fixed value and the default in the base's configuration
+    class.
     """
     own = dict(table)
     like = own.pop("like", None)
@@ -253,7 +255,7 @@ def _by_name(rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def _family(model_type: str, file: str, own: dict[str, Any]) -> Family:
-    """Build the family that a file's table describes. Raises ValueError if a key is missing."""
+    """Create a Family from the table in a family file. Raises ValueError if a key is missing."""
     table = _whole(own)
     if missing := [key for key in ("architecture", "prefix", "weights", "keys", "fixed") if key not in table]:
         raise ValueError(f"{file}: {missing[0]}: is missing; add it, or name a base in like")

@@ -1,7 +1,8 @@
 """Checks of the names in a user's family file: parameters and config.json keys. This module does not import torch.
 
 A name that no built-in family uses may be new, such as a key that exists only in the user's config.json. A new name is
-refused if it must refer to an existing name, or if it closely resembles an existing key.
+an error in a table that must refer to existing names. A new name that closely resembles an existing key is also an
+error, because it is probably a typo.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def config_keys(table: Mapping[str, Any]) -> set[str]:
 
 
 def parameters(weights: Iterable[str]) -> set[str]:
-    """Return the parameter names in weights tables, each with the endings `weight`, `bias`, and `*` for both."""
+    """Return the known parameter names in weights tables. A name that ends in `weight`, `bias` or `*` is returned with
+    all three endings; `*` stands for both weight and bias."""
     found = set[str]()
     for name in weights:
         stem, _, last = name.rpartition(".")
@@ -47,11 +49,11 @@ def parameters(weights: Iterable[str]) -> set[str]:
 def misspelled(
     own: Mapping[str, Any], base: Mapping[str, Any], known_keys: set[str], known_parameters: set[str]
 ) -> Iterator[str]:
-    """Yield the problems with names in a family file's tables.
+    """Yield a message for each unknown or probably misspelled name in the tables of a family file.
 
     Args:
         own: Content of the file.
-        base: Complete table of the base that the file names in `like`; empty if there is none.
+        base: Complete table of the base that the file selects with `like`; empty if the file selects no base.
         known_keys: Keys of config.json that any built-in family uses.
         known_parameters: Parameter names that the weights table of any built-in family uses.
     """

@@ -1,5 +1,5 @@
-"""Flags for exports and families. This module also registers the built-in families, and Hugging Face folders as path
-kinds.
+"""Flags for Hugging Face exports and model families. This module also registers the built-in families,
+and Hugging Face folders as path kinds.
 
 This module does not import torch.
 """

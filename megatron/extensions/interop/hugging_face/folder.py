@@ -44,15 +44,16 @@ class HFFolder:
 
 
 def _open_weights(folder: Path, named: object) -> dict[str, Sliceable]:
-    """Open the weights of a folder. Files are chosen in the same order of precedence as in transformers.
+    """Open the weights of a folder. If the folder contains weights in several formats, the order of precedence is the
+    same as in transformers.
 
-    `named` is the value of transformers_weights in config.json. The value is the name of a weights file or index whose
-    name is not the default, or None if the key is missing.
+    `named` is the value of the key transformers_weights in config.json, or None if the key is missing. The key names a
+    weights file or an index with a custom file name.
     """
     if named is not None:
         return _open_named(folder, named)
     for index, single, read in ((SAFE_INDEX, SAFE, read_header), (BIN_INDEX, BIN, _BinFiles().read)):
-        if (folder / single).is_file():  # takes precedence over an index, as in transformers
+        if (folder / single).is_file():  # a single file takes precedence over an index, as in transformers
             return {**read(folder / single)}
         if (folder / index).is_file():
             return _open_shards(folder, index, read)

@@ -54,7 +54,8 @@ from megatron.training.config.run_config import RunConfig
 
 
 class HFSource(Source):
-    """Open Hugging Face folder. Names and shapes of all weights are checked before any weight is read."""
+    """Conversion source that reads a Hugging Face folder. Names and shapes of all weights are checked before
+    any weight is read."""
 
     def __init__(self, path: Path, options: Options) -> None:
         folder = HFFolder(path)
@@ -172,8 +173,8 @@ class HFTarget(Target):
 
 def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str | None) -> tuple[str, str | None]:
     """Select the family of an export. Returns the family, and a notice if the family differs from the model's origin. A
-    requested family takes precedence. The next choice is the origin's family, if it can still express the model, and
-    the last choice is the first family that can express it.
+    requested family takes precedence. Without a request, the family of the model's origin is selected if that family
+    can still express the model. Otherwise, the first family that can express the model is selected.
     """
     if wanted is not None or origin is None:
         return wanted or choose_family(config), None
@@ -207,8 +208,8 @@ def stated_token_ids(hf_config: Mapping[str, object]) -> dict[str, object]:
 def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
     """Return the ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read.
 
-    The value of a key is None if the id is unknown. No key is omitted, because transformers would then use the default
-    of its configuration class, which may be a different token.
+    An unknown token id is returned as None. No key is omitted: for a missing key, transformers would use the default of
+    its configuration class, which may be a different token.
     """
     config, known = source.config, {key: source.origin.token_ids.get(key) for key in TOKEN_IDS}
     if config.tokenizer.tokenizer_type is None:
@@ -246,7 +247,7 @@ def write_json(path: Path, content: dict[str, object]) -> None:
 
 @dataclass(frozen=True)
 class LogitDifference:
-    """Largest difference between the logits of two models on one text."""
+    """Largest difference between the logits of two models for the same text."""
 
     largest: float
     scale: float

@@ -1,5 +1,5 @@
-"""Bit-exact conversion between parameters of this program and Hugging Face tensors. This module defines the layout
-classes. `named_layouts` contains the layouts that family files name.
+"""Bit-exact conversion between parameters of this program and Hugging Face tensors. This module defines the classes of
+layouts. `named_layouts` defines the instances that a family file can select by name.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Layout:
         raise NotImplementedError
 
     def part(self, config: TransformerConfig, tensors: Sequence[Sliceable], box: Box) -> Tensor:
-        """Return the elements of a parameter that lie in a box. The Hugging Face tensors may be on disk. Subclasses
-        override this method to read only parts of the tensors.
+        """Return the slice `box` of a parameter. The Hugging Face tensors may be on disk. Subclasses override this
+        method to read only parts of the tensors.
         """
         return self.ours(config, [tensor[()] for tensor in tensors])[box]
 
     def of_layer(self, number: int) -> Layout:
-        """Return the layout of a layer's parameter. Layers have different layouts if one tensor contains the parameters
-        of all layers."""
+        """Return the layout of the parameter in layer `number`. The layout depends on the layer if one Hugging Face
+        tensor contains the parameters of all layers."""
         return self
 
 
 @dataclass(frozen=True)
 class Pieces(Layout):
-    """Layout in which a parameter consists of pieces. The pieces are Hugging Face tensors, or sections of a single
-    tensor, with permuted dims."""
+    """Layout in which a parameter consists of pieces. Each piece is a Hugging Face tensor, or a section of one, with
+    permuted dims."""
 
     pattern: str | tuple[str, ...] = "... -> ..."
     """Dims of the Hugging Face tensor and dims of the piece, such as "(g n d) ... -> g n d ...".
@@ -55,14 +55,15 @@ class Pieces(Layout):
     """
 
     sizes: Callable[[TransformerConfig], Mapping[str, int]] = lambda config: {}
-    """Function that returns the sizes of axes. One axis of each dim may be omitted; its size follows from the
-    others."""
+    """Function that returns the sizes of the axes in the pattern. If a dim consists of several axes, one of the axes
+    may be omitted; its size is computed."""
 
     joined: int | None = None
     """Dim of the parameter along which pieces are concatenated; None for a single piece."""
 
     counts: Callable[[TransformerConfig], Sequence[int]] | None = None
-    """Function that returns the sizes of the pieces along the dim `joined`; None if all sizes are 1."""
+    """Function that returns the size of each piece along the dim `joined` of the parameter. None if every piece has
+    size 1."""
 
     section: int | None = None
     """Dim of the Hugging Face tensor along which pieces are concatenated, with sizes in proportion to `counts`; None if
@@ -108,8 +109,8 @@ class Pieces(Layout):
         return cat(found, dim=self.joined)
 
     def _piece(self, config: TransformerConfig, at: int, tensor: Sliceable, box: Box) -> Tensor:
-        """Return the elements of a piece that lie in a box. In each dim of the Hugging Face tensor, only the box's
-        range of the outermost axis is read."""
+        """Read the part of a piece that lies in `box`, a slice of the piece. In each dim of the Hugging Face tensor,
+        only the box's range of the outermost axis is read."""
         theirs, ours = self._sides(at)
         further = len(tensor.shape) - len(_dims(theirs, 0))
         sizes, axes = self.sizes(config), _dims(ours, further)
@@ -157,7 +158,7 @@ class _Section:
 
 
 def rearranged(x: Tensor, source: str, target: str, sizes: Mapping[str, int]) -> Tensor:
-    """Permute, split and merge the dims of a tensor to convert it from one side of a pattern to the other."""
+    """Rearrange a tensor from the pattern `source` to the pattern `target`, as einops.rearrange does."""
     further = x.ndim - len(_dims(source, 0))
     before, after = _dims(source, further), _dims(target, further)
     found: dict[str, int] = {}
@@ -169,14 +170,14 @@ def rearranged(x: Tensor, source: str, target: str, sizes: Mapping[str, int]) ->
 
 
 def _dims(side: str, further: int) -> list[list[str]]:
-    """Return the axes of each dim on one side of a pattern: "(g n) 1 ..." with `further` = 2 gives [[g, n], [], [.0],
-    [.1]]."""
+    """Return the names of the axes in each dim on one side of a pattern. The ellipsis is replaced by `further` dims.
+    For example, "(g n) 1 ..." is converted to [[g, n], [], [.0], [.1]] if `further` is 2."""
     spelled = side.replace("...", " ".join(f".{number}" for number in range(further)))
     return [[] if dim == "1" else dim.strip("()").split() for dim in re.findall(r"\([^)]*\)|\S+", spelled)]
 
 
 def _axis_sizes(size: int, names: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of a dim's axes, one of which may be missing from `sizes`."""
+    """Return the sizes of the axes that form a dim of size `size`. One of the axes may be missing from `sizes`."""
     rest = size // prod(sizes.get(name, 1) for name in names)
     return {name: sizes.get(name, rest) for name in names}
 
@@ -185,8 +186,8 @@ def _axis_sizes(size: int, names: Sequence[str], sizes: Mapping[str, int]) -> di
 class HeadsOfGroups(Layout):
     """Layout of linear_qkv.
 
-    The parameter is [groups, heads, channels of a head, ...] if all heads have the same width, and [groups, rows, ...]
-    otherwise.
+    If all heads have the same width, the shape of the parameter is [groups, heads, channels of a head, ...]. Otherwise,
+    the shape is [groups, rows, ...].
     """
 
     even: Layout
@@ -203,7 +204,7 @@ class HeadsOfGroups(Layout):
 
 
 class VocabularyRows(Layout):
-    """Layout of vocabulary rows. The parameter is zero-padded to the padded vocabulary size."""
+    """Layout of a parameter with one row per token. The parameter is zero-padded to the padded vocabulary size."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         return (parameter[: config.vocab_size],)
@@ -216,8 +217,8 @@ class VocabularyRows(Layout):
 
 
 class StackedExperts(Layout):
-    """Layout of the gate and up weights of all experts, [E, 2, ffn, h]. Hugging Face stores two separate tensors for
-    each expert."""
+    """Layout of the gate and up weights of all experts, [E, 2, ffn, h]. In Hugging Face files, the gate and up weights
+    of each expert are two separate tensors."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         return parameter.flatten(0, 1).unbind()
@@ -229,10 +230,10 @@ class StackedExperts(Layout):
 
 @dataclass(frozen=True)
 class OneOfThree(Layout):
-    """Layout of a parameter that is one of three numbers in a Hugging Face tensor.
+    """Layout of a parameter with a single element that is stored in a Hugging Face tensor of three elements.
 
-    When files are written, tensors with the same name are summed. The other numbers are -0.0, because adding -0.0
-    changes no number.
+    When files are written, tensors with the same name are summed. The other two elements are set to -0.0, because
+    adding -0.0 changes no number.
     """
 
     place: int
@@ -247,12 +248,13 @@ class OneOfThree(Layout):
 @dataclass(frozen=True)
 class RowsOfEachHead(Layout):
     """Layout of a parameter that consists of some rows of each attention head in a Hugging Face tensor. The other rows
-    of the tensor belong to other parameters. When files are written, each parameter contributes a tensor in which the
-    rows of the other parameters are -0.0. The contributions are summed; adding -0.0 changes no number.
+    of the Hugging Face tensor store other parameters. When files are written, each parameter contributes a tensor in
+    which the rows of the other parameters are -0.0. The contributions are summed; adding -0.0 changes no number.
     """
 
     rows: Callable[[TransformerConfig], tuple[int, int, int]]
-    """Function that returns the numbers of rows of a head before, in, and after this parameter."""
+    """Function that returns three numbers for the rows of a head: the rows before this parameter, the rows of this
+    parameter, and the rows after it."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         before, _, after = self.rows(config)
@@ -269,9 +271,9 @@ class RowsOfEachHead(Layout):
 
 @dataclass(frozen=True)
 class PartOfLayer(Layout):
-    """Layout of a layer's parameter that is a part of a Hugging Face tensor. Along one dim, the Hugging Face tensor
-    contains a part of the same size for each layer. When files are written, each layer contributes a tensor in which
-    the parts of all other layers are -0.0. The contributions are summed; adding -0.0 changes no number.
+    """Layout of a layer's parameter that is a part of a Hugging Face tensor. The Hugging Face tensor is divided along
+    one dim into parts of equal size, one part for each layer. When files are written, each layer contributes a tensor
+    in which the parts of all other layers are -0.0. The contributions are summed; adding -0.0 changes no number.
     """
 
     dim: int
@@ -294,7 +296,8 @@ class PartOfLayer(Layout):
 
 
 class WithConstantsOfXIELU(Layout):
-    """Layout of the second scalar of xIELU. Hugging Face also stores the slope at zero and a bound of the exponent."""
+    """Layout of the second trainable scalar of the activation function xIELU. Hugging Face files also contain two
+    constants of xIELU: the slope at zero and a bound on the exponent."""
 
     constants = 0.5, -1e-6
 
@@ -315,10 +318,12 @@ class Reordered(Layout):
     base: Layout
     dim: int
     order: Callable[[TransformerConfig], list[int]]
-    """Function that returns, for each channel of the parameter, the index of the Hugging Face channel."""
+    """Function that returns, for each channel of the parameter, the index of the same channel in the Hugging Face
+    tensor."""
 
     but_values: bool = False
-    """True if the values of each query group, which are the last rows of dim 1, keep their order."""
+    """True if only queries and keys are reordered, and the channels of values are not. The values of a query group are
+    the last rows of dim 1."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         back = torch.tensor(self.order(config), device=parameter.device).argsort()

@@ -1,8 +1,8 @@
 """Layouts that Hugging Face family files can name, grouped by subject.
 
 For example, `"QueryGroups: .q_proj.weight .k_proj.weight .v_proj.weight"` in a family's weights table names the layout
-QueryGroups. Comments list the families that use a layout, and show tensor shapes that are not obvious. A weight and its
-bias share a layout. The bias has only the first dims of the weight.
+QueryGroups. Comments list the families that use a layout, and show tensor shapes that are not obvious. The bias of a
+layer uses the layout of the weight, but has only the first dims of the weight.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ROWS = "(g n) ... -> g n ..."
 """Pattern for rows that are stored group by group. The parameter has a separate dim for groups."""
 
 HEADS = "(g n d) ... -> g n d ..."
-"""Pattern like ROWS for groups of heads with d channels."""
+"""Pattern for rows that are stored group by group and, within a group, head by head. Each head has d channels."""
 
 TAPS = "(g n) 1 t -> g n t"
-"""Pattern like ROWS for convolution taps [channels, 1, taps]."""
+"""Pattern for the taps of convolutions, [channels, 1, taps], whose channels are stored group by group."""
 
 
 def option(config: TransformerConfig, name: str) -> int:
@@ -44,12 +44,11 @@ WHOLE_TENSORS: dict[str, Layout] = {
     "VocabularyRows": VocabularyRows(),
     # GPT-2's linear weights are [in, out]. The parameters are [out, in].
     "Transposed": Pieces("... o -> o ..."),
-    # Several tensors of the same shape, such as gate and up of a gated MLP, are stacked along a new first dim of the
-    # parameter.
+    # Tensors of the same shape, such as the gate and up projections of a gated MLP, are stacked along a new first dim.
     "Stacked": Pieces("... -> 1 ...", joined=0),
     # LFM2's short convolution: one tensor contains three consecutive projections of the same width.
     "Thirds": Pieces("(third c) ... -> third c ...", lambda config: {"third": 3}),
-    # DeepSeek-V4's hyper-connections: one tensor contains three factors, which are separate parameters here.
+    # DeepSeek-V4's hyper-connections: the three elements of a Hugging Face tensor are separate parameters here.
     "FirstOfThree": OneOfThree(0),
     "SecondOfThree": OneOfThree(1),
     "ThirdOfThree": OneOfThree(2),
@@ -75,11 +74,11 @@ MLPS_AND_EXPERTS: dict[str, Layout] = {
     "StackedExperts": StackedExperts(),
     # One tensor [experts, ffn, h] with all gates, and another one with all ups.
     "StackedHalves": Pieces("e ... -> e 1 ...", joined=1),
-    # [experts, h, 2 * ffn]: Llama 4 stores all gates before all ups. gpt-oss stores each gate before its up.
+    # [experts, h, 2 * ffn]: in Llama 4, all gate columns precede all up columns; in gpt-oss, they alternate.
     "GateUpColumns": Pieces("e ... o -> e 1 o ...", joined=1, counts=lambda config: (1, 1), section=-1),
     "InterleavedGateUpColumns": Pieces("e ... (o pair) -> e pair o ...", _gate_and_up),
     "TransposedExperts": Pieces("e i o -> e o i"),
-    # DBRX: three matrices [experts * ffn, h]: the first with all gates, the second with all ups, and a third one.
+    # DBRX: three tensors [experts * ffn, h] contain all gates, all ups, and all down projections.
     "RowsOfExperts": Pieces("(e o) ... -> e 1 o ...", lambda config: {"e": config.num_experts or 1}, 1),
     "TransposedRowsOfExperts": Pieces("(e i) o -> e o i", lambda config: {"e": config.num_experts or 1}),
     "RowOfExperts": Pieces("1 e -> e"),
@@ -99,8 +98,8 @@ def _attention_heads(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def _of_group(*tensors: str) -> Callable[[TransformerConfig], list[int]]:
-    """Return a function that returns the number of heads of a query group in each tensor. A tensor contains all queries
-    ("q"), twice as many heads ("pairs"), or one head."""
+    """Return a function that returns the number of heads per query group in each of `tensors`. A tensor "q" has all
+    query heads of the group, a tensor "pairs" has twice as many heads, and any other tensor has one head."""
     numbers = {"q": 1, "pairs": 2}
     return lambda config: [numbers.get(each, 0) * config.queries_per_group or 1 for each in tensors]
 
@@ -117,13 +116,14 @@ ATTENTION: dict[str, Layout] = {
     "QueryGroups": QUERIES_KEYS_VALUES,
     "QueriesOfGroups": Pieces(HEADS, _query_groups, 1, _of_group("q")),
     "QueryGroupsWithoutValues": Pieces(HEADS, _query_groups, 1, _of_group("q", "k")),
-    # Two tensors with the shape of the queries, of which the second one contains output gates, then keys and values.
+    # Four tensors: queries, output gates of the same shape, keys and values.
     "GatedQueryGroups": Pieces(HEADS, _query_groups, 1, _of_group("q", "q", "k", "v")),
     # Qwen3-Next: [heads * 2 * d, ...] with each head's query before its gate, then keys and values.
     "QueryGatePairs": Pieces(
         ("(g q pair d) ... -> g (pair q) d ...", HEADS, HEADS), _query_groups, 1, _of_group("pairs", "k", "v")
     ),
-    # MiMo-V2-Flash, Step 3.5, Laguna: queries, gates if any, keys and values; head widths may differ
+    # MiMo-V2-Flash, Step 3.5, Laguna: tensors for queries, keys, values and, in some models, gates. The widths of
+    # query, key and value heads may differ
     "RowsOfGroups": HeadsOfGroups(
         even=Pieces(HEADS, _query_groups, 1, lambda config: [count for count in config.head_counts if count]),
         uneven=Pieces(
@@ -135,11 +135,11 @@ ATTENTION: dict[str, Layout] = {
     ),
     # Ling: one tensor with all query rows, then all key rows, then all value rows
     "JoinedQueryGroups": Pieces(HEADS, _query_groups, 1, _of_group("q", "k", "v"), section=0),
-    # GPT-2: the same three parts along the last dim, which is the only dim of a bias
+    # GPT-2: all queries, then all keys, then all values along the last dim, which is the only dim of a bias
     "JointHeads": Pieces("... (g n d) -> g n d ...", _query_groups, 1, _of_group("q", "k", "v"), section=-1),
-    # BLOOM, GPT-NeoX: query, key and value of each head, head by head, which is the order of the parameter
+    # BLOOM, GPT-NeoX: each head's query, key and value are adjacent, in the same order as in the parameter
     "GroupByGroup": Pieces(HEADS, _query_groups),
-    # CodeGen: four blocks of heads. Each block contains all its queries, then all values, then all keys
+    # CodeGen: four blocks of heads. Each block contains the queries of all its heads, then the values, then the keys
     "BlocksOfHeads": Reordered(
         Pieces("(m p n d) ... -> (m n) p d ...", lambda config: {"m": 4, "p": 3, "d": config.head_dim}),
         1,
@@ -147,10 +147,10 @@ ATTENTION: dict[str, Layout] = {
     ),
     # nanochat rotates in the other direction, so the halves of queries and keys are swapped
     "SwappedQueryGroups": Reordered(QUERIES_KEYS_VALUES, 2, _with_swapped_halves, but_values=True),
-    # DiffLlama: groups p and p + pairs form a pair
+    # DiffLlama: group p of the first half of the groups and group p of the second half form a pair
     "PairsOfGroups": Pieces("(two p n d) ... -> p two n d ...", _pairs_of_groups, 2, _of_group("q", "k", "v")),
     "Heads": Pieces("(g d) ... -> g d ...", _attention_heads),
-    # A.X K2: one latent attention tensor with each head's query before its gate; both are separate parameters here
+    # A.X K2: one tensor contains, for each head, the query rows and then the gate rows. They are two parameters here.
     "QueriesBesideGates": RowsOfEachHead(lambda config: (0, config.head_dim, config.value_head_dim)),
     "GatesBesideQueries": RowsOfEachHead(lambda config: (config.head_dim, config.value_head_dim, 0)),
     # MiniMax's lightning attention: query, key and value of each head in one tensor, its gate in another
@@ -161,8 +161,8 @@ ATTENTION: dict[str, Layout] = {
 
 
 def _pairs_of_halves(first: int, rotated: int) -> list[int]:
-    """Return the channel order that keeps the first `first` channels and interleaves two halves. Channels that are
-    rotated together become adjacent."""
+    """Return a channel order in which channels that are rotated together are adjacent. The first `first` channels stay
+    in place, and the two halves of the next `rotated` channels are interleaved."""
     return [*range(first), *(first + half + at for at in range(rotated // 2) for half in (0, rotated // 2))]
 
 
@@ -184,13 +184,13 @@ def _indexer_channels(config: TransformerConfig) -> list[int]:
     return [len(of_head) * head + at for head in range(option(config, "dsa_indexer_n_heads")) for at in of_head]
 
 
-# Channels that are rotated together are adjacent in the parameter. In the Hugging Face tensor, the distance between two
-# such channels is half the number of rotated channels.
+# In the parameter, channels that are rotated together are adjacent. In the Hugging Face tensor, channel i of the first
+# half of the rotated channels is rotated together with channel i of the second half.
 ROTATED_HALVES: dict[str, Layout] = {
-    # MiniCPM 3: the last channels of each head and of the key/value latent
+    # MiniCPM 3: the last channels of each head and of the key/value latent are rotated
     "HeadsOfHalves": Reordered(Pieces("(g d) ... -> g d ...", _attention_heads), 1, _head_channels),
     "LatentOfHalves": Reordered(Pieces(), 0, _latent_channels),
-    # DeepSeek-V3.2: the first channels of the indexer's heads and of the indexer's key
+    # DeepSeek-V3.2: the first channels of the indexer's heads and of the indexer's key are rotated
     "IndexerHeadsOfHalves": Reordered(Pieces(), 0, _indexer_channels),
     "IndexerKeyOfHalves": Reordered(Pieces(), 0, _indexer_key_channels),
 }
@@ -205,7 +205,8 @@ class DeltaNets(Protocol):
 
 
 def delta_nets(config: TransformerConfig) -> DeltaNets:
-    """Return the shape of gated delta nets from the options of the extension that defines this layer."""
+    """Return the configuration options of gated delta nets, such as the number of key heads. The options belong to the
+    extension that implements gated delta nets."""
     found: DeltaNets = next(each for each in config.extension_options if hasattr(each, "linear_num_key_heads"))
     return found
 
@@ -215,7 +216,7 @@ def _key_heads(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def _of_key_head(config: TransformerConfig) -> tuple[int, ...]:
-    """Return the numbers of rows per key head: queries, keys, values, gates, writing strengths, decays."""
+    """Return how many rows of queries, keys, values, gates, writing strengths and decays each key head has."""
     return delta_nets(config).linear_channels
 
 
@@ -231,9 +232,11 @@ def _of_key_head_in_two(config: TransformerConfig) -> tuple[int, int]:
 DELTA_NETS: dict[str, Layout] = {
     # Qwen3-Next: two tensors, in which all rows of a key head are contiguous
     "KeyHeads": Pieces(ROWS, _key_heads, 1, _of_key_head_in_two),
-    # Qwen3.5: one tensor with all query rows, then all key rows, then all value rows, and three more tensors
+    # Qwen3.5: one tensor contains the queries of all heads, then the keys, then the values; three tensors contain the
+    # rest
     "KeyHeadsApart": Pieces(ROWS, _key_heads, 1, _of_key_head, section=0, sections=3),
-    # Olmo Hybrid: six tensors, and convolutions for the first three
+    # Olmo Hybrid: queries, keys, values and three more projections are separate tensors; the first three have
+    # convolutions
     "KeyHeadsOfEach": Pieces(ROWS, _key_heads, 1, _of_key_head),
     "ConvolutionsOfEach": Pieces(TAPS, _key_heads, 1, _convolved_of_key_head, may_be_thirds=True),
     # one convolution over all queries, then all keys, then all values
@@ -251,7 +254,7 @@ def _convolved_of_kimi_head(config: TransformerConfig) -> tuple[int, int, int]:
 
 
 KIMI_DELTA_ATTENTION: dict[str, Layout] = {
-    # four tensors (query, key, value and writing strength of each head), and convolutions for the first three
+    # Queries, keys, values and writing strengths are separate tensors. Queries, keys and values also have convolutions.
     "KimiHeads": Pieces(ROWS, _kimi_heads, 1, lambda config: (*_convolved_of_kimi_head(config), 1)),
     "KimiConvolutions": Pieces(TAPS, _kimi_heads, 1, _convolved_of_kimi_head),
     # low-rank projections to the channels of all heads, and one decay per head
@@ -265,8 +268,8 @@ def _mamba_groups(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def mamba_channels(config: TransformerConfig) -> tuple[int, int, int, int, int]:
-    """Return the numbers of rows per group in Mamba-2's projection: gates, inputs, B, C and step sizes. The numbers are
-    computed from the options of the extension that defines the Mamba-2 layer.
+    """Return how many rows of gates, inputs, B, C and step sizes each group has in Mamba-2's input projection. The
+    numbers are computed from the options of the extension that implements Mamba-2.
     """
     channels, states = option(config, "mamba_head_dim"), option(config, "mamba_state_dim")
     all_heads = option(config, "mamba_num_heads") or 2 * config.hidden_size // channels
@@ -285,7 +288,7 @@ MAMBA: dict[str, Layout] = {
     "GroupsOfHeads": Pieces(ROWS, _mamba_groups, 1, mamba_channels, section=0),
     "ConvolvedGroups": Pieces(TAPS, _mamba_groups, 1, _convolved_of_mamba_group, section=0),
     "GroupsOfBiases": Pieces("(g n) -> g n", _mamba_groups, 1, _convolved_of_mamba_group, section=0),
-    # Mamba-1: decays of several states per channel. The parameter has one dim
+    # Mamba-1: Hugging Face stores the decays as [channels, states], and the parameter is this matrix flattened to 1-D
     "FlatStates": Pieces("c n -> (c n)", lambda config: {"n": option(config, "mamba1_state_dim")}),
 }
 

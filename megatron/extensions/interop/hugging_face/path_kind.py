@@ -1,4 +1,4 @@
-"""Path kind of Hugging Face folders. --load accepts these folders, and conversions read and write them.
+"""Path kind for Hugging Face folders. --load accepts these folders, and conversions can read and write them.
 
 torch is imported only when a folder is opened.
 """

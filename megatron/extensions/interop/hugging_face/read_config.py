@@ -1,8 +1,8 @@
 """Conversion of Hugging Face's config.json to a model configuration, with the tables of `families`. This module does
 not import torch.
 
-All functions except `read_json` are pure. An unsupported setting is an error; it is never approximated. A config.json
-may be untrusted. A wrong type or an impossible value raises ValueError with a one-line message.
+All functions except `read_json` are pure. An unsupported setting raises an error and is never replaced by a similar
+setting. A config.json may be untrusted. A wrong type or an impossible value raises ValueError with a one-line message.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def text_model(hf_config: Values) -> tuple[dict[str, object], str]:
-    """Return the config.json of a folder's text model, and the name prefix of its weights.
+    """Return the configuration of the text model in a config.json, and the prefix of the names of the text model's
+    weights.
 
-    Only the text part of a multimodal model is read. The values of other models are returned unchanged. Raises
-    ValueError.
+    Only the text part of a multimodal model is read. If the model is not multimodal, its configuration is returned
+    unchanged. Raises ValueError if the text part is missing.
     """
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in MULTIMODAL:
@@ -117,7 +118,7 @@ IDLE = {
 
 
 OLDER = ("compress_ratios", "compress_rate_csa", "compress_rate_hca", "num_hash_layers", "qk_rope_head_dim")
-"""Keys that older files contain, in families with `compress_rates`."""
+"""Keys that only older config.json files contain, for families that now use the key `compress_rates`."""
 
 
 WRITTEN: Mapping[str, Callable[[Values], object]] = {
@@ -155,7 +156,7 @@ def unread_keys(hf_config: Values) -> Iterator[str]:
 
 
 def _is_derived(key: str, whole: Values) -> bool:
-    """Return True if a key has the value that transformers classes derive for it."""
+    """Return True if the value of a key equals the value that the transformers class derives from other keys."""
     if key == LAYER_BY_LAYER:
         return not whole[key]
     try:
@@ -259,7 +260,7 @@ def _problems(hf: Values, family: Family) -> Iterator[str]:
 
 
 def _problems_of_experts(hf: Values, family: Family) -> Iterator[str]:
-    """Yield a problem for each unsupported routing setting."""
+    """Yield an error message for each unsupported setting of expert routing."""
     if "n_shared_experts" in family.defaults and (rule := broken_rule(hf["n_shared_experts"], int)):
         yield f"n_shared_experts = {hf['n_shared_experts']!r} must be {rule}"
     if "first_k_dense_replace" in family.defaults and not hf.get("mlp_layer_types"):
@@ -295,7 +296,7 @@ def _config(hf: Values, family: Family) -> TransformerConfig:
 
 
 def _of_tables(hf: Values, family: Family) -> Fields:
-    """Return the fields that are read according to a family's tables."""
+    """Return the TransformerConfig fields that the tables of a family determine."""
     fields: Fields = {ours: _our_value(hf[key], family.values.get(key, {})) for key, ours in family.keys.items()}
     fields |= {ours: product_of(hf, powers) for ours, powers in family.powers.items() if fields.get(ours) is None}
     fields |= {ours: fields[other] for ours, other in family.same.items()}
@@ -332,7 +333,8 @@ def product_of(hf: Values, powers: Mapping[str, float]) -> float | None:
 
 
 def _power(value: float, power: float) -> float:
-    """Return a power. The power -0.5 is rounded as in Hugging Face's classes, which divide by a square root."""
+    """Return `value` to the power `power`. For a power of -0.5, divide by the square root as the transformers classes
+    do, so that the result is rounded equally."""
     return float(1 / math.sqrt(value)) if power == -0.5 else value**power
 
 

@@ -37,7 +37,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000
-"""Largest header length in bytes that the format allows."""
+"""Maximum header length in bytes of a safetensors file."""
 
 BLOCK = 1 << 24
 """Number of bytes that are read at a time if a slice is not contiguous in the file."""
@@ -73,14 +73,14 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class FileTensor(TensorSpec):
-    """Tensor in a safetensors file, whose data begins at the byte `start`."""
+    """Tensor in a safetensors file. The tensor's data begins at byte `start` of the file."""
 
     path: Path
     start: int
 
     def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
-        """Read a box, given by one slice without a step for each dim. Omitted dims are read completely. Raises
-        ValueError if the file is truncated."""
+        """Read a part of the tensor. `box` contains one slice, without a step, for each dim. If trailing dims have no
+        slice, they are read completely. Raises ValueError if the file is truncated."""
         slices = [*box, *[slice(None)] * (len(self.shape) - len(box))]
         bounds = [each.indices(size)[:2] for each, size in zip(slices, self.shape, strict=True)]
         found = torch.empty([max(0, stop - start) for start, stop in bounds], dtype=self.dtype)
@@ -104,7 +104,8 @@ class FileTensor(TensorSpec):
             view = view[count:]
 
     def _read_strided(self, file: BinaryIO, bounds: Sequence[tuple[int, int]], into: Tensor) -> None:
-        """Read blocks of complete rows and keep the requested columns."""
+        """Read a slice that is not contiguous in the file. Whole rows are read block by block, and the requested
+        columns are copied to `into`."""
         (first, last), columns = bounds[0], tuple(slice(*each) for each in bounds[1:])
         rows = max(1, BLOCK // (prod(self.shape[1:]) * self.dtype.itemsize))
         for row in range(first, last, rows):
@@ -119,7 +120,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def read_header(path: Path) -> dict[str, FileTensor]:
-    """Return the tensors of a file. Raises ValueError, with a one-line message, if the file is damaged or truncated."""
+    """Return the tensors in a safetensors file by name, without reading their values. Raises ValueError, with a
+    one-line message, if the file is damaged or truncated."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -143,8 +145,8 @@ def read_header(path: Path) -> dict[str, FileTensor]:
 
 
 def _sizes(name: str, listed: object) -> tuple[int, ...]:
-    """Return a list of non-negative integers in a header as a tuple. Raises ValueError if `listed` is not such a
-    list."""
+    """Convert a list of sizes in a file header to a tuple. Raises ValueError if `listed` is not a list of non-negative
+    integers."""
     found = tuple(each for each in listed if type(each) is int and each >= 0) if isinstance(listed, list) else ()
     if not isinstance(listed, list) or len(found) < len(listed):
         raise ValueError(f"{name} has a size that is not a non-negative integer")
@@ -165,8 +167,8 @@ def _entry(path: Path, name: str, entry: Mapping[str, object], base: int) -> Fil
 class SafetensorsWriter:
     """Writer of a file whose tensors are added one at a time, in any order. Use the writer as a context manager.
 
-    Raises OSError if writing fails. Every tensor in `specs` must be added before a normal exit, which syncs the file to
-    disk.
+    Raises OSError if writing fails. Every tensor in `specs` must be added before the context ends normally. The file is
+    then synced to disk.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
@@ -174,7 +176,7 @@ class SafetensorsWriter:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts: dict[str, int] = {}
         at = 0
-        # Tensors with the widest elements come first, which aligns every tensor to its element size.
+        # Every tensor is aligned to its element size, because tensors with the widest elements come first.
         for name, spec in sorted(specs.items(), key=lambda item: -item[1].dtype.itemsize):
             self._starts[name] = at
             offsets = [at, at + spec.nbytes]

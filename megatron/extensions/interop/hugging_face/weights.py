@@ -1,5 +1,5 @@
-"""Conversion of weights between the names and layouts of Hugging Face and of this program, with the tables in
-`families`.
+"""Conversion of weights between Hugging Face's and this program's names and tensor layouts. The tables in `families`
+describe the conversion.
 
 This module opens no files: tensors may be in memory, or on disk and read in slices.
 """
@@ -28,7 +28,8 @@ from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 
 @dataclass(frozen=True)
 class Placement:
-    """Parameter or untrained state of this program, and the names of the Hugging Face tensors that form it."""
+    """Parameter or untrained buffer of this program's model, and the names of the Hugging Face tensors that it is
+    assembled from."""
 
     meta: ParamMeta
     theirs: tuple[str, ...]
@@ -46,7 +47,8 @@ class Placement:
 
 
 class HFWeights:
-    """Hugging Face tensors that are read as parameters of this program, one parameter at a time, whole or in part.
+    """Reader that assembles this program's parameters from Hugging Face tensors. A call reads one parameter or a slice
+    of one parameter.
 
     The constructor checks names, shapes and dtypes without reading data, and raises ValueError with a list of all
     mismatches. If the files and the model have different numbers of multi-token prediction modules, the smaller number
@@ -117,10 +119,10 @@ class HFWeights:
         return placement.layout.part(placement.config, tensors, box or whole)
 
     def check_copies(self) -> None:
-        """Raise ValueError if a stored copy differs from its original.
+        """Raise ValueError if the files contain two versions of tied weights that differ.
 
-        A stored copy is an output head that is tied to the embedding, or the embedding or output head in a multi-token
-        prediction module. This method reads the copies and the originals.
+        Files may contain a copy of the embedding as the output head, and copies of the embedding or the output head in
+        multi-token prediction modules. This method reads the copies and the original tensors.
         """
         for copy in self.copies:
             (name,), (original,) = copy.theirs, self.placements[copy.meta.name].theirs
@@ -134,8 +136,8 @@ class HFWeights:
 
 
 def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[str, Sliceable]:
-    """Return a parameter's tensors with the expected sizes, if a file stores all their rows in tensors of equal size.
-    Return an empty dict for files with any other sizes."""
+    """Return a parameter's tensors with the expected sizes, if the files store all their rows in tensors of equal size.
+    Otherwise, return an empty dict."""
     parts = [tensors[name] for name in placement.theirs if name in tensors]
     whole = placement.to_theirs(torch.empty(placement.meta.global_shape, device="meta"))
     expected = [tuple(tensor.shape) for tensor in whole]
@@ -152,8 +154,8 @@ def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[st
 
 @dataclass(frozen=True)
 class RowsOfSeveral:
-    """View of several tensors of equal shape as one tensor. The view consists of the rows of their concatenation,
-    beginning at row `start`."""
+    """View of rows that span several tensors. The tensors `parts` have equal shapes and are treated as if they were
+    concatenated along dim 0. The view begins at row `start` of the concatenation."""
 
     parts: tuple[Sliceable, ...]
     start: int
@@ -198,10 +200,9 @@ class _Converted:
 
 
 def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
-    """Return the tensors of each parameter and state of a model.
-
-    Multi-token prediction is included if the family supports it. Raises ValueError if the family has no tensors for any
-    other parameter.
+    """Return, for each parameter and state of a model, the Hugging Face tensors that store it. Multi-token prediction
+    modules are omitted if the family does not support them. Raises ValueError if the family has no tensors for a
+    different parameter of the model.
     """
     family = family_of({"model_type": model_type})
     rules = {rule.ours: rule for rule in (*family.rules, *family.multi_token)}
@@ -259,14 +260,15 @@ def _with_depths(config: TransformerConfig, depths: int) -> TransformerConfig:
 
 
 def _numbered(name: str, number: str, config: TransformerConfig) -> str:
-    """Insert the number of a layer or multi-token prediction module into a Hugging Face name."""
+    """Replace the placeholders in a Hugging Face name by the number of a layer or a multi-token prediction module."""
     half, rest = divmod(int(number or 0), 2)
     name = name.replace("{i}", number).replace("{i/2}", str(half)).replace("{i%2}", str(rest))
     return name.replace("{n}", str(config.num_layers + int(number or 0)))
 
 
 def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[str, Sliceable]:
-    """Rename tensors to their usual names with the family's prefix, and omit tensors that are not weights."""
+    """Return the tensors under their usual names, which begin with the family's prefix. Tensors that are not weights
+    are omitted."""
     for other, usual in family.renamed.items():
         tensors = {name.replace(other, usual): tensor for name, tensor in tensors.items()}
     bare = not any(name.startswith(family.prefix) for name in tensors)
@@ -278,8 +280,8 @@ def _checkpoint_names(tensors: Mapping[str, Sliceable], family: Family) -> dict[
 
 
 def _too_few(tensors: Mapping[str, Sliceable], config: TransformerConfig, family: Family) -> list[str]:
-    """Return problems if there are fewer tensors than layers or experts. Without this check, a wrong number of layers
-    or experts in config.json could cause huge allocations."""
+    """Return an error message if the files contain fewer tensors than config.json has layers or experts. Without this
+    check, a wrong number of layers or experts in config.json could cause huge allocations."""
     counts = {"num_layers": config.num_layers}
     if any("{e}" in name for rule in family.rules for name in rule.theirs):
         counts["num_experts"] = config.num_experts or 0
@@ -305,10 +307,10 @@ def _names(rule: Rule, layer: str, config: TransformerConfig) -> Iterator[str]:
 # sections 5.3 and 6.3).
 
 POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Magnitudes of 4-bit floats, indexed by the lower three bits. The fourth bit is the sign."""
+"""Magnitudes of 4-bit floats, indexed by the lower three bits. The highest of the four bits is the sign."""
 
 BLOCK = 32
-"""Number of values in a block, which share a power of two as their scale."""
+"""Number of values in an MXFP4 block. All values in a block have the same scale, a power of two."""
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of the names of the two parts of an MXFP4 tensor."""
@@ -349,7 +351,8 @@ class Mxfp4Experts:
 
 
 def with_mxfp4(tensors: Mapping[str, Sliceable]) -> dict[str, Sliceable]:
-    """Return a file's tensors with each pair of MXFP4 parts replaced by the tensor that it represents."""
+    """Return the tensors of a file after combining MXFP4 parts. A tensor in MXFP4 is stored as two parts, blocks and
+    scales, which are replaced by a single dequantized tensor."""
     pairs = [name.removesuffix(BLOCKS) for name in tensors if name.endswith(BLOCKS)]
     whole = [name for name in pairs if name + SCALES in tensors]
     parts = {name + ending for name in whole for ending in (BLOCKS, SCALES)}

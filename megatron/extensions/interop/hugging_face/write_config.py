@@ -1,8 +1,8 @@
-"""Conversion of a model configuration to Hugging Face's config.json, with the tables of `families`. This module does
-not import torch.
+"""Conversion of a model configuration to Hugging Face's config.json. The tables in `families` describe the conversion.
+This module does not import torch.
 
-A setting that a family cannot express is an error and is never approximated. The written keys are read back and
-compared with the model's configuration.
+If the family's config.json cannot express a setting exactly, an error is raised. As a check, the keys are converted
+back to a model configuration, which must equal the original configuration.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ OF_MIXERS = {
     "lightning_": ("lightning_attention",),
     "kda_": ("kimi_delta_attention",),
 }
-"""Maps a field prefix to the mixers that use fields with this prefix. No other layers use these fields."""
+"""Maps a field prefix to the mixers that use fields with this prefix. Fields with the prefix have no effect on other
+mixers."""
 
 
 class Inexpressible(ValueError):
@@ -110,8 +111,8 @@ def _of_tables(config: TransformerConfig, stated: Values, family: Family) -> Fie
 
 
 def _positions_to_hf(config: TransformerConfig, family: Family) -> Fields:
-    """Return the keys of the rotary embedding. For a model without a rotary embedding, return the keys that disable the
-    embedding, if the family has such keys."""
+    """Return the config.json keys for the rotary embedding. For a model without a rotary embedding, return the keys
+    that disable the embedding, if the family has such keys."""
     positions = family.fixed.get("position_embedding_type", "any")
     if (config.position_embedding_type if positions in (None, "any") else positions) == "rope":
         return _rotary_to_hf(config, family)
@@ -119,7 +120,7 @@ def _positions_to_hf(config: TransformerConfig, family: Family) -> Fields:
 
 
 def _windows_to_hf(config: TransformerConfig, family: Family) -> Fields:
-    """Return the keys of the sliding window and of the layers that use it."""
+    """Return the config.json keys for the size of the sliding window and for the layers that use the window."""
     if "window_size" in family.fixed or "window_size" in family.keys.values():
         return {}
     hf: Fields = {"sliding_window": config.window_size}
@@ -140,8 +141,8 @@ def _windows_to_hf(config: TransformerConfig, family: Family) -> Fields:
 
 
 def _spelled(hf: Values, family: Family) -> Fields:
-    """Spell keys as the family's files do: `object.key` becomes a key inside the object, and numbers get the class's
-    type."""
+    """Convert keys and values to the form in the family's config.json. A key `object.key` is moved into a nested
+    object, and numbers are converted to the type that the transformers class uses."""
     found: Fields = {}
     for key, value in hf.items():
         outer, _, inner = key.partition(".")
@@ -156,7 +157,8 @@ def _spelled(hf: Values, family: Family) -> Fields:
 
 
 def _as_class(value: object, key: str, family: Family) -> object:
-    """Convert an integer to a float if the family's class uses a float, because newer classes refuse other types."""
+    """Convert an integer to a float if the transformers class declares a float. Newer transformers classes reject
+    integers for float fields."""
     usual = family.class_defaults.get(key)
     if usual is None:
         usual = family.defaults.get(key)
@@ -164,8 +166,8 @@ def _as_class(value: object, key: str, family: Family) -> object:
 
 
 def _factor(hf: Values, stated: Values, field: str, powers: Mapping[str, float]) -> Fields:
-    """Return the first key of a product of powers, with the value that follows from the field and the other keys.
-    Return no key if the field or another key of the product is unset."""
+    """Compute the first key of `powers` from the field and the other keys. The field's value is the product of the
+    values of all keys, each raised to its power. The result is empty if the field or one of the other keys is unset."""
     (key, power), *others = powers.items()
     if stated[field] is None or any(hf.get(other) is None for other, _ in others):
         return {}
@@ -185,8 +187,8 @@ def _lost(config: TransformerConfig, hf: Values) -> list[str]:
 
 
 def _unconditional_parts(config: TransformerConfig) -> list[str]:
-    """Return the routers and residual streams that extensions add to every model regardless of flags. config.json has
-    no keys for these routers and residual streams."""
+    """Return the routers and residual streams that extensions add to every model, whatever its flags. A config.json
+    cannot describe these routers and residual streams."""
     plain = replace(config, extension_options=())
     of_experts = (number for number, kind in enumerate(plain.layers) if kind.experts)
     routers = {router_of(plain, number, in_training=False) for number in of_experts}
@@ -234,7 +236,8 @@ def _rotary_to_hf(config: TransformerConfig, family: Family) -> Fields:
 
 
 def _scaling_to_hf(config: TransformerConfig) -> Fields:
-    """Return the rotary scaling keys, for contexts longer than those of pretraining; empty if there is no scaling."""
+    """Return the config.json keys for rotary scaling, which extends a model to longer contexts. The result is empty if
+    there is no scaling."""
     if config.use_rope_scaling:
         return {key: getattr(config, ours) for key, ours in LLAMA3_SCALING.items()} | {"rope_type": "llama3"}
     if _stretches(config):
@@ -252,8 +255,8 @@ def _scaling_to_hf(config: TransformerConfig) -> Fields:
 
 
 def _rotary_by_kind(config: TransformerConfig, hf: Fields, scaling: Fields) -> Fields:
-    """Return the rotary embeddings of layers with a sliding window and of layers without one. Only the latter are
-    scaled."""
+    """Return the rotary embeddings of layers with a sliding window and of layers without a sliding window. Context
+    scaling applies only to layers without a sliding window."""
     full = {"rope_type": "default", **scaling, "rope_theta": config.rotary_base}
     local: Fields = {"rope_type": "default", "rope_theta": config.window_rotary_base}
     local = full if config.window_rotary_base is None else local
@@ -265,7 +268,7 @@ def _rotary_by_kind(config: TransformerConfig, hf: Fields, scaling: Fields) -> F
 
 
 def _stretches(config: TransformerConfig) -> bool:
-    """Return True if YaRN changes frequencies."""
+    """Return True if YaRN scaling changes the rotary frequencies."""
     return config.yarn and config.rotary_scaling_factor != 1
 
 
@@ -275,9 +278,9 @@ def _in_proportion(config: TransformerConfig) -> bool:
 
 
 def _with_derived(config: TransformerConfig) -> Fields:
-    """Return all fields, with unset fields replaced by the values derived from other fields."""
+    """Return all fields. The values of unset fields are derived from other fields."""
     fields = fields_of(config)
-    if fields.get("csa_compress_ratios"):  # without multi-token prediction modules
+    if fields.get("csa_compress_ratios"):  # drop the ratios of multi-token modules
         ratios = layer_numbers(text(fields, "csa_compress_ratios"), None, least=0)
         fields["csa_compress_ratios"] = str([*ratios[: config.num_layers]])
     mamba_width = whole(fields, "mamba_head_dim") if "mamba_head_dim" in fields else 64
@@ -334,8 +337,8 @@ def _with_derived(config: TransformerConfig) -> Fields:
 
 
 def settings_of(config: TransformerConfig) -> Fields:
-    """Return the fields that affect the model's outputs, with derived values. Fields that do not affect the outputs are
-    omitted."""
+    """Return the fields that affect the model's outputs. Derived values are filled in, and fields without an effect on
+    the outputs are omitted."""
     fields = _with_derived(config)
     rotary, attends = config.position_embedding_type == "rope", any(layer.attends for layer in config.layers)
     if not rotary:

@@ -17,7 +17,7 @@ from megatron.extensions.interop.megatron_checkpoints.megatron_args import DATA
 
 
 class _Plain:
-    """Replacement for another program's class. The replacement keeps the attributes of an instance but has no
+    """Placeholder for a Megatron-LM class in a pickle file. Unpickled instances keep their attributes but have no
     methods."""
 
     def __init__(self, *args: object) -> None:
@@ -33,17 +33,18 @@ never imported."""
 
 
 def load_common(path: Path) -> dict[str, object]:
-    """Read a file that contains a dict. The file is read with `load_pickle`."""
+    """Return the dict in a pickle file. The file is read with `load_pickle`."""
     found = load_pickle(path, dict)
     assert isinstance(found, dict)
     return found
 
 
 def load_pickle(path: Path, kind: type | UnionType) -> object:
-    """Read a file of torch.save from an untrusted source, with weights_only and a list of harmless classes.
+    """Safely read a file that torch.save wrote, even from an untrusted source. The file is loaded with
+    `weights_only=True`, and only classes in a list of harmless classes are allowed.
 
-    Raises ValueError with a one-line message if the file is missing or damaged, or if it refers to any other class or
-    function, or if the content is not an instance of `kind`.
+    Raises ValueError with a one-line message if the file is missing or damaged, if it refers to a class or function
+    that is not allowed, or if its content is not an instance of `kind`.
     """
     import numpy
 
@@ -92,8 +93,9 @@ def args_of(common: Mapping[str, object], path: Path) -> dict[str, object]:
 
 
 def update_count(optimizer: object) -> int | None:
-    """Return the number of optimizer updates, which every key `step` or `common_step` contains, at any depth. Returns
-    None if there are no such keys. Raises ValueError if the values of these keys differ."""
+    """Return the number of optimizer updates, which is the value of every key `step` or `common_step` at any depth.
+    Returns None if there are no such keys. Raises ValueError if the keys `step` and `common_step` have different
+    values."""
     counts: set[int] = set()
 
     def search(value: object) -> None:
@@ -116,8 +118,8 @@ def update_count(optimizer: object) -> int | None:
 def loss_scaler_of(optimizer: object, samples: int) -> dict[str, float]:
     """Return the state of the fp16 loss scaler under this program's names; empty if there is no loss scaler.
 
-    Megatron-LM divides the scaled loss by `samples`, the number of samples in a replica's batch, before the backward
-    pass. This program divides after the backward pass, so its scale is smaller.
+    Megatron-LM divides the loss by `samples`, the number of samples in a replica's batch, before the backward pass.
+    This program divides the gradients after the backward pass, so its loss scale is smaller by this factor.
     """
     for each in optimizer.values() if isinstance(optimizer, dict) else optimizer if isinstance(optimizer, list) else ():
         if isinstance(each, dict) and (found := loss_scaler_of(each, samples)):

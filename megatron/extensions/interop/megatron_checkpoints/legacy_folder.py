@@ -52,7 +52,7 @@ class Layout:
     ep: int
     expt_tp: int
     said_by: str = "its arguments"
-    """Name of the place that contains the sizes, for messages."""
+    """Origin of the parallel sizes, for error messages; for example, "its arguments"."""
 
     @classmethod
     def of(cls, args: Mapping[str, object]) -> Layout:
@@ -110,7 +110,7 @@ the whole model."""
 
 
 class LegacyTensors:
-    """Parameters of a model, read from the files of all ranks. A `MegatronSource` uses this class."""
+    """Parameters of a model, read from the files of all ranks. `MegatronSource` reads tensors through this class."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -186,7 +186,8 @@ class LegacyTensors:
         return self.buffers
 
     def _boxes(self, meta: ParamMeta) -> Iterator[tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]]:
-        """Yield the (TP, EP) rank, offset and shape of each box of a parameter, without replicas."""
+        """Yield the (TP, EP) rank, the offset and the shape of each shard of a parameter. Replicas of a shard are not
+        repeated."""
         sizes = {"tp": self.layout.tp, "ep": self.layout.ep, "expt_tp": self.layout.expt_tp}
         for ranks in product(*(range(sizes[axis]) for axis in meta.sharded)):
             coords = {axis: (rank, sizes[axis]) for axis, rank in zip(meta.sharded, ranks, strict=True)}
@@ -195,8 +196,8 @@ class LegacyTensors:
             yield (tp, ep), *meta.box(coords)
 
     def _parts(self, tables: Tables, way: Way, rank: tuple[int, int], expert: bool) -> list[Tensor] | None:
-        """Return the tensors of a box; None if they are missing. Every EP rank stores the dense parameters. Experts
-        that are not sharded over TP may be on any TP rank."""
+        """Return the tensors that store one shard of a parameter; None if they are missing. Every EP rank stores the
+        dense parameters. Experts that are not sharded over TP may be in the file of any TP rank."""
         free = 1 if not expert else 0 if self.layout.expt_tp == 1 else None
         for holder, table in tables.items():
             same = all(a == b for axis, (a, b) in enumerate(zip(holder, rank, strict=True)) if axis != free)
@@ -255,8 +256,8 @@ class LegacyTensors:
         return whole
 
     def _current_order(self, name: str, meta: ParamMeta, tensor: Tensor) -> Tensor:
-        """Return a tensor with the rows of linear_qkv in the current order, [heads, 3, channels]. The order is [3,
-        heads, channels] in version 0, and [heads, channels, 3] in version 1."""
+        """Return a tensor with the rows of linear_qkv in the current order, [heads, 3, channels]. Checkpoints of
+        version 0 store the rows as [3, heads, channels], and checkpoints of version 1 as [heads, channels, 3]."""
         if self.version >= 2 or ".self_attention.linear_qkv." not in name:
             return tensor
         groups = meta.global_shape[0] // self.layout.tp
@@ -291,9 +292,9 @@ class LegacyTensors:
         return tuple(self.states)
 
     def check_states(self) -> None:
-        """Raise ValueError if a main parameter is not the parameter in higher precision. Files of this format store
-        states without names, in a fixed order. Comparing main parameters with the parameters detects a different order.
-        For large tensors, only the first and last elements are compared."""
+        """Raise ValueError if a main parameter, rounded to the parameter's dtype, differs from the parameter. Files of
+        this format store states without names, in a fixed order. Comparing main parameters with the parameters detects
+        a different order. For large tensors, only the first and last elements are compared."""
         for rank, table in self.states.get("main_param", {}).items():
             for name, main in table.items():
                 weight, main = self.tables[rank][name].flatten(), main.flatten()
@@ -321,7 +322,7 @@ def _tensors_of(model: object, path: Path, prefix: str = "") -> Held:
 
 
 def _copy(way: Way, tensors: Sequence[Tensor], box: Tensor) -> None:
-    """Copy tensors into a box of a parameter."""
+    """Copy checkpoint tensors into `box`, which is a slice of a parameter."""
     if way.transposed:
         box.copy_(tensors[0].reshape(box.shape[0], box.shape[-1], *box.shape[1:-1]).movedim(1, -1))
     elif len(tensors) == 1:
@@ -338,8 +339,8 @@ def _layer(name: str) -> int | None:
 
 
 def _first_layers(stages: Mapping[int, list[Held]], chunks: int) -> dict[tuple[int, int], int]:
-    """Return a mapping from (chunk, PP rank) to the number of the chunk's first layer in the whole model. Stages may
-    have any number of layers."""
+    """Return a mapping from (chunk, PP rank) to the number of the chunk's first layer in the whole model. Pipeline
+    stages may have different numbers of layers."""
     found, total = {}, 0
     for number, pp in product(range(chunks), sorted(stages)):
         found[number, pp] = total

@@ -1,8 +1,9 @@
 """Optimizer states in the Megatron-LM files of one rank. The files store the states in a fixed order, without names.
 
 Plain optimizers store the states under the number of the parameter in its group. The distributed optimizer stores, for
-each parameter buffer, one flat fp32 tensor per kind of state (`distrib_optim.pt`). Groups and buffers list parameters
-in the order of the model, so names are derived from the order. Counts and shapes are checked.
+each parameter buffer, one flat fp32 tensor per kind of state (`distrib_optim.pt`). Parameter groups and buffers have
+the order of the model's parameters, so the position of a state determines its name. The number of states and the shapes
+of the states are checked.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 Held = dict[str, Tensor]
-"""Tensors of a rank by name, in the order of the model's parameters."""
+"""Tensors of one rank, keyed by parameter name, in the order of the model's parameters."""
 
 FROZEN = " (untrained parameters have no states)"
 ALIGNMENT = 64
@@ -30,8 +31,8 @@ DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
 def states_of(
     chunks: Sequence[Held], optimizer: object, buffers: object, args: Mapping[str, object]
 ) -> dict[str, Held]:
-    """Return the optimizer states of a rank: for each kind of state, the tensors by parameter name. Each tensor has the
-    shape of its parameter. Raises ValueError if the inputs contradict each other.
+    """Return the optimizer states of a rank. The result maps each kind of state to a dict of tensors by parameter name.
+    Each tensor has the shape of its parameter. Raises ValueError if the inputs contradict each other.
 
     Args:
         chunks: Parameters of the rank's model chunks.
@@ -90,7 +91,8 @@ def _decoupled(group: Mapping[str, object]) -> bool:
 def _members(
     chunks: Sequence[Held], group: Mapping[str, object], apart: bool, decoupled: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of an optimizer parameter group. Experts have separate groups if EP is above 1."""
+    """Yield the names and tensors of the parameters in an optimizer parameter group. If EP is above 1, expert
+    parameters are in separate groups."""
     if group.get("lr_mult", 1.0) != 1.0:
         raise ValueError("a parameter group has a learning rate factor (lr_mult), which is not supported")
     decays = group.get("wd_mult", group.get("weight_decay")) != 0
@@ -113,8 +115,9 @@ def _fitting(state: object, name: str, weight: Tensor) -> Tensor:
 
 
 def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapping[str, object]) -> dict[str, Held]:
-    """Return the states in the buffers of a distributed optimizer. If EP is above 1, the last entry of a list contains
-    the buffers of experts. An entry is None if another rank saved the buffers."""
+    """Return the states in the buffers of a distributed optimizer. `content` is one entry or a list of entries. If EP
+    is above 1, the last entry in the list contains the expert buffers. If another rank saved the buffers of an entry,
+    the entry is None."""
     parts = content if isinstance(content, list) else [content]
     several = apart and len(parts) > 1
     found: dict[str, Held] = {kind: {} for kind in BUFFER_KINDS.values()}
@@ -148,8 +151,9 @@ def _stored(part: object) -> Iterator[Mapping[str, Tensor]]:
 
 
 def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield the parameters of each buffer of a model chunk. All parameters in a buffer have the same dtype. `experts`
-    selects expert parameters or dense parameters; None selects both."""
+    """Yield the parameters of each buffer of a model chunk. All parameters in a buffer have the same dtype. If
+    `experts` is True, only expert parameters are included; if it is False, only dense parameters; if it is None,
+    both."""
     found: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     for name, weight in chunk.items():
         if experts is None or experts == is_expert(name):
@@ -160,8 +164,8 @@ def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tens
 def _places(
     buffer: Sequence[tuple[str, Tensor]], tensors: Mapping[str, Tensor], args: Mapping[str, object]
 ) -> list[int]:
-    """Return the offset of each parameter in the flat tensors of its buffer. The size of the tensors determines whether
-    the buffer is divided into buckets, and whether tied embeddings have a separate bucket."""
+    """Return the offset of each parameter in the flat tensors of its buffer. Whether the buffer is divided into
+    buckets, and whether tied embeddings have a separate bucket, is inferred from the size of the tensors."""
     total = tensors["param"].numel()
     replicas = args.get("data_parallel_size") or 1
     size = args.get("ddp_bucket_size")
@@ -181,7 +185,7 @@ def layout_of(
     """Return the offset of each parameter in a buffer, and the length of the buffer.
 
     Buffers are filled from the last parameter to the first. Parameters are aligned within their bucket. A bucket ends
-    once it has at least `bucket_size` elements. No padding is added at the end of a bucket.
+    once it has at least `bucket_size` elements. Buckets are not padded at the end.
     """
     places = []
     base = 0

@@ -1,9 +1,10 @@
 """Conversion between Megatron-LM's arguments and this program's configuration. This module does not import torch.
 
 Configuration fields have the names of Megatron-LM's arguments, so most values are copied unchanged. `arguments.json`
-lists the exceptions. Its table `also` maps arguments to fields with a different name. `refused` lists arguments that
-request an unsupported part of a model. `lacking` lists model fields that Megatron-LM lacks, so that only their defaults
-can be expressed. `written` lists values that every checkpoint contains.
+lists the arguments that need a conversion. Its table `also` maps arguments to fields with a different name. `refused`
+lists arguments that request an unsupported part of a model. `lacking` lists model fields that Megatron-LM lacks, so
+that only their defaults can be expressed. `written` lists argument values that every written checkpoint contains,
+whatever the configuration.
 """
 
 from __future__ import annotations
@@ -120,8 +121,8 @@ def _translated(args: Mapping[str, object]) -> dict[str, object]:
 
 
 def _widths(args: Mapping[str, object]) -> dict[str, object]:
-    """Return this program's arguments for layers of different shapes. Raises ValueError if the layers differ in more
-    than their MLP widths."""
+    """Return the configuration fields for a model whose layers have different MLP widths. Raises ValueError if the
+    layers also differ in other sizes."""
     text = args.get(f"{WIDTHS}_encoded_json")
     if not text:
         return {}
@@ -241,7 +242,8 @@ def _unequal(config: RunConfig) -> Iterator[tuple[str, object]]:
 
 
 def _with_value(config: RunConfig, name: str) -> str:
-    """Return a flag with its value. Boolean flags and text that is not the name of a flag are returned unchanged."""
+    """Return a flag followed by its value. If `name` is a Boolean flag or not a flag at all, it is returned
+    unchanged."""
     flag, _ = spelling_table().get(name, (None, True))
     return name if flag is None or flag.kind is bool else f"{name} {value_of(config, flag)}"
 

@@ -40,7 +40,7 @@ from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
     with_rows,
 )
 
-for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # classes in the index of a checkpoint
+for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # pickled in checkpoint indices
     theirs = "megatron.core.dist_checkpointing.strategies.torch", f"MCore{_name}"
     RENAMED[theirs] = f"torch.distributed.checkpoint.{_module}", _name
 
@@ -55,8 +55,8 @@ KINDS = {
 
 
 def _unflattened(name: str, stored: Sequence[int], whole: tuple[int, ...]) -> tuple[int, ...]:
-    """Check that a tensor that is stored in blocks has the shape `whole`, and return this shape. Raises ValueError if
-    the blocks do not form a tensor of this shape."""
+    """Return `whole`, the original shape of a tensor that is stored in blocks. Raises ValueError if blocks of the
+    stored shape cannot form a tensor of shape `whole`."""
     *grid, block = stored
     fits = len(grid) == len(whole) and all(g and w % g == 0 for g, w in zip(grid, whole, strict=True))
     if not fits or prod(whole) != prod(grid) * block:
@@ -155,11 +155,13 @@ class TorchDistTensors:
 
 
 class MegatronSource(Source):
-    """Open Megatron-LM checkpoint. Names and shapes of all parameters are checked before any parameter is read.
+    """Conversion source that reads a Megatron-LM checkpoint. Names and shapes of all parameters are checked
+    before any parameter is read.
 
-    `tensors` provides whole parameters under this program's names and in its shapes (`find`, `read`), optimizer states
-    (`find_states`, `check_states`, `read`), the non-tensor content (`common`), and tensor sizes (`sizes`). In a valid
-    checkpoint, no number of layers or experts exceeds the largest of these sizes.
+    `tensors` reads the files. Its `find` locates all parameters, and `find_states` and `check_states` locate and check
+    the optimizer states. `read` returns a whole parameter or state in this program's shape. `common` is the non-tensor
+    content of the checkpoint, and `sizes` contains tensor sizes. A checkpoint is refused if its arguments declare more
+    layers or experts than the largest of these sizes.
     """
 
     def __init__(self, path: Path, options: Options) -> None:
@@ -209,8 +211,8 @@ class MegatronSource(Source):
         return with_rows(tensor, self.rows.get(name, len(tensor))).to(self.dtype(name, wanted))
 
     def check_data(self) -> None:
-        """Check that each state belongs to its parameter. There are no checksums to verify, because Megatron-LM
-        checkpoints do not contain any."""
+        """Check that optimizer states are assigned to the right parameters. Megatron-LM checkpoints contain no
+        checksums that could be verified."""
         if self.checks_states:
             self.tensors.check_states()
 

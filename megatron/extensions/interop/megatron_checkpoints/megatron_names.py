@@ -4,12 +4,14 @@ Identical layers may be stacked along a new first dim under one name. Otherwise,
 Megatron-LM tensor is a parameter of this program in a different shape. Megatron-LM merges query groups, heads and
 channels into one dim. Megatron-LM also merges gate and up into one dim. In a HybridModel, each sublayer is a separate
 layer, also in multi-token prediction modules, and hyper-connections wrap each of these layers. `names.json` lists the
-names that differ, in three tables. Rows of `renamed` replace the beginning of a name in a layer, if the layer also has
-a parameter whose name begins with `beside`. A tensor is written under all names in `theirs` and can be read from any of
-these names. Rows of `kinds` describe parameters that Megatron-LM divides into one tensor for each kind of channel. Such
-a tensor contains all groups, whereas the parameter of this program keeps all channels of a group together. For some
+names that differ, in three tables. A row of `renamed` replaces the beginning of a parameter's name within its layer. If
+the row contains `beside`, it applies only to layers that also have a parameter whose name begins with `beside`. A
+tensor is written under all names in `theirs` and can be read from any of these names. Rows of `kinds` describe
+parameters that Megatron-LM splits into several tensors, one for each kind of channel, such as queries and keys. Such a
+tensor contains all groups, whereas the parameter of this program keeps all channels of a group together. For some
 kinds, the number of channels per group is the last dim of another parameter of the module, divided by the number of
-groups. The other kinds share the remaining channels equally. Rows of `older` rename tensors from before Megatron core.
+groups. The channels that remain are divided equally among the other kinds. Rows of `older` rename tensors from before
+Megatron core.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ TABLES = json.loads(Path(__file__).with_name("names.json").read_text())
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule that maps a parameter name of this program to a Megatron-LM name: a row of the tables `renamed` and
-    `kinds`."""
+    """Rule that maps a parameter name of this program to one or more Megatron-LM names. Each rule is a row of the table
+    `renamed` or `kinds`."""
 
     ours: str
     theirs: Sequence[str] | Mapping[str, str | None]
@@ -76,9 +78,9 @@ class Way:
     names: tuple[str, ...]
     """Names of the tensors that form the parameter, in order."""
     shape: tuple[int, ...] = ()
-    """Shape of each tensor of the parameter, as stored in the files of one rank."""
+    """Shape of each tensor that forms the parameter, as stored in the files of one rank."""
     layer: int | None = None
-    """Index along the first dim of stacked tensors; None if the tensors are not stacked."""
+    """Index of the layer along the first dim, if the tensors of several layers are stacked; otherwise None."""
     transposed: bool = False
     """True if one tensor contains all experts as [experts, input channels, output channels]."""
     kinds: tuple[int, ...] = ()
@@ -153,8 +155,8 @@ def their_shape(meta: ParamMeta) -> tuple[int, ...]:
 
 
 def their_states(model: TransformerConfig) -> dict[str, tuple[ParamMeta, torch.dtype]]:
-    """Return the untrained tensors of a model as Megatron-LM stores them. A table with one row per token has the dtype
-    int32 and includes rows for the vocabulary's padding."""
+    """Return the untrained tensors of a model as Megatron-LM stores them. Megatron-LM stores tables with one row per
+    token as int32, and pads these tables to the padded vocabulary size."""
     found = {}
     for meta, dtype in model_states(model):
         table = meta.name.endswith(OF_TOKENS)
@@ -177,8 +179,8 @@ def _in_layer(name: str) -> tuple[str, int | None, str]:
 
 
 class Piece(NamedTuple):
-    """Piece of a parameter that Megatron-LM stores as one tensor: the tensor's names, the channels of each group of the
-    parameter that the tensor contains, and the tensor's shape."""
+    """Part of a parameter that Megatron-LM stores as a separate tensor. `names` are the names of the tensor, and
+    `shape` is its shape. From each group of the parameter, the tensor contains the channels `channels`."""
 
     names: list[str]
     channels: slice
@@ -189,8 +191,9 @@ class Names:
     """Names of a model's parameters in Megatron-LM's checkpoints.
 
     `metas` contains all parameters and all untrained states. `hybrid` is True for a HybridModel, which is described by
-    a layer pattern, and False for a GPTModel. A norm is fused with the following linear layer. A norm before experts
-    has a separate name with Transformer Engine, and the name of a fused norm without it.
+    a layer pattern, and False for a GPTModel. Megatron-LM fuses a norm with the following linear layer, and names the
+    norm after this layer. For a norm before experts, checkpoints written with Transformer Engine use a separate name,
+    and other checkpoints use the name of a fused norm.
     """
 
     def __init__(self, metas: Iterable[ParamMeta], hybrid: bool) -> None:
@@ -221,8 +224,8 @@ class Names:
         return front + "inner_layer." * wrapped
 
     def kinds(self, meta: ParamMeta) -> dict[str, int]:
-        """Return the number of channels per group for each kind of channel. The result is empty if Megatron-LM does not
-        store kinds separately."""
+        """Return the number of channels per group for each kind of channel, such as queries and keys. The result is
+        empty if Megatron-LM stores all kinds in a single tensor."""
         front, _, inside = _in_layer(meta.name)
         for rule in KINDS:
             if rule.holds(inside, self.layers[front], self.hybrid) and isinstance(rule.theirs, Mapping):
@@ -254,7 +257,8 @@ class Names:
         return pieces or [Piece(names, slice(None), shape)], layer
 
     def inside(self, meta: ParamMeta) -> Iterator[str]:
-        """Yield all names that a dense parameter may have in one rank's module, including the layer number."""
+        """Yield all names under which the module of one rank may store a dense parameter. The names include the layer
+        number."""
         front, _, inside = _in_layer(meta.name)
         yield from dict.fromkeys(each for theirs in self._renamed(front, inside) for each in theirs)
 
@@ -266,7 +270,7 @@ class Names:
                 names = tuple(f"{name}.{kind}" for kind in kinds) or (name,)
                 yield Way(names, layer=layer, kinds=tuple(kinds.values()))
             yield Way((f"{own}_w", f"{own}_v"))
-            if meta.expert:  # each expert has separate names, for the whole tensor or for gate (w) and up (v)
+            if meta.expert:  # each expert has its own tensors: one tensor, or one for gate (w) and one for up (v)
                 experts = range(meta.global_shape[0])
                 each = [own.replace(".experts.experts.", f".experts.experts.{expert}.") for expert in experts]
                 yield Way(tuple(each))

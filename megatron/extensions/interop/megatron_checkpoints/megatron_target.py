@@ -42,7 +42,7 @@ from megatron.training.progress import Progress
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 RELEASE = "release"
-"""Folder name of a checkpoint that does not belong to a run. The tracker file then contains this folder name instead of
+"""Folder name of a checkpoint without an iteration number. The tracker file then contains this folder name instead of
 an iteration."""
 
 
@@ -51,7 +51,8 @@ Place = tuple[tuple[str, ...], int | None]
 
 
 class TorchDistTarget(Target):
-    """Output folder with one checkpoint. Layers are stacked under one name if they all have the same tensors."""
+    """Conversion target that writes a folder with one torch_dist checkpoint. Layers are stacked under one name if they
+    all have the same tensors."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source = source
@@ -84,7 +85,8 @@ class TorchDistTarget(Target):
         self.nbytes = sum(made.nbytes for made in self.tensors.values())
 
     def _tensors(self) -> Iterator[tuple[Place, Made]]:
-        """Yield all tensors with their names and their index in a stack of layers."""
+        """Yield all tensors of the checkpoint. The key of a tensor consists of its names and of its index in a stack of
+        layers."""
         source, wanted = self.source, self.options.dtype
         for name, meta in source.metas.items():
             yield from self._pieces("", meta, source.dtype(name, wanted), partial(source.read, name, wanted))
@@ -107,7 +109,8 @@ class TorchDistTarget(Target):
             yield (keys, layer), Made(piece.shape, dtype, make)
 
     def _state(self, kind: str, name: str) -> Tensor:
-        """Return an optimizer state. For an fp32 model, the main parameters are the model's parameters."""
+        """Return the optimizer state of kind `kind` for a parameter. If the model is fp32, its parameters are returned
+        as main parameters."""
         assert self.training is not None
         if kind not in self.training.kinds:
             return self.source.read(name, torch.float32)
@@ -183,7 +186,8 @@ class TorchDistTarget(Target):
         return common | {"optimizer": optimizer, "opt_param_scheduler": scheduler_state(self.config, self.training)}
 
     def _optimizer(self, step_count: int, expert: bool) -> dict[str, object]:
-        """Return the non-tensor state of Megatron-LM's optimizer: parameter groups with and without weight decay."""
+        """Return the non-tensor state of Megatron-LM's optimizer. It consists of two parameter groups: one with weight
+        decay and one without."""
         options = self.config.optimizer
         group = DATA["group"] | {
             "is_expert_parallel": expert,
@@ -209,7 +213,7 @@ def _channels(read: Callable[[], Tensor], channels: slice) -> Tensor:
 
 
 def _rows(read: Callable[[], Tensor], rows: int) -> Tensor:
-    """Read a table, and truncate it or pad it with zeros to the given number of rows."""
+    """Read a table, and truncate it or zero-pad it to the given number of rows."""
     return with_rows(read(), rows)
 
 

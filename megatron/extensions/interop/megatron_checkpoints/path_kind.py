@@ -1,4 +1,5 @@
-"""Path kind for Megatron-LM checkpoints, which conversions read and write. Only a conversion imports torch."""
+"""Path kind for Megatron-LM checkpoints, which conversions can read and write. This module imports torch only during a
+conversion."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 
 class MegatronCheckpoint:
-    """Path kind and format of Megatron-LM checkpoints; see `megatron.extensions.interop.conversion.formats.Format`."""
+    """Path kind and conversion format for Megatron-LM checkpoints; see
+    `megatron.extensions.interop.conversion.formats.Format`."""
 
     format = "megatron"
     usual = False

@@ -1,4 +1,5 @@
-"""Translation of data lists to --data-path and related flags. The lists are in files or in Megatron-DeepSpeed's syntax.
+"""Translation of data lists to --data-path and related flags. The lists are read from files, or parsed from flag values
+in Megatron-DeepSpeed's syntax.
 
 This module does not import torch.
 """
@@ -18,8 +19,8 @@ from megatron.training.config.run_config import RunConfig
 def with_data_lists(config: RunConfig) -> RunConfig:
     """Set --data-path, --train-data-path and related flags to the data lists, and return the new configuration.
 
-    If a list is invalid, raises a ValueError that names the flag. Raises OSError if the file with the list cannot be
-    opened.
+    Raises ValueError if a list is invalid; the message contains the name of the flag. Raises OSError if the file that
+    contains the list cannot be opened.
     """
     lists, found = config.options(DataLists).given, dict[str, tuple[str, ...]]()
     for field, value in lists.items():
@@ -35,8 +36,8 @@ def with_data_lists(config: RunConfig) -> RunConfig:
 
 
 def _read(field: str, value: tuple[str, ...] | str) -> dict[str, tuple[str, ...]]:
-    """Parse the value of a data list flag, and return the words of each data path field. A value of type str is the
-    path of a file with the list. A value of type tuple is the list itself."""
+    """Parse the value of a data list flag, and return the words of each data path field. If `value` is a str, it is the
+    path of a file that contains the list. If it is a tuple, it is the list."""
     if not isinstance(value, str):
         return {_data_path(field): weighted_ranges(" ".join(value))}
     if field == "data_args_path":
@@ -64,7 +65,8 @@ def _words(split: str, words: object) -> tuple[str, ...]:
 def weighted_ranges(text: str) -> tuple[str, ...]:
     """Parse `NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX` and return the words of a data path.
 
-    Raises ValueError if the text is invalid or contains several names, because each name would be a separate data set.
+    Raises ValueError if the text is invalid. Also raises ValueError if the text contains more than one NAME, because
+    each NAME would define a separate data set.
     """
     sections = re.split(r"""(?:^|[\s"'])([\w.-]+):(?=\s)""", text.strip())
     if len(sections) < 3 or sections[0].strip(" \"'"):

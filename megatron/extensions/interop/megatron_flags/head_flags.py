@@ -1,7 +1,8 @@
 """Flags of Megatron-LM's newest parsers, and their treatment in this program. This module does not import torch.
 
-The table `flags_of_head.txt` in this folder has one line for each spelling of a flag on the branches main and dev.
-`tools/compare_megatron_flags.py` compares the table with the parser of a checkout and updates the table.
+The table `flags_of_head.txt` in this folder lists the flags on Megatron-LM's branches main and dev, with one line for
+each spelling of a flag. `tools/compare_megatron_flags.py` compares the table with the parser of a checkout and updates
+the table.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ SAME, TRANSLATED = "same", "translated"
 """Treatments of flags: a flag of this program, and a flag that is translated to other flags."""
 
 NO_EFFECT, REFUSED = "no effect", "refused"
-"""Treatments of flags: a flag that is accepted with a notice, and a flag that is refused with a reason."""
+"""Treatments of Megatron-LM flags: accepted without effect, with a notice; or refused, with a reason."""
 
 UNKNOWN = "unknown"
 
 EXAMPLES = {"int": "1", "float": "0.5", "bool": "true"}
-"""Maps types of values to example values."""
+"""Maps the name of a value type, such as int, to an example value."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class TheirFlag:
 
     @property
     def example(self) -> list[str]:
-        """Example of the flag's values."""
+        """Example values for the flag, as command-line words."""
         if self.count == "0":
             return []
         value = self.choices[0] if self.choices else EXAMPLES.get(self.type, self.default.strip("'\""))
@@ -62,7 +63,7 @@ class Row:
 
     flag: TheirFlag
     branches: str
-    """Branches of Megatron-LM whose argument parser has the flag: "main", "dev" or "main dev"."""
+    """Megatron-LM branches on which the flag exists. The value is "main", "dev" or "main dev"."""
 
     treatment: str
 

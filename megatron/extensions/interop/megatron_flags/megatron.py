@@ -10,7 +10,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 class MegatronLM(ForeignFlags):
-    """Megatron-LM's flags from the tables, and known differences in results."""
+    """Translation of Megatron-LM's flags by the tables, and warnings about known differences in results."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
         return differences_met(config, given)

@@ -2,7 +2,7 @@
 torch.
 
 The texts are in megatron_differences.toml, in this folder. `--dry-run` and `tools/translate_flags.py` print the
-differences that apply to the given flags; `tools/translate_flags.py --list` prints all of them."""
+differences that apply to the flags of a run. `tools/translate_flags.py --list` prints all differences."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ IGNORE_DOCUMENTS = {"mamba2", "gated_delta_net", "dsa", COMPRESSED}
 
 
 class Run:
-    """Properties of a run, for use in the conditions of differences. No property raises an exception, even if the value
-    of a flag is invalid."""
+    """Properties of a run, for use in the conditions of differences. Reading a property never raises an exception, even
+    if the value of a flag is invalid."""
 
     def __init__(self, config: RunConfig, given: Given) -> None:
         self.config, self.given = config, given
@@ -94,13 +94,12 @@ class Run:
 
     @property
     def several_samples_at_once(self) -> bool:
-        """True if the micro-batches that all ranks process at the same time have more than one sample in total."""
+        """True if all data-parallel ranks together process more than one sample at the same time."""
         return self.training.micro_batch_size * (self.parallel.data_parallel_size or 1) > 1
 
     @property
     def several_micro_batches(self) -> bool:
-        """True if a step has more than one micro-batch. The micro-batches may be on the same rank or on different
-        ranks."""
+        """True if a step has more than one micro-batch, counted over all data-parallel ranks."""
         return (self.training.global_batch_size or 1) > self.training.micro_batch_size
 
     @property
@@ -138,7 +137,8 @@ class Run:
 
     @property
     def mixers(self) -> set[str]:
-        """Linear attentions and other mixers in the model's layers; empty if the layer pattern is invalid."""
+        """Names of the mixers that the model's layers use instead of ordinary attention, such as linear attention. The
+        set is empty if the layer pattern is invalid."""
         with suppress(ValueError, ArithmeticError, AssertionError):
             return set(self.model.linear_attentions)
         return set()
@@ -150,7 +150,8 @@ class Run:
 
     @property
     def selects_keys(self) -> bool:
-        """True if an indexer selects keys, as in sparse attention, and in compressed attention with a ratio of 4."""
+        """True if an indexer selects the keys that a query attends to. Sparse attention has an indexer, and so does
+        compressed attention with a compression ratio of 4."""
         ratios = str(self.value("csa_compress_ratios") or "").replace("*", " * ")
         return "dsa" in self.mixers or (self.compresses and re.search(r"\b4\b", ratios) is not None)
 
@@ -252,7 +253,7 @@ MET: dict[str, Callable[[Run], bool]] = {
     "balancing losses with hash routing": (
         lambda run: run.hashes_tokens and run.balances("aux_loss", "seq_aux_loss", "global_aux_loss")
     ),
-    # Sparse and compressed attention
+    # Differences of sparse attention and compressed attention
     "rotary embedding of the indexer of sparse attention": (
         lambda run: "dsa" in run.mixers and "--dsa-indexer-rope-interleaved" not in run.given
     ),
@@ -280,5 +281,5 @@ MET: dict[str, Callable[[Run], bool]] = {
     ),
     "`--use-mup`": lambda run: "--use-mup" in run.given,
 }
-"""Maps the subject of a difference to the condition under which it applies: a function that returns True or False for a
-run."""
+"""Maps the subject of each difference to a condition. The condition is a function that returns True if the difference
+applies to a run."""

@@ -28,8 +28,8 @@ class Accepted:
     """Number of values that the flag accepts; None for any number."""
 
     values: tuple[str, ...] = ()
-    """Values that have no effect. Any other value requests `feature`. An empty tuple means that no value has an
-    effect."""
+    """Values of the flag that have no effect. Any other value of the flag requests the unsupported feature named in
+    `feature`. An empty tuple means that no value has an effect."""
 
     feature: str = "something"
 
@@ -50,8 +50,8 @@ class SameAs:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Switch that changes the value of a flag from `before` to `after`, whether the value is explicit or the default.
-    A value other than `before` is kept. The order of the flags is irrelevant."""
+    """Flag without a value that changes another flag from `before` to `after`. It applies to explicit values and to the
+    default. A value other than `before` is kept. The order of the flags is irrelevant."""
 
     flag: str
     before: str
@@ -82,8 +82,8 @@ Entry = Accepted | SameAs | Exchange | NotBuilt
 
 @dataclass(frozen=True)
 class ForeignFlags:
-    """Flags of a `ForeignProgram` that have no field in this program, and flag values that this program does not
-    support."""
+    """Treatment of another program's flags. It covers flags that have no configuration field in this program, and flag
+    values that this program does not support."""
 
     entries: dict[str, Entry]
     prefixes: dict[str, NotBuilt]
@@ -96,14 +96,14 @@ class ForeignFlags:
     """Maps a flag and its value to the unsupported feature that this value requests."""
 
     several_not_built: dict[str, str]
-    """Maps a flag that takes one value to the unsupported feature that several values would request."""
+    """Maps a flag that accepts one value here to the unsupported feature that a list of values would request."""
 
     registered_by: dict[str, str]
     """Maps a flag with its value to the file in examples/ that registers the value."""
 
     def find(self, name: str, *texts: str) -> Entry | None:
-        """Return the entry of a flag without a field. The flag is looked up with all its values, then with its first
-        value, and then alone. Returns None if the flag is unknown."""
+        """Return the table entry of a flag that has no configuration field. The lookup tries the flag with all its
+        values, then with its first value, and then without values. Returns None if the flag is unknown."""
         for words in (texts, texts[:1]):
             if words and (entry := self.entries.get(" ".join([name, *words]))):
                 return entry
@@ -163,8 +163,8 @@ class ForeignFlags:
         return True
 
     def _read_other_values(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        """Translate other programs' spellings of a flag's values to this program's spellings. Returns False if no value
-        was translated."""
+        """Replace flag values that are spelled as in another program with this program's spelling. Returns False if no
+        value was translated."""
         flag, _ = spelling_table()[name]
         ours, same = list(texts), self.same_values.get(flag.name, {})
         for place, text in enumerate(texts):
@@ -179,7 +179,7 @@ class ForeignFlags:
         """Translate a flag to other flags, and read these flags. A flag whose translation does not contain `{}` takes
         no value."""
         words = entry.flags.split()
-        fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # the value is part of the entry's key
+        fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # the table's key includes the value
         fixed &= bool(texts)
         if ("{}" in words) != bool(texts) and not fixed:
             rule = "takes a value" if "{}" in words else "takes no value"
@@ -208,13 +208,15 @@ def _not_built(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBu
 
 
 def subject(feature: str) -> str:
-    """Return the noun in the description of an unsupported feature, such as "fp8" in "this variant of fp8"."""
+    """Return the name of an unsupported feature without an introduction; for example, "this variant of fp8" becomes
+    "fp8"."""
     return feature.removeprefix("this setting of ").removeprefix("this variant of ")
 
 
 def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt) -> None:
-    """Accept or refuse a flag of an unsupported feature, depending on the other flags. The flag has no effect if it is
-    a setting of a feature that no other flag requests, or if it repeats another flag."""
+    """Accept or refuse a flag of an unsupported feature, depending on the other flags. If no other flag requests the
+    feature, a flag that only configures the feature is accepted without effect. A flag that repeats another flag is
+    also accepted without effect."""
     if reader.spelled & set(entry.beside):
         _no_effect(reader, name, texts, entry.reason)
     elif not entry.switch or reader.spelled & set(entry.switch):

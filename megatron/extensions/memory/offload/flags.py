@@ -60,7 +60,7 @@ def rules_of_activation(config: RunConfig, world_size: int) -> Iterator[Problem]
         return
     try:
         longest = model.num_layers // pipeline_layout(model, config.parallel).num_stages
-        # Stage lengths, which depend on the vocabulary size, matter only for numbers above the average length.
+        # The exact stage lengths depend on the vocabulary size. They are needed only above the average stage length.
         if layers > longest:
             if model.vocab_size is None:
                 return  # this rule runs again when the tokenizer is known

@@ -3,12 +3,12 @@
 
 As in ZeRO-Offload (Ren et al., arXiv 2101.06840, section 4), gradients are copied to the host, the host updates states
 and parameters, and parameters are copied back. States never leave the host, so they need no pinned memory. Gradients
-and parameters pass through a few slots. While one chunk is updated, the gradients of the next chunk and the parameters
-of the previous chunk are copied, each direction on its own stream. While the host works, the device updates the states
-that are in device memory.
+and parameters are copied chunk by chunk through a few reusable host buffers (slots). While one chunk is updated, the
+gradients of the next chunk and the parameters of the previous chunk are copied, each direction on its own stream. While
+the host works, the device updates the states that are in device memory.
 
-Unlike with ZeRO-Offload's delayed update, the update is complete when the step returns. The result equals the step of
-the same optimizer on the device, up to kernel rounding.
+ZeRO-Offload can delay an update to the next step. Here, the update is complete when the step returns. The result equals
+the result of the same optimizer on the device, except for rounding differences between kernels.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CopyQueue:
 
     @contextmanager
     def after_copies(self) -> Iterator[None]:
-        """Context manager: kernels launched in the block wait for the copies started so far. Kernels launched after the
+        """Context manager for kernels that must wait for the copies started so far. Kernels launched after the `with`
         block do not wait."""
         if self._stream is None:
             yield
@@ -82,7 +82,8 @@ class Slots:
         self._events: list[torch.cuda.Event | None] = [None] * number
 
     def start_copy(self, chunk: int, copy: Callable[[Tensor], torch.cuda.Event | None]) -> None:
-        """Start a copy that reads or writes the slot of a chunk."""
+        """Call `copy` with the host buffer (slot) of a chunk. `copy` starts an asynchronous copy to or from this
+        buffer."""
         place = chunk % len(self.tensors)
         self._events[place] = copy(self.tensors[place])
 
@@ -132,7 +133,7 @@ class HostUpdate:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory used in addition to the states."""
+        """Number of bytes of host memory in use, not counting the states."""
         return self._grads.nbytes + self._params.nbytes
 
     def start(self) -> None:
@@ -144,12 +145,12 @@ class HostUpdate:
             self._start_grads(chunk)
 
     def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
-        """Start copying the values that `update` needs, so that `update` does not wait for kernels that are launched
-        later."""
+        """Start copying the scalars that `update` needs to the host. The copy starts before later kernels are launched,
+        so `update` does not wait for those kernels."""
         return HostCopy[float](torch.stack([skip, updates, torch.ones_like(skip) if factor is None else factor]))
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
-        """Perform one update after `start`, with the `scalars` of this step. If `scaled` is True, gradients are
+        """Perform the update that `start` began, with the `scalars` of this step. If `scaled` is True, gradients are
         multiplied by the factor in `scalars`. The call waits for the gradients. Kernels that are launched after the
         call read the new parameters."""
         skip, updates, factor = (torch.tensor(value, dtype=torch.float64) for value in scalars.read())

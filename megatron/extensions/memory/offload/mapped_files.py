@@ -2,7 +2,8 @@
 
 Host memory then acts as a cache for the disk: the operating system reads and writes pages as they are used. A file is
 unlinked as soon as it is mapped. The disk space is therefore freed even if the run crashes. Space is reserved when a
-file is created. Otherwise, a process would be killed without a message if the disk later had no space for a page.
+file is created. Without the reservation, the operating system would kill a process without a message if the disk became
+full later.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class MappedFiles:
 
 
 class WeightsFolder(Callback):
-    """Function that is called before any space is reserved, to check that the disk has enough space for all ranks that
-    use it."""
+    """Callback that checks the free disk space for offloaded weights. Before any space is reserved, it verifies that
+    each disk has enough space for all ranks that use the disk."""
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
         folder = config.options(HostWeightFlags).offload_weights_folder

@@ -21,10 +21,11 @@ def host_ranges(config: OptimizerConfig, owned: Mapping[BucketPlace, int]) -> di
     """Return, for each bucket, the ranges of a rank's elements whose states are in host memory. A range has at most
     `HOST_CHUNK` elements.
 
-    The ranges contain the fraction `config.host_fraction` of all elements, in whole blocks of `ALIGNMENT`. The first
-    buckets of `owned` are placed on the host. `owned` lists buckets in the order in which the backward pass completes
-    them. Therefore, the last buckets, which contain the parameters that the next forward pass needs first, are updated
-    on the device. At most one bucket has states both on the device and on the host."""
+    Together, the ranges contain the fraction `config.host_fraction` of all elements, rounded to a multiple of
+    `ALIGNMENT`. The first buckets of `owned` are placed on the host. `owned` lists buckets in the order in which the
+    backward pass completes them. Therefore, the last buckets, which contain the parameters that the next forward pass
+    needs first, are updated on the device. At most one bucket is split, with some of its states on the device and the
+    others on the host."""
     left = round(config.host_fraction * sum(owned.values()) / ALIGNMENT) * ALIGNMENT
     found = {}
     for place, numel in owned.items():

@@ -6,8 +6,8 @@ The first layers of each stage are offloaded, because their activations are kept
 several layers that are recomputed together. While a part computes, the tensors that the part saves are copied to the
 host on a separate stream. The device tensors of a part are freed after the next part has been computed, so that the
 device holds the tensors of at most two parts. In the backward pass, the copies of a part are fetched while the backward
-pass of the following part computes. Fetched tensors are written to new device memory. Autograd frees this memory in the
-same way as the memory of the original tensors.
+pass of the following part computes. Fetched tensors are written to new device memory. Autograd frees it as soon as the
+backward pass no longer needs the tensors.
 
 Saved-tensor hooks intercept the tensors that autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). The following
 tensors stay on the device:
@@ -49,8 +49,8 @@ class HostBuffer:
 
 
 def rounded_up(nbytes: int) -> int:
-    """Round a size up to a power of two, as torch's pinned memory allocator does. Therefore only a few buffer sizes
-    occur, even if shapes change from step to step, as with experts."""
+    """Round a size up to a power of two, as torch's pinned memory allocator does. Rounding limits the number of
+    different buffer sizes, even if shapes change from step to step, as in MoE layers."""
     return 1 << max(0, nbytes - 1).bit_length()
 
 
@@ -65,12 +65,13 @@ class HostPool:
             size, dtype=torch.uint8, pin_memory=pinned, device=device
         )
         self.nbytes = 0
-        """Total bytes of all buffers, used and free."""
+        """Total size in bytes of all buffers, both used and free."""
         self._free: dict[int, list[HostBuffer]] = {}
         self._returned: deque[HostBuffer] = deque()  # finalizers, which may run in any thread, append to it
 
     def take(self, nbytes: int) -> HostBuffer:
-        """Return a free buffer of at least `nbytes`. The buffer is in use until the caller returns it."""
+        """Return a free buffer of at least `nbytes`. The pool does not hand out the buffer again until the caller
+        returns it."""
         while self._returned:
             buffer = self._returned.popleft()
             self._free.setdefault(len(buffer.memory), []).append(buffer)
@@ -123,8 +124,8 @@ class ActivationOffload:
         return buffer, self.to_host.copy(x, buffer.memory[: len(x)])
 
     def fetch(self, buffer: HostBuffer, nbytes: int) -> Tensor:
-        """Start copying a host buffer to newly allocated device memory. Return a uint8 tensor [bytes], whose contents
-        are valid after the event `buffer.read`."""
+        """Start copying a host buffer to newly allocated device memory. Return the device memory as a uint8 tensor
+        [nbytes]. The tensor's contents are valid after the event `buffer.read`."""
         into = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self.to_device.start_after()  # kernels launched so far may still use the memory for another tensor
         buffer.read = self.to_device.copy(buffer.memory[:nbytes], into)
@@ -132,7 +133,7 @@ class ActivationOffload:
 
 
 class OffloadedPass:
-    """Forward and backward pass of one micro-batch through the layers of a stage."""
+    """Offloaded activations of one micro-batch in one pipeline stage, from its forward pass to its backward pass."""
 
     def __init__(self, offload: ActivationOffload, stays: set[int]) -> None:
         self.offload, self.stays = offload, stays
@@ -140,8 +141,8 @@ class OffloadedPass:
 
     @contextmanager
     def part(self, offloaded: bool, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Context manager for the forward pass of a part. On exit, the device tensors saved by the previous part are
-        freed."""
+        """Context manager for the forward pass of a part. On exit, the context manager frees the device tensors that
+        the previous part saved."""
         if offloaded:
             self.parts.append(part := Part(self.offload, self.stays | {storage_id(tensor) for tensor in parameters}))
             with part.saving():
@@ -152,8 +153,8 @@ class OffloadedPass:
         self._let_go(self.parts[-2:-1])
 
     def watch(self, output: object) -> None:
-        """When the backward pass of the last part begins, fetch the tensors of this part and of the previous part,
-        whose backward pass is next. `output` is the value that the last part returned in the forward pass."""
+        """Register hooks on `output`, the return value of the last part's forward pass. When the last part's backward
+        pass begins, the hooks fetch the saved tensors of the last part and of the part before it."""
         parts = [part for part in reversed(self.parts[-2:]) if part is not None]
         for tensor in tensors_in(output) if parts else ():
             if tensor.requires_grad:
@@ -175,16 +176,16 @@ def _fetch(parts: Iterable[Part]) -> None:
 
 
 class Part:
-    """Tensors that autograd saved for one micro-batch in one part of a pipeline stage."""
+    """Tensors that autograd saves when one part of a pipeline stage processes one micro-batch."""
 
     def __init__(self, offload: ActivationOffload, stays: set[int]) -> None:
         self.offload, self.stays = offload, stays
         self._held: dict[int, _Moved] = {}
-        """Saved storages by address, while they are still on the device."""
+        """Storages of saved tensors whose device memory has not been freed yet, keyed by address."""
         self._moved: list[weakref.ref[_Moved]] = []
         """Offloaded storages that autograd still needs."""
         self._sent: torch.cuda.Event | None = None
-        """Event after which all storages are on the host; None on CPU."""
+        """Event that marks the end of the copies of all storages to the host; None on CPU."""
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -206,8 +207,8 @@ class Part:
         return _View(self._held[key], x.dtype, x.size(), x.stride(), int(x.storage_offset()))
 
     def let_go(self) -> None:
-        """Free the device memory of the saved tensors. Kernels that use this memory for new tensors wait for the end of
-        the copies."""
+        """Free the device memory of the saved tensors. Later kernels, which may reuse the memory, wait until the copies
+        to the host are complete."""
         self.offload.to_device.wait(self._sent)
         for moved in self._held.values():
             moved.original = None
@@ -237,8 +238,8 @@ class _View(NamedTuple):
 
 
 class _Moved:
-    """Tensor storage that is offloaded to the host and copied back for the backward pass. A storage exists as long as
-    the graph needs one of its tensors. Afterwards, the storage's buffer is returned to the pool."""
+    """Storage of saved tensors, which is offloaded to the host and copied back for the backward pass. The object exists
+    as long as the autograd graph needs one of its tensors. Afterwards, its host buffer is returned to the pool."""
 
     def __init__(self, offload: ActivationOffload, original: Tensor) -> None:
         self.offload, self.nbytes = offload, len(original)
@@ -277,6 +278,7 @@ class _Moved:
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """Return the whole storage of x as uint8 [bytes], without an incomplete element at its end."""
+    """Return the bytes of x's storage as a uint8 tensor. If the storage ends with an incomplete element, this element
+    is omitted."""
     elements = x.untyped_storage().nbytes() // x.dtype.itemsize
     return x.detach().as_strided((elements,), (1,), 0).view(torch.uint8)

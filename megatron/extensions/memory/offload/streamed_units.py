@@ -8,8 +8,8 @@ such as norm weights and biases stay on the device. The design follows ZeRO-Infi
 - the parameters of the next unit are copied to the device while a unit computes, in the forward and the backward pass;
 - the gradients of a unit are copied directly into the sums on the host while the next unit computes;
 - from the second micro-batch on, the gradient sum of a unit is copied back to the device before the unit's backward
-pass adds to the sum. Therefore every sum is bit-equal to the sum without offloading, and the host performs no
-additions.
+pass adds to the sum. All additions are performed on the device, so every sum is bit-equal to the sum without
+offloading.
 
 `UnitSharding` determines when a unit is needed and which unit is next. This module performs the copies. The device
 holds the parameters of at most two units, and the gradients of at most three units: one unit's gradients are copied to
@@ -69,7 +69,7 @@ class Arrival(Pending):
 
 
 class HostUnitStore(ShardedUnits):
-    """Store of the units of one rank in host memory, with a stream for each direction of copies."""
+    """Store that keeps the units of one rank in host memory. Copies in the two directions use separate streams."""
 
     def __init__(self, config: ModelParallelConfig, device: torch.device) -> None:
         self.device = torch.device(device)
@@ -110,13 +110,14 @@ class HostUnitStore(ShardedUnits):
             return start_all_gather(part, axis, out=whole)
 
     def start_send(self, source: Tensor, target: Tensor) -> Arrival:
-        """Start copying `source` to `target` on the host. The copy waits for the work launched so far."""
+        """Start copying `source` on the device to `target` in host memory. The copy waits for the work launched so
+        far."""
         self.to_host.start_after()
         return Arrival(target, queue=self.to_host, event=self.to_host.copy(source, target))
 
 
 class StreamedBucket(UnitBucket):
-    """Bucket of a unit, whose `param_shard` and `grad_shard` are in host memory."""
+    """Bucket of a unit. The bucket's `param_shard` and `grad_shard` are in host memory."""
 
     on_host = True
 
@@ -126,7 +127,7 @@ class StreamedBucket(UnitBucket):
         """True if `grad_shard` contains the gradient sum over this step's micro-batches so far; False if it contains
         the sum of the previous step."""
         self.adding = False
-        """True if the current micro-batch has added to the unsharded gradients."""
+        """True if the current micro-batch has already accumulated gradients into the unsharded gradient tensor."""
         self._coming: Pending | None = None
         self._leaving: Pending | None = None
         super().__init__(layout, buffer)
@@ -142,8 +143,8 @@ class StreamedBucket(UnitBucket):
             self.whole_params = True
 
     def open_grads(self) -> None:
-        """Allocate device memory for gradients, and start fetching the sum of the gradients of earlier micro-batches
-        from the host. Call `await_sum` before adding to the sum."""
+        """Allocate device memory for gradients, and start fetching the gradient sum of earlier micro-batches from the
+        host. Callers must call `await_sum` before they add to the gradient sum."""
         if self.whole_grads or not self.returns:
             super().open_grads()
             return
@@ -154,12 +155,13 @@ class StreamedBucket(UnitBucket):
 
     @property
     def returns(self) -> bool:
-        """True if the gradient sum is fetched to the device before gradients are added. This is the case after the
-        first micro-batch if there is only one data-parallel rank."""
+        """True if the gradient sum is fetched to the device before gradients are added to it. With a single
+        data-parallel rank, the sum is fetched from the second micro-batch on. With several ranks, it is never fetched
+        in advance."""
         return self.summed and self.axis.size == 1
 
     def await_sum(self) -> None:
-        """Wait for the sum that `open_grads` fetches."""
+        """Wait until the gradient sum that `open_grads` is fetching has arrived on the device."""
         if self._coming is not None:
             self._coming.wait()
             self._coming = None
@@ -190,7 +192,7 @@ class StreamedBucket(UnitBucket):
 
     def _add_to_sum(self, reduced: Tensor) -> None:
         if self.summed:
-            total = self.grads.chunk(self.axis.size)[self.axis.rank]  # the memory of this rank's reduced shard
+            total = self.grads.chunk(self.axis.size)[self.axis.rank]  # overwrites this rank's shard
             self.store.start_fetch(self.grad_shard, total, ALONE).wait()
             reduced = total.add_(reduced)
         self.store.start_send(reduced, self.grad_shard).wait()
@@ -217,7 +219,8 @@ class StreamedBucket(UnitBucket):
 
 
 class StreamedUnits(UnitSharding):
-    """Hooks for the units of one rank, if weights are in host memory."""
+    """Hooks that copy the weights and gradients of each unit between host and device, for a rank whose weights are in
+    host memory."""
 
     buckets: Sequence[StreamedBucket]
     store: HostUnitStore
@@ -250,8 +253,9 @@ class StreamedUnits(UnitSharding):
         self.course.end()
         for bucket in self.buckets:
             bucket.settle_sum()
-        self.store.to_host.synchronize()  # the optimizer on the host reads the gradient sums next
-        self.store.to_device.synchronize()  # and then writes the parameters
+        # The host optimizer reads the gradient sums and overwrites the parameters, so all copies must be complete.
+        self.store.to_host.synchronize()
+        self.store.to_device.synchronize()
 
     def _acquire(self, unit: Unit) -> None:
         super()._acquire(unit)
@@ -273,15 +277,15 @@ class StreamedUnits(UnitSharding):
         bucket.await_sum()
 
     def _fetch_ahead(self) -> None:
-        """Start fetching the next gradient sum to which gradients are added, if it is needed soon."""
+        """Start fetching the next gradient sum from the host, if gradients will be added to it soon."""
         following = next((each for each in self.course.following(AHEAD) if isinstance(each, StreamedBucket)), None)
         if following is not None and following.returns and not following.whole_grads:
             self._make_room()
             following.open_grads()
 
     def _make_room(self) -> None:
-        """Free gradients that were sent to the host before the last forward pass. The freed gradients include the
-        gradients of the last unit in a backward pass."""
+        """Free the device memory of gradients that were sent to the host before the last forward pass. Otherwise, the
+        gradients of the last unit in a backward pass would stay on the device."""
         if self._forward_since:
             self._finish(0)
             self._forward_since = False

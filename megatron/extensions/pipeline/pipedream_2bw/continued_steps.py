@@ -1,5 +1,5 @@
-"""Steps whose passes begin before the previous step ends: the step function of the training loop, and the pipeline that
-keeps the state of started passes."""
+"""Steps that begin before the previous step ends. The module contains the step function of the training loop, and the
+pipeline that keeps the state of passes that began early."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from megatron.training.train_step import TrainStep, is_read
 
 
 class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
-    """Executor that keeps the messages and autograd graphs of started passes of the next step, and chooses the weights
-    of each pass."""
+    """Executor that runs some passes of the next step early. It keeps the messages and autograd graphs of these passes
+    until the next step, and selects the weight version for each pass."""
 
     optimizer: LateOptimizer
     """Optimizer that owns both versions of the weights."""
@@ -35,8 +35,8 @@ class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
         self, actions: Sequence[Action], batches: Sequence[Batch], following: Sequence[Batch], seed: float
     ) -> list[Tensor]:
         """Run one step. `actions` may also contain passes of `following`, the micro-batches of the next step. The next
-        call runs the remaining passes of these micro-batches. Return the loss sums of this step's micro-batches, as
-        `run` does."""
+        call of `run_step` runs the remaining passes of `following`. Returns the loss sums of the micro-batches in
+        `batches`, in the same form as `run`."""
         self._begin([*batches, *following], seed, training=True)
         self._microbatches = len(batches)
         self.run_actions(actions)
@@ -73,7 +73,7 @@ class ContinuingPipeline(Pipeline):
     """Micro-batches of the next step. The next call of `train` may already run some of their passes."""
 
     _begun = 0
-    """Number of micro-batches in the last step, if passes of the following step have already begun."""
+    """Number of micro-batches in the last step. The number is 0 if no passes of the following step have begun."""
 
     @property
     def counting_rank(self) -> int | None:
@@ -96,7 +96,8 @@ class ContinuingPipeline(Pipeline):
         return super().evaluate(batches)
 
     def drop_begun(self) -> None:
-        """Discard started passes of the next step, so that the next call of `train` runs all passes of that step."""
+        """Discard the passes of the next step that have already begun. The next call of `train` then runs these passes
+        again."""
         if self._begun:
             self.executor.drop()
             self._begun = 0
@@ -106,8 +107,7 @@ class ContinuedStep(TrainStep):
     """Training step whose passes may begin during the previous step."""
 
     begun: StepInput | None = None
-    """Inputs of the next step, whose first passes overlap with the current step. None if the next step does not
-    overlap."""
+    """Inputs of the next step, if some of its passes run during the current step; otherwise None."""
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)

@@ -19,7 +19,7 @@ HERE = "megatron.extensions.pipeline.pipedream_2bw"
 
 @dataclass(frozen=True)
 class TwoVersions:
-    """Requirements of `--pipeline-schedule 2bw` on other parts of a run. This class has no flags."""
+    """Settings that `--pipeline-schedule 2bw` requires in other parts of a run. This class defines no flags."""
 
     kept: bool = False
 

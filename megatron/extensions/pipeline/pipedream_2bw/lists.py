@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel.schedules import Schedule, build_schedule, 
 
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 ENDS = BACKWARDS | {Kind.W, Kind.SEND_B}
-"""Kinds of actions that can be the last action of a rank for a micro-batch."""
+"""Kinds of actions with which a rank may end its work on a micro-batch."""
 
 
 @lru_cache(maxsize=64)
@@ -21,8 +21,8 @@ def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: 
     The passes of three consecutive steps are ordered as one long step. Each rank's list begins after the rank's last
     backward pass of the previous step, and ends with the rank's last backward pass of this step. Micro-batch 0 is the
     first micro-batch of this step, so micro-batches with numbers of at least `microbatches` belong to the next step.
-    VALIDATE precedes the first pass of the next step, because this pass needs the update of the previous step. For the
-    adjacent steps, only the passes that overlap with this step are built.
+    The action VALIDATE precedes the first pass of the next step: it performs the update of the previous step, which
+    this pass needs. For the adjacent steps, only the passes that overlap with this step are built.
 
     Args:
         schedule: Name of the schedule.
@@ -41,10 +41,10 @@ def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: 
 
 
 def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
-    """Divide action lists with communication into two parts. On each rank, the first part ends with the actions that
-    complete the backward passes of the first `microbatches` micro-batches. A receive is in the same part as the
-    matching send, so that no message that is sent in the first part is received in the second part. However, the second
-    part may use a tensor that the first part received."""
+    """Divide action lists with communication into two parts. On each rank, the first part ends once the backward passes
+    of the first `microbatches` micro-batches are complete. A receive is in the same part as the matching send, so that
+    no message that is sent in the first part is received in the second part. Actions in the second part may use tensors
+    that were received in the first part."""
     heads: Schedule = []
     for actions in lists:
         ends = [i for i, a in enumerate(actions) if a.kind in ENDS and a.microbatch < microbatches]

@@ -1,4 +1,5 @@
-"""Two versions of the weights, and updates that wait for the gradient norm while the next step runs.
+"""Optimizer of the 2bw schedule, which keeps two versions of the weights. While the reduction of a step's gradient norm
+is pending, the next step already runs.
 
 PipeDream-2BW (arXiv 2006.09503, section 3.1): the gradient of a step is computed with the weights before the last
 update,
@@ -33,20 +34,20 @@ from megatron.extensions.pipeline.pipedream_2bw.flags import PREVIOUS
 
 
 class VersionedShard(OptimizerShard):
-    """Optimizer shard with two versions of its parameters. Updates read a copy of the gradients, and write the
-    parameters to two memory locations in turn."""
+    """Optimizer shard with two versions of its parameters. An update reads a copy of the gradients. Successive updates
+    write the parameters alternately to two memory locations."""
 
     def __init__(self, spec: ShardSpec) -> None:
         super().__init__(spec)
         if self.aliased:
             self.aliased, self.main = False, self.params.clone()
         self.place, self.previous = spec.place, self.device_params
-        """This shard's parameters before the last update. The tensor is a view of the other memory location once that
-        location exists."""
+        """This shard's parameters before the last update. Once the second memory location of the parameters is
+        allocated, the tensor is a view of that location."""
         self.attach(torch.zeros_like(self.device_grads), self.device_params)
 
     def of_bucket(self, params: Tensor) -> Tensor:
-        """Return the shard's range within the part of the bucket that this rank owns."""
+        """Return the elements of this shard. `params` contains the elements of a bucket that this rank owns."""
         return params[self.place.start : self.place.stop]
 
     def exported(self) -> dict[str, Tensor]:
@@ -54,7 +55,7 @@ class VersionedShard(OptimizerShard):
 
 
 class _Waiting(NamedTuple):
-    """Update whose gradient norm is still being reduced."""
+    """Update that waits for the reduction of its gradient norm."""
 
     update: Update
     result: StepResult
@@ -62,8 +63,8 @@ class _Waiting(NamedTuple):
 
 
 class LateOptimizer(DistributedOptimizer):
-    """Optimizer that performs the update of a step as late as possible: before the first pass of the step after the
-    next step."""
+    """Optimizer that performs each update as late as possible. The update of step t is performed just before the first
+    pass of step t+2."""
 
     def __init__(
         self,
@@ -75,10 +76,10 @@ class LateOptimizer(DistributedOptimizer):
         super().__init__(config, ddp, state, host_threads)
         self.versioned = [shard for shard in self.shards if isinstance(shard, VersionedShard)]
         self.is_read = True
-        """True if the result of the next `step` is read before the following step."""
+        """True if the result of the next call of `step` is read before the following call, for example to log it."""
         self.other = [torch.full_like(buffer.param_data, torch.nan) for buffer in self.ddp.buffers]
-        """Memory that stores the parameters before the last update, for each buffer. The memory contains NaN until a
-        checkpoint is loaded, or until `start` is called."""
+        """Second memory location of each parameter buffer. At first, it stores the parameters before the last update.
+        It contains NaN until a checkpoint is loaded, or until `start` is called."""
         self._newest = _views(self.ddp)
         self._exchange()
         self._previous = _views(self.ddp)
@@ -115,9 +116,9 @@ class LateOptimizer(DistributedOptimizer):
         self._use(self._newest)
 
     def use_for(self, of_next_step: bool) -> None:
-        """Choose the weights of a pass: the weights before the last update or, for a pass of the next step, the newest
-        weights. While the update of the previous step is pending, the newest weights serve as the weights before the
-        last update."""
+        """Select the weight version for a forward or backward pass. Passes of the current step use the weights before
+        the last update; passes of the next step use the newest weights. While the update of the previous step is
+        pending, passes of the current step also use the newest weights."""
         self._use(self._newest if of_next_step or self._waiting is not None else self._previous)
 
     def _use(self, version: list[Tensor]) -> None:
@@ -140,8 +141,9 @@ class LateOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def start(self) -> bool:
-        """Gather the weights before the last update from the shards that each rank loaded. Weights that were not loaded
-        are set to the newest weights. Return True if all weights of this rank were loaded. Collective."""
+        """Gather the weights before the last update from the shards that each rank loaded. Any weights before the last
+        update that the checkpoint lacks are set to the newest weights. Return True if the checkpoint contained all
+        weights of this rank. Collective."""
         complete = True
         for shard in self.versioned:
             pieces = shard.pieces({PREVIOUS: shard.previous})

@@ -1,8 +1,9 @@
 """Grammar of --pipeline-model-parallel-layout, which lists pipeline stages by hand. This module does not import torch.
 
 A stage is a sequence of E (embedding), t (transformer layer), m (multi-token prediction module) and L (norm, head and
-loss). The character | separates stages. m must come right before L, and shares the head of L. A symbol or a group in
-parentheses is repeated by *n: `Et*3|(tt|)*2mL` is `Ettt|tt|tt|mL`. Commas and spaces are ignored.
+loss). The character | separates stages. The symbol m may only stand directly before L. Multi-token prediction modules
+use the output head of L. A symbol or a group in parentheses is repeated by *n: `Et*3|(tt|)*2mL` is `Ettt|tt|tt|mL`.
+Commas and spaces are ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 
 LONGEST = 100_000
-"""Largest number of symbols after repetition. A longer text is considered a mistake."""
+"""Maximum number of symbols in a layout after all repetitions are expanded. A longer layout is considered a mistake."""
 
 TOKEN = re.compile(r"([EtmL|()])|\*(\d+)")
 
@@ -18,7 +19,8 @@ TOKEN = re.compile(r"([EtmL|()])|\*(\d+)")
 def layers_of_stages(text: str) -> tuple[int, ...]:
     """Return the number of transformer layers of each stage, by global stage number.
 
-    Raises ValueError if the text is invalid. The error message is a rule and a remedy, separated by a semicolon.
+    Raises ValueError if the text is invalid. The error message states the violated rule and, after a semicolon, a
+    remedy.
     """
     stages = expanded(text).split("|")
     whole = "".join(stages)

@@ -32,8 +32,8 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _of_layout(p: ModelParallelConfig, text: str, message: str) -> Problem:
-    """Report pipeline stages that cannot be parsed, do not fit the model, or exceed the number that the schedule
-    supports."""
+    """Report an invalid division into pipeline stages. Either the text cannot be parsed, or the stages do not match the
+    model, or the schedule does not support this number of stages."""
     if message.startswith(LAYOUT):
         rule, _, remedy = message.removeprefix(f"{LAYOUT} {text}: ").partition("; ")
         return Problem(LAYOUT, text, rule, remedy)

@@ -1,5 +1,5 @@
-"""Number of layers in each pipeline stage according to the flags, and errors in the flags. This module does not import
-torch."""
+"""Computation of the number of layers in each pipeline stage from the flags, and validation of these flags. This module
+does not import torch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class StagesByHand:
 
     @staticmethod
     def fixed(model: TransformerConfig, parallel: ModelParallelConfig, layout: PipelineLayout) -> dict[int, int]:
-        """Return the number of layers of each stage for which the flags specify it. Raises ValueError if these numbers
-        do not fit the model."""
+        """Return the numbers of layers that the flags specify, keyed by stage. Stages that the flags do not specify are
+        omitted. Raises ValueError if the specified numbers are impossible for the model and the layout."""
         flags = parallel.options(SplitFlags)
         if flags.pipeline_model_parallel_layout is not None:
             return dict(enumerate(stages_by_hand(model, parallel, flags.pipeline_model_parallel_layout)))

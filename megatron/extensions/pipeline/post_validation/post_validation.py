@@ -2,16 +2,17 @@
 
 Qi et al., arXiv 2401.10241, section 4. Without post-validation, a step waits for the norm, and therefore for the last
 backward pass of the slowest pipeline stage. With post-validation, each stage starts the reduction of the norm, and
-updates its parameters without waiting for the result. The stage does not clip, and it skips the update only if its own
-gradients are not finite. Then the stage runs the first forward passes of the next step. At VALIDATE, before the first
-backward pass of that step, the reduction is complete. If the step should have been clipped or skipped on any rank, all
-ranks roll back, repeat the update with the correct factor, and repeat the forward passes.
+updates its parameters without waiting for the result. At this point, the stage does not clip its gradients. It skips
+the update only if its own gradients are not finite. After its update, the stage runs the first forward passes of the
+next step. At VALIDATE, before the first backward pass of that step, the reduction is complete. If the step should have
+been clipped or skipped on any rank, all ranks roll back, repeat the update with the correct factor, and repeat the
+forward passes.
 
 The paper rolls back an update by reversing its arithmetic in place, which causes rounding errors. Here, states are
 copied before the update, so that a step that was rolled back and repeated is bit-equal to a step that waited for the
-norm. The copies need as much memory as a second set of this rank's shards. The paper also passes the partial norm from
-stage to stage. Passing the partial norm would save nothing here, because one wrong guess on any rank makes all ranks
-repeat their forward passes.
+norm. The copies need as much memory as a second set of this rank's shards. In the paper, each stage also sends its
+partial norm to the next stage, so that stages validate one after another. This would save nothing here, because one
+wrong guess on any rank makes all ranks repeat their forward passes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class RollbackCopies:
 
     @torch.no_grad()
     def take(self, further: Sequence[Tensor] = ()) -> None:
-        """Copy the current values of all tensors, including the small tensors `further`."""
+        """Copy the current values of `tensors` and of `further`. The copies of `further` are newly allocated, so these
+        tensors should be small."""
         if self.tensors:
             foreach_copy_(self.copies, self.tensors)
         self._further = [(tensor, tensor.detach().clone()) for tensor in further]
@@ -71,8 +73,8 @@ class RollbackCopies:
 
 
 class _Unvalidated(NamedTuple):
-    """Update that was performed before the norm was known, with the non-tensor parts of the state before this
-    update."""
+    """Update that was performed before the global gradient norm was known. A rollback restores the non-tensor state
+    from the values stored here."""
 
     update: Update
     result: StepResult
@@ -101,12 +103,12 @@ class PostValidatedOptimizer(DistributedOptimizer):
         of_chain = [tensor for chain in self.chains for tensor in chain.tensors]
         self.copies = RollbackCopies([*(tensor for tensors in changed for tensor in tensors), *of_chain])
         self.is_read = True
-        """True if the result of the next `step` is read before the following step."""
+        """True if the result of the next call of `step` is read before the following call, for example to log it."""
         self.step_state: Callable[[], Sequence[Tensor]] = tuple
         """Function that returns the tensors that `Update.on_update` changes."""
         self._unvalidated: _Unvalidated | None = None
         self._last: StepResult | None = None
-        """Update of the previous step."""
+        """Result of the previous step."""
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -139,9 +141,10 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def validate(self) -> bool:
-        """Wait for the result of checking an unvalidated update, if there is such an update. Returns True on all ranks
-        if the step was rolled back. Parameters, states and everything that `on_update` changes are then bit-equal to
-        their values after a step that waited for the norm. This method is a collective over the world."""
+        """Validate the last update if it has not been validated yet. The method waits for the result of the check.
+        Returns True on all ranks if the step was rolled back. After the rollback, parameters, states and everything
+        that `on_update` changes are bit-equal to the result of a step without post-validation. This method is a
+        collective over the world."""
         if self._unvalidated is None:
             return False
         (update, result, norm, updates, scaler), self._unvalidated = self._unvalidated, None
@@ -165,7 +168,8 @@ class StaleForwards(Exception):
 
 
 class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
-    """Executor of lists with VALIDATE, which may raise `StaleForwards`."""
+    """Executor of action lists that contain VALIDATE. If VALIDATE rolls back an update, the executor raises
+    `StaleForwards`."""
 
     validate: Callable[[], bool]
     """Function that returns True on all ranks if parameters have changed."""
@@ -174,7 +178,7 @@ class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
         if action.kind is not Kind.VALIDATE:
             super().handle(action)
         elif self.validate():
-            self.drop()  # a message sent before VALIDATE is also received before it
+            self.drop()  # no message crosses VALIDATE, so none is lost
             raise StaleForwards
 
 
@@ -193,7 +197,8 @@ class ValidatingPipeline(Pipeline):
 
 
 class PostValidatedStep(TrainStep):
-    """Training step that repeats its first forward passes if the update of the previous step is rolled back."""
+    """Training step that can begin before the previous update is validated. If that update is rolled back, the step
+    repeats its first forward passes."""
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)

@@ -12,7 +12,8 @@ from megatron.training.config.run_config import RunConfig
 SWITCH = "--optimizer-post-validation"
 
 WAIT_FOR_RANK_0 = ("gpipe", "1f1b", "interleaved", "zb-h1")
-"""Schedules in which a step ends on the rank that begins the next step, with or without --optimizer-post-validation."""
+"""Schedules in which rank 0 performs both the last pass of a step and the first pass of the next step.
+--optimizer-post-validation does not change this."""
 
 
 def without_use(c: RunConfig) -> RunConfig:
@@ -23,8 +24,8 @@ def without_use(c: RunConfig) -> RunConfig:
 
 
 def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Report features that post-validation does not support. A rollback restores copies of everything that an update
-    changes, and repeats the forward passes after the update."""
+    """Report features that post-validation does not support. A rollback restores everything that the update changed
+    from copies. All forward passes since the update are then repeated."""
     if c.parallel.pipeline_model_parallel_size == 1:
         yield Problem.no_effect(SWITCH, None, "--pipeline-model-parallel-size above 1")
         return

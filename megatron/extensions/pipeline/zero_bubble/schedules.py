@@ -1,4 +1,4 @@
-"""ZB-H1, ZB-H2 and ZB-V as pure functions of integers: p pipeline ranks and m microbatches."""
+"""Pure functions that generate the schedules ZB-H1, ZB-H2 and ZB-V for p pipeline ranks and m microbatches."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ def W(stage: int, microbatch: int) -> Action:
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """Return ZB-H1 (arXiv 2401.10241, section 2.1): 1F1B with weight gradients delayed until a rank would be idle.
+    """Return ZB-H1 (arXiv 2401.10241, section 2.1), which is 1F1B except that weight gradient passes are delayed until
+    a rank would otherwise be idle.
 
-    Every rank keeps activations of up to p microbatches. In 1F1B, only the first rank keeps this many, and later ranks
-    keep fewer. The bubble is (p - 1)(F + I - W), where F, I and W are the durations of a forward pass, of an input
-    gradient pass and of a weight gradient pass.
+    Every rank keeps activations of up to p microbatches. In 1F1B, only the first rank keeps activations of p
+    microbatches, and later ranks keep fewer. The bubble is (p - 1)(F + I - W), where F, I and W are the durations of a
+    forward pass, of an input gradient pass and of a weight gradient pass.
     """
     return _zero_bubble(p, m, 1)
 
 
 def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
-    """Return ZB-H2 (arXiv 2401.10241, section 2.2): twice as many initial forward passes reduce the bubble to (p - 1)(F
-    + I - 2W). A rank keeps activations of up to 2p - 1 microbatches.
+    """Return ZB-H2 (arXiv 2401.10241, section 2.2). It has twice as many initial forward passes as ZB-H1, which reduces
+    the bubble to (p - 1)(F + I - 2W). A rank keeps activations of up to 2p - 1 microbatches.
 
     With `in_turns`, forward passes and input gradients alternate in the steady state, and each rank runs one more
     initial forward pass. A message to a neighbour takes one turn, and the answer takes another turn. Each rank
-    therefore runs two more initial forward passes than the next rank. If each rank ran only one more initial forward
-    pass than the next rank, as in ZB-H1, ranks would wait for each other.
+    therefore runs two more initial forward passes than the next rank. With only one additional initial forward pass per
+    rank, as in ZB-H1, ranks would wait for each other.
     """
     return _zero_bubble(p, m, 2, in_turns)
 

@@ -65,7 +65,7 @@ class ChatTemplate:
 
 def find_chat_template(config: TokenizerConfig, file: Path | None) -> ChatTemplate:
     """Return the template in `file`, which is the value of --chat-template. If no file is given, return the tokenizer's
-    template. Raises ValueError if there is no template."""
+    template. Raises ValueError if neither provides a template."""
     settings, folder = _settings(config)
     known = {} if folder is None else role_texts(folder)
     if file is not None:
@@ -106,7 +106,8 @@ def _default_of(templates: Sequence[object], file: str) -> object:
 
 
 def chat_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokenize a rendered template. No special tokens are added, because the template contains them."""
+    """Tokenize a rendered template. No special tokens are added to the text, because the chat template already contains
+    them."""
     ids = tokenizer.tokenize(text)
     around = getattr(tokenizer, "added_around", None)
     before, behind = around() if around is not None else ([], [])
@@ -114,8 +115,8 @@ def chat_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def checked_messages(messages: object) -> Sequence[Message]:
-    """Check the chat messages of a request, and return them. Raises ValueError unless `messages` is a list of messages
-    with roles and contents."""
+    """Check the chat messages of a request, and return them. Raises ValueError if `messages` is not a list or is empty,
+    or if a message lacks a role or a content."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError('messages must be a list of {"role": ..., "content": ...}, at least one')
     for number, message in enumerate(messages):
@@ -130,7 +131,7 @@ def checked_messages(messages: object) -> Sequence[Message]:
 
 
 def plain_messages(messages: object) -> list[dict[str, object]]:
-    """Convert message contents that are lists of texts to single texts."""
+    """Return the messages with plain texts as contents. A content that is a list of texts is joined into one text."""
     return [{**message, "content": _joined(message["content"])} for message in checked_messages(messages)]
 
 
@@ -167,7 +168,7 @@ def chat(
     show: Callable[[str], None],
 ) -> None:
     """Run a conversation. `ask` returns the user's message, or None at the end of the conversation. `show` is called
-    with each piece of an answer.
+    with each new piece of an answer as soon as it is generated.
 
     The prompt contains all messages. If the prompt would be too long, the oldest messages are omitted in pairs.
     """

@@ -36,15 +36,16 @@ class HttpLimits:
 
     body_bytes: int = 4 * 2**20
     read_seconds: float = 20.0
-    """Time limit in seconds for the body of a request to arrive, and for a connection to be idle."""
+    """Maximum time in seconds until the body of a request has arrived, and maximum time for which a connection may be
+    idle."""
 
     answer_seconds: float = 600.0
     connections: int = 128
 
 
 class Connection(H11Protocol):
-    """Connection that is closed if the head of the next request does not arrive in time. uvicorn limits only the time
-    between an answer and the first byte of the next request."""
+    """HTTP connection with a time limit for the head of the next request. If the head does not arrive in time, the
+    connection is closed. uvicorn limits only the time between an answer and the first byte of the next request."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -216,8 +217,8 @@ class ApiServer:
     async def _progress(
         self, request: Request, call: Call, job: Job, events: asyncio.Queue[Progress]
     ) -> AsyncIterator[Progress]:
-        """Yield the progress of the texts until all of them are complete. Raises ApiError if a text fails, and
-        ClientDisconnect if the client disconnects."""
+        """Yield the progress of the texts until all of them are complete. Raises ApiError if the generation of a text
+        fails, and ClientDisconnect if the client disconnects."""
         gone, open_texts = asyncio.ensure_future(request.receive()), len(call.requests)
         try:
             while open_texts:

@@ -35,8 +35,8 @@ class Fields:
         """Errors in the JSON object, as (field, error) pairs."""
 
     def only(self, known: Collection[str]) -> None:
-        """Report an error for every field that is not in `known`. Only the first `NAMED` fields are named, because a
-        search for similar names takes time."""
+        """Report an error for every field that is not in `known`. The message names at most `NAMED` fields, because
+        searching for similar known names takes time."""
         known = frozenset(known)
         wrong = [name for name in self.body if name not in known]
         for name in wrong[:NAMED]:
@@ -105,7 +105,7 @@ class Fields:
         try:
             return Sampling(
                 temperature=self.number("temperature", default.temperature),
-                top_k=None if top_k is not None and top_k < 1 else top_k,  # 0 means no limit, as in other servers
+                top_k=None if top_k is not None and top_k < 1 else top_k,  # as in other servers, 0 disables top-k
                 top_p=self.number("top_p", default.top_p),
                 min_p=self.number("min_p", default.min_p),
                 repetition_penalty=self.number("repetition_penalty", default.repetition_penalty),
@@ -168,8 +168,8 @@ class Line:
 def read_lines(
     lines: Iterable[bytes], model: LoadedModel, defaults: Request, template: Callable[[Sequence[Message]], str]
 ) -> Iterator[Line]:
-    """Read the requests in nonblank lines. `defaults` supplies the values that a line omits, except the prompt. If a
-    line has no seed, a seed is derived from the default seed and the line number."""
+    """Read the requests in nonblank lines. Values that a line omits are taken from `defaults`, except for the prompt.
+    If a line has no seed, a seed is derived from the default seed and the line number."""
     for number, data in enumerate(lines, 1):
         if not data.strip():
             continue

@@ -1,4 +1,5 @@
-"""Copies of a run's tokenizer files next to its checkpoints. The copies make the checkpoint folder self-contained."""
+"""Copies of a run's tokenizer files next to its checkpoints. With these copies, a checkpoint folder can be used even if
+the original tokenizer files no longer exist."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class KeptTokenizer(Callback):
 
 
 def keep_tokenizer(config: TokenizerConfig, folder: PurePath) -> None:
-    """Copy the tokenizer files to `folder`/tokenizer. Existing files with equal content are kept.
+    """Copy the tokenizer files to `folder`/tokenizer. A file that already exists with the same content is not copied
+    again.
 
     Raises OSError if the files cannot be written."""
     for file in _files(config):
@@ -65,7 +67,7 @@ def found_tokenizer(config: TokenizerConfig, checkpoints: PurePath) -> Tokenizer
 
 
 def _named(config: TokenizerConfig) -> dict[str, str]:
-    """Map each field to the path of the file that the configuration names."""
+    """Return the file paths in a tokenizer configuration, keyed by field name."""
     return {field: path for field in FIELDS if (path := getattr(config, field)) is not None}
 
 
@@ -84,7 +86,7 @@ def _kept(config: TokenizerConfig, folder: PurePath) -> TokenizerConfig:
 
 
 def _files(config: TokenizerConfig) -> list[Path]:
-    """Return the existing files, or local copies of them."""
+    """Return the tokenizer files that exist. Remote files are returned as local copies."""
     config = with_local_files(config)
     if config.tokenizer_type == "HuggingFaceTokenizer" and config.tokenizer_model is not None:
         try:

@@ -34,7 +34,7 @@ from megatron.training.initialize import StartupPhases, initialize, shut_down
 from megatron.training.reliability.launch import Launch
 
 RULES = (world, attention, tensor_parallel, linear_attention, mixers, experts, pipeline)
-"""Validation rules that depend on both the model and the layout."""
+"""Validation rules for combinations of a model and a parallel layout."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,9 @@ class LoadedModel:
         return Engine(self.runner, self.tokenizer.detokenize, rows)
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of a prompt, which may already be token ids. An empty text is converted to the token
-        that begins a document. Raises ValueError if the tokenizer has no token that begins a document."""
+        """Return the token ids of a prompt. A prompt that is a list of token ids is returned unchanged. An empty text
+        is converted to the token that begins a document. Raises ValueError if the tokenizer has no token that begins a
+        document."""
         if not isinstance(prompt, str):
             return prompt
         ids = tokenize_beginning(self.tokenizer, prompt)
@@ -106,15 +107,16 @@ def loaded_model(
 
 
 def control_axis(everyone: Axis) -> Axis:
-    """Return the group over which the leader sends commands to the other ranks. The group uses gloo, so that no GPU
-    waits."""
+    """Return the group over which the leader sends commands to the other ranks. The group uses the gloo backend, so
+    that waiting for a command does not occupy the GPU."""
     if everyone.size == 1 or dist.get_backend(everyone.group) == "gloo":
         return everyone
     return replace(everyone, group=dist.new_group(list(everyone.ranks), backend="gloo"))
 
 
 def wrong_world(layout: ModelParallelConfig, world_size: int) -> Problem | None:
-    """Return a problem if the number of ranks is wrong. Generation needs exactly one copy of each part of the model."""
+    """Return a problem if the number of ranks does not match the parallel sizes. Together, the ranks must hold exactly
+    one copy of the model."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     ep, expt_tp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
     expt_tp = tp if expt_tp is None else expt_tp

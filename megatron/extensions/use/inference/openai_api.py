@@ -39,7 +39,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits for a single request."""
+    """Upper limits on the size of a single request."""
 
     choices: int = 16
     """Maximum number of texts per request, which is the number of prompts times n."""
@@ -91,7 +91,7 @@ INERT: dict[str, tuple[object, ...]] = {
 
 
 class OpenAIApi:
-    """OpenAI API of one model, for completions and chat completions."""
+    """OpenAI-compatible API for completions and chat completions, which serves a single model."""
 
     def __init__(
         self, model: LoadedModel, engine: Engine, name: str, limits: Limits, template: Callable[[], ChatTemplate]
@@ -226,8 +226,8 @@ class OpenAIApi:
     def chunk(
         self, call: Call, index: int, text: str, tokens: Sequence[Logprob] | None, reason: str | None, first: bool
     ) -> dict[str, object]:
-        """Return a part of an answer: a piece of a choice's text, the log-probabilities of its tokens, and the finish
-        reason."""
+        """Return a chunk of a streamed answer. The chunk contains a piece of one choice's text, the log-probabilities
+        of the tokens in the piece, and the finish reason."""
         delta: dict[str, object] = {"role": "assistant"} if first else {}
         delta |= {"content": text} if text or first else {}
         logprobs = None

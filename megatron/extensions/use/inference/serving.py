@@ -1,4 +1,4 @@
-"""Loop that runs the generation engine for requests from other threads."""
+"""Loop in which one thread runs the generation engine for the requests of all other threads."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ class Progress(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """Requests that are answered together. `tell` is called in the engine's thread with the progress of each
-    request."""
+    """Requests that are answered together. The engine's thread calls `tell` to report the progress of each request."""
 
     requests: Sequence[Request]
     deadline: float
     tell: Callable[[Progress], object]
     generations: list[Generation] = field(default_factory=list)
-    """Generations of the requests. Only the engine's thread may use these generations until all have a
-    finish_reason."""
+    """One generation per request. Until every generation has a finish_reason, only the engine's thread may access
+    them."""
 
 
 class Busy(Exception):
@@ -44,7 +43,8 @@ class Busy(Exception):
 
 class EngineLoop:
     """Loop that runs the engine in the main thread. Other threads submit jobs, and the loop sends the results back to
-    them. `stop` ends the loop, after which active requests have `grace` seconds to complete before `run` returns.
+    these threads. After a call of `stop`, active requests may continue for at most `grace` seconds before `run`
+    returns.
     """
 
     def __init__(self, engine: Engine, most_waiting: int, grace: float = 5.0) -> None:
@@ -119,8 +119,8 @@ class EngineLoop:
                 self._tell(found)
 
     def _take(self, seconds: float) -> bool:
-        """Execute the calls of other threads, waiting up to `seconds` for the first call. Return False if no call
-        arrived in this time."""
+        """Execute calls that other threads have submitted. If there is no call yet, wait up to `seconds` for the first
+        one. Return False if no call arrives in this time."""
         taken = False
         while True:
             try:
@@ -145,12 +145,12 @@ class EngineLoop:
                 self._tell(found)
 
     def _tell(self, found: Generation, reason: str | None = None, error: str | None = None) -> None:
-        """Send the progress of a text to the thread that requested it. A `reason` means that the text has ended."""
+        """Send the progress of a text to the thread that requested it. If `reason` is not None, the text has ended."""
         if found not in self._owner:  # it was cancelled
             return
         job, index = self._owner[found]
         reason = reason or found.finish_reason
-        if reason is not None:  # update first: the informed thread may ask for the number of pending texts
+        if reason is not None:  # update before `tell`, whose receiver may read `_pending`
             del self._owner[found]
             with self._lock:
                 self._pending -= 1

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 SECONDS = 10.0
-"""Time limit of a rendering in seconds. Real templates render in milliseconds."""
+"""Maximum time in seconds for rendering a chat template. Typical templates take milliseconds."""
 
 MEMORY = 1 << 30
 """Limit on the address space of the process, in bytes."""
@@ -120,7 +120,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main program handles the signal and then ends this process
     template: Template | None = None
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # ends this process even if the main program no longer runs
+        signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # ends this process if the main program cannot
         try:
             question, answer = json.loads(line), dict[str, object]()
             if template is None:

@@ -1,1 +1,2 @@
-"""Keys of config.json: typed access, layer kinds, rotary embeddings, and adapters for families with special keys."""
+"""Reading and writing of config.json keys. The modules provide typed access to values, layer kinds, rotary embeddings,
+and adapters for families with special keys."""

@@ -2,9 +2,9 @@
 module does not import torch.
 
 `read` receives the fields of TransformerConfig from the family's tables, and the values of config.json under the
-family's names. `read` returns these fields and the fields that the adapter's keys determine, and raises ValueError for
-unsupported values. `write` receives the keys from the tables and returns them with the adapter's keys. The adapters of
-a family file are called in the order in which the file lists them.
+family's names. `read` returns these fields together with the fields that it computes from the adapter's own keys. It
+raises ValueError for unsupported values. `write` receives the config.json keys from the tables, adds the adapter's own
+keys, and returns all of them. The adapters of a family file are called in the order in which the file lists them.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ from megatron.extensions.interop.hugging_face.families import Adapter, Family
 from megatron.extensions.layers.hybrid_layers.flags import EXPERTS
 
 FIELDS_OF = {"M": ("mamba_",), EXPERTS: ("moe_", "num_experts")}
-"""Maps a layer letter to the prefixes of fields that only layers with this letter use."""
+"""Maps a layer letter to prefixes of field names. Fields with these prefixes are used only by layers with this
+letter."""
 
 
 class GroupsByTwoExperts(Adapter):
-    """Expert groups, each scored by the sum of its two best experts (DeepSeek-V3)."""
+    """Adapter for DeepSeek-V3's expert groups. The score of a group is the sum of its two highest expert scores."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if hf["n_group"] in (None, 1) or fields["moe_router_topk"] == 2 * whole(hf, "topk_group"):
@@ -70,7 +71,7 @@ class GroupsByTwoExperts(Adapter):
 
 
 class GroupsByBestExpert(Adapter):
-    """Expert groups, each scored by its best expert (DeepSeek-V2)."""
+    """Adapter for DeepSeek-V2's expert groups. The score of a group is its highest expert score."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if hf["topk_method"] == "greedy":
@@ -133,7 +134,7 @@ class LayersWithExperts(Adapter):
 
 
 class LinearAttention(Adapter):
-    """Layers with linear attention; see `linear_layers`."""
+    """Adapter for the pattern of layers with linear attention; see `linear_layers`."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"linear_attention_freq": pattern_text(linear_layers(hf, family), usual=True)}
@@ -146,7 +147,8 @@ class LinearAttention(Adapter):
 
 
 class PeriodsOfLayers(Adapter):
-    """Attention layers and MoE layers, each given by a period and an offset (Jamba)."""
+    """Adapter for Jamba. Its config.json describes both the attention layers and the MoE layers by a period and an
+    offset."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         attention, experts = periodic(hf, "attn"), periodic(hf, "expert")
@@ -162,8 +164,8 @@ class PeriodsOfLayers(Adapter):
 
 
 def _period(of: str, layers: Sequence[bool]) -> dict[str, int]:
-    """Return the period and offset of the selected layers. The period and offset describe the layers only if the
-    selected layers are periodic."""
+    """Return the period and the offset of the selected layers: the layers `offset`, `offset` + `period` and so on are
+    selected. The result is wrong if the selected layers are not periodic."""
     first, *others = [number for number, chosen in enumerate(layers) if chosen] or [len(layers)]
     period = others[0] - first if others else len(layers) + 1
     return {f"{of}_layer_period": period, f"{of}_layer_offset": first}
@@ -188,7 +190,7 @@ class RecurrentBlocks(Adapter):
 
 
 def _in_bf16(value: float) -> float:
-    """Round to bf16, because RecurrentGemma stores the embedding scale in bf16."""
+    """Round a number to bf16. RecurrentGemma stores the embedding scale in bf16."""
     (bits,) = struct.unpack("I", struct.pack("f", value))
     (rounded,) = struct.unpack("f", struct.pack("I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))
     return float(rounded)
@@ -214,7 +216,8 @@ class SameLetter(Adapter):
 
 
 class WidthToMultiple(Adapter):
-    """MLP width computed as two thirds of the width in config.json, times a factor, rounded up to a multiple (LFM2)."""
+    """Adapter for the MLP width of LFM2, which is computed from the width in config.json. The width is multiplied by
+    2/3 and by a factor, and rounded up to a multiple of `block_multiple_of`."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if not hf["block_auto_adjust_ff_dim"]:
@@ -256,7 +259,8 @@ class RotaryBasesByLayer(Adapter):
 
 
 class RotaryBaseOfAttention(Adapter):
-    """Rotary base in the attention settings, which must agree with the model's base (DBRX)."""
+    """Adapter for the rotary base in DBRX's attention settings. If config.json also contains a rotary base outside
+    these settings, both must be equal."""
 
     key = "attn_config.rope_theta"
 
@@ -273,7 +277,8 @@ class RotaryBaseOfAttention(Adapter):
 
 
 class LayersWithoutRotary(Adapter):
-    """Layers without rotary embedding: given by a list, or every N-th layer (SmolLM3, Llama 4)."""
+    """Adapter for the layers without rotary embedding in SmolLM3 and Llama 4. In config.json, the layers are listed, or
+    every N-th layer is selected."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"no_rope_freq": pattern_text([not rotated for rotated in rotated_layers(hf)], usual=False)}
@@ -283,7 +288,7 @@ class LayersWithoutRotary(Adapter):
 
 
 class ChunksAndTemperature(Adapter):
-    """Chunked attention, and an attention temperature that grows with the position (Llama 4)."""
+    """Adapter for Llama 4: chunked attention, and an attention temperature that grows with the position."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         temperature = float(number(hf, "attn_scale")) if hf["attn_temperature_tuning"] else 0.0
@@ -312,7 +317,7 @@ class SelectingLayers(Adapter):
 
 
 class CompressedAttention(Adapter):
-    """Layers with compressed keys, hash-routed layers, and two rotary embeddings (DeepSeek-V4)."""
+    """Adapter for DeepSeek-V4: layers with compressed keys, hash-routed layers, and two rotary embeddings."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | compressed_from_hf(hf)

@@ -1,4 +1,4 @@
-"""Layers of DeepSeek-V4 in config.json: layer kinds, hash routing, and two rotary embeddings.
+"""Conversion of DeepSeek-V4's layer settings in config.json: layer kinds, hash routing, and two rotary embeddings.
 
 This module does not import torch.
 """
@@ -19,8 +19,8 @@ from megatron.extensions.interop.hugging_face.config_json.read_layers import LOC
 from megatron.extensions.interop.hugging_face.config_json.read_rotary import yarn_from_hf
 
 SELECTED, COMPRESSED = "compressed_sparse_attention", "heavily_compressed_attention"
-"""Kinds of DeepSeek-V4 layers: layers that select some compressed keys, and layers that attend to all compressed
-keys."""
+"""Kinds of DeepSeek-V4 layers. SELECTED layers attend to a selection of the compressed keys, and COMPRESSED layers
+attend to all compressed keys."""
 
 KIND_OF_RATIO: dict[object, str] = {0: LOCAL, 4: SELECTED, 128: COMPRESSED}
 """Maps entries of `compress_ratios` in older files to layer kinds."""
@@ -110,8 +110,9 @@ def _both_rotary(hf: Values) -> Fields:
 
 
 def compressed_to_hf(config: TransformerConfig, stated: Values, scaling: Values) -> Fields:
-    """Return the config.json keys of a model whose compression ratios are 0, 4, and at most one more value. `scaling`
-    applies to the rotary embedding of compressed keys.
+    """Return the config.json keys for the layers of a model with compressed attention. In addition to the ratios 0 and
+    4, the model may have at most one more compression ratio. `scaling` contains the keys for context scaling of the
+    compressed keys' rotary embedding.
     """
     layers, given = config.num_layers, stated["csa_compress_ratios"]
     ratios = layer_numbers(given if isinstance(given, str) else "", layers, least=0)

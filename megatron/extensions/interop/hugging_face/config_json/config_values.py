@@ -24,7 +24,7 @@ def whole(values: Values, key: str) -> int:
 
 
 def number(values: Values, key: str) -> float:
-    """Return the numeric value of a key. If the value is an integer, it is not converted to float."""
+    """Return the value of a key, which must be a number. Integers are returned as int, not as float."""
     value = values[key]
     if not isinstance(value, (int, float)):
         raise TypeError(f"{key} = {str(value)[:80]!r} must be a number")
@@ -32,7 +32,7 @@ def number(values: Values, key: str) -> float:
 
 
 def text(values: Values, key: str) -> str:
-    """Return the string value of a key."""
+    """Return the value of a key, which must be a string."""
     value = values[key]
     if not isinstance(value, str):
         raise TypeError(f"{key} = {str(value)[:80]!r} must be a text")
@@ -40,7 +40,7 @@ def text(values: Values, key: str) -> str:
 
 
 def entries(values: Values, key: str) -> list[object]:
-    """Return the list value of a key. The list is empty if the key is null or missing."""
+    """Return the value of a key, which must be a list. The result is empty if the key is null or missing."""
     value = values.get(key)
     if not value:
         return []

@@ -1,5 +1,5 @@
-"""Gemma 4 in config.json: a separate head width for layers without a sliding window, layers that use earlier keys and
-values, and per-layer embeddings. This module does not import torch."""
+"""Conversion of Gemma 4's settings in config.json: a separate head width for layers without a sliding window, layers
+that reuse the keys and values of earlier layers, and per-layer embeddings. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ OF_LAYERS = "per_layer_config"
 
 
 class WidthsOfGlobalHeads(Adapter):
-    """Head width and query groups in layers without a sliding window. Older files have separate keys for the head width
-    and query groups of these layers. Newer files have settings for each of these layers, and `_of_single_layers`
+    """Adapter for the head width and the number of query groups in layers without a sliding window. In older files,
+    separate keys contain both values. Newer files have settings for each of these layers, and `_of_single_layers`
     compares all of these settings with the layers that were read."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:

@@ -59,7 +59,7 @@ def _rotates(layers: list[tuple[bool, bool]], local: bool) -> set[bool]:
 
 
 class HalvesOfWindows(Adapter):
-    """Layers with a sliding window, whose size is half of `local_attention` (ModernBERT)."""
+    """Adapter for ModernBERT's layers with a sliding window. The window size is half of `local_attention`."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         local = windows(hf, family)
@@ -78,7 +78,7 @@ CONVOLUTION = "conv"
 
 
 class ConvolutionsAndWindows(Adapter):
-    """Layers with a short convolution, with sliding-window attention, or with full attention (LFM3)."""
+    """Adapter for the layer kinds of LFM3: short convolution, sliding-window attention, and full attention."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         layers = whole(hf, "num_hidden_layers")
@@ -133,7 +133,7 @@ class KimiHeadsOfModel(Adapter):
 
 
 class WithoutLogitScale(Adapter):
-    """Logit scale, which is 1 if the key is null (Command A Vision)."""
+    """Adapter for the logit scale of Command A Vision. A null value in config.json means a scale of 1."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | ({"logits_scaling": 1.0} if fields.get("logits_scaling") is None else {})

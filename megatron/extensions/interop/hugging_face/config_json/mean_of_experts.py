@@ -21,8 +21,8 @@ MODULE = "mean_of_experts"
 
 
 class MeanOfExperts(Adapter):
-    """Sum or mean of shared and routed experts, RMSNorm or LayerNorm, and sliding windows with a period that restarts
-    after the dense layers.
+    """Adapter for models that combine shared and routed experts by a sum or a mean, and use RMSNorm or LayerNorm. The
+    sliding-window pattern restarts after the dense layers.
 
     The first layers are dense. Dense layers may have a rotary embedding even if they have no sliding window.
     """
@@ -85,8 +85,8 @@ def _first(hf: Values) -> int:
 def _usual_windows(hf: Values, layers: int) -> Iterator[bool]:
     """Yield whether each layer has a sliding window, for a config.json that does not list the layers.
 
-    Among the first dense layers, every N-th layer has full attention. Among the remaining layers, every M-th layer has
-    full attention. All other layers have a sliding window.
+    Full attention is used in every N-th layer of the first, dense layers, and in every M-th layer of the remaining
+    layers. All other layers have a sliding window.
     """
     counts: Sequence[int] = _first(hf), layers - _first(hf)
     for key, number in zip(("prefix_dense_sliding_window_pattern", "sliding_window_pattern"), counts, strict=True):

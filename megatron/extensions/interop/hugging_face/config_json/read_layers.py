@@ -1,4 +1,5 @@
-"""Layer kinds read from a config.json: linear, windowed, chunked, MoE, rotary."""
+"""Functions that read from a config.json which layers have linear attention, sliding windows, chunked attention,
+experts or rotary embeddings."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ LINEAR = "linear_attention"
 """Value of layer_types in config.json for a layer with linear attention."""
 
 LETTERS = {LINEAR: "M", "mamba": "M", FULL: "*", "attention": "*", "mlp": DENSE, "moe": EXPERTS}
-"""Maps kinds of single-sublayer layers in the layers_block_type of config.json to letters."""
+"""Maps each layer kind in the layers_block_type of config.json to its letter in --hybrid-layer-pattern."""
 
 
 def broken_rule(value: object, hint: object) -> str | None:
@@ -54,7 +55,8 @@ def count(values: Values, key: str) -> int:
 
 
 def pattern_from_hf(hf: Values) -> Fields:
-    """Return Megatron-LM's layer letters and the number of layers. Newer files list layer kinds instead of letters."""
+    """Return the fields for the layer pattern in Megatron-LM's letters and for the number of layers. In config.json,
+    older files contain the letters, and newer files list layer kinds."""
     if hf.get("layers_block_type") is None:
         letters = [*text(hf, "hybrid_override_pattern")]
     else:
@@ -65,7 +67,8 @@ def pattern_from_hf(hf: Values) -> Fields:
 
 
 def usual_kinds(family: Family, layers: int) -> list[str]:
-    """Return the default layer kinds of a family whose layer kinds repeat."""
+    """Return the kind of each layer for a config.json that does not list the kinds. The kinds in `family.layer_types`
+    repeat."""
     kinds = [kind for kind, _ in zip(cycle(family.layer_types), range(layers), strict=False)]
     kinds[: len(family.first_layer_types)] = family.first_layer_types[:layers]
     if family.last_layer_type:
@@ -95,13 +98,14 @@ def linear_layers(hf: Values, family: Family) -> list[bool]:
 
 
 def periodic(hf: Values, of: str) -> list[bool]:
-    """Return whether a period and an offset select each layer (Jamba)."""
+    """Return one bool per layer: True for the layers `offset`, `offset` + `period`, `offset` + 2 * `period` and so on
+    (Jamba)."""
     period, offset = count(hf, f"{of}_layer_period"), hf[f"{of}_layer_offset"]
     return [layer % period == offset for layer in range(whole(hf, "num_hidden_layers"))]
 
 
 def window_from_hf(hf: Values, family: Family) -> Fields:
-    """Return the size of the sliding window and the layers that use the window."""
+    """Return the fields for the size of the sliding window and for the layers that use the window."""
     window = hf.get("sliding_window")
     if family.earlier_tokens and hf.get(family.earlier_tokens) is not None:
         window = whole(hf, family.earlier_tokens) + 1
@@ -136,8 +140,8 @@ def windows(hf: Values, family: Family) -> list[bool]:
 
 
 def repeated(groups: Iterable[object], most: int) -> list[object]:
-    """Expand groups [kinds, times] and return the first `most` layer kinds. `times` comes from an untrusted file and
-    may be huge."""
+    """Repeat the kinds of each pair [kinds, times] and return the first `most` layer kinds. For example, [[["global",
+    "local"], 2]] is expanded to global, local, global, local. `times` comes from an untrusted file and may be huge."""
     return list(islice(_repeated(groups), most))
 
 
@@ -182,14 +186,14 @@ def chunks_from_hf(hf: Values) -> Fields:
 
 
 def selecting(period: int, offset: int, layers: int) -> list[bool]:
-    """Return whether each layer selects keys. The first `offset` layers and every `period`-th layer after them select
-    keys."""
+    """Return whether each layer selects keys. The first `offset` layers select keys, and so does every `period`-th
+    layer of the following layers."""
     return [max(number - offset, 0) % period == 0 for number in range(1, layers + 1)]
 
 
 def selections_from_hf(hf: Values) -> Fields:
-    """Return the fields for layers that select keys. The layers that select keys must be the first layers of the model
-    and every N-th layer after them."""
+    """Return the fields that specify which layers have an indexer, which selects the keys that a query attends to.
+    These layers must be the first layers of the model and every N-th layer after them."""
     period = count(hf, "index_topk_freq")
     offset = whole(hf, "index_skip_topk_offset")
     layers = whole(hf, "num_hidden_layers")
@@ -220,5 +224,5 @@ def rotated_layers(hf: Values) -> list[bool]:
 
 
 def pattern_text(layers: Sequence[bool], usual: bool) -> str | None:
-    """Format a layer pattern as a flag value. Return None if all layers have the default."""
+    """Format a layer pattern as a flag value, a list of 0 and 1. Returns None if all layers have the value `usual`."""
     return None if all(layer == usual for layer in layers) else str([int(layer) for layer in layers])

@@ -1,4 +1,4 @@
-"""Rotary embeddings read from a config.json: bases, rotated channels, and scaling for longer contexts.
+"""Functions that read rotary settings from a config.json: bases, rotated channels, and scaling for longer contexts.
 
 This module does not import torch.
 """
@@ -28,7 +28,8 @@ YARN_SCALING = {
 }
 
 PROPORTIONAL = "proportional"
-"""Scaling type that computes a frequency for each pair of channels of a head. Some of these frequencies are 0."""
+"""Scaling type with one rotary frequency for each pair of channels of a head. Channel pairs with a rotary frequency of
+0 are not rotated."""
 
 LLAMA3_SCALING = {
     "factor": "rope_scaling_factor",
@@ -60,14 +61,14 @@ def _percent(rotary: Values, usual: float) -> float:
 
 
 def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fields:
-    """Return the rotary base and the rotated fraction of a head for layers with a sliding window. A value is None if
-    layers with a sliding window use the same value as the other layers.
+    """Return the rotary base and the rotated fraction of a head for layers with a sliding window. The base or the
+    fraction is None if layers with a sliding window use the same value as the other layers.
     """
     none: Fields = {"window_rotary_base": None, "window_rotary_percent": None}
     if FULL not in given:
         base = hf.get("rope_local_base_freq")
         if "rope_local_base_freq" in family.defaults and hf.get("rope_scaling") and base is None:
-            base = float(number(hf, "rope_theta"))  # the older key scales only layers without a sliding window
+            base = float(number(hf, "rope_theta"))  # rope_scaling applies only to layers without a window
         return none | {"window_rotary_base": base}
     if "rope_local_base_freq" not in family.defaults:
         raise ValueError("config.json: separate rope_parameters for layer kinds are not supported")
@@ -84,7 +85,7 @@ def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fi
 
 
 def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_layer: bool) -> Fields:
-    """Return the rotary scaling fields, for contexts longer than those of pretraining."""
+    """Return the fields for rotary scaling, which extends a model to longer contexts."""
     kind = rotary.get("rope_type", rotary.get("type", "default"))
     if kind in ("llama3", "yarn"):  # precedence: the class's key, then the object's key, then the longest context
         beside = "original_max_position_embeddings" in family.class_defaults and not by_kind_of_layer
@@ -112,8 +113,8 @@ def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_l
 
 
 def _may_be_proportional(family: Family) -> bool:
-    """Return True if models of a family may use proportional frequencies, which is the case if the family's default
-    configuration uses them."""
+    """Return True if models of a family may use proportional rotary frequencies. This is assumed if the family's
+    default configuration uses them."""
     return table(table(family.defaults, "rope_parameters"), FULL).get("rope_type") == PROPORTIONAL
 
 
@@ -154,8 +155,8 @@ def yarn_from_hf(scaling: Values, hf: Values) -> Fields:
 
 
 def bases_from_hf(hf: Values, family: Family) -> Fields:
-    """Return the fields for rotary bases and for layers without rotary embedding. These fields are read from a list
-    with one base per layer, where 0 means no rotary embedding."""
+    """Return the fields for rotary bases and for layers without rotary embedding. config.json lists one rotary base per
+    layer; a base of 0 means that the layer has no rotary embedding."""
     full, local = by_kind(hf, family, "layer_rope_theta", without=0)
     scaling = table(hf, "rope_scaling") or table(hf, "rope_parameters")
     if scaling.get("rope_type", "default") != "default" and full and local and full != local:
@@ -168,11 +169,11 @@ def bases_from_hf(hf: Values, family: Family) -> Fields:
 
 
 def by_kind(hf: Values, family: Family, key: str, without: object = None) -> tuple[object, object]:
-    """Return the value for layers with full attention and the value for layers with a sliding window, from a list with
-    one value per layer.
+    """Return a pair of values: one for layers with full attention and one for layers with a sliding window. The key's
+    list contains one value per layer.
 
-    Layers with the value `without` are ignored. The value for a kind of layer is None if the model has no layers of
-    this kind.
+    Layers whose entry in the list equals `without` are ignored. The value for a kind of layer is None if the model has
+    no layers of this kind.
     """
     listed = entries(hf, key)
     local = windows(hf, family) if hf.get("sliding_window") else [False] * whole(hf, "num_hidden_layers")

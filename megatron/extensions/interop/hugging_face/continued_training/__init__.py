@@ -1,1 +1,2 @@
-"""Continued training from a Hugging Face folder in --load: flags, weights, and changes to rotary embeddings."""
+"""Continued training from a Hugging Face folder given by --load. Sets the model flags, loads the weights and applies
+changes to the rotary embeddings."""

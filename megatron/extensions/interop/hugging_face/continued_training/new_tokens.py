@@ -1,4 +1,5 @@
-"""Initialization of vocabulary rows that a run adds to a Hugging Face folder's vocabulary."""
+"""Initialization of embedding rows for new tokens. A run that starts from a Hugging Face folder may have a larger
+vocabulary than the folder."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from megatron.extensions.interop.hugging_face.layouts import VocabularyRows
 from megatron.extensions.interop.hugging_face.weights import HFWeights
 
 ROWS = 256
-"""Number of rows that are read at a time to compute a mean."""
+"""Number of embedding rows that are read at a time when their mean is computed."""
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens that a run adds, and the initialization of their rows. The added ids range from the folder's `vocab_size`
-    to `tokens` - 1."""
+    """Initialization of the embedding rows of tokens that a run adds. The added token ids range from the folder's
+    `vocab_size` to `tokens` - 1."""
 
     weights: HFWeights
     """Weights of the folder, with the folder's vocabulary size."""
@@ -31,21 +32,23 @@ class NewTokens:
     """Number of rows, from the first row of the folder on, that are averaged."""
 
     drawn: bool
-    """True to initialize new rows randomly, as in a new model, instead of with the mean."""
+    """True if new rows are initialized randomly, as in a new model; False if they are set to the mean of the folder's
+    rows."""
 
     _means: dict[str, Tensor] = field(default_factory=dict)
 
     def concerns(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return True if dim 0 of a parameter or state is the vocabulary. `shape` is the tensor's shape in the run."""
+        """Return True if dim 0 of a parameter or state is the vocabulary. `shape` is the shape of the parameter or
+        state in the run."""
         placement = self.weights.placements[name]
         return isinstance(placement.layout, VocabularyRows) or placement.meta.global_shape != shape
 
     def fill(self, name: str, box: LocalBox) -> None:
-        """Fill a box of a parameter whose dim 0 is the vocabulary. The box gets the folder's rows, then new rows, then
-        zeros as padding.
+        """Fill this rank's slice of a parameter whose dim 0 is the vocabulary. Along dim 0, the parameter consists of
+        the folder's rows, then the rows of new tokens, and then zeros as padding.
 
-        Randomly initialized rows keep the values that they had when the model was built. A table of integers has no
-        mean, so its new rows are initialized randomly.
+        With random initialization, new rows keep the values that they received when the model was built. New rows of an
+        integer table are always initialized randomly, because integer rows have no mean.
         """
         (first, *columns), data = box
         others = tuple(slice(start, start + size) for start, size in zip(columns, data.shape[1:], strict=True))
@@ -80,7 +83,7 @@ class NewTokens:
         return self._means[name]
 
     def described(self, source: str) -> str:
-        """Return the log line about the new rows."""
+        """Return the log line that reports how the embedding rows of new tokens were initialized."""
         old, new = self.weights.config.vocab_size or 0, self.tokens
         how = "drawn as in a new model" if self.drawn else f"set to the mean of {self.averaged} rows, {source}"
         line = f" {new - old} new token{'s' * (new - old > 1)} (from id {old}): rows {how}"
@@ -99,9 +102,10 @@ def _sum_of_rows(rows: Tensor) -> Tensor:
 
 
 def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
-    """Return how many rows of a folder's vocabulary belong to tokens, and a description of these rows.
+    """Return how many embedding rows of a folder belong to tokens, and a description of these rows. The other rows are
+    padding.
 
-    If the folder has a readable tokenizer, as many rows belong to tokens as the tokenizer has tokens. Otherwise, all
+    If the folder contains a readable tokenizer, the number of rows is the tokenizer's vocabulary size. Otherwise, all
     rows are assumed to belong to tokens.
     """
     named = tokenizer_config(path)

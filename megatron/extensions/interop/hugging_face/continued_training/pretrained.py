@@ -94,7 +94,8 @@ def with_pretrained_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
 
 
 def _other_format(load: str, hf_config: Mapping[str, object], config: RunConfig) -> Iterator[str]:
-    """Yield a notice if a 16-bit model would silently become a 32-bit model because no flag sets the number format."""
+    """Yield a notice if the folder's weights are 16-bit, but the run uses float32 because no flag sets the number
+    format."""
     stored, run = hf_config.get("dtype", hf_config.get("torch_dtype")), config.parallel
     flag = {"bfloat16": "--bf16", "float16": "--fp16"}.get(str(stored))
     if flag and run.params_dtype == "float32" and not run.fp32:
@@ -111,10 +112,11 @@ def _contradicts(model: TransformerConfig, field: str, value: object) -> bool:
 
 
 def _is_free(config: RunConfig, model: TransformerConfig, field: str, value: object) -> bool:
-    """Return True if continued training may change a field of the folder's model.
+    """Return True if continued training may set a model field to `value`, although the field of the folder's model has
+    a different value.
 
-    A larger vocabulary adds tokens. This function runs before it is known whether the tokenizer adds tokens to
-    --vocab-size.
+    A run may have a larger vocabulary than the folder, which adds tokens to the model. Any --vocab-size is accepted
+    here, because the tokenizer may add tokens to it later.
     """
     if field == "vocab_size":
         return config.tokenizer.tokenizer_type == "NullTokenizer" or (

@@ -22,8 +22,7 @@ SCHEMES: Mapping[str, object] = {
     "use_rope_scaling": False,
     "rotary_seq_len_interpolation_factor": None,
 }
-"""Maps the fields that select YaRN, Llama 3.1 scaling and linear interpolation to the values that disable these
-scalings."""
+"""Values that disable YaRN, Llama 3.1 scaling and linear interpolation, keyed by the fields that enable them."""
 
 ROTARY_FIELDS = (
     *("rotary_base", "window_rotary_base"),
@@ -36,7 +35,8 @@ ROTARY_FIELDS = (
 
 
 def replaced_scaling(model: TransformerConfig, own: Mapping[str, object], given: Collection[str]) -> dict[str, object]:
-    """Return the fields that change if flags select a rotary scaling.
+    """Return the configuration fields that must change if the run's flags select a different rotary scaling than the
+    folder.
 
     The folder's scaling is disabled, and the new scaling starts from the folder's original context length. `own`
     contains the run's fields. `given` contains the names of the fields that the user set.
@@ -62,7 +62,7 @@ def longest_sequence(
 
     Args:
         model: Model of the folder.
-        own: The run's fields.
+        own: Configuration fields of the run, by name.
         source: Path of config.json, for messages.
         given: Names of the fields that the user set.
     """

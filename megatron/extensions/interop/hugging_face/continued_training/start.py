@@ -44,7 +44,7 @@ def load_start(
 
     The run starts at iteration 0 with the weights of the folder. If --save already contains checkpoints, the run
     resumes from them, so that repeating a command resumes its run. With --finetune, the run starts from the folder
-    again. Raises ValueError if the weights do not fit the run.
+    again. Raises ValueError if the shapes of the weights do not match the run's model.
     """
     config, world = checkpoint.config, checkpoint.state.world
     options, load = config.checkpoint, config.checkpoint.load
@@ -65,8 +65,8 @@ def load_hf_weights(checkpoint: RunCheckpoint, path: Path, say: Callable[[str], 
     """Read this rank's boxes of all parameters and of the optimizer's main parameters from a Hugging Face folder.
 
     If the folder lacks tokens of the run, their rows are initialized and a line is logged. Returns the number of
-    multi-token prediction depths in the folder, and the origin that checkpoints record. Raises ValueError if the run's
-    vocabulary is smaller than the folder's, or if the weights do not fit.
+    multi-token prediction depths in the folder, and the `Origin` that the run's checkpoints will record. Raises
+    ValueError if the run's vocabulary is smaller than the folder's, or if the weights do not fit.
     """
     config, state = checkpoint.config, checkpoint.state
     folder = HFFolder(path)

@@ -1,4 +1,4 @@
-"""Batched text generation, one token at a time, with a cache of keys and values.
+"""Batched autoregressive text generation with a key/value cache.
 
 `Engine` implements continuous batching: requests can start and end at any time. Sampling settings, seed, stop strings
 and log-probabilities are set separately for each request. Generation works under any layout (`StageRunner`).

@@ -1,5 +1,5 @@
-"""Continuous batching: a request occupies a row of the cache until its text is complete, and other requests wait for a
-free row."""
+"""Continuous batching. Each active request occupies a row of the key/value cache until its text is complete; new
+requests wait until a row is free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Request:
     """Token ids of the prompt, which must not be empty."""
 
     max_new_tokens: int = 64
-    """Maximum number of new tokens. The model's maximum sequence length also limits the text."""
+    """Maximum number of new tokens. The text also ends when it reaches the model's maximum sequence length."""
 
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -83,11 +83,12 @@ WINDOW = 16
 
 @dataclass(eq=False)
 class Generation:
-    """Request with its new text so far."""
+    """Generation request, together with the text generated so far."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
-    """New tokens. The list includes the tokens of a stop string, but not a token that ended the text."""
+    """New tokens. If a stop string ended the text, the tokens of the stop string are included. If a token ended the
+    text, this token is not included."""
 
     text: str = ""
     """Text of the new tokens, without the last characters that later tokens may still change. The text is empty if
@@ -115,9 +116,9 @@ class Generation:
 class Engine:
     """Engine that runs requests on the leader of a `StageRunner`.
 
-    At most `rows` texts are generated at the same time. A waiting request receives the first row that becomes free. A
-    forward pass reads at most `prefill_tokens` prompt tokens, including padding, unless it reads only one prompt.
-    `detokenize` is needed to return text or to support stop strings.
+    At most `rows` texts are generated at the same time. If all rows are occupied, further requests wait in a queue
+    until a row becomes free. A forward pass reads at most `prefill_tokens` prompt tokens, including padding, unless it
+    reads only one prompt. `detokenize` is needed to return text or to support stop strings.
     """
 
     def __init__(
@@ -175,14 +176,14 @@ class Engine:
         return None
 
     def cancel(self, generation: Generation) -> None:
-        """End a request. The row of this request becomes free for the next request."""
+        """End a request before its text is complete. The cache row of the request becomes free for another request."""
         if generation.finish_reason is None:
             with self._failures_of([generation]):
                 self._end(generation, "cancelled")
 
     def step(self) -> list[Generation]:
         """Read the prompts of waiting requests if rows are free, then add a token to every active text. Return the
-        generations that changed."""
+        generations whose text changed."""
         changed = self._admit() if self.waiting and len(self.growing) < self.rows else []
         if self.growing:
             tokens = tuple(((each.tokens or each.request.prompt)[-1],) for each in self.growing)
@@ -190,7 +191,8 @@ class Engine:
         return list(dict.fromkeys(changed))
 
     def beat(self) -> None:
-        """Check that the other ranks are alive, by running a pass without tokens. Raises an error if a rank failed."""
+        """Check that the other ranks are alive. The check is a forward pass without tokens. Raises an error if a rank
+        failed."""
         self.runner.run(Pass(drop=self._dropped()))
 
     def stop(self) -> None:
@@ -219,7 +221,8 @@ class Engine:
         return dropped
 
     def _admit(self) -> list[Generation]:
-        """Read as many prompts from the front of the queue as fit into one pass."""
+        """Take prompts from the front of the queue and run one forward pass over as many prompts as fit into the
+        pass."""
         taken = [self.waiting.popleft()]
         longest, free = len(taken[0].request.prompt), self.rows - len(self.growing)
         while self.waiting and len(taken) < free and not taken[0].request.prompt_logprobs:
@@ -280,7 +283,7 @@ class Engine:
         except Exception as error:
             for generation in rows:
                 generation.error = f"its text cannot be continued: {type(error).__name__}: {error}"
-                generation.stream = None  # this text may be the cause of the failure
+                generation.stream = None  # decoding this text may have failed
                 self._end(generation, "error")
 
     def _add(self, generation: Generation, token: int, logits: Tensor) -> None:
@@ -326,7 +329,7 @@ def _next_tokens(sampling: Sampling, rows: Sequence[Generation], logits: Tensor)
 
 
 def logprob_of(token: int, found: Sequence[float]) -> Logprob:
-    """Convert a row of the tensor that `token_logprobs` returns to a `Logprob` of `token`."""
+    """Return the `Logprob` of `token`. `found` is a row of the tensor that `token_logprobs` returns."""
     count = len(found) // 2
     best = zip(map(int, found[1 : 1 + count]), found[1 + count :], strict=True)
     return Logprob(token, found[0], tuple(best))

@@ -1,8 +1,8 @@
-"""Key/value cache for generation, with the earlier tokens of several texts of different lengths, and attention to these
-tokens.
+"""Key/value cache for generation, and attention to the cached tokens. The cache contains several texts, which may have
+different lengths.
 
-Each text is a row of the cache, and its tokens begin in column 0. The new tokens of a forward pass are padded on the
-right to equal length. No query attends to the padding, which a later pass overwrites.
+Each row of the cache stores one text, whose first token is in column 0. The new tokens of a forward pass are padded on
+the right to equal length. No query attends to the padding. A later pass overwrites the padding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megatron.core.batch import CachedCore
 from megatron.core.config.layers import Span
 
 GROWTH = 64
-"""Divisor of the number of columns. The number of columns grows by at least half at a time."""
+"""The number of columns in the cache is a multiple of this number. If more columns are needed, their number grows by at
+least half."""
 
 
 class KeyValueCache:
@@ -26,15 +27,15 @@ class KeyValueCache:
     def __init__(self) -> None:
         self.lengths: list[int] = []
         """Number of tokens of each row's text."""
-        self._layers: dict[int, tuple[Tensor, ...]] = {}  # each [rows, groups, columns, width]
-        self._states: dict[int, tuple[Tensor, ...]] = {}  # each [rows, ...]
+        self._layers: dict[int, tuple[Tensor, ...]] = {}  # tensors [rows, groups, columns, width]
+        self._states: dict[int, tuple[Tensor, ...]] = {}  # tensors [rows, ...]
 
     def extend(
         self, counts: Sequence[int], device: torch.device, first: int | None = None, multiple: int = 1
     ) -> Cached:
         """Begin a forward pass over counts[i] new tokens of row first + i. If `first` is None, the pass starts at row
-        0. If the pass needs more rows than the cache has, rows are added. The tokens are padded to the largest count,
-        rounded up to a multiple of `multiple`."""
+        0. If the pass needs more rows than the cache contains, the cache grows. The tokens are padded to the largest
+        count, rounded up to a multiple of `multiple`."""
         first = 0 if first is None else first
         assert first <= len(self.lengths), f"row {first} of {len(self.lengths)}"
         self.lengths += [0] * (first + len(counts) - len(self.lengths))
@@ -45,19 +46,19 @@ class KeyValueCache:
         return Cached(self, first, past, tuple(counts), width, device)
 
     def drop(self, row: int) -> None:
-        """Remove the text in a row. The last row is moved to this row."""
+        """Remove the text in row `row` of the cache. The last row of the cache is moved to `row`."""
         last = len(self.lengths) - 1
         for tensors in (*self._layers.values(), *self._states.values()):
             for kept in tensors:
                 if row < last:
                     kept[row] = kept[last]
-                kept[last] = 0  # a nonfinite value would corrupt the next text: zero times NaN is NaN
+                kept[last] = 0  # masked entries must be finite: zero times NaN is NaN
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
 
     def columns_of(self, layer: int, new: Sequence[Tensor], rows: int, columns: int) -> tuple[Tensor, ...]:
-        """Return the memory of a layer, [at least rows, groups, at least columns, width]. Memory that is too small is
-        enlarged."""
+        """Return the cache tensors of a layer, [rows, groups, columns, width]. They have at least `rows` rows and
+        `columns` columns, and are enlarged if necessary."""
         old = self._layers.get(layer)
         have = (0, 0) if old is None else (old[0].shape[0], old[0].shape[2])
         if old is None or have[0] < rows or have[1] < columns:
@@ -130,11 +131,12 @@ class Cached:
         return None if self.fresh else tuple(x[self.first : stop, :, : self.columns] for x in kept)
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """Return a layer's states after the earlier tokens, [b, ...] each; None if there are no earlier tokens."""
+        """Return the recurrent states of a layer after the earlier tokens, as tensors [b, ...]. Returns None if there
+        are no earlier tokens."""
         return None if self.fresh else self.cache.states_of(layer, self.first, self.rows)
 
     def set_states(self, layer: int, *new: Tensor) -> None:
-        """Replace a layer's states."""
+        """Store the recurrent states of a layer after the new tokens. The previous states are overwritten."""
         self.cache.set_states(layer, self.first, new)
 
     def distances(self) -> Tensor:
@@ -158,8 +160,8 @@ class Cached:
         """Compute attention: q [s, b, heads, d], k [b, groups, columns, d], v [b, groups, columns, dv] -> [s, b, heads,
         dv].
 
-        Scores are fp32, or fp64 for fp64 operands. The cap, ALiBi slopes [heads] and sinks [heads] work as in
-        `TorchKernel` and `add_sinks_`.
+        Scores are fp32, or fp64 for fp64 operands. Logit soft-capping, ALiBi slopes [heads] and attention sinks [heads]
+        are applied as in `TorchKernel` and `add_sinks_`.
         """
         s, b, heads, _ = q.shape
         groups = k.shape[1]

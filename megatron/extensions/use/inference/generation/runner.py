@@ -1,4 +1,4 @@
-"""Forward passes for generation over the pipeline stages and ranks of a model.
+"""Forward passes for generation with a model that is distributed over pipeline stages and ranks.
 
 One rank is the leader. The leader decides which tokens a pass reads, sends these tokens to the other ranks (`Pass`),
 and receives the logits of the last stage. The other ranks run the same passes on their stages and shards until the
@@ -33,7 +33,7 @@ class Pass:
     """Forward pass over new tokens in some rows of the cache."""
 
     first: int = 0
-    """Number of the first row."""
+    """Index of the first cache row that the pass uses."""
 
     tokens: tuple[tuple[int, ...], ...] = ()
     """Token ids that the pass appends to each row. A pass without tokens only checks that all ranks are alive."""
@@ -42,13 +42,13 @@ class Pass:
     """Rows to remove before the pass, one after another."""
 
     prompt_logprobs: int | None = None
-    """For a pass over one row: number of most likely tokens whose log-probabilities are returned, in addition to the
-    log-probability of each token except the first."""
+    """If not None, the pass covers one row and returns the log-probability of each prompt token except the first. For
+    each of these positions, it also returns the log-probabilities of this number of most likely tokens."""
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Results of a pass, on the leader."""
+    """Results of a forward pass, which only the leader receives."""
 
     logits: Tensor
     """Logits [b, vocab_size] after the last new token of each row."""
@@ -87,12 +87,12 @@ class StageRunner:
         leader, last = self.control.ranks[0], self.layout.rank_of(self.layout.num_stages - 1)
         self.leads = self.control.rank == 0
         self.source = self.pp.ranks[last] if self.leads else None
-        """Rank that sends the logits to the leader; used on the leader only."""
+        """Rank that sends the logits to the leader. None on all ranks except the leader."""
         self.sends_to = leader if self.pp.ranks[0] == leader and self.pp.rank == last else None
         self.cache = KeyValueCache()
         wire = "cpu" if self.control.group is None or dist.get_backend(self.control.group) == "gloo" else self.device
         self.wire = torch.device(wire)
-        """Device of messages to all ranks."""
+        """Device of the tensors in messages between the leader and the other ranks."""
 
     @torch.inference_mode()
     def run(self, step: Pass) -> Outputs | None:
@@ -128,7 +128,7 @@ class StageRunner:
         rows = [[*tokens, *[0] * (cached.width - len(tokens))] for tokens in step.tokens]
         tokens = torch.tensor(rows, device=self.device)
         nothing = torch.zeros_like(tokens)
-        positions = cached.positions.clamp(max=self.config.max_positions - 1)  # padding may exceed the limit
+        positions = cached.positions.clamp(max=self.config.max_positions - 1)  # padding may be longer
         batch = Batch(tokens, nothing, nothing, nothing[:, 0], positions)
         with self.p2p.shaped((cached.width // self.multiple, len(rows), self.config.residual_size)):
             ended = self.executor.run(self._actions, [(batch, cached)], last_forward=lambda last, *given: last(*given))
@@ -192,8 +192,8 @@ def next_logits(model: GPTModel, hidden: Tensor) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
-    """Return the log-probability of each token, followed by the most likely tokens and their log-probabilities: logits
-    [n, vocab], tokens [n] -> [n, 1 + 2 top] fp64."""
+    """Return a row for each token, with logits [n, vocab] and tokens [n] -> [n, 1 + 2 top] in fp64. A row contains the
+    token's log-probability, then the `top` most likely tokens, and then their log-probabilities."""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logprobs = logits.to(wide).log_softmax(-1)
     best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)

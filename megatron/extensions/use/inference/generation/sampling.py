@@ -10,7 +10,8 @@ from torch import Tensor
 
 TEMPERATURES = 1e-6, 1e6
 PENALTIES = 1e-3, 1e3
-"""Bounds of --temperature (0 is also allowed) and of --repetition-penalty."""
+"""Minimum and maximum of --repetition-penalty. `TEMPERATURES` contains the same bounds for --temperature, which may
+also be 0."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,14 @@ class Sampling:
         Args:
             logits: Logits [b, vocab].
             uniform: Random numbers [b] in [0, 1).
-            earlier: Tokens of each text, for the repetition penalty.
+            earlier: Earlier tokens of each text, to which the repetition penalty applies.
         """
         if self.repetition_penalty != 1:
             logits = self._penalized(logits, earlier)
         if self.temperature == 0:
             return logits.argmax(-1)
         wide = logits.double()
-        wide = wide - wide.amax(-1, keepdim=True)  # a temperature close to 0 must not divide an infinity
+        wide = wide - wide.amax(-1, keepdim=True)  # prevents overflow if the temperature is near 0
         values, tokens = (wide / self.temperature).sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
             kept = min(self.top_k, values.shape[-1])
@@ -82,8 +83,8 @@ class Sampling:
         cumulative = probabilities.cumsum(-1)
         drawn = uniform.to(cumulative)[:, None] * cumulative[:, -1:]
         choice = torch.searchsorted(cumulative, drawn, right=True)
-        last = (probabilities > 0).sum(-1, keepdim=True) - 1  # rounding must not choose an excluded token
-        # if there are NaNs, no token is left
+        last = (probabilities > 0).sum(-1, keepdim=True) - 1  # despite rounding, no excluded token is chosen
+        # if probabilities are NaN, `last` is -1
         return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)
 
     def _penalized(self, logits: Tensor, earlier: Sequence[Sequence[int]]) -> Tensor:

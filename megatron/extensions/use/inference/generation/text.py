@@ -1,4 +1,4 @@
-"""Incremental decoding. Text streaming: incomplete characters, and text that may become a stop string, are held back
+"""Incremental decoding. In text streaming, incomplete characters and possible beginnings of stop strings are held back
 until they can no longer change. This module needs no model."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class TextStream:
     """Stream that decodes the tokens after a prompt one by one.
 
     A token is decoded together with earlier tokens, because the space before a word may depend on the previous token,
-    and a character may consist of several tokens. `finish` returns the text that was held back. The concatenation of
-    all returned pieces is the text.
+    and a character may consist of several tokens. `finish` returns the text that was held back. Concatenating all
+    returned pieces gives the complete text.
     """
 
     def __init__(self, detokenize: Callable[[Sequence[int]], str], prompt: Sequence[int], stop: Sequence[str]) -> None:
@@ -37,13 +37,13 @@ class TextStream:
         return self._released(self._taken(final=False), final=False)
 
     def finish(self) -> str:
-        """End the text, and return the rest of the text that `add` has not returned yet."""
+        """End the text. Returns the remaining text, which `add` has not returned."""
         if self.stopped:
             return ""
         return self._released(self._taken(final=True), final=True)
 
     def _taken(self, final: bool) -> str:
-        """Return complete characters that have not been returned yet."""
+        """Return the characters that became complete with the latest tokens."""
         text = self._detokenize(self._tokens[self._first :])
         stable = text if final else _whole(text)
         new = stable[len(self._decoded) :] if len(stable) > len(self._decoded) else ""
