@@ -1,4 +1,4 @@
-"""Interfaces and registries of attention kernels and of context-parallel attention. This module does not import torch.
+"""Interfaces and registries for attention kernels and context-parallel attention. This module does not import torch.
 
 @ATTENTION_BACKENDS.register("mine")
 class MyBackend(TorchBackend):
@@ -30,7 +30,7 @@ class AttentionOperands:
     dtype: torch.dtype
     device: torch.device
     head_dim: int
-    """Channels of a query or key head."""
+    """Number of channels of a query or key head."""
 
     value_head_dim: int
     """Channels of a value head."""
@@ -43,7 +43,7 @@ class AttentionBackend(Protocol):
     """True if the tile kernels also compute plain causal attention."""
 
     def causal(self) -> nn.Module:
-        """Return the module for plain causal attention within a rank, called like
+        """Return the module that computes causal attention among the tokens of one rank. It has the interface of
         `megatron.core.attention.core_attention.FusedAttention`."""
 
     def tiles(self) -> tuple[Kernel, Kernel]:

@@ -33,7 +33,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, si
 
 @dataclass(frozen=True)
 class Ring:
-    """Tiles that a rank computes in each step of a ring. The ring may consist of this rank alone."""
+    """Tiles of queries and keys that this rank computes in each step of ring attention. The ring may have a single
+    rank."""
 
     cp: Axis
     queries: Spans

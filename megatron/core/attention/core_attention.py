@@ -98,7 +98,7 @@ def alibi_slopes(heads: int) -> list[float]:
 class CoreAttention(nn.Module):
     """Core attention of one layer.
 
-    torch's fused attention computes plain causal attention within a rank. Attention by tiles
+    torch's fused attention computes causal attention among the tokens of one rank. Attention by tiles
     (`megatron.core.attention.tiles`) handles packed documents, sliding windows, context parallelism, ALiBi, sinks,
     score caps and attention dropout. The dropout mask is the same under every layout.
     """
@@ -142,7 +142,7 @@ class CoreAttention(nn.Module):
 
     def watch_logits(self, watcher: Callable[[Tensor], None]) -> None:
         """Call `watcher` in each training forward pass with the largest logit of each of this rank's heads, a tensor
-        [heads]. The heads are those of `sink_heads`. Logits are the inputs of the softmax for visible query-key pairs,
+        [heads] in the order of `sink_heads`. Logits are the inputs of the softmax for visible query-key pairs,
         including biases and caps. After the first call of this method, plain torch computes the layer's attention.
         """
         self._logit_watchers.append(watcher)

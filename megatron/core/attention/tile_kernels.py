@@ -44,7 +44,8 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Rows:
-    """Output gradient [n, b, heads, dv], and the merged output and log-sum-exp of the same rows."""
+    """Output gradient [n, b, heads, dv] of some query rows, and the output and log-sum-exp of these rows over all
+    tiles."""
 
     grad: Tensor
     out: Tensor
@@ -84,9 +85,10 @@ class Causal:
     documents: Documents | None = None
     """Start positions of the documents in each sample; None if each sample is one document."""
     window: int | None = None
-    """Number of keys visible to a query, including the key at its position; None if all earlier keys are visible."""
+    """Number of keys that a query can see, including the key at the query's own position; None if it can see all
+    earlier keys."""
     shards: Shards | None = None
-    """Token positions on the context-parallel ranks; None for the default sharding."""
+    """Positions of the tokens on each context-parallel rank; None for the default sharding."""
 
     def shards_of(self, rows: int, ranks: int) -> Shards:
         """Return the positions on each rank; every rank holds `rows` positions."""
@@ -94,7 +96,7 @@ class Causal:
 
 
 def samples_of(tile: Tile) -> slice:
-    """Return the samples of a tile, as an index of dimension b."""
+    """Return a slice that selects the samples of a tile in the batch dimension b."""
     return slice(None) if tile.sample is None else slice(tile.sample, tile.sample + 1)
 
 
@@ -146,7 +148,7 @@ class TorchKernel:
         """Create the kernel.
 
         Args:
-            scale: Scale factor of the scores.
+            scale: Factor by which attention scores are multiplied.
             dropout: Dropout of attention weights.
             slopes: ALiBi slopes [heads].
             cap: Soft cap of the scores.

@@ -167,7 +167,8 @@ def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, windo
 
 
 def _unwindowed_tiles(queries: Spans, keys: Spans, documents: Documents | None) -> Iterator[Tile]:
-    """Yield the tiles of each sample and pair of spans, document by document."""
+    """Yield the tiles of each sample, without a window. Each pair of a query span and a key span yields separate tiles
+    for each document."""
     for sample, starts in _samples(documents):
         of_keys = [(row, span, _documents_in(span, starts)) for row, span in _with_rows(keys)]
         for q_row, q_span in _with_rows(queries):

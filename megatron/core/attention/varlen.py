@@ -28,7 +28,7 @@ last key."""
 
 
 class PackedKernel(Protocol):
-    """Attention on packed sequences with different lengths and windows."""
+    """Attention kernel for packed sequences of different lengths, with an optional sliding window."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
         """Compute attention: q [rows, heads, d], k [rows of keys, groups, d], v [..., dv].

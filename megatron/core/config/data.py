@@ -1,4 +1,4 @@
-"""Configuration of training data and tokenizer, as frozen dataclasses: see `megatron.core.config`.
+"""Frozen dataclasses that configure the training data and the tokenizer. See `megatron.core.config`.
 
 This module does not import torch.
 """
@@ -61,7 +61,7 @@ class TokenizerFacts:
     """Fields of `TokenizerConfig` that must be set to the path of a file."""
 
     finds_files: bool = False
-    """True if --tokenizer-model may also be a name by which the tokenizer finds its files."""
+    """True if --tokenizer-model may be a name instead of a path. The tokenizer then finds its files by this name."""
 
 
 TOKENIZERS = Registry("--tokenizer-type", TokenizerFacts, protocol=TokenizerBuilder)

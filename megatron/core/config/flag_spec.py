@@ -55,8 +55,8 @@ class FlagSpec:
     path in a storage that an extension has registered, and "url" if any URL is also legal."""
 
     empty_is_none: bool = False
-    """True if an empty value means that the flag is not given, as in Megatron-LM. Flags without this property refuse an
-    empty value."""
+    """True if an empty value means that the flag is not given, as in Megatron-LM. If False, the flag refuses an empty
+    value."""
 
     writes: str | None = None
     """Kind of an output path, "folder" or "file". At its start, the run checks that this path can be written."""
@@ -67,11 +67,11 @@ class FlagSpec:
 
     effective: str | None = None
     """Property of the configuration section that holds the effective value, for a field whose value another field may
-    determine. When a checkpoint is loaded, the effective values of the checkpoint and the run are compared."""
+    determine. When a checkpoint is loaded, these effective values are compared instead of the fields' values."""
 
     without_effect: bool = False
     """True if the field affects only how a model is computed or monitored, but not the results. A resumed run may
-    change the field, and --use-checkpoint-args does not restore it."""
+    change such a field, and --use-checkpoint-args does not restore its value."""
 
     may_change: bool = False
     """True if a resumed run may change the field, such as a learning rate."""
@@ -111,8 +111,8 @@ class FlagSpec:
     that the flag has no effect, and continues."""
 
     off_without: Conditions = ()
-    """Conditions of which at least one must hold for the flag to have an effect. If no condition holds, the run reports
-    that the flag has no effect, and turns the flag off before other rules read it."""
+    """Conditions of which at least one must hold for the flag to have an effect. If none of the conditions holds, the
+    run reports that the flag has no effect, and turns it off before other rules check it."""
 
     needs: Conditions = ()
     """Conditions that permit the flag. The flag is refused if none of these conditions is met."""
@@ -121,7 +121,7 @@ class FlagSpec:
     """Conflicts: the flag is refused if any of these conditions holds."""
 
     def broken_bound(self, value: float) -> str | None:
-        """Return the rule that a number violates; None if it is within the bounds."""
+        """Return the rule that `value` violates; None if `value` is within the bounds of the flag."""
         low = (self.at_least is None or value >= self.at_least) and (self.above is None or value > self.above)
         high = (self.at_most is None or value <= self.at_most) and (self.below is None or value < self.below)
         return None if low and high else f"must {self._range()}{self.bounds_reason and f', {self.bounds_reason}'}"

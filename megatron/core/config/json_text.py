@@ -7,8 +7,8 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text. Raises ValueError for any invalid text. Deeply nested texts and long numbers also raise
-    ValueError. For nested texts, the parser of the standard library raises RecursionError; for long numbers, it
+    """Parse a JSON text. Raises ValueError if the text is not valid JSON, nests too deeply, or contains a very long
+    number. The standard library's parser raises RecursionError for deeply nested texts, and for long numbers it
     suggests changing a Python setting."""
     try:
         return json.loads(text)

@@ -54,8 +54,8 @@ class ResidualFacts:
     `megatron.core.config.model.TransformerConfig`."""
 
     switch: str
-    """Flag that selects this residual stream. A model has at most one residual stream: `residual_streams` in
-    `megatron/training/config/rules/model.py` refuses a second residual stream."""
+    """Flag that selects this residual stream. A model can have only one: the rule `residual_streams` in
+    `megatron/training/config/rules/model.py` refuses a second one."""
 
     when: Callable[..., bool]
     """Predicate that decides whether the model has this residual stream."""
@@ -69,7 +69,8 @@ class ResidualFacts:
     supported."""
 
     recomputed: str = ""
-    """Name of the stream's part that --recompute-modules accepts; empty if there is none."""
+    """Name by which --recompute-modules selects the part of this stream that can be recomputed; empty if no part
+    can."""
 
     experts_apart: bool = False
     """True if a layer with experts passes the outputs of the shared expert and of the routed experts to the stream
@@ -86,7 +87,8 @@ class ResidualModule(Protocol):
 
 
 class ResidualClass(Protocol):
-    """Class of a residual stream that is not the plain sum of hidden states and sublayer outputs."""
+    """Interface of a class that implements a residual stream other than the plain sum of hidden states and sublayer
+    outputs."""
 
     def __call__(self, name: str, config: Section, ctx: object) -> nn.Module:
         """Make the module that connects one sublayer to the stream. `name` is the name of the sublayer, `config` the
@@ -262,8 +264,8 @@ def _value_of(text: str, otherwise: str) -> int | list[int]:
 
 
 def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Callable[[int], bool]) -> tuple[int, ...]:
-    """Return the list as a tuple. Raises ValueError unless the list has one legal entry for each layer; `what`
-    describes a legal entry in the message."""
+    """Return `value` as a tuple. Raises ValueError unless this list has one valid entry for each layer; in the error
+    message, `what` describes a valid entry."""
     if len(value) != num_layers:
         raise ValueError(f"the list must have {what} for each of {num_layers} layers, but has {len(value)} entries")
     for layer, item in enumerate(value):

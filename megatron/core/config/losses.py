@@ -74,8 +74,8 @@ MOST_COST = 0.01
 
 WEIGHT_TOKENS = 320
 """Number of tokens for which the matrix products with a weight take as long as reading and writing the weight's fp32
-gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). For the other GPUs
-that the planner supports, the number is at most as large."""
+gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). The number is not
+larger for the other GPUs that the planner supports."""
 
 
 def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:

@@ -27,7 +27,7 @@ class HeadWidths(NamedTuple):
     """Channels of heads."""
 
     key: int
-    """Channels of a query or key head."""
+    """Number of channels of a query or key head."""
 
     rotary: int
     """Channels of a query or key head to which --rotary-percent refers."""
@@ -65,7 +65,7 @@ class AttentionFacts:
 
 @dataclass(frozen=True)
 class MixerFacts:
-    """Properties of a mixer. Fields that are functions are called with the model's configuration."""
+    """Properties of a mixer. The functions among the fields receive the model's configuration as argument."""
 
     attention: AttentionFacts | None = None
     """Properties of a module of --attention-module; None for a mixer of --experimental-attention-variant."""
@@ -81,7 +81,8 @@ class MixerFacts:
     """Letter that represents the mixer in --hybrid-layer-pattern."""
 
     whole_sequences: bool = False
-    """True if the mixer uses the tokens of all context-parallel ranks."""
+    """True if the mixer processes whole sequences under context parallelism, and not only the tokens of its own
+    rank."""
 
     attends: bool = False
     """True if the mixer extends the model's attention, and therefore uses its flags and positions."""
@@ -97,8 +98,8 @@ class MixerFacts:
     """Flag that adds the part named by `recomputed` to a model."""
 
     includes: tuple[str, ...] = ()
-    """Names of the mixers that this mixer contains. The flags and rules of a contained mixer also apply to a model with
-    this mixer."""
+    """Names of the mixers that this mixer contains. The flags and rules of the contained mixers also apply to a model
+    that uses this mixer."""
 
 
 class MixerModule(Protocol):

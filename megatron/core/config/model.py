@@ -72,7 +72,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def head_dim(self) -> int:
-        """Channels of a query or key head."""
+        """Number of channels of a query or key head."""
         return self.head_widths.key
 
     @property
@@ -176,13 +176,13 @@ class TransformerConfig(ModelFields):
 
     @property
     def pattern(self) -> LayerPattern | None:
-        """Flags that specify the sublayers of each layer; None if each layer has a mixer and an MLP."""
+        """Layer pattern that specifies the sublayers of each layer; None if each layer has a mixer and an MLP."""
         patterns = (options for options in self.extension_options if isinstance(options, LayerPattern))
         return next((options for options in patterns if options.states_layers), None)
 
     @property
     def stated_layers(self) -> tuple[Sublayers, ...] | None:
-        """Sublayers of all layers and multi-token prediction modules as a pattern specifies them; None without a
+        """Sublayers that the layer pattern specifies for each layer and multi-token prediction module; None without a
         pattern. Raises ValueError if the pattern is invalid."""
         return None if self.pattern is None else self.pattern.stated_layers(self)
 
@@ -296,7 +296,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def mtp_depths(self) -> int:
-        """Number of multi-token prediction depths; 0 without multi-token prediction."""
+        """Number of multi-token prediction depths; 0 if the model has no multi-token prediction."""
         return self.mtp_num_layers or 0
 
     @property
@@ -360,7 +360,7 @@ class TransformerConfig(ModelFields):
         return self.rotary_type == "yarn"
 
     def yarn_mscale(self, mscale: float) -> float:
-        """Return the factor by which YaRN scales queries and keys, so that attention stays as sharp at longer contexts
+        """Return YaRN's scale factor for queries and keys, which keeps attention weights sharp at longer contexts
         (arXiv 2309.00071, section 3.4). `mscale` is DeepSeek's coefficient."""
         longer = self.yarn and self.rotary_scaling_factor > 1
         return 0.1 * mscale * log(self.rotary_scaling_factor) + 1 if longer else 1.0
@@ -421,8 +421,8 @@ class TransformerConfig(ModelFields):
 
     @property
     def initial(self) -> InitPolicy:
-        """Initial values of parameters, by role. Weights whose output is added to the residual stream have a smaller
-        standard deviation, so that the variance of the stream does not grow with depth."""
+        """Policy for the initial values of parameters, by role. Weights whose output is added to the residual stream
+        have a smaller standard deviation, so that the variance of the stream does not grow with depth."""
         of_layer = 2 if self.pattern is None else 1
         std, of_embeddings = self.init_method_std, self.embedding_init_method_std
         return InitPolicy(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RouterFacts:
-    """Properties of a router. Fields that are functions are called with the model's configuration."""
+    """Properties of a router. The functions among the fields receive the model's configuration as argument."""
 
     when: Callable[..., bool] = lambda config, number: True
     """Predicate of (configuration, layer number) that decides whether the router applies to the layer. If several
@@ -149,7 +149,7 @@ GROUPS = "--moe-router-num-groups; add --moe-router-num-groups, for example the 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Experts, router and token dispatch. Without `num_experts` the model is dense."""
+    """Configuration of experts, router and token dispatch. If `num_experts` is not set, the model is dense."""
 
     NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
 

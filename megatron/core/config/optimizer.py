@@ -147,7 +147,7 @@ class OptimizerConfig(Section):
 
     @property
     def has_anneal(self) -> bool:
-        """True if a flag sets the length of WSD's final anneal."""
+        """True if a flag sets the length of the final annealing phase of the WSD (warmup-stable-decay) schedule."""
         stated = self.lr_wsd_decay_iters, self.lr_wsd_decay_samples, self.lr_wsd_decay_fraction
         return stated != (None, None, None)
 
@@ -174,7 +174,7 @@ class OptimizerConfig(Section):
 
     @property
     def state_plan(self) -> StatePlan:
-        """Storage format of optimizer states."""
+        """Plan that describes how optimizer states are stored."""
         return STATE_STORES.facts(self.state_store)
 
     @property

@@ -35,8 +35,8 @@ class OptimizerFacts:
     data-parallel rank can update its shard without communication."""
 
     whole_roles: Callable[..., frozenset[str]] = _no_roles
-    """Function that returns the roles (`ParamMeta.role`) of matrices that the optimizer updates as a whole. Matrices
-    with these roles have separate buffers."""
+    """Function that returns the roles (`ParamMeta.role`) of the matrices that the optimizer updates as whole matrices.
+    Matrices with these roles have separate buffers."""
 
     others: Callable[..., str] | None = None
     """Function that returns the name of the optimizer for all other parameters; None if this optimizer updates them

@@ -132,7 +132,7 @@ class StageSplit(Protocol):
         FLOP-based estimates of the two costs."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
-        """Map stages to their numbers of layers, for the stages whose number of layers the flags set."""
+        """Return the number of layers of each stage for which the flags set this number, keyed by stage."""
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)
@@ -368,8 +368,8 @@ class DDPConfig:
         return self.data_parallel_sharding_strategy == "optim_grads_params"
 
     def unit_ranks(self, parallel: ModelParallelConfig) -> int | None:
-        """Return the smallest number of data-parallel ranks for which the matrices of each unit form a separate bucket;
-        None if they never do."""
+        """Return the minimum number of data-parallel ranks at which the matrices of each unit form a separate bucket;
+        None if they share buckets at any number of ranks."""
         if parallel.unit_store is not None:
             return 1
         return 2 if self.shards_gradients else None

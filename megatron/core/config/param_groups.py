@@ -15,7 +15,7 @@ from megatron.core.param_meta import Init, ParamMeta
 from megatron.core.registry import Registry
 
 SHOWN = 5
-"""Maximum number of parameter names in a line of output."""
+"""Maximum number of parameter names that are printed for one group."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class ParameterRule:
     """True if the rule may change the groups of parameters."""
 
     def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
-        """Return the group of a parameter, given the group that the flags and earlier rules chose."""
+        """Return the parameter group for a parameter. `group` is the group that the flags and earlier rules chose for
+        it."""
         return group
 
     def freezes(self, meta: ParamMeta) -> bool:
@@ -101,7 +102,7 @@ class ParameterRule:
 
 
 class BuildsRule(Protocol):
-    """Class or function that creates a rule from the `OptimizerConfig` of a run. The method `options(Cls)` of the
+    """Class or function that creates a parameter rule from a run's `OptimizerConfig`. The method `options(Cls)` of the
     `OptimizerConfig` returns the flags of an extension."""
 
     def __call__(self, optimizer: Section) -> ParameterRule: ...

@@ -45,8 +45,8 @@ from megatron.core.transformer.pass_context import PassContext
 class DistributedDataParallel:
     """Gradient buffers and data-parallel communication of one rank's model chunks (`modules`).
 
-    Every parameter must have its `meta`. Modules may share a Parameter, which is then stored once. With
-    `use_distributed_optimizer` (ZeRO-1), each rank receives only the summed gradient of its shards.
+    Every parameter needs a `meta` attribute with its `ParamMeta`. Modules may share a Parameter, which is then stored
+    once. With `use_distributed_optimizer` (ZeRO-1), each rank receives only the summed gradient of its shards.
 
     With `overlap_grad_reduce`, a bucket's reduction starts during the backward pass, as soon as its last gradient is
     complete. With `overlap_param_gather`, the optimizer step leaves the all-gather of updated parameters in flight, and
@@ -119,7 +119,7 @@ class DistributedDataParallel:
         self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self.params]
 
     def _give_frozen_parameters_values(self, initialize: Callable[[Sequence[Tensor]], None]) -> None:
-        """Allocate and initialize frozen parameters. Trained parameters are allocated with their buffers."""
+        """Allocate and initialize frozen parameters. For trained parameters, the buffers allocate the memory."""
         for param in (param for module in self.modules for param in module.parameters()):
             if not (param.requires_grad or has_storage(param)):
                 alloc_storage(param)
@@ -246,7 +246,8 @@ class DistributedDataParallel:
                 foreach_mul_(grads, factor.to(grads[0].device, self.main_dtype))
 
     def start_param_sync(self, buckets: Collection[Bucket] | None = None) -> None:
-        """Start the all-gathers of updated parameters in forward order, for some or all buckets."""
+        """Start the all-gathers of updated parameters in forward order. By default, gather the parameters of all
+        buckets."""
         if self.param_gather is not None:
             assert buckets is None, "Casts are computed from all parameters."
             self.param_gather.cast_()

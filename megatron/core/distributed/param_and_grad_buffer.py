@@ -95,7 +95,7 @@ class Bucket:
         return self.owned_grads[start : start + piece.stop - piece.start]
 
     def start_grad_sync(self) -> None:
-        """Start summing the gradients over the data-parallel ranks. Collective over the axis."""
+        """Start summing the gradients over the data-parallel ranks. All ranks of the axis must call this method."""
         assert self._grad_sync is None, "the last reduction of this bucket has not been waited for"
         if self.axis.size == 1:
             return
@@ -150,8 +150,9 @@ class Bucket:
 
 
 class WholeUnits:
-    """Hooks around the passes of units (transformer layers, and modules outside of layers). In this base class, the
-    hooks do nothing, because gradients and parameters are always whole. Sharding strategies derive from this class.
+    """Hooks that run before and after the passes of units (transformer layers, and modules outside of layers).
+    `WholeUnits` keeps whole gradients and parameters at all times, so its hooks do nothing. Sharding strategies derive
+    from it.
     """
 
     buckets: Sequence[Bucket] = ()
@@ -303,7 +304,7 @@ class ParamAndGradBuffer:
 
 
 LARGEST = 2**16
-"""Maximum size, in elements, of a gradient that `SmallGrads` collects."""
+"""Maximum number of elements of a gradient that `SmallGrads` collects."""
 
 AT_A_TIME = 256
 

@@ -3,8 +3,8 @@ This module does not import torch.
 
 Parameters of a buffer have the same weight decay, learning rate and optimizer, and are reduced over the same ranks. A
 buffer is divided into buckets, each of which is reduced in one collective. A bucket is divided into one shard per
-data-parallel rank. This module computes the whole layout once, from integers. Buffers, distributed optimizer,
-checkpoints and memory plans read the same layout.
+data-parallel rank. This module computes the layout of all buffers once, from the shapes of the parameters. Buffers, the
+distributed optimizer, checkpoints and memory plans use the same layout.
 
 Buckets are filled in reverse registration order, roughly the order in which the backward pass completes gradients, so
 that the first buckets are ready first. If gradients or parameters are sharded too (ZeRO-2 and ZeRO-3), a bucket of
@@ -29,7 +29,8 @@ from megatron.core.config.param_groups import ParamGroup
 from megatron.core.param_meta import ParamMeta
 
 ALIGNMENT = 64
-"""Alignment in elements, and the largest block of elements that may share a scale in an optimizer state."""
+"""Number of elements to whose multiples parameters are aligned. Elements that share a scale in an optimizer state form
+blocks of at most this size."""
 
 BucketPlace = tuple[int, int]
 """Pair (number of a buffer, number of a bucket within this buffer)."""
@@ -60,7 +61,8 @@ class ParamRange:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a parameter's flattened local tensor, stored at `offset` in its buffer."""
+    """Part of a parameter: the elements [start, stop) of the rank's flattened tensor, which are at `offset` in the
+    buffer."""
 
     index: int
     meta: ParamMeta
@@ -154,7 +156,7 @@ def plan_buffers(
         params: (meta, local shape) of the rank's parameters, in registration order.
         data_parallel_size: Number of ranks of "dp_cp".
         expert_data_parallel_size: Number of ranks of "expt_dp".
-        bucket_size: Number of elements at which a bucket is closed.
+        bucket_size: Minimum number of elements in a bucket. Parameters are added to a bucket until it has this size.
         group_of: Function that returns the optimizer's group of a parameter.
         whole_roles: Roles of the matrices that the optimizer updates as whole matrices, not element by element.
         linears_apart: Whether the weights of linear layers are in separate buffers, so that these weights can be

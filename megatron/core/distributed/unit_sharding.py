@@ -1,4 +1,4 @@
-"""ZeRO-2 and ZeRO-3: the whole parameters and gradients of a unit exist only during its passes.
+"""ZeRO-2 and ZeRO-3: whole gradients, and with ZeRO-3 whole parameters, exist only while their unit uses them.
 
 A unit is a transformer layer, or a module outside of layers that owns parameters, such as the embedding and the output
 layer. The ranks communicate before and after each forward and backward pass of a unit (Rajbhandari et al., arXiv
@@ -42,7 +42,7 @@ from megatron.core.transformer.activation_store import tensors_in
 from megatron.core.transformer.recompute import computing_again
 
 WAIT_GATHERED, WAIT_REDUCED = "wait for parameters of a unit", "wait for reduced gradients of a unit"
-"""Profiler ranges in which a rank waits without computing. On GPUs, the host's wait is not visible."""
+"""Names of the profiler ranges in which a rank waits without computing. On GPUs, the host's wait is not visible."""
 
 
 class UnitBucket(Bucket):
@@ -135,7 +135,7 @@ class UnitBucket(Bucket):
                 owner.main_grad.zero_()  # type: ignore[attr-defined]
 
     def start_grad_sync(self) -> None:
-        """Start reducing the whole gradients, if anything was added to them. Collective over the axis."""
+        """Start reducing the whole gradients, if anything was added to them. All ranks of the axis must call it."""
         self.finish_grad_sync()
         if self.whole_grads:
             self.zero_stale_grads()
@@ -346,8 +346,8 @@ class UnitSharding(WholeUnits):
         The backward pass of a unit starts when the gradient of an output is known, and ends when the gradient of the
         input is known. Autograd first runs the operations that were recorded last, so no operation of the unit remains
         at that point. If no operation produced the input, the unit's backward pass ends with the whole backward pass. A
-        layer that leaves its last addition to the next norm has two outputs, one of which was computed in the middle of
-        the layer. Its backward pass starts with the first known output gradient and ends with the last input gradient.
+        layer that returns a `Pending` stream has two outputs, one of which was computed in the middle of the layer. Its
+        backward pass starts with the first known output gradient and ends with the last input gradient.
         """
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:
@@ -408,7 +408,7 @@ class UnitSharding(WholeUnits):
 
 
 class ShardedUnits(UnitStore):
-    """Units whose shards each rank keeps on the device. Unit stores derive from this class to keep shards elsewhere."""
+    """Units whose shards stay on the device. A unit store that keeps shards elsewhere derives from this class."""
 
     def bucket(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> Bucket:
         return UnitBucket(layout, buffer)
@@ -426,7 +426,7 @@ class ShardedUnits(UnitStore):
 
 
 def unit_store(ddp: DDPConfig, parallel: ModelParallelConfig, device: torch.device) -> UnitStore:
-    """Return the store that a configuration selects for the units of a rank."""
+    """Return the unit store that a configuration selects."""
     if (name := parallel.unit_store) is not None:
         store = UNIT_STORES[name](parallel, device)
         assert isinstance(store, UnitStore), f"{name} does not create a unit store"

@@ -58,7 +58,7 @@ class ActivationStore(Protocol):
         """Replace the pool with an empty pool, for plans. The new pool uses pinned memory only if `pinned` is True."""
 
     def begin(self, x: Tensor, shared: object) -> StoredPass:
-        """Start a forward pass with input x of a stage's layers. Tensors in `shared`, an object or a mapping, are not
+        """Start the forward pass of a stage's layers with input x. Tensors in `shared`, an object or a mapping, are not
         stored."""
 
 
@@ -82,7 +82,7 @@ class Saver(Protocol):
     """Object that receives each tensor that autograd saves."""
 
     def pack(self, x: Tensor) -> Tensor | Stored:
-        """Return the placeholder of x in the graph, or x if x is not stored."""
+        """Return the object that autograd saves instead of x: a placeholder, or x itself if x is not stored."""
 
 
 class _Now(threading.local):

@@ -28,7 +28,7 @@ work even if there are few features."""
 
 
 class Bounded(NamedTuple):
-    """A gated function of `FUNCTIONS` whose operands are clamped and shifted first, as in gpt-oss: f(min(gate, clamp))
+    """Gated function of `FUNCTIONS` with clamped operands and an offset, as in gpt-oss: f(min(gate, clamp))
     * (min(max(up, -clamp), clamp) + offset)."""
 
     name: str
@@ -41,8 +41,8 @@ Kind = str | Bounded
 
 
 class FusedActivation:
-    """Activation function of a kind that `functions_of` supports. The function saves only its input for the backward
-    pass. If compiled, the function can also add the bias of the preceding linear layer. The backward kernel then
+    """Activation function of a kind that `functions_of` supports. For the backward pass, the function saves only its
+    input. If compiled, the function can also add the bias of the preceding linear layer. The backward kernel then
     computes the input gradient and the sum for the bias gradient together.
     """
 
@@ -193,8 +193,8 @@ def _biased_forward(x: Tensor, bias: Tensor, kind: Kind) -> Tensor:
 
 
 def _biased_backward(x: Tensor, bias: Tensor, grad: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x and of the bias for x [groups of rows, rows, f]. With this shape, torch.compile fuses
-    both gradients into one kernel, which it does not do with x [rows, f].
+    """Compute the gradients of x and of the bias. The rows of x are arranged in groups, [groups, rows per group, f].
+    With this shape, torch.compile fuses both gradients into one kernel; with x [rows, f], it does not.
     """
     dx = functions_of(kind)[1](x + bias, grad)
     wide = torch.promote_types(dx.dtype, torch.float32)

@@ -82,7 +82,7 @@ class TransformerBlock(nn.Module):
         kinds = [config.layer(number) for number in numbers]
         rotations = dict.fromkeys(kind.rotation for kind in kinds if kind.rotation is not None)
         self.rotary = {rotation: RotaryEmbedding(config, ctx.device, ctx.dtype, rotation) for rotation in rotations}
-        """Rotary tables of the layers, keyed by rotation."""
+        """Tables of rotary angles, keyed by the `rotation` of the layers that use them."""
         self._built = kinds
         self.scales_of = partial(query_scales, config) if any(kind.tempered for kind in kinds) else None
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
@@ -92,8 +92,8 @@ class TransformerBlock(nn.Module):
         """
 
     def set_positions(self, config: TransformerConfig) -> None:
-        """Replace the rotary tables with tables for `config`. The layers must share rotations in the same way under
-        `config`."""
+        """Replace the tables of rotary angles with tables for `config`. Layers that share a table must also share one
+        under `config`."""
         for number, built in zip(self.numbers, self._built, strict=True):
             rotation = config.layer(number).rotation
             if built.rotation is not None and rotation is not None:

@@ -57,7 +57,8 @@ class TransformerLayer(nn.Module):
     """Transformer layer of two sublayers f (attention, and an MLP or experts), or of a single sublayer.
 
     Each sublayer adds dropout(post(f(pre(x)))) to the residual stream x. pre and post are norms or identities,
-    according to `--norm-placement`. With `--norm-placement sum`, the layer computes x = post(x + dropout(f(x))).
+    according to `--norm-placement`. With `--norm-placement sum`, each sublayer instead replaces x with post(x +
+    dropout(f(x))).
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -95,7 +96,8 @@ class TransformerLayer(nn.Module):
         return MLP(name, config, ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, w] -> [s, b, w]; [s/tp, b, w] under sequence parallelism. w is `config.residual_size`."""
+        """Run the layer: x [s, b, w] -> [s, b, w]; [s/tp, b, w] under sequence parallelism. w is
+        `config.residual_size`."""
         if self.norms_sums:
             return self._with_norms_of_sums(x, context)
         if self.shares_norm:

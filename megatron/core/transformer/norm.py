@@ -87,7 +87,7 @@ class WideRMSNorm(nn.Module):
         """x [s, b, heads/tp, d]"""
         wide = x.float() if x.itemsize == 2 else x
         squares = wide.square().sum((-1, -2), keepdim=True)
-        # Every rank uses the sum over all ranks, so the gradient of that sum is also a sum over ranks.
+        # Every rank uses the sum of squares over all ranks, so the gradient of this sum must also be summed over ranks.
         squares = copy_to(reduce_from(squares, self.tp), self.tp)
         weight = self.weight.to(wide.dtype).view(x.shape[-2:])
         weight = weight + 1 if self.one_plus else weight
@@ -167,7 +167,7 @@ def build_norm(
         size: Number of channels.
         config: The model.
         ctx: Tensor-parallel context of the layer that contains the norm.
-        partial_over: Axes over which weight gradients are partial sums.
+        partial_over: Axes of ranks that each hold a partial sum of the weight gradient, as in `ParamMeta.partial_over`.
     """
     partial_over = sequence_partial(ctx.sequence_parallel) if partial_over is None else partial_over
     return NORMALIZATIONS.build(config.normalization, name, size, config, ctx, partial_over)

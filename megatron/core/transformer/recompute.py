@@ -1,6 +1,6 @@
-"""Activation recomputation: activations are recomputed in the backward pass instead of being saved. Random numbers need
-no special handling, because dropout masks are functions of the batch. The recomputed activations are therefore
-bit-identical to the discarded ones.
+"""Activation recomputation: activations are recomputed in the backward pass instead of being saved. Recomputed
+activations are bit-identical to the discarded ones. Random numbers need no special handling, because dropout masks are
+functions of the batch.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _View(NamedTuple):
 
 
 def with_input_recomputed(produce: Callable[[Input], Results], x: Input, consume: Callable[..., T], *args: object) -> T:
-    """Compute consume(produce(x), *args), and save x instead of produce(x), which consists of one or more tensors.
+    """Compute consume(produce(x), *args), and save x instead of produce(x). `produce` returns one or more tensors.
 
     Use this function if `produce` is cheap and its input is saved anyway; for example, `produce` may be a norm or an
     activation function. When the backward pass of `consume` needs a result that is no longer in memory, only `produce`

@@ -101,8 +101,8 @@ class RotaryEmbedding:
 
 
 def query_scales(config: TransformerConfig, positions: Tensor) -> Tensor:
-    """Compute query factors from positions [s] or [b, s] -> [s, 1 or b, 1, 1] fp32. The factors keep attention without
-    rotary embedding sharp over long contexts (--attention-temperature-coeff).
+    """Compute the factors by which queries are multiplied: positions [s] or [b, s] -> [s, 1 or b, 1, 1] fp32. The
+    factors keep attention without rotary embedding sharp over long contexts (--attention-temperature-coeff).
     """
     positions = positions[None] if positions.ndim == 1 else positions
     first = 0 if config.attention_temperature_everywhere else 1
@@ -135,7 +135,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def apply_rotary_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first rotary_dim channels of x [s, b, heads, head_dim]: channel 2i pairs with 2i + 1."""
+    """Rotate the first rotary_dim channels of x [s, b, heads, head_dim] in pairs of channels 2i and 2i + 1."""
     rotary_dim = 2 * cos.shape[-1]
     first, second = x[..., :rotary_dim].unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)

@@ -59,7 +59,8 @@ class SelfAttention(nn.Module):
         self.linear_proj = row_parallel(proj, ctx)
 
     def linears(self, name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
-        """Return linear_qkv and linear_proj. Subclasses with other rows per head override this method and `split`."""
+        """Return the linear layers `linear_qkv` and `linear_proj`. Subclasses with other rows per head override this
+        method and `split`."""
         return attention_linears(name, config)
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:

@@ -155,15 +155,14 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
 
 @runtime_checkable
 class StatesFlags(Protocol):
-    """Path kind for models that determine some flags of the runs that load them. Such path kinds are registered in
-    `PATH_KINDS`."""
+    """Kind of path in `PATH_KINDS` whose models determine some flags of the runs that load them."""
 
     def __call__(self, path: str, /) -> bool: ...
 
     def with_flags(self, config: RunConfig, reader: FlagReader) -> RunConfig:
         """Return the configuration with the flags that the model in --load determines.
 
-        Problems and notes are added to `reader`. Implementations must not import torch.
+        Add problems and notes to `reader`. Implementations must not import torch.
         """
 
 
@@ -261,8 +260,8 @@ def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | Non
 
 
 def _extensions_in(path: str) -> list[str]:
-    """Return the extensions that a flag file names. Returns an empty list if the file cannot be read, because that
-    error is reported later."""
+    """Return the extensions that the entry `extension` of a flag file lists. Returns an empty list if the file cannot
+    be read, because that error is reported later."""
     try:
         node = compose(path)
     except (OSError, ValueError):

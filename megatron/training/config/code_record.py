@@ -151,7 +151,8 @@ def _module_files(name: str) -> Iterator[Path]:
 
 
 def _recorded(run: Path) -> dict[str, str]:
-    """Return the digests that are recorded for a run's folder, keyed by the name of the code.
+    """Return the recorded digests of the code that a run has used, keyed by the name of the code. `run` is the run's
+    folder.
 
     The result is empty unless the record belongs to this user and nobody else could have written it. It is also empty
     if the record is in the run's folder.
@@ -173,7 +174,7 @@ def _record_file(run: Path) -> Path:
 
 
 def _whole(name: str) -> str:
-    """Return the absolute path, with links resolved, if the name is a path; return a module name unchanged."""
+    """Convert a path to an absolute path without links. A module name is returned unchanged."""
     is_path = "/" in name or name.endswith(CODE_SUFFIXES) or os.path.isdir(name)
     return str(_resolved(name)) if is_path else name
 

@@ -78,7 +78,7 @@ class Prepared:
     config: RunConfig
     world_size: int
     problems: Sequence[Problem]
-    """Problems that prevent a run from starting. Problems with input and output files are not included."""
+    """Problems that prevent a run from starting, except problems with input and output files."""
 
     inputs: Sequence[Problem]
     """Problems with data lists that cannot be read. `missing_inputs` finds the problems with other inputs."""
@@ -109,7 +109,7 @@ class Command:
         return f"planned for {world_size} ranks; --world-size sets a different number" if world_size > 1 else None
 
     def run(self, run: Prepared) -> int:
-        """Run the command. Called on every rank, but only rank 0 prints. Returns the exit code."""
+        """Run the command, and return the exit code. Every rank calls this method, but only rank 0 prints."""
         raise NotImplementedError
 
 
@@ -122,7 +122,8 @@ class CommandFacts:
 
 
 class ReadCommand(Protocol):
-    """Function that reads the options of a command. The function is imported when one of the options is given."""
+    """Function that reads the options of a command. The function is imported only if the command line contains one of
+    the options."""
 
     def __call__(self, given: GivenOptions, world_size: int | None) -> Command | None:
         """Return the command that the options select; None if they select no command. If the options are not valid, add

@@ -70,7 +70,7 @@ KIND_NAMES = {int: "a whole number", float: "a number", str: "text"}
 
 @dataclass(frozen=True)
 class Flag:
-    """Command-line flag of one configuration field."""
+    """Command-line flag that sets one configuration field."""
 
     section: str
     field: str
@@ -210,7 +210,7 @@ class ExtensionSection:
 
 
 EXTENSION_SECTIONS: dict[str, ExtensionSection] = {}
-"""Flags of extensions, by title in `--help`."""
+"""Sections of extensions' flags, keyed by their title in `--help`."""
 
 
 def add_section(title: str, section: ExtensionSection) -> None:

@@ -48,7 +48,8 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
 
 
 def load_config(argv: Sequence[str], launch: Launch | None = None) -> tuple[RunConfig, list[Problem]]:
-    """Return the resolved configuration of a command line, and every problem that prevents the run from starting.
+    """Return the configuration that a command line specifies, with defaults filled in, and every problem that prevents
+    the run from starting.
 
     The tokenizer is built only once per process. Prints nothing and runs no command. Raises ExtensionError for an
     --extension that cannot be loaded.

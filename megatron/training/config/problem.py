@@ -58,7 +58,8 @@ class Problem:
 
     @classmethod
     def of_errors(cls, flag: str, value: object, error: Exception) -> list[Problem]:
-        """Return a problem for each line of an error message, for example from reading a file.
+        """Return a problem for each line of an exception's message. The exception was raised, for example, when a file
+        was read.
 
         If a line has the form `--flag value: rule; remedy`, the problem belongs to the flag that the line names, and
         otherwise to `flag`.
@@ -102,7 +103,7 @@ class Problem:
 
 
 def problems_of(found: Iterable[object]) -> Iterator[Problem]:
-    """Yield the problems that the rules of a registered part find. Raises TypeError if a rule yields any other
+    """Yield the problems that a registered validation rule has found. Raises TypeError if a rule yields any other
     object."""
     for problem in found:
         if not isinstance(problem, Problem):
@@ -119,8 +120,8 @@ def _shown(value: object) -> str:
 def text_rule(text: str) -> tuple[str, str] | None:
     """Return (rule, remedy) for a text that no flag accepts as its value; None for any other text.
 
-    Flags refuse texts that are empty or only white space, as from an unset shell variable, and texts with control
-    characters.
+    Flags refuse texts that are empty or consist of white space, for example because a shell variable was not set, and
+    texts with control characters.
     """
     if not text.strip():
         rule = "is only white space" if text else "is empty"

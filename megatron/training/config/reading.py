@@ -25,7 +25,7 @@ SAID_OF_SWITCHES = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class Reading:
-    """Outcome of reading one given flag."""
+    """Result of reading one flag of a command line."""
 
     given: tuple[str, ...]
     """The flag as given on the command line, followed by its values."""
@@ -327,8 +327,8 @@ def overridden(earlier: dict[str, object], later: dict[str, object]) -> dict[str
 def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag with its values: the text after `=`, if any, and all tokens up to the next flag.
 
-    A token before the first flag does not begin with two dashes and is yielded without values. A quoted value that is
-    only white space is ignored, unless it is a flag's first value.
+    A token before the first flag does not begin with two dashes and is yielded without values. A quoted value that
+    consists of white space is ignored, unless it is the first value of a flag.
     """
     current: tuple[str, list[str]] | None = None
     for token in argv:
@@ -433,7 +433,8 @@ def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueEr
 
 
 def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
-    """Return the unsupported feature of another program that the values select; None if they select none."""
+    """Return the unsupported feature of another program that the flag selects with these values; None if there is
+    none."""
     return next(filter(None, (program.feature(flag.name, texts) for program in foreign_programs().values())), None)
 
 

@@ -90,8 +90,8 @@ TOKENIZER_FIELDS = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_fi
 
 
 def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: PurePath) -> tuple[dict[str, str | None], list[str]]:
-    """Return the saved run's values of the tokenizer fields, and a line for each file that is read from that run's
-    copy.
+    """Return the values of the tokenizer fields in the saved run, and a note for each tokenizer file that is read from
+    the copy in the checkpoint's folder.
 
     Both results are empty if a tokenizer flag is given.
     """
@@ -123,8 +123,8 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the configuration with the layer kinds that the checkpoint's multi-token prediction modules have, and
-    notes. If the model's layers differ in kind, a multi-token prediction module that was trained with the kind of the
-    last layer must keep that kind."""
+    notes. If the model has layers of different kinds, and a multi-token prediction module was trained as a layer of the
+    last layer's kind, the module must keep this kind."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
@@ -139,7 +139,8 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
     """For fields whose default has changed, use the value in the checkpoint. Returns the new configuration, and notes.
-    Fields in `given` keep their values. An unreadable checkpoint is reported when it is loaded."""
+    Fields in `given` keep their values. Errors in the checkpoint are not reported here, but when the checkpoint is
+    loaded."""
     load, table = config.checkpoint.load, spelling_table()
     spelled = {table[name][0].field for name in given if name in table}
     wanted = [flag for flag in all_flags() if flag.spec.keeps_saved and flag.field not in spelled]
@@ -175,7 +176,7 @@ def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
 
 def read_history(options: CheckpointConfig) -> History | None:
     """Return the history of phases in the checkpoint from which a run resumes. Returns None if the run starts at sample
-    0 or with different data.
+    0, or if its data may differ from the checkpoint's data (--override-data-fingerprint).
 
     Raises ValueError if no checkpoint can be read.
     """
@@ -315,7 +316,7 @@ def changed_fields(
     ignored: Collection[str] = (),
     where: tuple[str, str] = ("in the checkpoint", "in the run"),
 ) -> list[str]:
-    """Return the flags that affect results and differ between two runs, with both values.
+    """Return each flag that affects results and has different values in two runs, together with both values.
 
     The compared flags are those of the model, and those of the extensions in the checkpoint's `sections`. A derived
     field is not reported if it differs only because the field from which it is derived differs.

@@ -1,7 +1,7 @@
 """Validation of a configuration before the run starts. This module needs neither torch nor a process group.
 
-`resolve` fills in the values that are derived from other flags. `validate` reports all violated rules together, each
-with the nearest legal value. The rules are in `megatron.training.config.rules`.
+`resolve` fills in values that are derived from other values. `validate` reports all violated rules together, each with
+the nearest legal value. The rules are in `megatron.training.config.rules`.
 """
 
 from __future__ import annotations
@@ -249,9 +249,9 @@ def _resolve_training(config: RunConfig, world_size: int) -> TrainingConfig:
 
 
 def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> OptimizerConfig:
-    """Convert lengths in tokens to samples, or to iterations if the run's length is given in iterations.
+    """Convert durations in tokens to samples, or to iterations if the run's length is given in iterations.
 
-    If the run's length is given in tokens and the batch size varies, also convert lengths in iterations to samples.
+    If the run's length is given in tokens and the batch size varies, also convert durations in iterations to samples.
     """
     optimizer, sequence = config.optimizer, config.model.seq_length
     if config.ddp.data_parallel_sharding_strategy == "no_shard":

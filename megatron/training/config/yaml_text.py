@@ -46,10 +46,10 @@ def read_yaml_file(path: str | Path) -> str:
 def compose_yaml(text: str, any_tag: bool = False) -> Node | None:
     """Parse YAML text to nodes; returns None for an empty text.
 
-    Raises ValueError with a one-line message unless the text is YAML of plain values. `any_tag` also permits values
-    with application tags, which remain nodes.
+    Raises ValueError with a one-line message if the text is not YAML, or contains values that settings files may not
+    use. `any_tag` also permits values with application tags, which remain nodes.
     """
-    import yaml  # imported here because most runs do not need yaml
+    import yaml  # not imported at the top of the module, because most runs do not need yaml
 
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -65,7 +65,7 @@ def compose_yaml(text: str, any_tag: bool = False) -> Node | None:
 
 
 def load_yaml(text: str) -> object:
-    """Return the value of a YAML text. Raises ValueError with a one-line message if the text is invalid."""
+    """Parse a YAML text, and return its value. Raises ValueError with a one-line message if the text is invalid."""
     import yaml
 
     node = compose_yaml(text)

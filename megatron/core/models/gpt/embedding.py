@@ -171,8 +171,8 @@ class SinusoidalEmbedding(nn.Module):
 
 
 def positions_of(x: Tensor, context: BatchContext, shard: int) -> Tensor:
-    """Return the positions [n, 1 or b] of tokens x [n, b, h], which are shard number `shard` of the context-parallel
-    rank's tokens."""
+    """Return the positions [n, 1 or b] of the tokens x [n, b, h]. The tokens are number `shard` of the equal shards
+    into which the context-parallel rank's tokens are divided."""
     if context.position_ids is None:
         return context.places_of(x, shard).unsqueeze(1)
     return context.position_ids[:, shard * x.shape[0] : (shard + 1) * x.shape[0]].t()

@@ -122,7 +122,7 @@ class GPTModel(nn.Module):
 
         Args:
             config: The model.
-            parallel: Parallelism settings; by default, those of a single process.
+            parallel: Parallelism settings; by default, the settings for a single process.
             state: Process groups; by default, there are none.
             stage: Stage to build; None builds the whole model.
             embedding: Embedding of the first stage, for a last stage on the same rank.
@@ -159,7 +159,8 @@ class GPTModel(nn.Module):
         if self.output_layer is not None and self.chunk_tokens:
             self.output_layer.backward_reads_parameters = False
         self.loss_watchers: list[Callable[[Tensor, Batch], None]] = []
-        """Functions that the last stage calls with the detached losses [s, b] of a micro-batch and the micro-batch."""
+        """Functions that the last stage calls for each micro-batch. The arguments are the detached losses [s, b] and
+        the batch."""
 
         self._refuse_equal_names()
         if weights.initialize:

@@ -101,8 +101,7 @@ class TokenLoss:
 
 
 def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
-    """Return the scalar sum of mask [b, s] * losses [s, b]. Raises ValueError if the losses have the wrong shape or
-    type."""
+    """Return the scalar sum of mask [b, s] * losses [s, b]. Raises ValueError if `losses` is not a tensor [s, b]."""
     return (checked_losses(losses, mask.t().shape) * mask.t().to(losses.dtype)).sum()
 
 

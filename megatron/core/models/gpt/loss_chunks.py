@@ -3,9 +3,9 @@
 The logits of a large vocabulary are the largest tensor of a pass. Losses are sums over tokens and the initial gradient
 is known in advance, so the gradient of a token's loss can be computed as soon as the token's logits are available. For
 each chunk, the forward pass computes the logits, the losses and the gradients of the hidden states and the weight.
-After each chunk, the forward pass frees the logits of the chunk. Each token needs the same three matrix products as
-with separate forward and backward passes. The only activation-sized tensor that remains is the gradient of the hidden
-states, which the backward pass returns.
+After each chunk, the forward pass frees the logits of the chunk. Chunks cause no additional computation: like separate
+forward and backward passes, they need three matrix products per token. The only activation-sized tensor that remains is
+the gradient of the hidden states, which the backward pass returns.
 
 Under sequence parallelism, a chunk consists of the same rows of each rank's sequence shard. The hidden states of a
 chunk are gathered while the previous chunk is computed. The gradient of a chunk's hidden states is reduced while the
@@ -31,7 +31,7 @@ from megatron.core.torch_private import AutogradContext, assert_async
 
 
 class Chunking(NamedTuple):
-    """Modules that compute the loss from hidden states, and the chunk size."""
+    """Output layer and loss function of a chunked loss, and the size of the chunks."""
 
     head: Head
     loss: Loss
@@ -55,8 +55,8 @@ class Tokens(NamedTuple):
 def loss_sum_in_chunks(setup: Chunking, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the loss sum and losses in chunks.
 
-    x [s, b, h] (or [s/tp, b, h] under sequence parallelism) is the head weight's input -> (scalar sum of mask * loss,
-    losses [s, b] without gradients).
+    x [s, b, h], or [s/tp, b, h] under sequence parallelism, is the input of the output layer. Returns (scalar sum of
+    mask * loss, losses [s, b] without gradients).
     """
     if torch.is_grad_enabled():
         return _ChunkedLoss.apply(x, setup.head.weight, setup.head.bias, setup, tokens)

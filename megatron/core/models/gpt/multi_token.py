@@ -50,7 +50,7 @@ def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear
 
 
 class MultiTokenLayer(nn.Module):
-    """Multi-token prediction module of one depth. `depth` counts from 0.
+    """Multi-token prediction module of one depth. The first module has `depth` 0.
 
     The module's layer is an MoE layer if the last layer of the model is an MoE layer. --mtp-layer-kind selects the
     window and the rotary embedding of the module's layer.

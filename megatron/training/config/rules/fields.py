@@ -102,7 +102,8 @@ LIMITS: dict[str, tuple[float, str]] = {
     **dict.fromkeys(("eps", "epsilon"), (1, "")),
     **dict.fromkeys(("lr", "std", "coeff", "decay", "multiplier", "multipliers", "factor"), (1_000_000, "")),
 }
-"""Largest legal number and its description, by a word in the field's name, for flags of this program."""
+"""Largest number that a flag of this program accepts, and a comment on this number. Keys are words in the field's
+name."""
 
 
 def _limit(flag: Flag) -> tuple[float, str] | None:

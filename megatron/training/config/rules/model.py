@@ -64,8 +64,8 @@ def window_heads(c: RunConfig) -> dict[str, int | None]:
 
 
 def _vocabulary(c: RunConfig, tp: int) -> Iterator[Problem]:
-    """Check that TP divides the padded vocabulary size. Before the vocabulary size is known, check
-    `make_vocab_size_divisible_by` instead."""
+    """Check that TP divides the padded vocabulary size. If the vocabulary size is not known yet, check that TP divides
+    `make_vocab_size_divisible_by`."""
     divisor, vocabulary = c.model.make_vocab_size_divisible_by, c.model.vocab_size
     if divisor < 1 or tp < 1 or (vocabulary is not None and vocabulary < 1):
         return

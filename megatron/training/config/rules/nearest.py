@@ -1,8 +1,8 @@
 """Replace the values that problems suggest with the nearest values that all rules accept. This module does not import
 torch.
 
-The message of a rule suggests the nearest value that the rule accepts. Another rule for the same flag may refuse that
-value, so this module tries each value before a message suggests it.
+The message of a rule suggests the nearest value that this rule accepts. Because another rule for the same flag may
+refuse the suggested value, this module tries each value before a message suggests it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 NAMED = re.compile(r"(?P<lead>.*?)nearest: (?P<first>\d+)(?: or (?P<second>\d+))?(?=$|[,;])(?P<rest>.*)")
-"""Pattern of a remedy that suggests nearest values. Its groups are the leading text, one or two values, and further
-remedies."""
+"""Pattern of a remedy that suggests nearest values. The groups of the pattern are the leading text, one or two values,
+and further remedies."""
 
 TRIED = 8
 """Maximum number of values to try that rules suggest as nearest."""
@@ -34,8 +34,8 @@ def with_legal_values(problems: Sequence[Problem], config: RunConfig, judge: Jud
     """Return the problems with valid suggestions. Where possible, the value N in a remedy "nearest: N" is replaced with
     a value that all rules for the flag accept.
 
-    If no such value is found, the remedy names the rule that refuses the suggested value. `judge` finds the problems of
-    a configuration.
+    If no such value is found, the remedy names the rule that refuses the suggested value. `judge` is a function that
+    returns the problems of a configuration.
     """
     return [_with_legal_value(each, problems, config, judge) for each in problems]
 

@@ -112,7 +112,7 @@ def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         dense = bool(m.dense_layers)
     except ValueError:
-        dense = True  # another rule reports the pattern
+        dense = True  # another rule reports the invalid pattern
     for part in named if m.recompute_granularity == "selective" else ():
         within = RECOMPUTED_PARTS.within(part)
         if not m.has_recomputed(part):

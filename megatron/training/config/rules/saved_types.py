@@ -78,7 +78,8 @@ class SavedMetadata(TypedDict, total=False):
 
 
 def metadata_problem(values: Mapping[str, object]) -> str | None:
-    """Describe the first value in a checkpoint's metadata that has a wrong type; None if all types are right.
+    """Return a description of the first value in a checkpoint's metadata that has a wrong type; None if all types are
+    right.
 
     Example: `past_batches[1] must be a list of 2 values, but is text`. Unknown entries are never read, so they may have
     any type.
