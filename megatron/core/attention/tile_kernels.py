@@ -101,7 +101,7 @@ def samples_of(tile: Tile) -> slice:
 
 
 def query_rows(x: Tensor, tile: Tile) -> Tensor:
-    """x [queries, b, ...] -> [n, b or 1, ...]: the rows of a tile's queries."""
+    """Select the rows of a tile's queries: x [queries, b, ...] -> [n, b or 1, ...]."""
     return x[tile.queries.start : tile.queries.stop, samples_of(tile)]
 
 
@@ -218,7 +218,7 @@ class TorchKernel:
         return scores if self.cap is None else scores.div_(self.cap).tanh_().mul_(self.cap)
 
     def _masked_(self, scores: Tensor, tile: Tile) -> Tensor:
-        """Add ALiBi biases, and -inf to masked pairs, in place."""
+        """Add ALiBi biases to the scores, and set the scores of masked pairs to -inf, in place."""
         if self.slopes is not None:
             scores.addcmul_(self.slopes[:, None, None], distances(tile, scores.device).to(scores.dtype), value=-1)
         hidden = hidden_pairs(tile, scores.device)

@@ -6,8 +6,8 @@ Instead, the sequence is split into 2 * size chunks in zig-zag order: rank r hol
 2 * size - 1 - r. Every rank then computes the same number of query-key pairs.
 
 A query sees a key if both are in the same document and window, and if the key is not after the query. A rank's queries,
-the keys that it receives, and the documents each consist of ranges of consecutive positions. The work is therefore a
-list of rectangles, most of which need no mask. No [s, s] mask is built, and masked pairs are not computed.
+the keys that it receives, and the documents each consist of ranges of consecutive positions. The visible query-key
+pairs therefore form rectangles, most of which need no mask. No [s, s] mask is built, and masked pairs are not computed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from math import lcm
 from typing import NamedTuple, Protocol
 
 Spans = tuple[range, ...]
-"""Positions of a rank's rows in the whole sequence, as consecutive ranges."""
+"""Positions, in the whole sequence, of the tokens that a rank holds. The ranges are in the order of the rank's rows."""
 
 
 def rank_spans(seq_length: int, rank: int, size: int) -> Spans:
@@ -71,7 +71,7 @@ def rows_of(spans: Spans, some: Spans) -> Spans:
 
 
 def short_spans(spans: Spans, longest: int) -> Spans:
-    """Split ranges so that each has at most `longest` positions."""
+    """Split ranges of positions into ranges of at most `longest` positions."""
     return tuple(span[start : start + longest] for span in spans for start in range(0, len(span), longest))
 
 

@@ -53,8 +53,8 @@ def packed_attention(
     kernel: PackedKernel,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] of whole samples, sinks [heads] ->
-    [s, b, heads, dv]"""
+    """Compute attention with a packed kernel: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] of whole
+    samples, sinks [heads] -> [s, b, heads, dv]."""
     length, samples = q.shape[:2]
     settings = _lengths(documents or ((0,),) * samples, length, q.device), (-1 if window is None else window - 1, 0)
     # Pack sample by sample. A batch of one sample is already packed.

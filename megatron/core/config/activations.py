@@ -1,4 +1,5 @@
-"""Activation functions of MLPs and experts: the choices of --activation-func. This module does not import torch.
+"""Registry of the activation functions of MLPs and experts, which are the choices of --activation-func. This module
+does not import torch.
 
 @ACTIVATIONS.register("my_gate", gated=True)
 class MyGate(nn.Module):
@@ -27,7 +28,7 @@ class ActivationFacts:
     that are not gated keep the width."""
 
     bounded: bool = False
-    """True if --activation-func-clamp-value and --glu-linear-offset apply to the function."""
+    """True if the function supports --activation-func-clamp-value and --glu-linear-offset."""
 
 
 class Activation(Protocol):

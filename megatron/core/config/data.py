@@ -135,8 +135,8 @@ class DatasetConfig(Section):
 
     @property
     def named_sets(self) -> dict[str, str]:
-        """Map the name of each named validation set to the prefix of its dataset. Raises ValueError if an entry cannot
-        be parsed."""
+        """Map the name of each named validation set to the prefix of its dataset. Raises ValueError if a name is not
+        valid or occurs twice."""
         found: dict[str, str] = {}
         given = [("--valid", word, *word.partition("=")[::2]) for word in self.valid or ()]
         if self.multiple_validation_sets:

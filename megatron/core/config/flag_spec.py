@@ -1,4 +1,4 @@
-"""Command-line form of configuration fields. This module does not import torch."""
+"""Specifications of the command-line flags of configuration fields. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Condition:
     quote."""
 
     holds: Callable[[Any], bool] | None = None
-    """Predicate that decides whether the condition holds for a `RunConfig`; None if `text` is evaluated instead."""
+    """Predicate that decides whether a `RunConfig` meets the condition. If None, `text` is evaluated instead."""
 
     @property
     def parts(self) -> tuple[str, str, str]:
@@ -178,7 +178,8 @@ class Section:
         return replace(self, extension_options=tuple(others))
 
     def with_options(self, *options: Any) -> Self:
-        """Return a copy of this section in which `options` replace the extension options of the same classes."""
+        """Return a copy of this section with `options`, which are instances of the dataclasses that define extension
+        flags. They replace instances of the same classes."""
         classes = tuple(type(each) for each in options)
         others = (each for each in self.extension_options if not isinstance(each, classes))
         return replace(self, extension_options=(*others, *options))

@@ -110,7 +110,7 @@ RESIDUALS = Registry("residual stream", ResidualFacts, protocol=ResidualClass, m
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens that a token attends to: the token itself and, by default, all earlier tokens of its document."""
+    """Set of tokens to which a token attends: the token itself and, by default, all earlier tokens of its document."""
 
     window: int | None = None
     """Number of most recent tokens that are visible, including the token itself; None if there is no window."""
@@ -167,7 +167,7 @@ class Sublayers:
 
     @property
     def mixes(self) -> bool:
-        """True if the layer has attention or another token mixer."""
+        """True if the layer contains attention or another token mixer."""
         return self.attends or self.linear is not None
 
 
@@ -176,8 +176,8 @@ class LayerKind(Sublayers):
     """Properties in which the layers of a model may differ."""
 
     span: Span = Span()
-    """Tokens that are visible to the layer's attention. The span has no meaning in a layer without the model's
-    attention."""
+    """Tokens that are visible to the layer's attention. The value has no meaning if the layer does not contain the
+    model's attention."""
 
     rotation: Rotation | None = None
     """Rotary embedding of the layer's queries and keys; None if they are not rotated, as in layers without the model's
@@ -276,7 +276,7 @@ def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Call
 
 def _evaluate(node: ast.expr) -> int | list[int]:
     """Evaluate a syntax tree of integers, lists of integers, sums of lists, and products of a list and an integer.
-    Raises TypeError for any other expression."""
+    Raises TypeError if the tree contains any other expression."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

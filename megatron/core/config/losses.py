@@ -1,4 +1,5 @@
-"""Token losses: the choices of --loss-func. This module does not import torch.
+"""Registry of the losses that --loss-func can select. A loss function returns the loss of each token. This module does
+not import torch.
 
 @LOSSES.register("focal", multi_token=True)
 class Focal(TokenLoss):
@@ -58,7 +59,7 @@ LOSSES.register("cross_entropy", "megatron.core.models.gpt.loss:CrossEntropy", m
 
 
 def has_perplexity(loss_func: str, z_loss_coeff: float) -> bool:
-    """Return whether exp(mean loss) is the perplexity. Losses with additional terms, such as a z-loss, do not yield a
+    """Return True if exp(mean loss) is the perplexity. Losses with additional terms, such as a z-loss, do not yield a
     perplexity."""
     return LOSSES.facts(loss_func).log_likelihood and not z_loss_coeff
 

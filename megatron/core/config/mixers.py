@@ -60,7 +60,7 @@ class AttentionFacts:
     """Default of --rope-type for this attention module."""
 
     scales_scores: bool = False
-    """True if --mscale-all-dim scales attention scores."""
+    """True if the module scales attention scores by the factor of --mscale-all-dim."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class MixerFacts:
     the run."""
 
     described: Callable[..., str] = lambda config: ""
-    """Function that returns the text that a plan adds to the number and width of the mixer's heads."""
+    """Function that returns a short description of the mixer. Plans print it after the number and width of the
+    heads."""
 
     letter: str = ""
     """Letter that represents the mixer in --hybrid-layer-pattern."""

@@ -82,7 +82,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def head_counts(self) -> tuple[int, int, int, int]:
-        """Heads per query group in linear_qkv: numbers of query, output-gate, key and value heads."""
+        """Numbers of query, output-gate, key and value heads that linear_qkv computes for each query group."""
         queries, gated = self.queries_per_group, self.attention_output_gate or self.head_wise_attn_gate
         return queries, queries if gated else 0, 1, 1
 
@@ -346,7 +346,7 @@ class TransformerConfig(ModelFields):
         return self.rotated_channels(self.rotation)
 
     def rotated_channels(self, rotation: Rotation) -> int:
-        """Return the number of channels of a query or key head that `rotation` rotates."""
+        """Return how many channels of each query or key head `rotation` rotates."""
         return int((rotation.channels or self.head_widths.rotary) * rotation.percent)
 
     @property

@@ -1,4 +1,4 @@
-"""The fields of the model's configuration. This module does not import torch."""
+"""Fields of the model configuration. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class RouterFacts:
     losses."""
 
     balancings: tuple[str, ...] = ()
-    """Values of --moe-router-load-balancing-type that cannot be combined with other values."""
+    """Values of --moe-router-load-balancing-type that this router supports, and that cannot be combined with other
+    values."""
 
     fixed_scores: Callable[..., str | None] = lambda config: None
     """Function that returns the kind of scores (`MoEConfig.moe_router_scores`) that the router always uses; None if
@@ -53,7 +54,8 @@ class Scores(Protocol):
         """Return the scores [..., E] that rank the experts: the k experts with the largest scores are chosen."""
 
     def summed(self, logits: Tensor) -> Tensor:
-        """Return the scores [..., E] whose sums rank groups of experts."""
+        """Return the expert scores [..., E] that are summed over a group of experts to obtain the score of the
+        group."""
 
     def weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """Return the weights [..., k] of the experts `chosen` [..., k]."""
@@ -81,8 +83,8 @@ class RouterClass(Protocol):
         and `ctx` is the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def make_scores(self, config: Section) -> Scores:
-        """Create the scores named by `config.moe_router_scores`, which is one of `RouterFacts.scores`. This is a static
-        method."""
+        """Create the scores named by `config.moe_router_scores`, which is one of `RouterFacts.scores`. Implementations
+        are static methods."""
 
 
 ROUTERS = Registry("router", RouterFacts, protocol=RouterClass, makes=RouterModule)
@@ -129,7 +131,7 @@ class RouterValues(Collection[str]):
         return stating[0]
 
     def where(self, value: str) -> str:
-        """Return the file and line where the router that lists a value is registered."""
+        """Return the file and line that register the router for `value`, as in `router`."""
         return ROUTERS.where(self.router(value))
 
 

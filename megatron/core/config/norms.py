@@ -68,7 +68,7 @@ BUILT_IN_NORMS = "--normalization LayerNorm or --normalization RMSNorm; use one 
 
 @dataclass(frozen=True)
 class NormConfig:
-    """Settings of the layers' norms."""
+    """Configuration of the norms in the model's layers."""
 
     normalization: str = flag("LayerNorm", choices=NORMALIZATIONS, first_run=True)
     """Normalization before attention, before the MLP, and after the last layer."""

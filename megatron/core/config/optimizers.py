@@ -31,8 +31,8 @@ class OptimizerFacts:
     """Properties of an optimizer."""
 
     by_element: bool = False
-    """True if the update of an element depends only on this element. States can then be in host memory, and each
-    data-parallel rank can update its shard without communication."""
+    """True if the update of an element depends only on this element. With such an optimizer, states can be in host
+    memory, and each data-parallel rank can update its shard without communication."""
 
     whole_roles: Callable[..., frozenset[str]] = _no_roles
     """Function that returns the roles (`ParamMeta.role`) of the matrices that the optimizer updates as whole matrices.
@@ -103,7 +103,7 @@ class StatePlan:
 
 
 def _stated(plan: StatePlan) -> StatePlan:
-    """Return the registered facts of a state store, an instance of `StatePlan`."""
+    """Return the `StatePlan` with which a state store is registered."""
     return plan
 
 

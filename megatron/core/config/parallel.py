@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Properties of a store that keeps optimizer states or activations in host memory."""
+    """Properties of a registered store that keeps optimizer states or activations in host memory."""
 
     fraction: Callable[..., float]
     """Function that maps the `OptimizerConfig` to the fraction of elements whose states are kept and updated in host
@@ -60,7 +60,7 @@ class HostMemory(Protocol):
 
         Args:
             config: The `OptimizerConfig`.
-            shards: Shards in host memory.
+            shards: Shards of the main parameters and optimizer states that are in host memory.
             chains: Chain that updates each shard, in the order of `shards`.
             threads: Number of threads.
         """
@@ -84,7 +84,7 @@ def _nowhere(config: ModelParallelConfig) -> bool:
 
 @dataclass(frozen=True)
 class UnitFacts:
-    """Properties of a unit store."""
+    """Properties of a registered unit store."""
 
     when: Callable[[ModelParallelConfig], bool]
     """Predicate that decides whether the configuration selects the store."""
@@ -100,7 +100,7 @@ class UnitStoreClass(Protocol):
     """Class or function that creates the unit store of one rank."""
 
     def __call__(self, config: ModelParallelConfig, device: torch.device) -> object:
-        """Return a `megatron.core.distributed.param_and_grad_buffer.UnitStore` for passes on `device`."""
+        """Return a `megatron.core.distributed.param_and_grad_buffer.UnitStore` for a model that runs on `device`."""
 
 
 UNIT_STORES = Registry("store of units", UnitFacts, protocol=UnitStoreClass)
@@ -136,7 +136,7 @@ class StageSplit(Protocol):
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)
-"""Registered implementations of `StageSplit`, by name. The trunk registers no implementation."""
+"""Registry that maps names to implementations of `StageSplit`. Only extensions register implementations."""
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def offloaded_layers(self) -> int:
-        """Number of layers, counted from the start of each stage, whose saved activations are in the
-        `activation_store`."""
+        """Number of layers at the start of each stage whose saved activations are kept in the `activation_store`."""
         name = self.activation_store
         return 0 if name is None else HOST_MEMORY.facts(name).layers(self)
 
@@ -316,7 +315,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def model_parallel_size(self) -> int:
-        """Number of ranks that hold one model replica, context-parallel ranks included."""
+        """Number of ranks that hold one model replica, including its context-parallel ranks."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property

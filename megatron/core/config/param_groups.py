@@ -69,10 +69,11 @@ class ParamGroup:
 
 
 class ParameterRule:
-    """Base class of rules that change the settings of parameters according to their `ParamMeta`: role, shape, fan-in,
-    layer or name.
+    """Base class of rules that change the settings of individual parameters. A rule can use everything in the
+    `ParamMeta` of a parameter: its role, shape, fan-in, layer and name.
 
-    The result of each method must depend only on the flags and the `ParamMeta`, because plans and every rank call it.
+    The result of each method must depend only on the flags and the `ParamMeta`, because every rank must obtain the same
+    result, and plans call the methods too.
     """
 
     groups = True

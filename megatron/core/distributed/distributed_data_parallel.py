@@ -83,7 +83,7 @@ class DistributedDataParallel:
         self._give_frozen_parameters_values(initialize)
         every = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         self.params = list(every.values())
-        """Trainable parameters in registration order. Each parameter occurs once."""
+        """Trainable parameters in registration order. A shared parameter occurs only once."""
         self.layouts = plan_buffers(
             [(param.meta, tuple(param.shape)) for param in self.params],  # type: ignore[attr-defined]
             data_parallel_size=state.shard_axis("dp_cp").size,
@@ -215,7 +215,7 @@ class DistributedDataParallel:
                 param.main_grad.zero_()  # type: ignore[attr-defined]
 
     def start_grad_sync(self, bucket: int | None = None) -> None:
-        """Start the reductions that have not started yet, in launch order, up to and including `bucket`. By default,
+        """Start the reductions of the buckets up to and including `bucket`, if they have not started yet. By default,
         start the reductions of all buckets.
 
         All data-parallel ranks must call this method. No gradient may be added to these buckets until the step ends.
@@ -261,7 +261,8 @@ class DistributedDataParallel:
             bucket.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait for the all-gathers, and gather those parameters whose weights were gathered in another format.
+        """Wait for all-gathers of parameters. Then gather the parameters whose weights have been gathered only in
+        another format.
 
         After this call, each rank has the updated values of all parameters, except of those that it gathers only for
         the passes that use them. All data-parallel ranks must call this method.

@@ -63,7 +63,7 @@ class Bucket:
         self._behind = False
 
     def use_params_of(self, buffer: ParamAndGradBuffer) -> None:
-        """Use a part of the buffer's parameter memory as the memory of this bucket's parameters."""
+        """Use a part of `buffer.param_data` as the memory of this bucket's parameters."""
         self.params, self.param_shard = self.memory(buffer.param_data, buffer.shard_params)
         self.owned_params = self.param_shard if self.shard_grads else self.params
 
@@ -174,7 +174,7 @@ class WholeUnits:
         """Make the next micro-batch start a new gradient sum."""
 
     def sharded_params(self) -> Iterator[OptimizerPiece]:
-        """Yield live views of the parameters of which this rank holds only shards. A view is empty if the rank holds no
+        """Yield a live view of this rank's shard of each sharded parameter. A view is empty if the rank holds no
         element of the parameter."""
         return iter(())
 
@@ -182,7 +182,8 @@ class WholeUnits:
 class UnitStore:
     """Base class of stores, which decide where parameters and gradients of units are kept between passes.
 
-    This class keeps everything on the device; `ShardedUnits` creates buckets that are whole only during passes.
+    `UnitStore` itself keeps whole parameters and gradients on the device. The subclass `ShardedUnits` keeps only shards
+    between passes.
     """
 
     def bucket(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> Bucket:
@@ -190,7 +191,7 @@ class UnitStore:
         return Bucket(layout, buffer)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate persistent memory of a buffer of units, whose passes run on `device`."""
+        """Allocate the persistent memory of a buffer that contains units. The passes of the units run on `device`."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def hooks(
@@ -202,7 +203,7 @@ class UnitStore:
         queue: WeightGradQueue | None,
         casts: WeightCasts | None,
     ) -> WholeUnits:
-        """Return the hooks around the passes of `modules`.
+        """Return the hooks that run before and after the passes of `modules`.
 
         Args:
             modules: Modules of this rank.
@@ -346,7 +347,8 @@ class SmallGrads:
 
 
 def _accumulate(held: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add gradients to `main_grad`s. All gradients must have the same dtype, and so must all `main_grad`s."""
+    """Add gradients to the `main_grad`s of their parameters. All gradients must have the same dtype, and all
+    `main_grad`s must have the same dtype."""
     main_dtype = held[0][0].main_grad.dtype  # type: ignore[attr-defined]
     joined = torch.cat([grad.reshape(-1) for _, grad in held]).to(main_dtype)
     parts = joined.split([grad.numel() for _, grad in held])

@@ -198,8 +198,8 @@ def _fill_buckets(
     """Fill buckets of at least `bucket_size` elements. With None, each unit has one bucket.
 
     Only the last bucket and buckets next to shared parameters may be smaller. A parameter shared by two stages has a
-    bucket that contains no other parameter. Each shard of this bucket therefore covers the same elements on both
-    stages, and only the shards need to be summed over the stages.
+    bucket that contains no other parameter. Each shard of such a bucket covers the same elements of the parameter on
+    both stages, so a rank can sum its shard over the stages.
     """
     buckets: list[BucketLayout] = []
     filling: list[ParamRange] = []

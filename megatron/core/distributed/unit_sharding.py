@@ -92,7 +92,7 @@ class UnitBucket(Bucket):
             self.finish_param_sync()
 
     def release(self, keep: bool) -> None:
-        """End a pass. The last pass frees the whole parameters, unless `keep` is set for the next pass."""
+        """End a pass. If no other pass uses the unit, free the whole parameters, unless `keep` is True."""
         self.users -= 1
         if not self.users and not keep:
             self.drop_params()
@@ -174,7 +174,7 @@ class UnitBucket(Bucket):
 
 
 AHEAD = 3
-"""Number of passes to search ahead for the next unit to gather. Units in use are skipped."""
+"""Number of upcoming passes in which to search for the next unit to gather. Units in use are skipped."""
 
 IN_FLIGHT = 1
 """Maximum number of gradient buckets whose reduction may overlap with the computation of other gradients."""

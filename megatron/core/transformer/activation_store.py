@@ -72,21 +72,22 @@ def build_store(config: ModelParallelConfig, device: torch.device | str) -> Acti
 
 
 class Stored(Protocol):
-    """Placeholder for a saved tensor in the autograd graph."""
+    """Object that the autograd graph holds in place of a saved tensor."""
 
     def stored_tensor(self) -> Tensor:
         """Return the tensor on the device."""
 
 
 class Saver(Protocol):
-    """Object that receives each tensor that autograd saves."""
+    """Object that replaces each tensor that autograd saves for the backward pass."""
 
     def pack(self, x: Tensor) -> Tensor | Stored:
         """Return the object that autograd saves instead of x: a placeholder, or x itself if x is not stored."""
 
 
 class _Now(threading.local):
-    """Store that receives the tensors saved in this thread. Passes that run in turns have separate threads."""
+    """Store for the tensors that autograd saves in this thread. Interleaved passes of two micro-batches run in separate
+    threads."""
 
     saver: Saver | None = None
 

@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.torch_private import AutogradContext
 
 PARTIAL_SUMS = 32
-"""Number of row groups over which bias gradients are summed separately. With separate sums, a GPU has enough parallel
-work even if there are few features."""
+"""Number of row groups over which bias gradients are summed separately. These separate sums give a GPU enough parallel
+work even if the bias has few elements."""
 
 
 class Bounded(NamedTuple):
@@ -56,8 +56,8 @@ class FusedActivation:
 
 
 def build_activation(name: str, config: TransformerConfig, ctx: TPContext) -> Activation:
-    """Build the activation function of the model. `name` is the prefix of its parameter names. Gated functions halve
-    the width."""
+    """Build the activation function of the model. The parameters of the function have the prefix `name`. Gated
+    functions halve the width."""
     return ACTIVATIONS[config.activation](name, config, ctx)
 
 
@@ -106,7 +106,7 @@ Functions = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]
 
 
 def _gated_by(plain: Functions) -> Functions:
-    """Return the gated version of a plain function: f(gate) * up."""
+    """Return the gated version f(gate) * up of an activation function f that is not gated."""
     forward, backward = plain
 
     def gated(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 from megatron.core.tensor_parallel.linear_spec import sequence_partial
 
 HEAD_NORM_PARTIAL_OVER = ("tp",)
-"""`ParamMeta.partial_over` of a norm weight that is the same for all attention heads.
+"""Value of `ParamMeta.partial_over` for a norm weight that all attention heads share.
 
 A rank holds only some of the heads, so the gradient on the rank is a partial sum, with or without sequence parallelism.
 """
@@ -50,7 +50,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(LayerNorm):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dim (arXiv:1910.07467); 16-bit inputs in fp32."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim (arXiv:1910.07467). 16-bit inputs are normalized in fp32."""
 
     has_bias = False
 
@@ -63,8 +63,9 @@ class RMSNorm(LayerNorm):
 
 
 def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
-    """Return the metadata of query or key norm weights that differ between heads. The shape is [heads * channels] for
-    one norm over the channels of all heads, or [heads, channels] for a separate norm in each head. Heads are sharded.
+    """Return the metadata of the weight of a query or key norm that has separate weights for each head. The shape is
+    [heads * channels] for one norm over the channels of all heads, or [heads, channels] for a separate norm in each
+    head. Heads are sharded.
     """
     widths = (heads, config.head_dim)
     shape = widths if config.qk_layernorm_scope == "each" else (prod(widths),)

@@ -25,4 +25,4 @@ class PassContext:
     passes."""
 
     offload: ActivationStore | None = None
-    """Store for activations until the backward pass; None to keep activations on the device."""
+    """Store that holds activations until the backward pass. If None, activations stay on the device."""

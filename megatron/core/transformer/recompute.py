@@ -35,7 +35,8 @@ def recomputed(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
 
 
 class _Running(threading.local):
-    """Depth of nested recomputations in this thread. Passes that run in turns have separate threads."""
+    """Depth of nested recomputations in this thread. Interleaved passes of two micro-batches run in separate
+    threads."""
 
     depth = 0
 

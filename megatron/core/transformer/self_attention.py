@@ -33,8 +33,8 @@ class SelfAttention(nn.Module):
     """Projection to queries, keys and values, optional head norms, positions, core attention, and output projection.
 
     linear_qkv is [groups, q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value. With
-    --attention-output-gate, the gates follow the query heads. If head widths differ, the rows of a group form a single
-    dim.
+    --attention-output-gate, the gates follow the query heads. If query and value heads differ in width, linear_qkv is
+    [groups, rows per group, h].
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:

@@ -146,7 +146,8 @@ def _help_words(argv: Sequence[str]) -> list[str] | None:
 
 
 def parse_args(argv: Sequence[str]) -> RunConfig:
-    """Parse `argv` into a configuration, without validating it. Raises ValueError with every problem, one per line."""
+    """Parse `argv` into a configuration, without validating it. Raises ValueError with a message that lists all
+    problems, one per line."""
     reader = read_flags(argv)
     config = with_model_flags(config_of(reader.values), reader)
     reader.raise_problems()
@@ -196,8 +197,8 @@ def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
 
 
 def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
-    """Return `config` updated with the flags in `argv`, without validation. Raises ValueError with every problem, one
-    per line."""
+    """Return `config` updated with the flags in `argv`, without validation. Raises ValueError with a message that lists
+    all problems, one per line."""
     reader = read_flags(argv)
     reader.raise_problems()
     return config_of(flat_values(config) | reader.values)
@@ -213,7 +214,7 @@ def read_flags(argv: Sequence[str], script: Path | None = None) -> FlagReader:
     """Read a command line. The extensions that it names are read first, then the --config files in order. The flags are
     read last and override the files.
 
-    `script` is the file that contains the flags, or None if the user typed them. Raises ExtensionError.
+    `script` is the file from which the command line was read, or None if the user typed it. Raises ExtensionError.
     """
     tokens = list(tokens_of(argv))
     extensions = _load_extensions(tokens, script)
@@ -240,8 +241,8 @@ def read_flags(argv: Sequence[str], script: Path | None = None) -> FlagReader:
 
 
 def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | None) -> tuple[str, ...]:
-    """Import the extensions that the command line names and the permitted extensions that files name. Returns absolute
-    paths.
+    """Import extensions, and return their absolute paths. These are the extensions that the command line names, and
+    those extensions named in files that are permitted to load.
 
     If the file of an extension has moved, an extension of that name on the command line replaces it. Raises
     ExtensionError.

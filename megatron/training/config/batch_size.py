@@ -1,5 +1,5 @@
-"""Global batch size as a function of consumed samples, and lines that describe model, number formats and batch.
-This module does not import torch.
+"""Global batch size as a function of consumed samples, and text lines that describe the model, number formats and
+batch. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class BatchSizes:
         return cls(config.training.global_batch_size).resumed(config.past_batches)
 
     def resumed(self, past: Sequence[Point]) -> Self:
-        """Return the batch sizes of a run that resumes at the last position in `past`. The earlier positions are those
-        of batch-size changes."""
+        """Return the batch sizes of a run that resumes at the last position in `past`. The other positions in `past`
+        are those of earlier batch-size changes."""
         if not past:
             return self
         begun = replace(self, past=tuple(past[:-1]) or START)
@@ -105,18 +105,19 @@ class SchedulesBatches(Protocol):
         """True if a flag changes the batch size during the run."""
 
     def batch_sizes(self, config: RunConfig) -> BatchSizes:
-        """Return the batch sizes of a resolved and validated run, if the flags change them."""
+        """Return the batch sizes of a run whose flags change the batch size. The configuration is already validated."""
 
 
 def batch_schedule(config: RunConfig) -> SchedulesBatches | None:
-    """Return the extension's flags that change the batch size during the run; None if the batch size is constant."""
+    """Return the flags of the extension that changes the batch size during the run; None if the batch size is
+    constant."""
     found: list[object] = [config.options(section.cls) for section in EXTENSION_SECTIONS.values()]
     return next((each for each in found if isinstance(each, SchedulesBatches) and each.changes_batches), None)
 
 
 def legal_sizes(config: RunConfig) -> BatchSizes:
-    """Return the batch sizes of a configuration that may be invalid. All sizes are at least 1. If the batch-size
-    schedule is invalid, the size is constant."""
+    """Return the batch sizes of a run, even if its configuration is not valid. All sizes are at least 1. If the
+    batch-size schedule is invalid, the size is constant."""
     size = config.training.global_batch_size or 0
     try:
         return BatchSizes.from_config(config) if size > 0 else BatchSizes(1)

@@ -64,8 +64,8 @@ def record_named_code(config: RunConfig) -> str | None:
 
 
 def record_code(run: str | Path, names: Iterable[str]) -> None:
-    """Record that the user's run with this --save folder uses the code of these names. Records of earlier starts are
-    kept. Raises OSError if the record cannot be written."""
+    """Record that a run of the user uses the code with these names. `run` is the run's --save folder. Records from
+    earlier starts of the run are kept. Raises OSError if the record cannot be written."""
     found = {_whole(name): digest for name in names if (digest := code_digest(name)) is not None}
     if not found:
         return
@@ -134,7 +134,8 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 def _module_files(name: str) -> Iterator[Path]:
     """Return the files of a module and of its parent packages. All files of the innermost package are included, because
-    the module may import any of them. The search is the same as when the extension is imported."""
+    the module may import any of them. The module is searched for in the same folders as when it is imported as an
+    extension."""
     here, names = str(Path.cwd()), name.split(".")
     places = sys.path if here in sys.path else [here, *sys.path]
     package: list[str] = []
@@ -174,7 +175,7 @@ def _record_file(run: Path) -> Path:
 
 
 def _whole(name: str) -> str:
-    """Convert a path to an absolute path without links. A module name is returned unchanged."""
+    """Return `name` as an absolute path without links if it is a path, and unchanged if it is the name of a module."""
     is_path = "/" in name or name.endswith(CODE_SUFFIXES) or os.path.isdir(name)
     return str(_resolved(name)) if is_path else name
 

@@ -29,8 +29,8 @@ class Option:
     """True if the option selects a command other than training."""
 
     json: bool = False
-    """True if the option's value is the file to which a command writes JSON, including problems. If the option has no
-    value, the command writes the JSON to standard output."""
+    """True if the option's value is a file to which a command writes its output as JSON, including problems. If the
+    option has no value, the command writes the JSON to standard output."""
 
     @property
     def values(self) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ class GivenOptions:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Configuration that a command receives: resolved, with the problems found in it."""
+    """Input of a command: a configuration with all defaults filled in, and the problems found in it."""
 
     config: RunConfig
     world_size: int

@@ -81,7 +81,7 @@ class Flag:
     spec: FlagSpec
 
     section_needs: Conditions = ()
-    """Flags without which this flag's whole section has no effect: `NO_EFFECT_WITHOUT` of its dataclass."""
+    """Flags without which the section of this flag has no effect (`NO_EFFECT_WITHOUT` in the section's class)."""
 
     @property
     def name(self) -> str:
@@ -151,14 +151,14 @@ class ExtensionSection:
     """Frozen dataclass in which each field is a flag."""
 
     may_change: bool = False
-    """True if the flags may differ between a checkpoint and the run that loads it."""
+    """True if a run may load a checkpoint that was saved with different values of these flags."""
 
     rules: Rules | str | None = None
     """Rules about the flags, or the location "module:function" of the rules, which is imported if one of the flags is
     given."""
 
     always: bool = False
-    """True if the rules are called in every run, because they concern a component that other flags select."""
+    """True if the rules apply even if none of these flags is given, because other flags can select the component."""
 
     resolve: Resolve | str | None = None
     """Function that fills in values of other flags, given directly or as "module:function"."""
@@ -322,7 +322,7 @@ def with_named(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
 
 
 def run_of(model: TransformerConfig) -> RunConfig:
-    """Return a run configuration with this model and its values of extension flags."""
+    """Return a run configuration with this model, including the extension flags that `model` carries."""
     return RunConfig(model=model, extension_options=model.extension_options)
 
 
@@ -428,7 +428,7 @@ def _kind(hint: Any) -> Any:
 
 @lru_cache(maxsize=1)
 def spelling_table() -> dict[str, tuple[Flag, bool]]:
-    """Map each spelling to its flag, and to whether the spelling turns a bool on."""
+    """Map each spelling to its flag, and to False if the spelling turns a bool off."""
     table: dict[str, tuple[Flag, bool]] = {}
     for flag in all_flags():
         for spelling, on in flag.spellings():

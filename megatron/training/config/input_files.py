@@ -19,7 +19,7 @@ from megatron.training.plan import plan_class
 
 
 def missing_inputs(config: RunConfig, known: Sequence[Problem]) -> list[Problem]:
-    """Return the problems with files that a run needs, but that are not needed to plan it.
+    """Return problems with files that a run needs, but a plan of the run does not.
 
     The function checks that the output folders can be written, that the data sets exist, and that the checkpoint to
     load exists. Values with a `known` problem are not reported again.
@@ -46,7 +46,8 @@ def _missing(config: RunConfig) -> Iterator[Problem]:
 
 
 def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Problem]:
-    """Return a problem if --load does not exist or is a file, unless the run may start from scratch.
+    """Return a problem if --load does not exist or is a file. Return no problem if the run may start from scratch
+    instead.
 
     `has_model` is False if neither the flags nor the checkpoint describe the model. If it is False, a --load folder
     without a model is a problem too.

@@ -92,7 +92,7 @@ def drop_output() -> None:
 def why_unwritable(folder: Path) -> str | None:
     """Return the reason why no file can be created in a folder, which may not exist yet; None if a file can be created.
     Leaves no files."""
-    if folder.parts and folder.parts[0].endswith(":") and not Path(folder.parts[0]).exists():  # a URL, such as s3://x
+    if folder.parts and folder.parts[0].endswith(":") and not Path(folder.parts[0]).exists():  # a URL, e.g. s3://x
         return f"{folder} {NO_URL[0]}"
     nearest = folder
     while not nearest.exists() and nearest != nearest.parent:

@@ -118,7 +118,8 @@ def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Lo
 
 
 def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
-    """Resolve and validate the configuration of a training run. Errors in an extension's code propagate."""
+    """Resolve and validate the configuration of a training run. Exceptions that an extension's code raises are not
+    caught."""
 
     def tell(said: str) -> None:
         if launch.rank == 0:
@@ -135,7 +136,7 @@ def _prepared(line: CommandLine, launch: Launch) -> RunConfig:
         raise SystemExit(line.command.run(run))
     problems += too_short_a_job(config, os.environ)
     if problems:
-        if launch.rank == 0:  # If the run can start, it prints these notes later.
+        if launch.rank == 0:  # a run that can start prints its notes later
             problems += missing_inputs(config, problems)
         refuse(problems, launch, None)
     return config

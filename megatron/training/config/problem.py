@@ -26,7 +26,7 @@ NO_URL = (
 """Rule and remedy for a flag whose value must be a local path, but is a URL."""
 
 NO_STORAGE = "use a path of a mounted file system, or the --extension that registers the storage (docs/extending.md)"
-"""Remedy for a URL whose scheme no extension has registered."""
+"""Remedy for a URL with a scheme for which no storage is registered."""
 
 
 SECRET = (

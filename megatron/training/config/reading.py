@@ -82,7 +82,7 @@ def foreign_programs() -> dict[str, ForeignProgram]:
 
 
 def foreign_spellings() -> set[str]:
-    """Return the flags of all other programs."""
+    """Return the spellings of all flags of other programs."""
     return {each for program in foreign_programs().values() for each in program.spellings()}
 
 
@@ -114,7 +114,8 @@ class FlagReader(GivenOptions):
     """Functions that are called after all flags of a source are read, for flags that cannot be interpreted earlier."""
 
     exchanges: list[Callable[[], None]] = field(default_factory=list)
-    """Functions to call after all sources are read. They apply switches that replace values from any source."""
+    """Functions to call after all sources are read. Each function applies a switch that replaces values from any
+    source."""
 
     def raise_problems(self) -> None:
         """Raise ValueError with every problem, one per line."""
@@ -155,7 +156,8 @@ class FlagReader(GivenOptions):
         self.settings.clear()
 
     def read_field(self, name: str, texts: Sequence[str], given: Sequence[str]) -> None:
-        """Read a field's flag, given as `given`. `texts` are its values, possibly converted to this program's."""
+        """Read the flag of a field. `given` are the values as the user wrote them, `texts` the values in this program's
+        terms."""
         flag, on = spelling_table()[name]
         before = len(self.problems)
         if flag.kind is not bool:
@@ -327,8 +329,8 @@ def overridden(earlier: dict[str, object], later: dict[str, object]) -> dict[str
 def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag with its values: the text after `=`, if any, and all tokens up to the next flag.
 
-    A token before the first flag does not begin with two dashes and is yielded without values. A quoted value that
-    consists of white space is ignored, unless it is the first value of a flag.
+    A token before the first flag, which does not begin with two dashes, is yielded as if it were a flag without values.
+    A quoted value that consists of white space is ignored, unless it is the first value of a flag.
     """
     current: tuple[str, list[str]] | None = None
     for token in argv:
@@ -374,7 +376,7 @@ class IllegalValueError(ValueError):
 
 
 def legal_value(flag: Flag, texts: Sequence[str]) -> object:
-    """Convert the texts after a flag to the value of its field. Raises IllegalValueError."""
+    """Convert the arguments of a flag to the value of its field. Raises IllegalValueError."""
     if flag.spec.empty_is_none and list(texts) == [""]:
         return None
     _check_number_of_values(flag, texts)

@@ -37,8 +37,8 @@ SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_de
 
 
 def training_only() -> frozenset[str]:
-    """Return the fields that affect the training or storage of a model, but not its outputs. They include
-    `extension_options`, whose values belong to components that other fields select.
+    """Return the names of the model fields that affect how a model is trained or stored, but not its outputs. The
+    result includes `extension_options`, whose values belong to components that other fields select.
     """
     return frozenset(flag.field for flag in all_flags() if flag.spec.training_only) | {"extension_options"}
 
@@ -187,7 +187,7 @@ def read_history(options: CheckpointConfig) -> History | None:
         return None
     config = config_of_sections(metadata["config"])
     phases = metadata.get("stages")
-    if phases is None:  # a converted checkpoint has no phases
+    if phases is None:  # a checkpoint converted from another program has no phases
         samples = samples_of_run(config)
         if config.training.train_iters is not None and config.training.global_batch_size:
             samples = BatchSizes.from_config(config).samples(config.training.train_iters)
@@ -298,8 +298,8 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
 
 
 def free_choices(saved: RunConfig) -> frozenset[str]:
-    """Return the model fields that do not change outputs. A run that starts from converted weights may set these fields
-    freely."""
+    """Return the names of the model fields that may differ from `saved` in a run that starts from converted weights.
+    The fields do not affect the model's outputs."""
     learned = saved.model.position_embedding_type == "learned_absolute"
     free = training_only() - WITH_PARAMETERS
     return free if learned else free | {"max_position_embeddings"}

@@ -47,8 +47,8 @@ MOCK_VOCAB_SIZE = 50257
 
 
 def validate(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return every problem of a configuration, resolved or not, on `world_size` ranks; empty if the configuration can
-    run."""
+    """Return every problem that prevents `config` from running on `world_size` ranks. Derived values need not be filled
+    in."""
     return [problem for problem in findings(config, world_size) if not problem.harmless]
 
 
@@ -126,7 +126,7 @@ def _is_dense(c: RunConfig) -> bool:
 
 
 def resolve_legal(config: RunConfig, world_size: int) -> RunConfig:
-    """Validate and resolve a configuration. Raises ValueError with every problem, one per line."""
+    """Validate and resolve a configuration. Raises ValueError with a message that lists all problems, one per line."""
     config = resolve(config, world_size)
     if problems := validate(config, world_size):
         raise ValueError("\n".join(map(str, problems)))
@@ -184,8 +184,8 @@ def _with(section: S, values: Mapping[str, object]) -> S:
 
 
 def _without_training(config: RunConfig) -> RunConfig:
-    """Fill in values that only training needs, because an evaluation omits their flags: a learning rate, a length and,
-    if only callbacks evaluate, data."""
+    """Fill in values that a run without training does not need, so that its command line may omit their flags. These
+    are a learning rate, a length and, if only callbacks evaluate, data."""
     training, data = config.training, config.data
     if not names_data(config) and callbacks_evaluate(config) and not training.full_validation:
         data, training = replace(data, mock_data=True), replace(training, eval_iters=0)

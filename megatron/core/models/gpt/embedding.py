@@ -39,7 +39,7 @@ class EmbeddingContext(AutogradContext):
 
 class EmbeddingFunction(torch.autograd.Function):
     """Look up ids in a row-sharded embedding table. Each rank looks up the ids of its own rows and returns zeros for
-    all other ids. The rows that the ranks return are summed over the ranks.
+    all other ids. The results are then summed over the ranks.
 
     The gradient is added to `weight.main_grad` row by row, which avoids a gradient tensor as large as the table.
     """
@@ -78,7 +78,8 @@ class EmbeddingFunction(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embeddings [vocab_rows, hidden]. The rows, including padding, are sharded over the ranks."""
+    """Word embeddings [vocab_rows, hidden]. The rows of the table, including padding rows, are sharded over the
+    tensor-parallel ranks."""
 
     backward_reads_parameters = False
 

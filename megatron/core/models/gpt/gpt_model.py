@@ -177,7 +177,7 @@ class GPTModel(nn.Module):
             )
 
     def set_positions(self, config: TransformerConfig) -> None:
-        """Replace the rotary embeddings with those that `config` defines.
+        """Replace the model's rotary embeddings with the rotary embeddings that `config` defines.
 
         `config` may differ from the model's configuration only in rotary flags and sequence length.
         """

@@ -38,7 +38,7 @@ class Head(OutputLayer):
             config: The model.
             ctx: Context of the stage's layers.
             tied_stages: Stages on different ranks that share the word embeddings.
-            tied_weight: Word embedding weight on this rank, if the output layer shares it.
+            tied_weight: Word embedding weight of this rank if the output layer uses the same weight; otherwise None.
         """
         bias = ParamMeta("output_layer.bias", (config.padded_vocab_size,), {"tp": 0}, role="bias")
         biases = [bias] if config.add_output_layer_bias else []

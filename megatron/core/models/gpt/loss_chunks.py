@@ -4,8 +4,8 @@ The logits of a large vocabulary are the largest tensor of a pass. Losses are su
 is known in advance, so the gradient of a token's loss can be computed as soon as the token's logits are available. For
 each chunk, the forward pass computes the logits, the losses and the gradients of the hidden states and the weight.
 After each chunk, the forward pass frees the logits of the chunk. Chunks cause no additional computation: like separate
-forward and backward passes, they need three matrix products per token. The only activation-sized tensor that remains is
-the gradient of the hidden states, which the backward pass returns.
+forward and backward passes, they need three matrix products per token. Of the large tensors, only the gradient of the
+hidden states remains in memory; the backward pass returns it.
 
 Under sequence parallelism, a chunk consists of the same rows of each rank's sequence shard. The hidden states of a
 chunk are gathered while the previous chunk is computed. The gradient of a chunk's hidden states is reduced while the
@@ -105,7 +105,8 @@ class _Chunks:
     of x."""
 
     def __init__(self, setup: Chunking, tokens: Tokens, x: Tensor, needs: tuple[bool, bool, bool]) -> None:
-        """Prepare the pass. `needs` states whether the gradients of x, the weight and the bias are needed."""
+        """Prepare the pass. `needs` contains three bools: whether the gradients of x, the weight and the bias are
+        needed."""
         self.head, self.loss = setup.head, setup.loss
         self.gradient = tokens.gradient
         self.x = x.contiguous().view(-1, x.shape[-1])  # [n, h], this rank's tokens

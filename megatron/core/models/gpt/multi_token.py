@@ -10,8 +10,8 @@ share the model's embedding and head:
 
 The paper concatenates in the opposite order, but its published weights and Megatron-LM use the order above. All losses
 are sums over tokens. The sums are divided once, by the number of tokens that count in the main loss, so the gradients
-do not depend on the layout or the micro-batch size. At depth k only s - k of a sample's s tokens have a label. The
-factor s / (s - k), as in Megatron-LM, makes the loss a mean over these tokens; the paper divides by s.
+do not depend on the layout or the micro-batch size. At depth k, only s - k of the s tokens of a sample have a label.
+The factor s / (s - k), as in Megatron-LM, makes the loss a mean over these tokens; the paper divides by s.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class MultiTokenPrediction(nn.Module):
         """Loss sum and number of counted tokens of each depth [N, 2], over the micro-batches of the step so far."""
 
     def forward(self, hidden: Tensor, batch: Batch, embedding: Embedding, loss_sum: LossSum) -> Tensor:
-        """Return the weighted loss sum of all depths.
+        """Return the weighted sum of the losses at all depths.
 
         Args:
             hidden: Hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism.

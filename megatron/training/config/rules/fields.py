@@ -94,7 +94,7 @@ def _as_given(c: RunConfig, condition: Condition) -> str:
 
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127
-"""Smallest and largest magnitude that fp32 represents with full precision."""
+"""Smallest and largest absolute values that fp32 represents with full precision."""
 
 LIMITS: dict[str, tuple[float, str]] = {
     **dict.fromkeys(("minutes", "mins"), (100_000_000, ", about 190 years")),

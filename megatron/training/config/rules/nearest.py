@@ -75,7 +75,7 @@ def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -
 
     The first candidates are values that the remedy of `problem` suggests. Next are the values that other rules suggest
     when they refuse a candidate, then common multiples of the numbers of which the rules require multiples, and finally
-    small numbers. `tried` maps each tried value to the problems that rules found with it.
+    small numbers. `tried` maps each value tried so far to the problems that rules found with this value.
     """
     named, steps = [*_values(problem)], [_step(problem)]
     for value in named:

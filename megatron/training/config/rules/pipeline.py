@@ -38,7 +38,7 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
         layout = pipeline_layout(c.model, p)
     except ValueError as error:
         if chunks is None and per_stage is None and p.stage_split is not None:
-            return  # the rules of --stage-split report this error
+            return  # the rules of the uneven split report this error
         if per_stage is None:
             yield Problem.of_message(VIRTUAL, chunks, str(error))
         else:
@@ -66,8 +66,7 @@ def _groups(p: ModelParallelConfig, layout: PipelineLayout) -> Iterator[Problem]
 
 
 def _own_schedule(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
-    """Check that the pipeline schedule can be built, because some schedules do not support every number of ranks and
-    micro-batches."""
+    """Check that the pipeline schedule supports the given numbers of ranks, stages and micro-batches."""
     schedule, microbatches = c.parallel.schedule, c.training.num_microbatches
     if not microbatches or PIPELINE_SCHEDULES.facts(schedule).always_legal:
         return

@@ -90,8 +90,8 @@ def metadata_problem(values: Mapping[str, object]) -> str | None:
 
 
 def _faults(value: object, hint: object, where: str) -> Iterator[str]:
-    """Yield a description of each element of `value`, at any depth, that does not match the type hint. The hint
-    `object` permits every value."""
+    """Yield a description of each element of `value`, at any depth, that does not match the type hint. If the type hint
+    is `object`, every value matches."""
     choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if object in choices or (value is None and type(None) in choices):
         return
@@ -198,5 +198,6 @@ def _json_name(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """Format a value for a message. Only numbers are shown. For any other value, the message names its type."""
+    """Format a value for a message. A number is shown itself; any other value is represented by the name of its
+    type."""
     return f"{value!r:.40}" if type(value) in (int, float) else _json_name(value)
