@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         with suppress(OSError):
             print(why, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # in a plan, a search or a rehearsal; `pretrain` handles SIGINT itself
+    except KeyboardInterrupt:  # only outside of training: `pretrain` handles SIGINT
         print("Interrupted.", file=sys.stderr)
         return ExitCode.KILLED + signal.SIGINT
     if closed:

@@ -55,7 +55,7 @@ class Batch:
 
     places: Tensor | None = None
     """Positions [s/cp] int64 of this rank's tokens in their samples; None for 0 .. s-1. These positions determine the
-    dropout masks. If `position_ids` is None, `places` also contains the token positions.
+    dropout masks. If `position_ids` is None, `places` also serves as the token positions.
     """
 
     aux_scale: Tensor | None = None
@@ -65,8 +65,8 @@ class Batch:
     """
 
     loss_seed: Tensor | None = None
-    """Initial gradient of the loss sum in the backward pass, a scalar. The seed is the loss scale in fp16; None means
-    1."""
+    """Scalar gradient of the loss sum with which the backward pass starts. In fp16, this gradient is the loss scale.
+    None means 1."""
 
     number: int = 0
     """Number of the micro-batch in its step."""
@@ -118,7 +118,7 @@ class Batch:
         masks, documents = [self.loss_mask], self.document_ids
         for k in shifts:
             masks.append(masks[-1] * _later(self.loss_mask, k))
-        if documents is not None:  # assume that the last token's label belongs to the token's document
+        if documents is not None:  # the label after the last token counts as the same document
             of_labels = torch.cat((documents[:, 1:], documents[:, -1:]), dim=1)
             masks[1:] = [masks[k] * (_later(of_labels, k) == documents) for k in shifts]
         return replace(
@@ -178,8 +178,8 @@ class CachedCore(Protocol):
 
 
 class EarlierTokens(Protocol):
-    """Cache of the earlier tokens of b texts during generation; s new tokens of each text follow them. Texts are padded
-    on the right. The cache does not support context parallelism."""
+    """Cache of the tokens that b texts already contain during generation. Each forward pass appends s new tokens to
+    each text. Texts are padded on the right. The cache does not support context parallelism."""
 
     positions: Tensor
     """Positions of the new tokens [b, s]."""
@@ -198,10 +198,10 @@ class EarlierTokens(Protocol):
         """Replace the states of the layer with number `layer`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CachedCore) -> Tensor:
-        """q [s, b, heads, d] of the new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all tokens
-        -> [s, b, heads, dv].
+        """Compute attention: queries q [s, b, heads, d] of the new tokens, keys k [b, groups, columns, d] and values v
+        [b, groups, columns, dv] of all tokens -> [s, b, heads, dv].
 
-        The method uses the settings of a `CoreAttention`.
+        The settings of the attention, such as the softmax scale, are those of `core`.
         """
 
 
@@ -232,7 +232,7 @@ class BatchContext:
     """Query factors [s, 1 or b, 1, 1] in fp32 for layers that are `tempered`; None if the stage has no such layer."""
 
     cache: EarlierTokens | None = None
-    """Earlier tokens of the texts during generation."""
+    """Cache of the tokens that precede the batch's tokens during generation; None outside generation."""
 
     tokens: Tensor | None = None
     """As in `Batch`."""
@@ -248,8 +248,8 @@ class BatchContext:
 
     @classmethod
     def of(cls, batch: Batch, cache: EarlierTokens | None = None) -> BatchContext:
-        """Create the context of a batch whose tokens follow the cached texts; the stage adds `rotary` and
-        `query_scales`."""
+        """Create the context of a batch. With a `cache`, the batch's tokens follow the tokens in the cache. The
+        pipeline stage sets `rotary` and `query_scales` later."""
         documents = batch.documents
         if documents is None and batch.document_ids is not None:
             assert cache is None, "a generated text is one document"
@@ -263,7 +263,8 @@ class BatchContext:
         """x [n, ...] -> [n]: positions of the tokens of x in their samples.
 
         Without sequence parallelism, x is this context-parallel rank's part of the sequence, and `tp_rank` is 0. Under
-        sequence parallelism, x is the tensor-parallel shard number `tp_rank` of the context-parallel rank's part.
+        sequence parallelism, that part is sharded over the tensor-parallel ranks, and x is the shard with index
+        `tp_rank`.
         """
         rows = slice(tp_rank * x.shape[0], (tp_rank + 1) * x.shape[0])
         if self.places is not None:

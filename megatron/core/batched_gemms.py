@@ -59,7 +59,7 @@ class _Multiply(torch.autograd.Function):
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply a [..., i, k] and b [..., k, j], which have the same dtype and the same leading sizes -> [..., i, j] in
-    `dtype`. This function is the forward pass of `multiply`."""
+    `dtype`. `multiply` calls this function in its forward pass."""
     if a.itemsize > 2:
         return a @ b
     found: Tensor = bmm_in_fp32(a.flatten(0, -3), b.flatten(0, -3), dtype)

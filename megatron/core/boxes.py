@@ -12,8 +12,8 @@ from math import prod
 
 @dataclass(frozen=True)
 class FlatBox:
-    """A box of the global tensor with the given `shape` and `offset`. The box is stored as elements [start, stop) of
-    the flat local shard."""
+    """A rectangular block of the global tensor, with the given `shape` and `offset`. The block is stored as elements
+    [start, stop) of the flat local shard."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]

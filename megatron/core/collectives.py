@@ -9,10 +9,10 @@
 On an axis of size 1, all functions except the ring return their input and use no process group. Shapes: t is the size
 of the axis.
 
-On CPU, a reduce-scatter is an all-to-all followed by a local sum, because gloo's reduce-scatter is slower. Both methods
-send (t-1)/t of the operand. In a small all-reduce between two ranks, the ranks exchange their operands and each rank
-adds them. Such an exchange takes one message instead of two. Both replacements for gloo's collectives add the terms in
-rank order.
+On CPU, a reduce-scatter is an all-to-all followed by a local sum, because gloo's reduce-scatter is slower. Either way,
+each rank sends (t-1)/t of the operand. In a small all-reduce between two ranks, the ranks exchange their operands and
+each rank adds them. Such an exchange takes one message instead of two. The all-to-all with a local sum and the exchange
+of operands both add the terms in rank order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ EXCHANGED_BYTES = 2**20
 
 @dataclass(eq=False)
 class Pending:
-    """Result of a collective in flight. This object keeps the operands alive until `wait()`."""
+    """Handle for the result of a collective in flight. The handle keeps the operands of the collective alive until
+    `wait()` returns."""
 
     result: Tensor
     work: dist.Work | None = None

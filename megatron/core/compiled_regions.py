@@ -24,15 +24,15 @@ R = TypeVar("R")
 
 
 class CompiledRegion(Generic[K, R]):
-    """A region that runs its compiled twin. A `TorchFunctionMode` sees a single call, as it does for torch's own
-    functions."""
+    """A function that runs its compiled version. A `TorchFunctionMode` intercepts the whole region as one call, just as
+    it intercepts a call of a torch function."""
 
     def __init__(self, function: Callable[K, R], static: bool) -> None:
         self.function, self.static = function, static
 
     @cached_property
     def twin(self) -> Callable[K, R]:
-        """Compiled twin of the function. The first call creates the twin, because loading the compiler takes a
+        """Compiled version of the function. It is created when it is first needed, because loading the compiler takes a
         second."""
         raise_recompile_limit(RECOMPILE_LIMIT)
         if self.static:
@@ -65,9 +65,9 @@ def region(function: Callable[K, R], compiled: bool, static: bool = False) -> Ca
     """Return `function` or its compiled twin. The twin is compiled when it first runs.
 
     If shapes change, torch recompiles a twin for dynamic shapes. With `static`, torch compiles a separate twin for each
-    shape. The kernels of a static twin use wide loads, but a static twin suits only tensors that have the same few
-    shapes in every step. The sums of a static twin have a fixed order, so tensor-parallel ranks that reduce the same
-    values, for example in norms, get the same bits.
+    shape. The kernels of a static twin load several elements per instruction. Use `static` only for tensors that have
+    the same few shapes in every step. The sums of a static twin have a fixed order, so tensor-parallel ranks that
+    reduce the same values, for example in norms, get the same bits.
     """
     return _compiled(function, static) if compiled else function
 

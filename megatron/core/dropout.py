@@ -14,8 +14,7 @@ from megatron.core.compiled_regions import region
 from megatron.core.torch_private import AutogradContext
 
 HASH_CHUNK = 2**22
-"""Number of elements hashed at a time. The chunks are small enough for their temporary memory to fit in the cache of a
-GPU."""
+"""Number of elements hashed at a time. The temporary memory for so many elements fits in the cache of a GPU."""
 
 
 def dropout(
@@ -66,7 +65,8 @@ def attention_dropout(
 ) -> Tensor:
     """Apply dropout to attention probabilities [b, heads, q, k]; kept values are scaled by 1 / (1 - p).
 
-    The offsets locate probs[:, 0, 0, 0] among all heads, queries and keys of the sequence.
+    If `probs` is only a block of the attention matrix, the offsets are the head, query and key indices of its first
+    element probs[:, 0, 0, 0].
     """
     if p == 0.0:
         return probs
@@ -77,8 +77,8 @@ def attention_dropout(
 
 
 def random_bits(key: int, sample_index: Tensor, places: Tensor, columns: int) -> Tensor:
-    """Return random int32 numbers [s, b, columns] over their whole range, for positions `places` [s] in samples
-    `sample_index` [b]."""
+    """Return random int32 numbers [s, b, columns], uniform over all int32 values. The numbers of a row depend on its
+    token position in `places` [s] and on its sample in `sample_index` [b]."""
     rows = _absorb(_absorb(key, sample_index), places[:, None])  # [s, b]
     row_bits, column_bits = _row_and_column_bits(rows, _positions(0, columns, rows))
     return _mix_(row_bits[:, None] + column_bits).view(*rows.shape, columns)
@@ -110,7 +110,8 @@ class _CompiledDropout(torch.autograd.Function):
 
 
 def drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
-    """Apply `_drop` in a form for compilation: the compiled kernel stores no part of the hash in memory."""
+    """Compute the same result as `_drop` with code for torch.compile. In the compiled kernel, the hash of an element
+    stays in registers."""
     mixed = _mix_(row_bits[:, None] + column_bits)
     return x.masked_fill((mixed < threshold(p)).view(x.shape), 0.0).mul(1.0 / (1.0 - p))
 
@@ -118,8 +119,8 @@ def drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> 
 def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
     """Return the dropout mask: bool [rows, columns], True with probability p.
 
-    The function compares a 32-bit hash of each pair of a row and a column with a threshold. This hash is computed from
-    64-bit hashes of the row and of the column.
+    The function compares a 32-bit hash of each pair of a row and a column with a threshold. The hash of a pair is
+    computed from a 64-bit hash of the row and a 64-bit hash of the column.
     """
     row_bits, column_bits = _row_and_column_bits(rows, columns)
     dropped = torch.empty(row_bits.numel(), column_bits.numel(), dtype=torch.bool, device=rows.device)
@@ -148,7 +149,8 @@ def _row_and_column_bits(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]
 def _mix_(x: Tensor) -> Tensor:
     """Mix int32 numbers over their whole range: murmur's mixer with the constants of "lowbias32".
 
-    The last xor-shift is omitted, because it would not change the upper bits, which decide the comparison.
+    The last xor-shift of the mixer is omitted. It would change only the lower 16 bits, but the comparison with the
+    dropout threshold depends almost only on the upper bits.
     """
     x.bitwise_xor_(_shift_right(x, 16, 32)).mul_(0x7FEB352D)
     return x.bitwise_xor_(_shift_right(x, 15, 32)).mul_(_signed(0x846CA68B, 32))
@@ -177,12 +179,13 @@ def _shift_right(x: Tensor, by: int, bits: int) -> Tensor:
 
 
 def _signed(constant: int, bits: int) -> int:
-    """Convert an unsigned constant to the signed integer with the same bits; products wrap around equally."""
+    """Reinterpret an unsigned constant as a signed integer with the same bits. Both give the same bits in products that
+    overflow."""
     return constant - (1 << bits) if constant >= 1 << (bits - 1) else constant
 
 
 def round_to_bf16(x: Tensor, uniform: Tensor) -> Tensor:
-    """Round fp32 to bf16 with an exact expected value."""
+    """Round fp32 to bf16 stochastically, so that the expected value of the result is the exact fp32 value."""
     bits = x.view(torch.int32) + (uniform * 65536.0).to(torch.int32)
     return ((bits >> 16) << 16).view(torch.float32).to(torch.bfloat16)
 
@@ -195,6 +198,6 @@ def mixed(bits: Tensor) -> Tensor:
 
 
 def uniform_of(key: Tensor, salt: int) -> Tensor:
-    """Return numbers in [0, 1) from 32-bit keys; different salts give different numbers."""
+    """Hash each 32-bit key to a number in [0, 1). Different salts give different numbers."""
     bits = mixed(key ^ salt)
     return ((bits >> 8) & 0xFFFFFF).float() * 2.0**-24

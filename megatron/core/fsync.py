@@ -21,7 +21,8 @@ def name_full_file(error: BaseException, path: Path | str) -> None:
 @contextmanager
 def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
     """Yield a temporary path in the same folder; the file replaces `path` at the end, so readers never see a partial
-    file. If writing fails, the temporary file is deleted. With `synced`, the content is on disk before the replacement.
+    file. If writing fails, the temporary file is deleted. With `synced`, the content is flushed to disk before the file
+    replaces `path`.
 
     Yields `path` itself if it is a link or not a regular file, such as /dev/null or a named pipe."""
     if path.is_symlink() or (path.exists() and not path.is_file()):

@@ -51,8 +51,8 @@ N = TypeVar("N", int, float)
 class HostCopy(Generic[N]):
     """Asynchronous copy of `values` to the host.
 
-    Reading the copy waits only for work launched before the copy. If `values` is a tensor without values, as in memory
-    plans, reading returns `expected`.
+    Reading the copy waits only for work launched before the copy. If `values` is a fake tensor without data, as in
+    memory plans, reading returns `expected`.
     """
 
     def __init__(self, values: Tensor, expected: Sequence[N] | None = None) -> None:

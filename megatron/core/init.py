@@ -127,7 +127,8 @@ def _blocks(local: Tensor, meta: ParamMeta, offset: tuple[int, ...]) -> Iterator
 def _in_threads(
     draw: Callable[[Block], Tensor], blocks: Iterator[Block], threads: int
 ) -> Iterator[tuple[Block, Tensor]]:
-    """Yield each block with its values, in order. Each thread draws at most two blocks ahead of the caller.
+    """Draw the values of all blocks in threads, and yield pairs (block, values) in the order of `blocks`. Each thread
+    draws at most two blocks ahead of the caller.
 
     torch releases the interpreter lock while it draws. Under a dispatch mode, for example with fake tensors, the
     calling thread draws all blocks, because modes apply only to the thread that entered them.

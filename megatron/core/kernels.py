@@ -37,8 +37,8 @@ def kernel_for(name: str, *operands: object) -> Kernel | None:
 
 
 def operation(plain: Function) -> Function:
-    """Decorate a plain torch function that a kernel registered under its name may replace; call it with positional
-    arguments."""
+    """Decorate a plain torch function. A kernel that is registered under the function's name may replace it. Call the
+    function with positional arguments."""
 
     @wraps(plain)
     def compute(*operands: object) -> object:

@@ -1,8 +1,8 @@
 """Ranks and coordinates of a layout, as integers. This module needs neither torch nor process groups.
 
-The mesh has two views of the same ranks. The dense view is (pp, dp, cp, tp) and the expert view (pp, expt_dp, ep,
-expt_tp), outermost axis first. Rank order and group membership therefore follow Megatron-LM's order tp-cp-ep-dp-pp;
-`use_tp_pp_dp_mapping` swaps dp and pp in both views.
+Two meshes arrange the same ranks. Outermost axis first, the mesh for dense layers is (pp, dp, cp, tp), and the mesh for
+experts is (pp, expt_dp, ep, expt_tp). Rank order and group membership therefore follow Megatron-LM's order
+tp-cp-ep-dp-pp; `use_tp_pp_dp_mapping` swaps dp and pp in both meshes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron.core.config.parallel import ModelParallelConfig
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Sizes of a layout's axes. `world_size` must be tp * pp * cp * dp."""
+    """Sizes of the parallelism axes of a layout. `world_size` must be tp * pp * cp * dp."""
 
     tp: int = 1
     pp: int = 1
@@ -29,11 +29,13 @@ class ParallelDims:
     instances: int = 1
     """Number of instances, which are groups of data-parallel ranks that shard states separately."""
     cp_inner: int | None = None
-    """Number of neighbouring context-parallel ranks that divide heads; None without two-level context parallelism."""
+    """Number of neighbouring context-parallel ranks that divide the attention heads among them; None if context
+    parallelism has only one level."""
 
     @classmethod
     def from_config(cls, config: ModelParallelConfig, world_size: int) -> ParallelDims:
-        """Return the layout of a validated configuration. Raises ValueError if the sizes do not fit the world."""
+        """Return the sizes of the parallelism axes for a validated configuration. Raises ValueError if the sizes do not
+        fit the world."""
         model = config.model_parallel_size
         if world_size % model:
             raise ValueError(
@@ -69,13 +71,13 @@ class ParallelDims:
 
     @property
     def dense_order(self) -> tuple[str, ...]:
-        """Axes of the dense view, outermost first."""
+        """Axes of the mesh for dense layers, outermost first."""
         return ("dp", "pp", "cp", "tp") if self.tp_pp_dp else ("pp", "dp", "cp", "tp")
 
     @property
     def expert_order(self) -> tuple[str, ...]:
-        """Axes of the expert view, outermost first. The expert view divides the ranks of a stage, taken in the order of
-        the dense view, along its own axes."""
+        """Axes of the expert mesh, outermost first. In each pipeline stage, the expert mesh contains the ranks in the
+        same order as the dense mesh, but with other axes."""
         return ("pp", "expt_dp", "ep", "expt_tp")
 
     def shards(self, expert: bool) -> int:
@@ -83,7 +85,7 @@ class ParallelDims:
         return (self.expt_dp if expert else self.dp * self.cp) // self.instances
 
     def order_of(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the view (its axes, outermost first) that contains all of `axes`."""
+        """Return the axes, outermost first, of the mesh that contains all of `axes`."""
         for order in (self.dense_order, self.expert_order):
             if set(axes) <= set(order):
                 return order
@@ -94,13 +96,13 @@ class ParallelDims:
         return prod(getattr(self, axis) for axis in axes)
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a rank on every axis of both views."""
+        """Return the coordinates of a rank on every axis of the dense mesh and of the expert mesh."""
         found = self._unfold(rank, self.dense_order)
         in_stage = self._fold(found, ("dp", "cp", "tp"))
         return found | self._unfold(in_stage, ("expt_dp", "ep", "expt_tp"))
 
     def rank(self, **coords: int) -> int:
-        """Return the rank at coordinates of one view. The coordinate of an omitted axis is 0."""
+        """Return the rank at coordinates in one of the two meshes. The coordinate of an omitted axis is 0."""
         if self.order_of(tuple(coords)) == self.expert_order:
             in_stage = self._fold(coords, ("expt_dp", "ep", "expt_tp"))
             coords = self._unfold(in_stage, ("dp", "cp", "tp")) | {"pp": coords.get("pp", 0)}
@@ -119,7 +121,7 @@ class ParallelDims:
         return coords
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """Return all groups along one or several axes of a view, with ranks ascending and groups ordered by first
+        """Return all groups along one or several axes of a mesh, with ranks ascending and groups ordered by first
         rank."""
         order = self.order_of(axes)
         inside = [range(self.size(axis)) if axis in axes else range(1) for axis in order]
@@ -137,6 +139,7 @@ class ParallelDims:
         return [ranks[i : i + size] for ranks in self.groups(*axes) for i in range(0, len(ranks), size)]
 
     def copy_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
-        """Return the groups of ranks that are at the same position in their instances."""
+        """Return groups of corresponding ranks: the first ranks of all instances, the second ranks of all instances,
+        and so on. `instance_groups` returns the instances themselves."""
         size = self.size(*axes) // (parts or self.instances)
         return [ranks[i::size] for ranks in self.groups(*axes) for i in range(size)]

@@ -30,7 +30,8 @@ JOINT_AXES = {
 }
 
 LANES = ("pp", "pp_lane_1", "pp_lane_2", "pp_lane_3")
-"""Groups over the same ranks for pipeline messages that must not wait for each other (`pipeline_parallel.p2p`)."""
+"""Names of process groups that contain the same pipeline ranks. Pipeline messages that must not wait for each other use
+different groups (`pipeline_parallel.p2p`)."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def build_groups(
 ) -> ParallelState:
     """Call `initialize_model_parallel` for a configuration.
 
-    `timeout` is the timeout of the groups' collectives; `backend` is as in `build_parallel_state`.
+    `timeout` is the timeout of collectives in the groups. `backend` has the same meaning as in `build_parallel_state`.
     """
     dims = ParallelDims.from_config(config, dist.get_world_size())
     global _STATE
@@ -229,8 +230,8 @@ def get_parallel_state() -> ParallelState:
 
 
 def _readers(axis: str) -> tuple[Callable[[], int], Callable[[], int], Callable[[], dist.ProcessGroup | None]]:
-    """Return three functions for an axis. The first returns this rank's number in its group along the axis, the second
-    the size of the group, and the third the group."""
+    """Return three functions without arguments for the group of this rank along an axis. They return this rank's index
+    in the group, the size of the group, and the group itself."""
     return (
         lambda: get_parallel_state().axis(axis).rank,
         lambda: get_parallel_state().axis(axis).size,

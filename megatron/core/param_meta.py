@@ -17,8 +17,8 @@ from typing import Literal, Protocol, get_args
 HISTORY = "_history"
 """Name suffix of tensors that record earlier steps, such as fp8 amax histories.
 
-If a checkpoint lacks these tensors, or contains them with a different length, they start empty. A run may ignore
-history tensors.
+If a checkpoint lacks a history tensor, or contains it with a different length, the history starts empty. A run may
+ignore the history tensors of a checkpoint.
 """
 
 
@@ -139,8 +139,8 @@ class ParamMeta:
     """Role in the model, which determines initial values, learning rates and weight decay."""
 
     fan_in: int = field(default=0, kw_only=True)
-    """Number of terms in the sum for one output. The default is the size of the last dimension for a weight [..., out,
-    in] or a convolution [..., taps], and 1 for embeddings, norm weights, biases and other vectors."""
+    """Number of terms in the sum for one output. If it is not given, it is the size of the last dimension for a weight
+    [..., out, in] or a convolution [..., taps], and 1 for embeddings, norm weights, biases and other vectors."""
 
     to_residual: bool = field(default=False, kw_only=True)
     """True if the output is added to the residual stream, like the outputs of linear_proj and linear_fc2."""
@@ -223,16 +223,16 @@ class ParamMeta:
 
     def is_first_replica(self, coords: Mapping[str, tuple[int, int]]) -> bool:
         """Return whether the rank at `coords` (axis -> (rank, size)) holds the replica that counts in norms and is
-        saved. The replica that counts is the first along `replica_axes`. If several stages share the parameter, the
-        replica that counts is on the first of these stages. The result is the same on all data-parallel ranks, which
-        divide the saving among themselves.
+        saved. This replica is the first along `replica_axes`. If several pipeline stages share the parameter, the first
+        of these stages holds this replica. The result is the same on all data-parallel ranks, which divide the saving
+        among themselves.
         """
         first_stage = not self.shared_stages or coords["pp"][0] == 0
         return first_stage and all(coords[axis][0] == 0 for axis in self.replica_axes)
 
     def box(self, coords: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the offset and shape, in the global tensor, of the part on the rank at `coords`, which maps each axis
-        to (rank, size)."""
+        """Return the offset and shape of a rank's shard within the global tensor. `coords` locates the rank: it maps
+        each axis to (rank, size)."""
         offset = [0] * len(self.global_shape)
         shape = list(self.global_shape)
         for axis, dim in self.sharded.items():

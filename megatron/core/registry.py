@@ -1,10 +1,10 @@
 """Registries of named parts. A registry contains the choices for one kind of part, built in or added by extensions.
 This module does not import torch.
 
-A registry initially contains the parts of the library; `megatron.extensions.load`, which entry points call, adds the
-parts of the built-in extensions. Parts are registered by import path, "module:attribute", and imported on first use, so
-that `--help` and validation do not need torch. Facts that are needed before a part is imported, such as whether an
-activation function is gated, are registered together with the part."""
+A registry initially contains the parts of the library. Each entry point calls `megatron.extensions.load`, which adds
+the parts of the built-in extensions. Parts are registered by import path, "module:attribute", and imported on first
+use, so that `--help` and validation do not need torch. Facts that are needed before a part is imported, such as whether
+an activation function is gated, are registered together with the part."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class NoFacts:
-    """Empty facts, for parts that need no properties before they are imported."""
+    """Facts without fields, for kinds of parts of which nothing must be known before they are imported."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def imported(where: Any) -> Any:
 
 
 def _unwritten(part: Any) -> str:
-    """Return the names of the methods in a base class's `must_write` if the part overrides none of them. Otherwise,
-    return an empty string."""
+    """Return the names of the methods in a base class's `must_write` if the part overrides none of these methods.
+    Return an empty string if the part overrides at least one of them."""
     base = next((base for base in getattr(part, "__mro__", ()) if "must_write" in vars(base)), None)
     if base is None or any(getattr(part, name) is not getattr(base, name) for name in base.must_write):
         return ""
@@ -77,14 +77,14 @@ def _call_form(protocol: type) -> str | None:
 
 
 def _refused(form: str, part: object) -> str:
-    """Return the rule and the remedy if a part cannot be called with the arguments of `form`; otherwise, return an
-    empty string."""
+    """Check that a part can be called with the arguments of `form`. Returns an empty string if it can, and otherwise
+    the violated rule and a remedy."""
     words = form.split(", ")
     taken = f"a {type(part).__name__}"
     if callable(part):
         try:
             takes = signature(part)
-        except ValueError:  # This is a C function without a signature.
+        except ValueError:  # a C function has no signature
             return ""
         try:
             takes.bind(*(w for w in words if w[-1] != "="), **{w[:-1]: True for w in words if w[-1] == "="})
@@ -202,7 +202,8 @@ class Registry(Collection[str], Generic[P, F, K]):
         self._substitutes.setdefault(name, []).append((part, when))
 
     def build(self, name: str, *args: Any) -> Any:
-        """Call the part, or its first substitute whose condition holds for these arguments."""
+        """Call the part `name`. If a substitute is registered whose condition is true for these arguments, call the
+        first such substitute instead."""
         for part, when in self._substitutes.get(name, ()):
             if when(*args):
                 return imported(part)(*args)
@@ -253,8 +254,8 @@ class Registry(Collection[str], Generic[P, F, K]):
         return [name for name, entry in self._entries.items() if entry.facts.when(*args)]  # type: ignore[attr-defined]
 
     def chosen(self, *args: Any) -> str | None:
-        """Return the first name in `wanted`, or None if `wanted` is empty. Call this method only for kinds of parts of
-        which a run uses at most one."""
+        """Return the first name that `wanted(*args)` returns, or None if it returns no name. Call this method only for
+        kinds of parts of which a run uses at most one."""
         return next(iter(self.wanted(*args)), None)
 
     def where(self, name: str) -> str:

@@ -1,8 +1,8 @@
-"""Two tokenizers that need no files, and the function that builds the tokenizer of `--tokenizer-type`. Megatron-LM uses
-the same tokenizer names.
+"""Two tokenizers that need no files, and the function that builds the tokenizer of `--tokenizer-type`. The tokenizer
+names are the same as in Megatron-LM.
 
-An extension provides the tokenizers that read files. The packages of these tokenizers are imported only when a
-tokenizer is built.
+A built-in extension provides the tokenizers that read vocabulary files. The packages of these tokenizers are imported
+only when a tokenizer is built.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.file_storage import UrlPath, local_folder,
 class NullTokenizer:
     """Tokenizer for text that consists of token ids: decimal numbers separated by spaces.
 
-    The last of the vocab_size ids is EOD. Text may contain all ids except EOD.
+    The largest id, vocab_size - 1, is EOD. The text may contain any id except EOD.
     """
 
     bos = None
@@ -55,7 +55,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids. Special tokens have no text. Invalid UTF-8 becomes replacement characters."""
+        """Decode token ids to text. Special tokens have no text. Invalid UTF-8 becomes replacement characters."""
         return bytes(id for id in ids if id < 256).decode("utf-8", "replace")
 
     def find(self, token: str) -> int | None:
@@ -100,7 +100,7 @@ FILES = frozenset(
     "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json "
     "merges.txt chat_template.jinja generation_config.json".split()
 )
-"""Names of files that a tokenizer may read in addition to the file that a flag names."""
+"""Names of files that a tokenizer may read in addition to the file in --tokenizer-model or another flag."""
 
 
 def with_local_files(config: TokenizerConfig) -> TokenizerConfig:
@@ -143,7 +143,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     if problems:
         raise ValueError("\n".join(problems))
     model = config.tokenizer_model
-    if model is not None and not Path(model).exists():  # A model name may refer to different files at the next call.
+    if model is not None and not Path(model).exists():  # By the next call, the name may refer to new files.
         return TOKENIZERS[kind](config, vocab_size)
     built = _built(config, tuple(_state_of_files(config)))
     if vocab_size not in built:
@@ -160,7 +160,7 @@ def _built(config: TokenizerConfig, files: tuple[object, ...]) -> dict[int | Non
 
 def _state_of_files(config: TokenizerConfig) -> Iterator[tuple[str, int, int]]:
     """Yield (path, modification time, size) of each file that the flags name or that is in a folder that the flags
-    name. Two calls yield equal results if no file changes between them.
+    name. If no file changes between two calls, both calls yield the same.
     """
     for value in vars(config).values():
         if isinstance(value, str) and (path := Path(value)).exists():

@@ -72,7 +72,8 @@ over all tensors."""
 # Operators without a public function
 
 assert_async = torch._assert_async
-"""Asserts on the device without blocking the host. torch 2.13. Fallback: omit the check on GPUs."""
+"""Assert on the device that a tensor is true, without blocking the host. torch 2.13. Fallback: omit the check on
+GPUs."""
 
 scaled_mm: Callable[..., Tensor] = torch._scaled_mm
 """Matrix product of fp8 operands with scales. torch 2.13. Fallback: `torch.nn.functional.scaled_mm`, once it supports
@@ -87,12 +88,12 @@ grouped_mm_overload: Callable[..., Tensor] = torch.ops.aten._grouped_mm.default
 torch 2.13. Fallback: the operator that a dispatch mode sees instead."""
 
 local_scalar_overload: Callable[..., float] = torch.ops.aten._local_scalar_dense.default
-"""The operator that `Tensor.item()` calls. Memory plans return zero for this operator. torch 2.13. Fallback: the
-operator that a dispatch mode sees instead."""
+"""The operator that `Tensor.item()` calls. Memory plans return zero for this operator. torch 2.13. Fallback: print the
+operators that a dispatch mode receives, and use the renamed operator."""
 
 resize_storage_overload: Callable[..., None] = torch.ops.inductor.resize_storage_bytes_.default
 """The operator that a dispatch mode sees for a call of `resize_storage`. torch 2.13. Fallback: the operator that a
-dispatch mode sees for the replacement of `resize_storage`."""
+dispatch mode sees for a call of the function that replaces `resize_storage`."""
 
 index_put_impl_: Callable[..., Tensor] = torch.ops.aten._index_put_impl_
 """`index_put_` that does not read the indices on the host. torch 2.13. Fallback: `Tensor.index_put_`."""
@@ -101,7 +102,7 @@ flash_attention_forward: Callable[..., tuple[Tensor, ...]] = torch.ops.aten._fla
 """FlashAttention-2 on packed documents. torch 2.13. Fallback: `torch.nn.attention.varlen.varlen_attn`."""
 
 flash_attention_backward: AttentionGradients = torch.ops.aten._flash_attention_backward
-"""Gradients of `flash_attention_forward`. torch 2.13. Fallback: autograd of `varlen_attn`."""
+"""Gradients of `flash_attention_forward`. torch 2.13. Fallback: differentiate `varlen_attn` with autograd."""
 
 cudnn_attention: AttentionOutputs = torch.ops.aten._scaled_dot_product_cudnn_attention
 """cuDNN's attention. torch 2.13. Fallback: `scaled_dot_product_attention` under `sdpa_kernel`."""
@@ -120,8 +121,8 @@ cpu_attention_backward: AttentionGradients = torch.ops.aten._scaled_dot_product_
 
 
 def storage_id(memory: Tensor | torch.UntypedStorage) -> int:
-    """Return an id that is the same for a storage and all tensors that share it. Fake and meta tensors also have such
-    an id.
+    """Return an id that is the same for a storage and all tensors that share it. Storages of fake and meta tensors have
+    such ids too.
 
     `UntypedStorage._cdata`, torch 2.13. Fallback: use `id(storage)` and keep the storage alive.
     """
@@ -139,13 +140,14 @@ def resize_storage(tensor: Tensor, nbytes: int) -> None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the number of in-place changes of a tensor. `Tensor._version`, torch 2.13. Fallback: compare the
-    values."""
+    """Return the number of in-place changes of a tensor. `Tensor._version`, torch 2.13. Fallback: compare the tensor's
+    values with a copy."""
     return tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Return whether autograd treats a tensor as a view. `Tensor._is_view`, torch 2.13. Fallback: assume a view."""
+    """Return whether autograd treats a tensor as a view. `Tensor._is_view`, torch 2.13. Fallback: always return
+    True."""
     return tensor._is_view()
 
 
@@ -165,8 +167,9 @@ def wrapper_tensor(
 
 
 disabled_torch_function: Callable[..., object] = torch._C._disabled_torch_function_impl
-"""Value of a subclass's `__torch_function__` that makes operations skip the search for an override. torch 2.13.
-Fallback: a `__torch_function__` that calls the function under `torch._C.DisableTorchFunctionSubclass`."""
+"""Value to assign to `__torch_function__` of a tensor subclass, so that operations on the subclass do not look for an
+override. torch 2.13. Fallback: a `__torch_function__` that calls the function under
+`torch._C.DisableTorchFunctionSubclass`."""
 
 
 def forward_hooks(module: nn.Module) -> Iterable[Callable[..., object]]:
@@ -177,8 +180,7 @@ def forward_hooks(module: nn.Module) -> Iterable[Callable[..., object]]:
 def is_hooked(module: nn.Module, forward: bool = True) -> bool:
     """Return whether a module has backward hooks or, with `forward`, forward hooks.
 
-    `Module._backward_hooks` and `_forward_hooks`, torch 2.13. Fallback: assume that modules have hooks, which is
-    slower.
+    `Module._backward_hooks` and `_forward_hooks`, torch 2.13. Fallback: always return True, which is slower.
     """
     return bool(module._backward_hooks or (forward and module._forward_hooks))
 
@@ -190,7 +192,7 @@ FakeTensor = fake_tensor.FakeTensor
 needs."""
 
 FakeTensorMode = fake_tensor.FakeTensorMode
-"""Makes tensors fake. torch 2.13. Fallback: the same as for `FakeTensor`."""
+"""Mode in which operations create fake tensors. torch 2.13. Fallback: the same as for `FakeTensor`."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Base class of modes that intercept every operator below autograd. torch documents the class although its module is
@@ -213,15 +215,15 @@ tree_flatten = _pytree.tree_flatten
 """Return the leaves of nested containers. torch 2.13. Fallback: a recursion over tuples, lists and dicts."""
 
 tree_unflatten = _pytree.tree_unflatten
-"""Rebuilds nested containers from their leaves. torch 2.13. Fallback: the same as for `tree_flatten`."""
+"""Rebuild nested containers from their leaves. torch 2.13. Fallback: the same as for `tree_flatten`."""
 
 
 @contextmanager
 def no_function_modes() -> Iterator[None]:
     """Suspend the caller's `TorchFunctionMode`s, including `with torch.device(...)`.
 
-    `torch.overrides._push_mode` and `_pop_mode`, torch 2.13. Fallback: run the body in a new thread, which has no
-    modes.
+    `torch.overrides._push_mode` and `_pop_mode`, torch 2.13. Fallback: run the body in a new thread, because modes
+    apply only to the thread that entered them.
     """
     modes = [overrides._pop_mode() for _ in range(overrides._len_torch_function_stack())]
     try:
@@ -250,8 +252,8 @@ def schema_of(operator: OpOverload) -> torch._C.FunctionSchema:
 
 
 def preload_compiler() -> None:
-    """Import torch._dynamo, which torch.optim imports on first use, before ranks are forked. torch 2.13. Fallback:
-    delete the call; each rank then imports the module separately."""
+    """Import torch._dynamo, which torch.optim imports on first use, before ranks are forked. torch 2.13. Fallback: do
+    nothing; each rank then imports torch._dynamo separately."""
 
 
 def raise_recompile_limit(least: int) -> None:
@@ -288,7 +290,7 @@ class AutogradContext(FunctionCtx):
 
 
 def sequence_number(node: Node) -> int:
-    """Return the sequence number of a graph node. Nodes that are created later have larger numbers.
+    """Return the sequence number of a node in the autograd graph. Nodes that are created later have larger numbers.
     `Node._sequence_nr`, torch 2.13. Fallback: count nodes in a saved-tensor hook."""
     return node._sequence_nr()
 
@@ -307,8 +309,8 @@ def running_node() -> Node | None:
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Call `function` when the current backward pass ends. `Variable._execution_engine`, torch 2.13. Fallback: the new
-    location of `queue_callback`; FSDP2 uses it."""
+    """Call `function` when the current backward pass ends. `Variable._execution_engine`, torch 2.13. Fallback: find
+    `queue_callback` where FSDP2 imports it, if torch has moved it."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -351,7 +353,8 @@ def fake_work() -> dist.Work:
 
 def fake_store() -> dist.Store:
     """Return a store for groups of the backend `fake`. The import in this function registers the backend.
-    `torch.testing._internal`, torch 2.13. Fallback: `dist.HashStore()` and the new location of the backend."""
+    `torch.testing._internal`, torch 2.13. Fallback: import the backend from the module to which torch has moved it, and
+    use `dist.HashStore()`."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
@@ -370,8 +373,8 @@ def flight_records() -> list[str]:
 
 
 def load_symmetric_memory() -> None:
-    """Register `torch.ops.symm_mem`. `torch.distributed._symmetric_memory`, torch 2.13. Fallback: the public successor
-    of the name, which `--tp-comm-overlap-method ring` does not need."""
+    """Register `torch.ops.symm_mem`. `torch.distributed._symmetric_memory`, torch 2.13. Fallback: import a public
+    replacement of this module if torch has one. `--tp-comm-overlap-method ring` works without symmetric memory."""
 
 
 # Files
@@ -379,8 +382,8 @@ def load_symmetric_memory() -> None:
 
 def storage_info(name: str, offset: int, length: int) -> StorageInfo:
     """Return the location of a tensor in a file of a DCP checkpoint. `_StorageInfo`, torch 2.13; the name is part of
-    the file format, so torch may move the class but must still be able to read it. Fallback: the class that DCP's own
-    writer uses."""
+    the file format, so torch may move the class but must still be able to read it. Fallback: import the class that
+    replaces `_StorageInfo` in DCP's file-system writer."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
@@ -397,8 +400,8 @@ def archive_reader(file: IO[bytes]) -> torch._C.PyTorchFileReader:
 
 def matmul_instructions(dtype: torch.dtype) -> bool:
     """Return whether this CPU has matrix instructions for a 16-bit `dtype`. oneDNN accepts bf16 on every CPU with
-    AVX-512, but emulates it on CPUs without such instructions. `torch.ops.mkldnn` and `torch.cpu`, torch 2.13.
-    Fallback: `torch.cpu.get_capabilities()`.
+    AVX-512, but emulates it on CPUs without such instructions. Calls private functions of `torch.ops.mkldnn` and
+    `torch.cpu`, torch 2.13. Fallback: `torch.cpu.get_capabilities()`.
     """
     if dtype == torch.float16:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
@@ -418,8 +421,8 @@ def record_memory_history(when_out_of_memory: Callable[[], None]) -> None:
 
 
 def dump_memory_history(path: str) -> None:
-    """Write the recorded allocations to a file. `torch.cuda.memory._dump_snapshot`, torch 2.13. Fallback: as for
-    `record_memory_history`."""
+    """Write the recorded allocations to a file. `torch.cuda.memory._dump_snapshot`, torch 2.13. Fallback: the same as
+    for `record_memory_history`."""
     torch.cuda.memory._dump_snapshot(path)
 
 
@@ -432,5 +435,6 @@ def profiler_options(all_threads: bool) -> _ExperimentalConfig:
 
 
 def keep_gpu_busy(cycles: int) -> None:
-    """Keep the GPU busy for a number of cycles. `torch.cuda._sleep`, torch 2.13. Fallback: a long matrix product."""
+    """Keep the GPU busy for a number of cycles. `torch.cuda._sleep`, torch 2.13. Fallback: launch a long matrix
+    product."""
     torch.cuda._sleep(cycles)

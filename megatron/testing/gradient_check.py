@@ -26,8 +26,8 @@ STEP_SIZE = 1e-5
 below the tolerance."""
 
 TOLERANCE = 1e-4
-"""Largest relative difference that the error of finite differences explains. A kink, as in ReLU, causes the largest
-error."""
+"""Largest relative difference that can be explained by the error of finite differences alone. A kink, as in ReLU,
+causes the largest error."""
 
 
 def gradient_differences(config: RunConfig, timeout: float) -> list[tuple[str, float]]:

@@ -22,8 +22,8 @@ from megatron.testing.reshard import Checkpoints, kinds
 from megatron.testing.snapshot import Snapshot, differences, moved_by_rounding, relative_difference, train_in_world
 
 TOLERANCE = 1e-9
-"""Allowed relative difference in fp64 after two training steps. A different summation order cannot cause a larger
-difference."""
+"""Largest relative difference, in fp64 after two training steps, at which two results count as equal. A different
+summation order cannot cause a larger difference."""
 
 
 HEAD = f"{'layout':<32} {'ranks':>5}  {'verdict':<8} {'largest':>8} {'s':>6}  first difference, rule or error"
@@ -51,13 +51,14 @@ class Parity(ParityPlan):
 
     @property
     def reference(self) -> Snapshot:
-        """Return the results of one process, trained once."""
+        """Return the results of training in one process. The training runs once, on first use."""
         if self._reference is None:
             self._reference = train_in_world(1, self.model, self.steps, self.timeout)
         return self._reference
 
     def run(self, name: str) -> Row:
-        """Train a layout and compare it. A crash is reported as a verdict, not raised."""
+        """Train the model under a layout and compare the results with one process. A crash is reported as a verdict,
+        not raised."""
         row, began = self.plan(name), time.perf_counter()
         if row.verdict == "refused":
             return row
@@ -125,7 +126,7 @@ def compared(row: Row, reference: Snapshot, snapshot: Snapshot) -> Row:
 
 
 def judged(row: Row, found: Iterator[tuple[str, float]], tolerance: float) -> Row:
-    """Return `row` with its largest difference and the first tensor above `tolerance`."""
+    """Return `row` with the largest difference, and with the first tensor whose difference exceeds `tolerance`."""
     pairs = list(found)
     row = replace(row, difference=max((value for _, value in pairs), default=0.0))
     wrong = [(key, value) for key, value in pairs if not value <= tolerance]
@@ -155,7 +156,7 @@ def error_line(text: str) -> str:
 
 
 def run_rows(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Run the rows that a command line requests, and return the exit code."""
+    """Run the tests that the command line selects, one for each row of the table. Return the exit code."""
     with tempfile.TemporaryDirectory(prefix="parity-") as root:
         try:
             parity = Parity(flags, Path(root), args.steps, args.max_ranks, args.timeout)

@@ -64,8 +64,8 @@ def run_world(
         backend: "gloo", or "nccl" for ranks that share the first GPU.
 
     Raises:
-        RuntimeError: A rank failed; contains the first failing rank's traceback.
-        TimeoutError: The world hangs; contains all stacks.
+        RuntimeError: A rank failed. The message contains the traceback of the first rank that failed.
+        TimeoutError: The world hangs. The message contains the stacks of all ranks.
     """
     assert not torch.cuda.is_initialized(), "a process that has touched CUDA cannot fork"
     preload_compiler()

@@ -11,11 +11,12 @@ Rows of the table:
 - a layout, such as `tp2-sp` or `pp2-zb-v`: initial weights must be bit-identical to one process. Loss, gradient norm,
   gradients, weights, and optimizer and callback states of each step must agree within 1e-9. `given` is the layout of
   the flags themselves. Some gradients, such as those of key biases, are zero except for rounding. Sign-based optimizers
-  amplify the rounding. In this case, the affected elements of weights and states may differ, and the row shows the
-  number of these elements.
+  amplify the rounding. Elements of weights and states that differ only for this reason are allowed, and the row shows
+  how many there are.
 - `A-to-B`: a checkpoint saved under layout A and loaded under layout B must have bit-equal weights and states.
 
-Callbacks that store state in checkpoints are called at the start (`on_start`) and after each step (`on_step_end`).
+If callbacks store state in checkpoints, their `on_start` is called at the start, and their `on_step_end` after each
+step.
 
 Exit code 0: no row differs or crashed; 1: at least one row did; 2: the flags are wrong, or validation refuses every
 row.

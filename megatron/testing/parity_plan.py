@@ -78,7 +78,8 @@ class ParityPlan:
 
     @property
     def layouts(self) -> dict[str, str]:
-        """Return the flags of every layout by name, including layouts for schedules of extensions."""
+        """Return a dict from the name of each layout to its flags. The dict includes layouts for pipeline schedules of
+        extensions."""
         layouts = {GIVEN: "as given"} if self.given != self.model else {}
         layouts |= LAYOUTS | (EXPERT_LAYOUTS if self.model.model.num_experts else {})
         schedule = self.given.parallel.pipeline_schedule
@@ -98,7 +99,8 @@ class ParityPlan:
         return self.given if layout == GIVEN else with_flags(self.model, self.layouts[layout].split())
 
     def plan(self, name: str) -> Row:
-        """Return the row before it has run, marked as refused if validation rejects a layout that it needs."""
+        """Return the row for a test that has not run yet. The row is marked as refused if validation rejects one of its
+        layouts."""
         parts = name.split("-to-")
         configs = [self.config(part) for part in parts]
         ranks = max(config.parallel.smallest_world_size for config in configs)

@@ -1,4 +1,5 @@
-"""Row names of `megatron.testing.parity`, checked without torch so that a wrong name is refused immediately."""
+"""Names of the rows that `megatron.testing.parity` runs. This module checks row names without importing torch, so that
+a wrong name is refused immediately."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from megatron.core.pipeline_parallel.schedules import PIPELINE_SCHEDULES
 
 
 def _schedule_of(flags: str) -> str | None:
-    """Return the pipeline schedule that flags name."""
+    """Return the value of --pipeline-schedule in `flags`; None if the flag is missing."""
     return next(iter(re.findall(r"--pipeline-schedule (\S+)", flags)), None)
 
 
@@ -38,9 +39,10 @@ def of_schedule(schedule: str) -> dict[str, str]:
 
 
 def possible_names(flags: Sequence[str]) -> list[str] | None:
-    """Return every row that a model with these flags may have, before the flags are read.
+    """Return the names of all rows that may exist for a model with these flags. The flags are not parsed or validated
+    yet.
 
-    Returns None if a file of flags may name a schedule with additional rows.
+    Returns None if the flags name a file with further flags, because these may select a schedule with additional rows.
     """
     if any(flag.partition("=")[0] in ("--config", "--yaml-cfg") for flag in flags):
         return None

@@ -1,8 +1,8 @@
 """Bitwise comparison of the ranks' memory after a checkpoint is saved under one layout and loaded under another.
 
-The expected contents of a checkpoint are read from the memory of the ranks that saved it: weights, states without
-gradients, and all optimizer and callback states. Before a load, the memory for all these values is filled with NaN.
-Neither side of the comparison uses the checkpoint code.
+The expected values are copied from the memory of the ranks that save the checkpoint: weights, states without gradients,
+and all optimizer and callback states. Before a load, the memory for all these values is filled with NaN. Neither side
+of the comparison uses the checkpoint code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron.training.run import TrainingRun
 NOW = Label(0)
 NOTHING: Mapping[str, Mapping[str, float]] = {}
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""(key, offset, shape) of a box on a rank."""
+"""Block of a global tensor as a tuple (key of the tensor, offset of the block, shape of the block)."""
 
 Counters = tuple[int, int, int]
 """Iteration, consumed samples and optimizer steps."""
@@ -50,10 +50,10 @@ class Saved:
 
 @dataclass
 class Visit:
-    """Results of one rank under one layout."""
+    """Results of one rank from saving and loading checkpoints under one layout."""
 
     trained: list[Fragment] = field(default_factory=list)
-    """This rank's part of the saved contents."""
+    """This rank's fragments of the tensors that it trained and saved."""
 
     counters: Counters = (0, 0, 0)
 
@@ -64,11 +64,12 @@ class Visit:
     """Sources that the run refused."""
 
     boxes: list[Box] = field(default_factory=list)
-    """Boxes that this rank has compared, for every source."""
+    """Blocks of global tensors that this rank compared with the saved tensors of every source."""
 
 
 class Checkpoints:
-    """Checkpoints of one model below the folder `root`; each is named after the layout that saved it."""
+    """Checkpoints of one model in the folder `root`. The name of each checkpoint is the layout under which it was
+    saved."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -154,7 +155,7 @@ def _visit(
 
 
 def forget(run: TrainingRun) -> None:
-    """Fill everything that a checkpoint contains with NaN."""
+    """Set every tensor that a checkpoint restores to NaN."""
     run.ddp.gather_params_()
     with torch.no_grad():
         for stage in run.stages.values():
@@ -171,8 +172,8 @@ def forget(run: TrainingRun) -> None:
 
 
 def _same(fragment: Fragment, truth: Snapshot, rounded: Mapping[str, float]) -> bool:
-    """Return whether a loaded fragment is bit-equal to the saved fragment. For the kinds of state in `rounded`, return
-    whether the difference is within the kind's bound."""
+    """Return whether a loaded fragment equals the saved fragment. The kinds of state in `rounded` may differ by the
+    relative bound that `rounded` gives. All other kinds must be bit-equal."""
     if fragment.key not in truth.tensors:
         return False
     saved, kind = part_of(truth, fragment), fragment.key.split()[1]

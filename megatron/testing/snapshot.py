@@ -38,8 +38,8 @@ from megatron.training.train_step import train_step
 
 @dataclass(frozen=True)
 class Fragment:
-    """A fragment: `values` at `offset` of the global tensor `key` with shape `shape`, copied to the host. Keys are
-    sorted by `order`."""
+    """Block of a global tensor, copied to the host. The global tensor is named `key` and has the shape `shape`, and the
+    block `values` begins at `offset`. Snapshots list their keys by increasing `order`."""
 
     key: str
     shape: tuple[int, ...]
@@ -107,12 +107,13 @@ def train_in_world(
         timeout: Seconds after which the world counts as hanging.
         activations: Also record `step k activation MODULE` [samples, s, h], the outputs of the embedding and of each
             layer.
-        unseen: Number of unrecorded steps before. Use this argument to test overlap between steps: in recorded steps,
-            reading the parameters waits for their gather.
+        unseen: Number of unrecorded steps before the recorded steps. Use unrecorded steps to test overlap between
+            steps, because recording reads the parameters and therefore waits for their all-gather.
 
     Raises:
-        ValueError: Validation refuses the configuration. RuntimeError: A rank failed; contains its traceback.
-        TimeoutError: The world hangs; contains all stacks.
+        ValueError: Validation refuses the configuration.
+        RuntimeError: A rank failed. The message contains its traceback.
+        TimeoutError: The world hangs. The message contains the stacks of all ranks.
     """
     config = resolve_legal(flags if isinstance(flags, RunConfig) else parse_args(flags), world_size)
     results = run_world(world_size, train_on_rank, config, steps, activations, unseen, timeout=timeout)
@@ -213,7 +214,7 @@ class _Activations:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Return the positions of ranges of consecutive numbers in a list."""
+    """Divide a list into runs of consecutive numbers, and return the index range of each run."""
     cuts = [i + 1 for i, (a, b) in enumerate(pairwise(numbers)) if b != a + 1]
     return (range(start, stop) for start, stop in pairwise([0, *cuts, len(numbers)]))
 
@@ -223,8 +224,8 @@ def _scalar(label: Label, name: str, value: float) -> Fragment:
 
 
 def _places(run: TrainingRun) -> dict[str, tuple[int, int]]:
-    """Map each parameter to its stage and position there, in forward order. A shared parameter gets its first
-    position."""
+    """Map each parameter to (pipeline stage, index in the stage), in forward order. A parameter that several stages
+    share is mapped to the first of these stages."""
     places: dict[str, tuple[int, int]] = {}
     for stage, model in run.stages.items():
         for i, (name, (_, meta)) in enumerate(model.named_metas().items()):
@@ -280,7 +281,7 @@ def _moments(run: TrainingRun, label: Label) -> Iterator[Fragment]:
 
 
 def _of_callbacks(run: TrainingRun, label: Label) -> Iterator[Fragment]:
-    """Record callback tensors, and the numbers and words in the results of `state()`."""
+    """Record the tensors of callbacks, and the numbers and strings that their `state()` returns."""
     for callback in keepers(run):
         yield from _pieces(run, callback.states, label, "callback", _callback_kind(callback.name))
     for name, state in callback_states(run.callbacks).items():
@@ -353,8 +354,8 @@ a gradient is not a useful scale.
 
 
 def kind_of(key: str) -> str:
-    """Return a key without the tensor's name: `step 1 gradient` for `step 1 gradient NAME`. Return keys of scalars
-    unchanged."""
+    """Remove the tensor's name from a key, so that `step 1 gradient NAME` becomes `step 1 gradient`. Return keys of
+    scalars unchanged."""
     kind, _, name = key.rpartition(" ")
     return key if name in PHASES else kind
 

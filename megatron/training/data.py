@@ -90,8 +90,8 @@ class TrainingData:
         self.enter(self.plan.phases[0])
 
     def read_batches(self, step: Step, watched: bool = False) -> list[Batch]:
-        """Return this rank's micro-batches of a training step, on its device. If `watched` is True, the watchers are
-        called, and the call is collective if there are any."""
+        """Return this rank's micro-batches of a training step, on its device. If `watched` is True, the hooks in
+        `watchers` are called first. In this case, `read_batches` is collective if there are any hooks."""
         taken = self.train.next_step(step.first_sample, step.samples)
         for watch in self.watchers if watched else ():
             watch(step, taken)

@@ -75,8 +75,8 @@ def weights_to_evaluate(run: TrainingRun) -> AbstractContextManager[None]:
 
 @contextmanager
 def _in_place_of_loss(run: TrainingRun, metric: Loss | None) -> Iterator[None]:
-    """Context in which the last stage computes `metric` instead of the loss and does not call the loss watchers. If
-    `metric` is None, nothing changes."""
+    """Context in which the last pipeline stage computes `metric` instead of the loss. The functions in `loss_watchers`
+    are not called. If `metric` is None, nothing changes."""
     last = [stage for stage in run.stages.values() if stage.last and metric is not None]
     before = [(stage, stage.loss, stage.loss_watchers) for stage in last]
     for stage in last:
@@ -110,9 +110,9 @@ def summed_loss(
         steps: Number of steps.
         split: "valid" or "test".
         name: Name of the validation set.
-        metric: Function whose values are summed instead of the loss. It has the same contract as a loss
+        metric: Function whose values are summed instead of the loss. It is called like a loss
             (`megatron.core.models.gpt.loss.TokenLoss`): logits [s, b, V/tp], labels [s, b] -> values [s, b], equal on
-            all tensor-parallel ranks. Meters do not count during an evaluation with `metric`.
+            all tensor-parallel ranks. If `metric` is given, the meters ignore the evaluation.
     """
     training, runtime = run.config.training, run.runtime
     total = torch.zeros(2, dtype=torch.float64, device=runtime.device)

@@ -43,7 +43,7 @@ class Stored:
     """Name of the states' torch dtype; None for the main dtype."""
 
     on_host: bool = False
-    """True if the states are in host memory, False if they are on the device of the parameters."""
+    """True if the states are stored in host memory, False if they are stored on the device of the parameters."""
 
 
 def _as_main_parameters(config: RunConfig) -> Stored:
@@ -66,13 +66,13 @@ class CallbackFacts:
     """Names of the callback's states, or a function that returns these names for a run's configuration.
 
     A state has one number per element of the trained parameters, stored in the format and on the device that `stored`
-    returns. States start at zero. They are included in plans, sharded like the optimizer's states, and saved in
-    checkpoints (`Callback.states`).
+    returns. The initial value of a state is zero. States are included in plans, sharded like the optimizer's states,
+    and saved in checkpoints (`Callback.states`).
     """
 
     stored: Callable[[RunConfig], Stored] = _as_main_parameters
-    """Function that returns the number format and device of the states. By default, states have the main dtype and are
-    on the device of the parameters."""
+    """Function that returns the number format and device of the states. By default, states have the dtype of the main
+    parameters, and are stored on the device of the parameters."""
 
     def states_in(self, config: RunConfig) -> tuple[str, ...]:
         """Return the names of the states that the callback keeps in a run with this configuration."""
@@ -111,7 +111,8 @@ def extension_flags(
     part_of: str | None = None,
     always: bool = False,
 ) -> Callable[[type[T]], type[T]]:
-    """Decorate a frozen dataclass whose fields become flags; the string below a field is its help text.
+    """Decorator that turns the fields of a frozen dataclass into flags. The string below a field is the flag's help
+    text.
 
     Registered components read the values of these flags with `config.options(Cls)`. The functions `rules`, `resolve`
     and `reads` may also be given as "module:function".
@@ -120,12 +121,12 @@ def extension_flags(
         may_change: True if a run's values may differ from those in the checkpoint that it loads, as for a callback, a
             metric or a learning rate.
         rules: `rules(config, world_size)` yields a `Problem` for each wrong value; `config` is the whole `RunConfig`.
-            The function is imported and called only if one of the flags is given.
+            `rules` is imported and called only if one of the dataclass's flags is set.
         resolve: `resolve(config)` returns the configuration with the values of other flags that these flags determine.
         reads: `reads(config)` returns the configuration with values from files that these flags name. The function
             raises ValueError with the flag's name if a file cannot be read.
-        part_of: "model" for flags that describe a model. Such flags are taken from a checkpoint and converted like the
-            built-in model flags. "data" for flags that select data.
+        part_of: "model" if the flags describe a model. The values of model flags are read from the loaded checkpoint,
+            like those of built-in model flags. "data" if the flags select training data. None for other flags.
         always: True to call the rules in every run, for a part that other flags select.
     """
 
@@ -173,7 +174,7 @@ def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown
         names: Extensions that the file names.
         given: Extensions on the command line.
         source: File that names the extensions.
-        shown: Name of `source` in messages.
+        shown: Name for `source` to use in messages.
     """
     recorded = []
     refused = []
@@ -287,7 +288,8 @@ def _kind_and_message(error: BaseException) -> str:
 
 
 def _what_failed(name: str, error: BaseException) -> str:
-    """Describe an error as `file:line: Kind: message`. The line is the last position in the user's code."""
+    """Describe an error as `file:line: Kind: message`. If the traceback contains several lines of the user's code, the
+    innermost of them is used."""
     what = _kind_and_message(error)
     if isinstance(error, SystemExit):
         what = f"the extension ends the process while it is imported ({what})"

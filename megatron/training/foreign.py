@@ -1,7 +1,7 @@
 """Replace functions of other libraries that cannot be observed or silenced in any other way.
 
-One example is the collectives of torch.distributed, because this program, torch and custom layers all call them.
-Another example is the progress output of lm-evaluation-harness.
+For example, the collectives of torch.distributed are replaced to observe every call, because not only this program but
+also torch and custom layers call them. The progress output of lm-evaluation-harness is replaced to silence it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class StepInput:
     """This rank's micro-batches, on its device."""
 
     scaled: list[Batch]
-    """This rank's micro-batches, which also contain the factor for auxiliary losses."""
+    """The micro-batches in `batches`, with the gradient factor for auxiliary losses added (`Batch.aux_scale`)."""
 
     total_tokens: torch.Tensor
     """Valid tokens of the global batch; scalar float64 on every rank."""
@@ -85,8 +85,8 @@ class ForwardBackward:
         return Sums(given.seed, given.total_tokens, own)
 
     def loss_seed(self, loss_scale: float) -> float:
-        """Return the factor by which loss sums are multiplied before the backward pass. In fp16, the loss scale applies
-        to the mean over a sample's tokens instead of the sum."""
+        """Return the factor by which loss sums are multiplied before the backward pass. In fp16, this factor is the
+        loss scale divided by the sequence length."""
         return loss_scale / (self.config.model.seq_length if self.config.parallel.fp16 else 1)
 
     def with_scale(self, step: Step, batches: list[Batch], seed: float) -> tuple[list[Batch], torch.Tensor]:
@@ -102,8 +102,8 @@ class ForwardBackward:
         return batches, total
 
     def end_step(self, skip: torch.Tensor) -> None:
-        """Update expert biases, scales and logged values when the weights are updated. Nothing changes if `skip` is
-        1."""
+        """Update expert biases, scales and logged values when the weights are updated. If `skip` is 1, the step is
+        skipped, and nothing is updated."""
         for meter in self.meters:
             meter.end_step(skip)
 
@@ -124,8 +124,8 @@ def count_tokens(batches: list[Batch]) -> torch.Tensor:
 
 
 def loss_and_tokens(losses: list[torch.Tensor], num_tokens: torch.Tensor, runtime: Runtime) -> torch.Tensor:
-    """Return [loss sum, tokens] in fp64 on one rank of each data-parallel replica's last stage, and zeros on other
-    ranks. A plain sum over the world then counts each token once."""
+    """Return the fp64 tensor [loss sum, number of tokens]. It is zero except on one rank of the last pipeline stage in
+    each data-parallel replica. A plain sum over the world then counts each token once."""
     if losses and runtime.state.tp.first:
         return torch.stack([torch.stack(losses).double().sum(), num_tokens.double()])
     return torch.zeros(2, dtype=torch.float64, device=runtime.device)
@@ -134,7 +134,8 @@ def loss_and_tokens(losses: list[torch.Tensor], num_tokens: torch.Tensor, runtim
 class Pipeline:
     """Run any number of micro-batches through the stages, in the order of the pipeline schedule.
 
-    A subclass in an extension may run the micro-batches differently (`megatron.training.step_parts`)."""
+    Extensions may replace this class with a subclass that runs the micro-batches in another way
+    (`megatron.training.step_parts`)."""
 
     executor_type: type[PipelineExecutor[GPTModel, Batch]] = PipelineExecutor
     may_overwrite = True
@@ -153,9 +154,9 @@ class Pipeline:
 
     @property
     def counting_rank(self) -> int | None:
-        """Return the pipeline rank that counts the tokens of a batch for all pipeline ranks. By default, this is the
-        rank that computes the loss. If a subclass returns None, each rank counts the tokens without waiting for another
-        rank.
+        """Return the pipeline rank that counts the tokens of a batch for all pipeline ranks. By default, the pipeline
+        rank that computes the loss counts the tokens. If a subclass returns None, each rank counts the tokens without
+        waiting for another rank.
         """
         return self.layout.rank_of(self.layout.num_stages - 1)
 
@@ -177,7 +178,7 @@ class Pipeline:
         return self.executor.run(lists[self.pp.rank], batches)
 
     def lists(self, microbatches: int, in_turns: bool = False) -> Lists:
-        """Return the actions of a step by pipeline rank."""
+        """Return the list of pipeline actions that each pipeline rank runs in a step."""
         return pipeline_lists(
             self.schedule, self.pp.size, microbatches, self.layout.chunks, group=self.group, in_turns=in_turns
         )

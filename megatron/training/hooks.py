@@ -2,7 +2,7 @@
 
 A `Callback` is an extension's object in a run. The run calls its methods on events. It may add meters, which count
 during passes and report at log lines, periodic tasks and checkpoint state. The built-in extensions use the same
-interface. `Parts` adds a program's own objects.
+interface. A program that calls `pretrain` passes its own callbacks and metrics as `Parts`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Evaluation:
     name: str
     """Name of the validation set; empty if the set has no name."""
     dataset: Dataset
-    """Data set that is evaluated. `Batch.sample_index` contains sample numbers in this data set."""
+    """Data set on which the model is evaluated. `Batch.sample_index` contains indices of samples in this data set."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class StepFinding:
 
     text: str
     advice: str = ""
-    """Remedy to suggest first if the step ends the run."""
+    """Remedy that the error message suggests first if the step ends the run."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Verdict:
     """True if the loss or gradient was not finite and a lower loss scale would not help."""
 
     refused: bool
-    """True if the step failed a check. Such a step is skipped, or it ends the run."""
+    """True if the step failed a check. A step that failed a check is skipped, or ends the run."""
 
     ends_run: bool
     """True if the run has skipped more iterations than --max-skipped-iterations allows."""
@@ -120,8 +120,8 @@ class Judge(Protocol):
 
     def __call__(self, norm: Tensor, overflow: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
         """Return (skip, spike) as float64 scalars on the device: `skip` is 1 if the update must be skipped, and `spike`
-        is 1 if the loss or gradient is unusually large. The inputs are the gradient norm, a flag that is 1 if a value
-        is not finite, and [loss sum, tokens] over the world."""
+        is 1 if the loss or gradient is unusually large. `norm` is the gradient norm. `overflow` is 1 if a value is not
+        finite. `sums` is [loss sum, number of tokens] over all ranks."""
 
 
 class Log(Protocol):
@@ -138,8 +138,8 @@ class Log(Protocol):
 
 
 class Exporter(Protocol):
-    """Processes complete checkpoints while training continues. All methods except `poll` and `abandon` run on one
-    rank."""
+    """Background job for complete checkpoints, such as their export to another format, while training continues. All
+    methods except `poll` and `abandon` run on one rank."""
 
     doing: str
     """Description of the current work, for reports about hangs."""
@@ -157,24 +157,26 @@ class Exporter(Protocol):
 class Meter:
     """Base class of meters, which count during the passes of steps and report at log lines. The calls for each step are
     `begin_step`, `gradients_ready` after the passes, `end_step` with the weight update (or `discard_step` instead), and
-    `after_update`. At a log line, `take` is called on every rank, and `report` gets the sum over the world."""
+    `after_update`. For each log line, `take` is called on every rank, the returned tensors are summed over all ranks,
+    and `report` is called with the sum."""
 
     def begin_step(self, step: Step) -> None:
         """Called before the passes of a step, and again before repeated passes."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """Return the micro-batches for the passes. To differentiate a mean over the tokens of the global batch together
-        with the loss, multiply that mean by `scale`."""
+        """Return the micro-batches for the passes. To add the gradient of a mean over the global batch's tokens to the
+        loss gradient, multiply that mean by `scale`."""
         return batches
 
     def gradients_ready(self, factor: Tensor) -> None:
         """Called after the last backward pass. The reduced gradients are not yet multiplied by `factor`."""
 
     def end_step(self, skip: Tensor) -> None:
-        """Called at the weight update. This method must not wait for the device, nor count the step if `skip` is 1."""
+        """Called when the weights are updated. This method must not wait for the device, and must not count the step if
+        `skip` is 1."""
 
     def step_state(self) -> list[Tensor]:
-        """Return the tensors that `end_step` changes. They are restored if the update is rolled back."""
+        """Return the tensors that `end_step` changes. If the update is rolled back, these tensors are restored."""
         return []
 
     def discard_step(self) -> None:
@@ -204,8 +206,8 @@ class Meter:
         return []
 
     def evaluating(self, evaluation: Evaluation) -> AbstractContextManager[Tensor | None]:
-        """Return a context for an evaluation. The context yields this rank's counts. They are complete when the context
-        exits, and are then summed over the world."""
+        """Return a context for an evaluation. The context yields a tensor of this rank's counts, or None. The counts
+        are complete when the context exits, and are then summed over all ranks."""
         return nullcontext()
 
     def report_evaluation(self, summed: Tensor, split: str) -> Mapping[str, object]:
@@ -228,7 +230,7 @@ class Task:
     counts: bool = False
     """True if the task's time counts as step time."""
     reads_result: bool = True
-    """True if the task reads the step's result or the parameters, so that the next step must wait for the task."""
+    """True if the task reads the step's result or the parameters. The next step must then wait for the task."""
     may_stop: bool = False
     """True if a callback may request the end of the run in the task."""
     evaluates: bool = False
@@ -236,7 +238,8 @@ class Task:
     before_step: bool = False
     """True if the task runs before each step, not after it. Its time counts as step time only if `counts` is True."""
     ends_interval: bool = False
-    """True if a log line must be written before the task, so that no log line covers steps before and after it."""
+    """True if a log line must be written before the task. Otherwise, a later log line could average over steps before
+    and after the task."""
     at_finish: bool = False
     """True if the task runs once, after all iterations are trained and saved."""
 
@@ -245,7 +248,7 @@ class Task:
         return (last and self.at_end) or bool(self.interval and self.interval > 0 and iteration % self.interval == 0)
 
     def is_due(self, iteration: int, last: bool) -> bool:
-        """Return True if the task is due according to its interval or to `also`."""
+        """Return True if the task is due because of its interval or because its function `also` returns True."""
         return self.at(iteration, last) or (self.also is not None and self.also())
 
 
@@ -262,15 +265,15 @@ class Callback:
     """Name of the callback's state in checkpoints: the registered name if there is one, otherwise the class name."""
 
     states: Sequence[OptimizerPiece] = ()
-    """States declared by `register(..., states=("name",))`, available from `on_start` onwards. `piece.data` [n] is a
-    flat view of elements [start, stop) of this rank's part of the parameter `piece.meta`, and `piece.key` is the
-    state's name. To change a state, write to its views in place.
-    `megatron.core.optimizer.owned_tensors.with_main_weights` pairs the states with the weights that the optimizer
-    updates."""
+    """States declared by `register(..., states=("name",))`, available from `on_start` onwards. Each element `piece` is
+    a part of one state: `piece.key` is the name of the state, and `piece.meta` describes the parameter. `piece.data`
+    [n] is a flat view of the elements [start, stop) of this rank's shard. To change a state, write to `piece.data` in
+    place. `megatron.core.optimizer.owned_tensors.with_main_weights` pairs the states with the weights that the
+    optimizer updates."""
 
     start_order = 0
-    """Sort key for the order in which `start` of the callbacks is called. The first callback whose `start` returns a
-    position is used."""
+    """Sort key for the order in which `start` of the callbacks is called. The run starts at the first position that a
+    callback's `start` returns."""
 
     to_continue = ""
     """Advice for continuing a complete run that no flag can extend."""
@@ -296,8 +299,8 @@ class Callback:
                 raise ValueError(f"callback {cls.__name__}: {name} is never called; nearest: {near[0]}")
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
-        """Return additional watches for this rank's watchdog. Called as soon as ranks can notice each other's failures,
-        before rendezvous."""
+        """Return additional conditions (`Watch`) for this rank's watchdog to check. Called as soon as ranks can notice
+        each other's failures, before rendezvous."""
         return ()
 
     def hang_analysis(self, status: RankStatus) -> HangAnalysis | None:
@@ -310,7 +313,8 @@ class Callback:
         `run` is None if the run is not built yet. Other ranks wait until this method returns."""
 
     def on_setup(self, runtime: Runtime) -> None:
-        """Read the callback's inputs. Called after rendezvous, before the model is built. A ValueError ends the run."""
+        """Read the files and other inputs of the callback. Called after rendezvous, before the model is built. A
+        ValueError ends the run."""
 
     def choose(self, config: RunConfig, parallel: ModelParallelConfig, runtime: Runtime) -> ModelParallelConfig:
         """Return the settings for building the model: `parallel`, or settings that give the same results, such as
@@ -336,7 +340,7 @@ class Callback:
 
     def judge(self, device: torch.device, means: tuple[float, ...]) -> Judge | None:
         """Return the object that detects spikes, built from the `Judge.state` in the checkpoint (empty for a new run);
-        None if the callback has no judge. The first returned judge is used."""
+        None if the callback has no judge. If several callbacks return a judge, the first judge is used."""
         return None
 
     def on_verdict(self, verdict: Verdict) -> None:
@@ -349,7 +353,7 @@ class Callback:
         return None
 
     def meters(self, run: Any) -> Sequence[Meter]:
-        """Return the callback's meters for `run`, which is built and has loaded its checkpoint. Collective."""
+        """Return the callback's meters. Called when `run` is built and has loaded its checkpoint. Collective."""
         return ()
 
     def tasks(self, run: Any, log: Log) -> Sequence[Task]:
@@ -384,7 +388,8 @@ class Callback:
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
         """Return weights for evaluation, such as averages; None for the model's own weights. They are a state of the
         callback, or of the optimizer (`run.optimizer.sharded_state()`). Every rank returns the weights of the elements
-        that it updates. If several callbacks return weights, the last ones are used. Collective."""
+        that its optimizer updates. If several callbacks return weights, those of the last callback are used.
+        Collective."""
         return None
 
     def on_evaluation(self, run: RunView, split: str, record: Record) -> None:
@@ -395,8 +400,9 @@ class Callback:
         """Called after a save has started."""
 
     def on_end(self, run: RunView) -> None:
-        """Called after the last step and the last save. A raised error is reported, and the other callbacks are still
-        called. The run then ends with code 3 (`CALLBACK_FAILED`), or with the code for a run to be resumed."""
+        """Called after the last step and the last save. If `on_end` raises an exception, the exception is reported, and
+        the other callbacks are still called. The run then ends with code 3 (`CALLBACK_FAILED`), or with the code for a
+        run to be resumed."""
 
 
 @dataclass(frozen=True)
@@ -441,8 +447,8 @@ def add_watches(callbacks: Sequence[Callback], watchdog: Watchdog) -> None:
 def tell_of_failure(
     error: BaseException, callbacks: Sequence[Callback], launch: Launch, run: Any | None = None
 ) -> None:
-    """Call each callback's `on_failure`. If a callback raises an exception, it becomes a note on `error`, so that it
-    does not hide `error`."""
+    """Call each callback's `on_failure`. An exception from `on_failure` is added to `error` as a note, so that the user
+    still sees `error`."""
     for callback in callbacks:
         try:
             callback.on_failure(error, launch, run)

@@ -182,7 +182,7 @@ def give_back_memory(device: torch.device) -> None:
 
 
 def local_runtime(config: RunConfig, rank: int, world_size: int) -> Runtime:
-    """Create the runtime of a rank in `run_world`, on the CPU and with that world's groups."""
+    """Create the CPU runtime of a rank that `run_world` has started, with process groups for the ranks of its world."""
     state = build_groups(config.parallel)
     return Runtime(Launch(rank, world_size, rank), torch.device("cpu"), state)
 
@@ -193,7 +193,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
     Raises ValueError if the requested device or backend is not available.
     """
     parallel, watchdog = config.parallel, watchdog or Watchdog(launch)
-    if launch.local_rank:  # only one rank per node prints warnings, which are the same on all of its ranks
+    if launch.local_rank:  # All ranks of a node have the same warnings, so only one rank prints them.
         logging.getLogger("megatron").setLevel(logging.ERROR)
     set_determinism(config)
     device = choose_device(parallel, launch)
@@ -233,7 +233,7 @@ def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdo
 
 
 def limit_waits(runtime: Runtime, p2p: PipelineP2P, flag: str, minutes: float) -> None:
-    """Set the timeout of collectives and messages to `minutes`, the value of `flag`."""
+    """Set the timeout of collectives and messages to `minutes`. `flag` is the flag that set this value."""
     runtime.watchdog.status.limit = f"{flag} {minutes:g}"
     p2p.timeout = timedelta(minutes=minutes)
     groups = {axis.group for axis in (runtime.state.world, *runtime.state.axes.values()) if axis.group is not None}

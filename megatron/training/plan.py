@@ -70,7 +70,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class History:
-    """Phases that a run has started."""
+    """Record of the phases that a run has started."""
 
     consumed_samples: int
     phases: list[dict[str, Any]]
@@ -90,19 +90,19 @@ class RunPlan:
     """Plan of a run with one phase, and the base class of other plans."""
 
     base: RunConfig
-    """Configuration that results from the flags, without changes by phases."""
+    """Configuration that results from the flags, before a phase changes it."""
 
     phases: tuple[Phase, ...]
     sizes: BatchSizes
     """Global batch sizes over the whole run."""
 
     flag: ClassVar[str] = "--load"
-    """Flag with which messages about phases begin."""
+    """Flag that messages about phases name first."""
 
     @classmethod
     def planned(cls, config: RunConfig) -> tuple[Self | None, list[Problem]]:
-        """Return the plan of a resolved configuration, and the problems found. The plan is None if there are
-        problems."""
+        """Return the plan of a resolved configuration, and the list of problems that were found. If there are problems,
+        the plan is None."""
         sizes, iterations = legal_sizes(config), config.training.train_iters
         end = samples_of_run(config) if iterations is None else sizes.samples(iterations)
         return cls(config, (Phase(config, end=end),), sizes), []
@@ -115,8 +115,8 @@ class RunPlan:
         judge: Callable[[RunConfig], list[Problem]],
         resolved: RunConfig | None = None,
     ) -> list[Problem]:
-        """Return the problems with all phases of a run. `judge` returns the problems with a single configuration,
-        without its phases. `resolved` is the resolved configuration, if already known."""
+        """Return the problems with all phases of a run. `judge` returns the problems with one configuration, without
+        checking its phases. `resolved` is the resolved configuration, if already known."""
         return judge(config)
 
     @property
@@ -167,8 +167,8 @@ class RunPlan:
         ]
 
     def continued(self, history: History | None) -> Self:
-        """Return the plan with the lengths that earlier plans gave the started phases, so that the sample order of
-        these phases does not change.
+        """Return this plan, but keep the lengths of the phases that the run has already started. The lengths come from
+        `history`. The sample order of these phases therefore does not change.
 
         Raises ValueError, with every problem, if a started phase has changed."""
         if history is None:
@@ -180,7 +180,7 @@ class RunPlan:
         return replace(self, phases=(*begun, *self.phases[len(begun) :]))
 
     def changes(self, history: History) -> Iterator[str]:
-        """Yield a line for each phase that the run has started and that differs from the plan."""
+        """Yield a line for each difference between the phases that the run has started and the phases of this plan."""
         if missing := ", ".join(str(saved["name"]) or "0" for saved in history.phases[len(self.phases) :]):
             rule = f"the checkpoint's run has begun phase {missing}, which is missing"
             yield f"{self.flag}: {rule}; {history.remedy}"
@@ -189,9 +189,9 @@ class RunPlan:
     def schedule_sizes(self) -> BatchSizes:
         """Return the batch sizes that convert iterations to positions in the learning-rate and weight-decay schedule.
 
-        If the run's length is given in iterations, the schedule depends on the iteration. A batch size that changes at
-        a resume must not change the rest of the schedule, so the schedule counts samples as if the run had used the
-        current batch sizes from the beginning."""
+        If the run's length is given in iterations, the schedule depends on the iteration. A run may resume with
+        different batch sizes, and this must not change the rest of the schedule. The schedule therefore counts samples
+        as if the run had used the current batch sizes from the beginning."""
         return self.sizes if self.base.training.train_iters is None else replace(self.sizes, past=START)
 
     def schedule(self) -> OptimizerParamScheduler:
@@ -261,7 +261,7 @@ class PlanFacts:
     """Properties of a plan class that are known before the class is imported."""
 
     field: str
-    """Configuration field of the flag that enables the plan."""
+    """Name of the configuration field whose flag enables the plan."""
 
 
 PLANS = Registry("plan", PlanFacts, protocol=PlanClass)
@@ -273,7 +273,7 @@ PLANS = Registry("plan", PlanFacts, protocol=PlanClass)
 
 
 def plan_class(config: RunConfig) -> type[RunPlan]:
-    """Return the plan class of a run with these flags."""
+    """Return the plan class that the flags in `config` select."""
     for name in PLANS:
         if value_of(config, field_table()[PLANS.facts(name).field]) is not None:
             found = PLANS[name]

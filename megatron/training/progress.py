@@ -41,12 +41,12 @@ class Progress:
 
     iteration: int = 0
     consumed_samples: int = 0
-    """Number of samples consumed so far. This data position determines the following batches and their sizes."""
+    """Number of samples consumed so far. This number determines which batches follow, and how large they are."""
 
     scheduled_samples: int = 0
-    """Number of samples in steps that updated the weights. Learning rate and weight decay depend on this number, so
-    they do not advance in skipped steps. If the run's length is given in iterations, this number is computed as if
-    every step had used the current batch sizes (`RunPlan.schedule_sizes`)."""
+    """Number of samples in steps that updated the weights. The schedules of learning rate and weight decay count these
+    samples, so the schedules do not advance in skipped steps. If the run's length is given in iterations, the samples
+    are counted as if every step had used the current batch sizes (`RunPlan.schedule_sizes`)."""
 
     skipped_iterations: int = 0
     """Number of iterations without an update, because of a non-finite value, a spike, or --iterations-to-skip."""
@@ -61,7 +61,8 @@ class Progress:
     """Mean loss, mean gradient norm, and the number of averaged steps, if the run checks for spikes."""
 
     past_batches: tuple[Point, ...] = field(default=(), compare=False)
-    """Positions of batch-size changes, followed by the position of the last save; empty at the start."""
+    """Positions at which the batch size changed. The position of the last save comes last. Empty at the start of a
+    run."""
 
     data_fingerprint: str | None = None
     """Fingerprint of the training data. If the fingerprints of two runs are equal, each sample number refers to the
@@ -74,7 +75,8 @@ class Progress:
     """Description, in JSON types, of the original model if the weights came from a model in another format. The model's
     loader sets this description.
 
-    All later checkpoints contain this description, including those of runs that only load the weights.
+    All later checkpoints contain this description of the original model, including the checkpoints of runs that load
+    only the weights.
     """
 
     def next_step(self, batch_sizes: BatchSizes) -> Step:
@@ -109,7 +111,7 @@ class BegunRun(Protocol):
     def resume_from(
         self, load: str, say: Callable[[str], None], data: Callable[[int], str | None], why: str
     ) -> Progress:
-        """Load the newest checkpoint in the folder `load`. The log gives `why` as the reason. Collective."""
+        """Load the newest checkpoint in the folder `load`. `why` is the reason that the log states. Collective."""
 
     def resume_with(
         self, checkpoint: Checkpoint, say: Callable[[str], None], data: Callable[[int], str | None], source: str
@@ -118,8 +120,8 @@ class BegunRun(Protocol):
 
 
 class StepsTakenBackError(Exception):
-    """Raised by a callback's `on_verdict`, on every rank, to undo steps. The loop calls `restore`, which returns the
-    run to an earlier step, and continues from that step."""
+    """Exception with which a callback's `on_verdict` undoes steps. The callback raises it on every rank. The training
+    loop then calls `restore`, which returns the run to an earlier step, and continues from that step."""
 
     def __init__(self, restore: Callable[[], None]) -> None:
         super().__init__("steps are undone")

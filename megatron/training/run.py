@@ -32,11 +32,12 @@ class RunStep(Protocol):
 
 @dataclass(kw_only=True)
 class TrainingRun(RunView):
-    """Object that owns all components of a run on one rank. The training loop owns this object. The functions that the
-    loop calls get only the components that they use.
+    """Object that owns all components of a run on one rank. The training loop owns this object. The training loop
+    passes to each function only the components that the function uses.
 
     `config` is the configuration of the current phase, and `plan.base` is the configuration that the flags give.
-    `progress` and `interval` change with every step. All other components are built once.
+    `progress` and `interval` change with every step. The other components are built once and stay the same for the
+    whole run.
     """
 
     plan: RunPlan

@@ -78,18 +78,17 @@ def build_stages(
 
 
 def host_threads(device: torch.device) -> int:
-    """Return the number of threads for drawing initial weights and updating states in host memory. On a GPU, this is
-    the number of CPU cores of the node divided by its number of GPUs. On the CPU, it is the number of threads that
-    torch uses."""
+    """Return the number of threads for drawing initial weights and updating states in host memory. For training on
+    GPUs, the result is the number of CPU cores of the node divided by its number of GPUs. For training on the CPU, the
+    result is the number of threads that torch uses."""
     if device.type != "cuda":
         return torch.get_num_threads()
     return max(1, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
 
 
 def _is_elsewhere(plan: RunPlan, progress: Progress) -> bool:
-    """Return True if the position at which a run resumes differs from the position in its plan.
-
-    The positions differ if the newest checkpoint is damaged, or if it was not examined during planning.
+    """Return True if the run resumes at another position than its plan assumes. This happens if the newest checkpoint
+    is damaged, or if the checkpoint was not read during planning.
     """
     at = progress.iteration, progress.consumed_samples
     return bool(progress.past_batches) and (plan.sizes.past[-1] > at or plan.sizes.points(*at) != progress.past_batches)
@@ -192,7 +191,7 @@ def build_run(config: RunConfig, runtime: Runtime, parts: Parts | None = None) -
     with phases("data"):
         data, plan = planned_data(config, runtime)
     with phases("inputs of extensions"):
-        check_same_data(data.fingerprints, state.world)  # all ranks have reached this point
+        check_same_data(data.fingerprints, state.world)  # also waits for all ranks
         parts = parts or Parts().with_registered(config)
         for callback in parts.callbacks:
             callback.on_setup(runtime)

@@ -1,9 +1,8 @@
 """Policy for NaN/Inf and spiking steps: skip, report or end the run.
 
-The device alone decides whether a step updates the weights, so the host does not wait for the device. The verdict is
-read while the device computes the gradients of the next step, and before these gradients are used. At this time, the
-weights are still the same as before a bad step, so the step can be repeated. All ranks read the same verdict, so they
-make the same decisions.
+The device alone decides whether a step updates the weights, so the host does not wait for the device. The host reads
+the device's decision while the device computes the gradients of the next step, and before these gradients are used. A
+bad step has not changed the weights, so the step can be repeated. All ranks read the same decision, so they act alike.
 """
 
 from __future__ import annotations
@@ -113,11 +112,12 @@ class StepGuard:
         raise BadStepError(message, "; ".join(advice))
 
     def store_means(self) -> None:
-        """Copy the running means into the progress, from which they are saved. Waits for the device."""
+        """Copy the running means of loss and gradient norm into `Progress`, which checkpoints contain. Waits for the
+        device."""
         if self.judge is not None:
             self._progress.running_means = tuple(self.judge.state.tolist())
 
 
 def is_nan(result: StepResult) -> bool:
-    """Return True if the loss or gradient was not finite and a lower loss scale would not help."""
+    """Return True if the loss or gradient was NaN or infinite for another reason than a too large loss scale."""
     return not result.finite and not result.scale_overflow

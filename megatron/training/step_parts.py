@@ -2,8 +2,8 @@
 torch.
 
 Three objects perform a step: the loop's `TrainStep`, the `Pipeline` that runs the passes, and the
-`DistributedOptimizer`. An extension derives a class from one of these classes, overrides methods, and registers the
-derived class:
+`DistributedOptimizer`. An extension defines a subclass of one of these classes, overrides methods, and registers the
+subclass:
 
     STEP_PARTS.register(
         "logged", "my_package.logged_step:PARTS", when=lambda config: config.options(MyFlags).log_updates
@@ -54,32 +54,32 @@ class UpdateBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts about replaced step parts, for plans and rules. Every section of a run's configuration gives access to the
-    flags of extensions."""
+    """Facts about step parts of an extension. Memory plans and validation rules use these facts. Every section of a
+    run's configuration gives access to the flags of extensions."""
 
     when: Callable[[Section], bool]
     """Function (configuration section) -> True if these parts are used."""
 
     kept: Callable[[UpdateBytes], int] | None = None
-    """Function that returns the number of bytes that these step parts keep on the device. None if all updates wait for
-    the gradient norm at the end of the step."""
+    """Function that returns the number of extra bytes that these step parts keep on the device because their updates do
+    not wait for the gradient norm at the end of the step. None if all updates wait."""
 
     kept_name: str = ""
-    """Label in plans for the memory that these step parts keep."""
+    """Label for this memory in memory plans."""
 
     in_turns: bool = False
     """True if parts of a forward pass alternate with parts of a backward pass (`ScheduleFacts.in_turns`)."""
 
     launches_once: bool = False
-    """True if the host launches all kernels of a micro-batch at once."""
+    """True if the host launches all kernels of a micro-batch with one call, as with CUDA graphs."""
 
 
 STEP_PARTS = Registry("training step", StepFacts, protocol=StepParts)
 
 
 def step_parts(config: RunConfig) -> StepParts:
-    """Return the classes that replace the objects that perform a run's steps. The rules of extensions ensure that no
-    two of these classes replace the same object."""
+    """Return the classes with which extensions replace the objects that perform a training step. The rules of
+    extensions ensure that no two of these classes replace the same object."""
     found: dict[str, object] = {}
     for name in STEP_PARTS.wanted(config):
         parts = STEP_PARTS[name]
@@ -101,5 +101,5 @@ def runs_passes_in_turns(config: Section) -> bool:
 
 
 def launches_once(config: Section) -> bool:
-    """Return True if the host launches all kernels of a micro-batch at once."""
+    """Return True if the host launches all kernels of a micro-batch with one call, as with CUDA graphs."""
     return any(STEP_PARTS.facts(name).launches_once for name in STEP_PARTS.wanted(config))

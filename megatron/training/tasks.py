@@ -122,7 +122,8 @@ def end_callbacks(run: TrainingRun) -> str:
     """Call `on_end` of all callbacks. Collective.
 
     The run has ended and is saved, so an exception in a callback must not change the run's result. Prints the message
-    of the first exception, and returns it on every rank; empty if no callback raised an exception.
+    of the first exception, and returns this message on every rank. Returns an empty string if no callback raised an
+    exception.
     """
     raised = []
     for callback in run.callbacks:
@@ -141,8 +142,9 @@ def end_callbacks(run: TrainingRun) -> str:
 class GarbageCollection:
     """Garbage collection at the same steps on all ranks with --manual-gc, or at Python's thresholds without it.
 
-    In a large run, a collection takes tenths of a second. With Python's thresholds, each rank collects at a different
-    step, and all ranks wait for every rank's collections. Automatic collection is off until `resources` is closed."""
+    In a large run, a garbage collection takes tenths of a second. With Python's thresholds, each rank collects at a
+    different step, and all ranks wait for every rank's collections. Automatic collection is off until `resources` is
+    closed."""
 
     def __init__(self, config: TrainingConfig, resources: ExitStack) -> None:
         self.interval = config.manual_gc_interval if config.manual_gc else 0

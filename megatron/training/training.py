@@ -28,8 +28,8 @@ from megatron.training.train_step import train_step
 def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> ExitCode:
     """Train with a configuration that is resolved and validated for `launch.world_size`.
 
-    The caller's `parts` are used in addition to the parts that extensions registered. Returns the exit code. Any
-    exception ends all ranks with one report.
+    The parts that extensions have registered are added to `parts`. Returns the exit code. Any exception ends all ranks
+    with one report.
     """
     watchdog = Watchdog(launch)
     callbacks: Sequence[Callback] = ()
@@ -63,7 +63,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
 
 
 def train(run: TrainingRun) -> ExitCode:
-    """Train until the end of the run, an exit condition, or an error. Call `start_run` for the run first."""
+    """Train until the end of the run, an exit condition, or an error. Call `start_run` before this function."""
     while goes_on(run):
         pass
     finish(run)
@@ -101,8 +101,8 @@ def next_step(run: TrainingRun) -> bool:
 
 
 def perform_due(run: TrainingRun, before_step: bool = False) -> list[Task]:
-    """Perform the tasks that are due now: those before the next step if `before_step` is True, and otherwise those
-    after the last step. Returns these tasks."""
+    """Perform the tasks that are due now. If `before_step` is True, these are tasks before the next step; otherwise,
+    tasks after the last step. Returns the performed tasks."""
     iteration = run.progress.iteration
     tasks = [task for task in run.tasks if task.before_step == before_step]
     due = [task for task in tasks if task.is_due(iteration, last=iteration == run.train_iters)]

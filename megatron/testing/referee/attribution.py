@@ -1,8 +1,8 @@
 """Explanation of how a wrong gradient differs from the correct one: by a factor, a missing part, swapped blocks and so
 on.
 
-Every hypothesis derives a tensor from the correct gradient. A hypothesis holds if its tensor equals the wrong gradient
-within the tolerance. The first hypothesis that holds is reported; the simplest are tried first.
+Every hypothesis derives a tensor from the correct gradient. A hypothesis holds if the tensor that it derives equals the
+wrong gradient within the tolerance. The first hypothesis that holds is reported; the simplest are tried first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_ITEMS = 512
 """Largest first dim whose items, such as experts or heads, are tried one by one."""
 
 MOST_RUNS = 4
-"""Largest number of ranges of wrong rows that are listed."""
+"""Largest number of separate ranges of wrong rows that a message lists."""
 
 LARGEST_FACTOR = 1024
 """Largest denominator of a factor that is printed as a fraction; typical for an axis that is summed or averaged
@@ -29,7 +29,8 @@ twice."""
 
 
 UNRELATED = 0.9
-"""An unexplained gradient whose difference exceeds this value counts as unrelated to the correct one."""
+"""Relative difference above which a wrong gradient without an explanation counts as unrelated to the correct
+gradient."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def _described(found: Tensor, expected: Tensor, allowed: float) -> str:
 
 
 def _as_whole(found: Tensor, expected: Tensor, allowed: float) -> str | None:
-    """Return a cause that applies to all elements; None if there is none."""
+    """Return a cause that explains all elements of the wrong gradient at once, such as a factor; None if there is no
+    such cause."""
     sizes = [torch.linalg.vector_norm(each).item() for each in (found, expected)]
     if sizes[0] <= allowed * sizes[1]:
         return "is zero"
@@ -144,8 +146,8 @@ def _of_parts(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple
 
 
 def _of_rows(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str, str]]:
-    """Find wrong rows of each dim if they form only a few ranges, such as keys and values below queries. Yields (share
-    of the elements, position, cause)."""
+    """Find ranges of wrong indices along each dimension, such as the rows of keys and values in a QKV weight. A
+    dimension with many separate ranges is ignored. Yields (fraction of wrong elements, position, cause)."""
     for dim, size in enumerate(found.shape):
         gaps, *norms = (
             torch.linalg.vector_norm(each.movedim(dim, 0).reshape(size, -1), dim=1)

@@ -41,7 +41,7 @@ Arrays = Mapping[str, NDArray[Any]]
 OF_MEGATRON = ("tokens", "labels", "loss_mask", "position_ids", "document_ids", "cu_seqlens")
 OF_TRANSFORMERS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids", "cu_seqlens")
 OF_STEPS = ("sample_index", "source_ids")
-"""Arrays of saved steps that the reference does not need."""
+"""Arrays that saved steps contain but the reference ignores."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Batch:
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
-    """Label of each position: the token that follows."""
+    """Label at each position, which is the next token."""
 
     loss_mask: NDArray[np.float32]
     """1 for labels that count."""
@@ -134,7 +134,8 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def _check_names(arrays: Arrays, known: tuple[str, ...]) -> None:
-    """Raise ValueError if a required array is missing, or if an array would be ignored."""
+    """Raise ValueError if a required array is missing, or if an array has an unknown name and would therefore be
+    ignored."""
     if known is OF_MEGATRON and (missing := {"tokens", "labels"} - arrays.keys()):
         has = f"has no {' and no '.join(sorted(missing))}; it has {', '.join(arrays)}"
         raise ValueError(f"{has}; give tokens and labels, or input_ids")

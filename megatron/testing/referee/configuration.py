@@ -20,7 +20,7 @@ OF_DATA = ("data", "training")
 
 
 def with_flags(source: Source, flags: Sequence[str], takes_samples: bool) -> RunConfig:
-    """Return a model's configuration with flags of pretrain_gpt.py.
+    """Return a model's configuration, changed by the values of `flags`, which are flags of pretrain_gpt.py.
 
     Args:
         source: The model.
@@ -62,7 +62,7 @@ def in_one_process(config: RunConfig, **parallel: bool) -> RunConfig:
         config,
         parallel=ModelParallelConfig(cpu=True, **parallel),  # type: ignore[arg-type]
         training=replace(config.training, micro_batch_size=1, num_microbatches=None, eval_iters=0),
-        optimizer=replace(config.optimizer, lr=1e-3, min_lr=0.0),  # A learning rate is required but not used.
+        optimizer=replace(config.optimizer, lr=1e-3, min_lr=0.0),  # validation requires a learning rate
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
         checks=ChecksConfig(),

@@ -63,7 +63,7 @@ def sample_numbers(text: str) -> tuple[int, ...]:
 
 
 def batch_of_run(source: Source, config: RunConfig, chosen: Chosen) -> Batch:
-    """Read samples of the training data that the model's configuration and the flags name.
+    """Read samples of the training data. The model's configuration and the flags name these data.
 
     A checkpoint of a run also says which samples the run has consumed at which batch sizes, unless flags name other
     data. Raises ValueError if no data are named, or if the data cannot be read or have no such samples.

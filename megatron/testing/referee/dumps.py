@@ -41,7 +41,7 @@ REMEDY = (
 
 
 class Dump:
-    """Gradients by this program's parameter names, read one at a time."""
+    """Gradients in a dump, keyed by this program's parameter names. Each gradient is read from the dump on demand."""
 
     def __init__(self, names: Mapping[str, Callable[[], Tensor]], dtype: torch.dtype) -> None:
         self._names, self.dtype = names, dtype
@@ -50,7 +50,7 @@ class Dump:
         return name in self._names
 
     def read(self, name: str) -> Tensor:
-        """Return a whole gradient in fp64."""
+        """Return the whole gradient of the parameter `name` in fp64."""
         return self._names[name]()
 
 
@@ -112,7 +112,7 @@ class StoredTensor:
     dtype: torch.dtype
 
     def __getitem__(self, box: tuple[slice, ...], /) -> Tensor:
-        """Read the whole tensor, and return a part of it."""
+        """Read the whole tensor, and return the slice `box`."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         dcp.load({self.key: tensor}, storage_reader=self.reader, planner=planner, no_dist=True)

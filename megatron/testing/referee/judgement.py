@@ -30,21 +30,21 @@ PARTS = (2, 4, 8)
 the number of blocks into which a sequence is divided."""
 
 MOST_SAMPLES = 16
-"""Largest number of samples that are also computed one by one."""
+"""Largest batch size for which the gradients of single samples are computed too."""
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Verdict on a dump."""
+    """Verdict on the gradients in a dump."""
 
     loss: float
     found_loss: float | None
     allowed_loss: float
     rows: dict[str, Verdict]
-    """Verdicts by parameter, in backward order."""
+    """Verdicts keyed by parameter name, in the order of the backward pass."""
 
     missing: tuple[str, ...]
-    """Parameters without a gradient in the dump."""
+    """Names of the parameters for which the dump contains no gradient."""
 
     @property
     def loss_differs(self) -> bool:
@@ -94,7 +94,7 @@ def judgement_of(model: Model, batch: Batch, dump: Dump, loss: float | None) -> 
 
     Args:
         model: The model, with the number format of the dump.
-        batch: The batch from which the gradients were computed.
+        batch: The batch on which the other program computed its gradients.
         dump: The gradients.
         loss: The other program's mean loss, if known.
     """
@@ -170,7 +170,7 @@ def _over_features(model: Model, batch: Batch, name: str) -> Iterator[Part]:
 
 
 def next_row_parallel(name: str) -> tuple[str, ...]:
-    """Return the possible names of the row-parallel weight that follows a parameter in the same layer."""
+    """Return the possible names of the row-parallel weight that is applied after parameter `name` in the same layer."""
     match = re.match(r"(.*layers\.\d+\.)(self_attention|input_layernorm|mlp|pre_mlp_layernorm)\b", name)
     if match is None:
         return ()
@@ -228,7 +228,8 @@ def _sum_of(terms: Sequence[Tensor], chosen: Sequence[int]) -> Tensor:
 
 
 def _places(length: int, count: int, chosen: Sequence[int]) -> str:
-    """Format blocks as `places 0 to 7`; consecutive blocks are joined."""
+    """Format the token positions of the blocks `chosen` as text, such as `places 0 to 7`. Consecutive blocks form one
+    range."""
     ends = [length * block // count for block in range(count + 1)]
     starts = [block for block in chosen if block - 1 not in chosen]
     stops = [block + 1 for block in chosen if block + 1 not in chosen]

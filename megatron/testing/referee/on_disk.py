@@ -41,8 +41,8 @@ def empty_on_disk(like: Tensor) -> Tensor:
 
 def return_freed_memory() -> None:
     """Make glibc's malloc return the memory of large temporary tensors to the system as soon as the tensors are freed.
-    By default, malloc keeps such memory, and small objects between the freed blocks prevent reuse. Other allocators are
-    not changed."""
+    By default, malloc keeps freed memory, and small objects between the freed blocks prevent its reuse. Other
+    allocators are not changed."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE)
@@ -78,8 +78,8 @@ class LargeTensorsOnDisk(TorchFunctionMode):
 
 
 def saved_on_disk() -> AbstractContextManager[object]:
-    """Return a context in which autograd saves large tensors for the backward pass in files, except leaves such as
-    weights."""
+    """Return a context manager under which autograd stores the large tensors that it saves for the backward pass in
+    files. Leaf tensors such as weights stay in memory."""
 
     def pack(tensor: Tensor) -> Tensor:
         if (tensor.requires_grad and tensor.is_leaf) or not _is_large(tensor) or tensor.device.type != "cpu":

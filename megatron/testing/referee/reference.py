@@ -37,7 +37,8 @@ from megatron.training.train_step import TrainStep
 
 
 class Gradients:
-    """Loss and gradients that a model computed from a batch. Each gradient is read from the run's memory on demand."""
+    """Loss and gradients that a model computed from a batch. A gradient is copied from the memory of the run only when
+    it is read."""
 
     loss: float
     """Mean loss over the counted tokens, in nats."""
@@ -99,7 +100,7 @@ class GivenSamples:
 
 @dataclass(frozen=True)
 class Model:
-    """Model of the reference, with its weights and its number format."""
+    """Model that computes the reference gradients: its weights and its number format."""
 
     source: Source
     """An open checkpoint or Hugging Face folder; its weights are read one at a time."""
@@ -163,10 +164,11 @@ def _check_fits(batch: Batch, model: TransformerConfig) -> None:
 
 @dataclass(frozen=True)
 class Watched:
-    """A parameter whose gradient is summed over only some sequence positions of its module's output.
+    """A parameter for which a partial gradient is computed: the sum over only a block of the sequence positions in its
+    module's output.
 
-    A sequence-parallel or context-parallel rank computes the sum over its positions before the sums of all ranks are
-    added.
+    A sequence-parallel or context-parallel rank holds exactly this partial gradient before the gradients of all ranks
+    are summed.
     """
 
     name: str
@@ -198,7 +200,7 @@ class WatchedInputs(Watched):
     """A linear layer whose input gradient is kept for only some features, such as those of a few heads.
 
     A tensor-parallel rank computes gradients of earlier parameters from its part of the input gradient, before these
-    gradients are summed over the ranks. `name` is the name of the linear layer's parameter.
+    gradients are summed over the ranks. `name` is the name of the linear layer's weight.
     """
 
     def _hook(self, module: nn.Module, hooks: ExitStack) -> None:
@@ -210,7 +212,8 @@ class WatchedInputs(Watched):
 
 
 def _block_of(grad: Tensor, dim: int, block: int, count: int) -> Tensor:
-    """Return a gradient with zeros outside one of `count` blocks of a dim."""
+    """Divide the dimension `dim` of a gradient into `count` blocks, and return the gradient with zeros outside the
+    block with index `block`."""
     size = grad.shape[dim]
     kept = torch.zeros_like(grad)
     start, end = size * block // count, size * (block + 1) // count

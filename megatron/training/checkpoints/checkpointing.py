@@ -153,8 +153,8 @@ class RunCheckpoint:
             why: Reason for loading from the checkpoint's folder, which the log reports.
 
         Raises:
-            ValueError: Raised on every rank if the checkpoint does not fit the run, or if the samples consumed up to
-                the checkpoint's position are not the same in this run's data.
+            ValueError: Raised on every rank if the checkpoint does not fit the run, or if the samples that were
+                consumed before the checkpoint differ from the samples of this run's data.
         """
         options = self.config.checkpoint
         checkpoint = _choose(self.config, self.state.world, say)
@@ -235,7 +235,7 @@ class RunCheckpoint:
 
 @runtime_checkable
 class LoadsModels(Protocol):
-    """Path kind that loads models in the formats of other programs. Such path kinds are registered in `PATH_KINDS`.
+    """Loader for paths to models in the format of another program. An extension registers the loader in `PATH_KINDS`.
     Both methods are collective."""
 
     def start(self, checkpoint: RunCheckpoint, say: Callable[[str], None], data: Fingerprint) -> Progress:
@@ -328,8 +328,8 @@ def load_stages(
 
     Args:
         path: Path of the checkpoint or model.
-        layout_of: Function that returns the layout for a configuration. The layout does not depend on the number
-            format. It raises ValueError if the configuration does not allow a layout.
+        layout_of: Function that returns the layout for a configuration. The function must not use the configuration's
+            number format. It raises ValueError if the configuration does not allow a layout.
         state: Process groups of the ranks that load the model.
         device: Device of the model.
         number_format: Number format of the weights; None keeps the stored one.

@@ -76,7 +76,7 @@ def choose_checkpoint(
 def _check_seen(path: PurePath, found: Candidates, world: Axis) -> None:
     """Raise ValueError on every rank if only some ranks see the checkpoints, as happens when hosts have separate disks.
 
-    Complete copies of the checkpoints on every host are accepted like a shared folder.
+    Instead of a shared folder, every host may have a complete copy of the checkpoints.
     """
     if found.folders:
         without = ranks_without(any(storage_of(folder).exists(folder) for folder in found.folders), world)
@@ -93,8 +93,8 @@ def _check_seen(path: PurePath, found: Candidates, world: Axis) -> None:
 
 
 def verify(folder: PurePath, world: Axis) -> list[str]:
-    """Compare a checkpoint's files with its manifest; each rank reads some of the files. Returns the same problems on
-    all ranks."""
+    """Compare a checkpoint's files with its manifest; each rank reads some of the files. Returns the problems of all
+    files, equal on all ranks."""
 
     def sums_or_reason() -> tuple[dict[str, dict[str, int]], str | None]:
         try:
@@ -116,7 +116,7 @@ def verify(folder: PurePath, world: Axis) -> list[str]:
 FORMAT_VERSION = 1
 
 PAYLOAD = {"iteration": int, "consumed_samples": int, "config": dict, "optimizer": dict, "rng": dict}
-"""Types of the metadata entries without which a run cannot resume from a checkpoint."""
+"""Required entries in the metadata of a checkpoint, with their types. Without these entries, a run cannot resume."""
 
 
 def saved_config(checkpoint: Checkpoint) -> RunConfig:
@@ -162,7 +162,7 @@ def check_may_start(options: CheckpointConfig) -> None:
 def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, data_fingerprint: str | None) -> None:
     """Raise ValueError, with every difference at once, if the run would not continue the saved run.
 
-    Training data are compared if the fingerprints of both runs are known.
+    The training data of the two runs are compared by fingerprint, if both fingerprints are known.
     """
     options = config.checkpoint
     saved = saved_config(checkpoint)
@@ -247,7 +247,7 @@ def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict
     """Remove fp8 histories from the targets if the checkpoint lacks them or stores them with a different length.
 
     The run starts these histories empty, because it may turn on fp8 or change the fp8 recipe at any time. Optional
-    states that the checkpoint lacks are removed too.
+    optimizer states are also removed from the targets if the checkpoint lacks them.
     """
 
     def saved(key: str) -> bool:
@@ -257,8 +257,7 @@ def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict
 
 
 def _is_optional(key: str) -> bool:
-    """Return True if `key` belongs to an optional state. A checkpoint may lack optional states, and a run may ignore
-    them."""
+    """Return True if `key` belongs to an optional optimizer state, which a checkpoint may lack and a run may ignore."""
     kinds = (kind for store in STATE_STORES for kind in STATE_STORES.facts(store).optional)
     return key.startswith(tuple(optimizer_key(kind, "") for kind in kinds))
 
@@ -279,7 +278,7 @@ def without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: Ca
 
 
 def _frozen_by(saved: RunConfig) -> Iterator[str]:
-    """Yield the flags that froze parameters in the saved run, each with its values."""
+    """Yield each flag that froze parameters in the saved run, followed by its values."""
     for flag in all_flags():
         if flag.spec.chooses_trained and (values := value_of(saved, flag)):
             yield " ".join([flag.name, *values])
@@ -325,8 +324,8 @@ def unused_tensors(
 ) -> Callable[[str], bool]:
     """Return a predicate that is true for the checkpoint keys that the run need not load.
 
-    The run may ignore histories, optional states, callback states, optimizer states of frozen parameters, and
-    parameters that are loaded from their main copies.
+    Such keys are histories, optional states, callback states, optimizer states of frozen parameters, and parameters
+    that are loaded from their main copies.
     """
     frozen = frozenset() if config is None else frozen_names(config)
 
@@ -342,8 +341,8 @@ def unused_tensors(
 
 
 def saved_progress(values: dict[str, Any]) -> Progress:
-    """Return the progress in a checkpoint's JSON; missing fields get their defaults. If a checkpoint contains no
-    separate schedule position, the schedule of its run depended on the consumed samples."""
+    """Return the progress in a checkpoint's JSON; missing fields get their defaults. If the checkpoint contains no
+    `scheduled_samples`, the number of consumed samples is used, on which the schedule of the saved run depended."""
     known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
     known.setdefault("scheduled_samples", values.get("consumed_samples", 0))
     known["running_means"] = tuple(known.get("running_means", ()))

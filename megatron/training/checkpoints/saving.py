@@ -38,7 +38,7 @@ class RunSaver:
         """Iteration that was last saved or loaded; None if there is none."""
 
         self._told: tuple[int, str] | None = None
-        """Iteration and reason of the last failed save that was printed; numbers are removed from the reason."""
+        """Iteration and error message of the failed save that was printed last. Digits are removed from the message."""
 
         self._given_up = ""
         """Reason why the newest checkpoint is not on disk; empty if it is on disk or being written."""
@@ -107,7 +107,7 @@ class RunSaver:
     def _say_failure(self, report: SaveReport, message: str) -> None:
         """Print why a save failed. If later saves fail for the same reason, print only the iterations of these
         saves."""
-        failure = report.iteration, re.sub(r"[\d,]+", "", str(report.error))  # numbers such as the free bytes change
+        failure = report.iteration, re.sub(r"[\d,]+", "", str(report.error))  # ignore varying numbers (free bytes)
         if failure == self._told and not report.complete:
             message = f"checkpoint of iteration {report.iteration} was not saved, for the same reason; {_then(report)}"
         self._told = failure

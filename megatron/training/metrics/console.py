@@ -13,7 +13,7 @@ from megatron.training.hooks import RunView
 from megatron.training.metrics.sinks import Record
 
 MOST_SECONDS = 1e9
-"""Largest duration to print, in seconds, about thirty years. Longer durations are capped."""
+"""Largest duration to print, in seconds (about thirty years). Longer durations are capped."""
 
 
 class LogLines:
@@ -78,8 +78,8 @@ def duration(seconds: float | None) -> str:
 
 
 def progress_line(record: Record, train_iters: int, metrics: Sequence[str] = ()) -> str:
-    """Format a record as one line of a log file, with all digits of the loss. The line omits some fields of the record,
-    which the metrics file contains."""
+    """Format a record as one line of a log file, with all digits of the loss. The line omits some fields of the record;
+    the metrics file contains all fields."""
     _, loss, *others = parts_by_weight(record, train_iters, metrics)
     if record["lm_loss"] is not None:
         loss = f"lm loss: {record['lm_loss']:.6E}"

@@ -10,16 +10,18 @@ from megatron.core.datasets.build import parse_blend
 
 
 class SourceNames:
-    """Numbers and names of a run's data sets. A path is one source, regardless of phase and split."""
+    """Indices and names of the data sources of a run. A path is a single source, even if several phases or splits use
+    it."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.names: list[str] = []
         self.tokens: dict[int, int] = {}
-        """Tokens per epoch of each training source, by source number."""
+        """Number of tokens in one epoch of each training source, keyed by the index of the source."""
 
     def numbers(self, config: DatasetConfig, split: str) -> list[int]:
-        """Return the numbers of the data sources that a split blends, in the order of the blend."""
+        """Return the indices of the data sources that a split blends, in the order of the blend. A new source gets the
+        next index."""
         values = getattr(config, f"{split}_data_path") if config.per_split else config.data_path
         paths = parse_blend("--data-path", values).prefixes if values and config.dataset == "gpt" else [config.dataset]
         return [self._number(path) for path in paths]

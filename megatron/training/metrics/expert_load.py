@@ -44,8 +44,8 @@ class ExpertLoad(Meter):
         self.rows, self.balances = torch.tensor(list(found), dtype=torch.int64, device=device), list(found.values())
         columns = config.moe_choices + EXTRA_COLUMNS
         self.totals = torch.zeros(len(rows), columns, dtype=torch.float64, device=device)
-        """Sums of each of this rank's layers over the log interval. They are zero on all ranks except the first of the
-        pipeline stage, so that a sum over the world counts every token once."""
+        """Sums over the log interval, one row for each MoE layer on this rank. The sums are zero on all ranks except
+        the first of each pipeline stage, so that a sum over all ranks counts every token once."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
         """Return the micro-batches, to which their numbers and the factor for auxiliary gradients are added."""

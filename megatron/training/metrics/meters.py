@@ -18,7 +18,7 @@ from megatron.training.progress import Interval
 
 
 class Tallies(Meter):
-    """Sum of the tallies of a rank's modules over the steps of a log interval.
+    """Meter that sums the tallies of this rank's modules over the steps of a log interval.
 
     `tallies` are tensors of equal shape, to which the modules add their counts. All tensor-parallel ranks have equal
     tallies, so `counts` is True only on the tensor-parallel rank whose tallies are used.
@@ -30,7 +30,7 @@ class Tallies(Meter):
         """Loss sum and number of tokens of each row since the last record."""
 
     def end_step(self, skip: Tensor) -> None:
-        """Add the tally of a step to the totals, unless `skip` is 1."""
+        """Add the sums of this step to the totals. If `skip` is 1, the step was skipped, and its sums are dropped."""
         for tally in self.tallies if self.counts else ():
             self.totals += torch.where(skip > 0, 0.0, tally)
         self.discard_step()
@@ -64,8 +64,9 @@ class MultiTokenLosses(Tallies):
         super().__init__([module.tally for module in self.modules], config.mtp_depths, state.tp.first, device)
 
     def weighted_sum(self) -> Tensor:
-        """Return the weighted sum of these losses in the step so far. The trained loss includes this sum, but the
-        reported loss does not. The sum is a float64 scalar, which is 0 on ranks whose tallies are not counted."""
+        """Return the weighted sum of the multi-token prediction losses in the step so far. The loss that is
+        differentiated includes this sum, but the reported loss does not. The sum is a float64 scalar, which is 0 on
+        ranks whose tallies are not counted."""
         parts = [module.weight * module.tally[:, 0].sum() for module in self.modules if self.counts]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.totals.device)
 
@@ -75,7 +76,7 @@ class MultiTokenLosses(Tallies):
 
 
 class UserMetrics(Tallies):
-    """Sums of the values of custom metrics. Without metrics, the meter costs nothing."""
+    """Sums of the values of custom metrics. If no custom metrics are registered, the meter does no work."""
 
     def __init__(self, metrics: Mapping[str, Measure], device: torch.device) -> None:
         super().__init__([], len(metrics), True, device)
@@ -115,8 +116,8 @@ class PeakMemory(Meter):
         self.world, self.device = world, device
 
     def take(self) -> Tensor:
-        """Return a tensor [ranks] with this rank's bytes at its own index, so that the sum over ranks contains every
-        rank's bytes."""
+        """Return a tensor [ranks] that is zero except for the peak memory of this rank, at the rank's index. The sum
+        over ranks then contains the peak memory of every rank."""
         row = torch.zeros(self.world.size, dtype=torch.float64, device=self.device)
         row[self.world.rank] = peak_memory_bytes(self.device)
         return row

@@ -29,7 +29,8 @@ class RunLog:
     """Write records and progress on the first rank, and nothing on other ranks.
 
     Also create the --save folder and write the resolved configuration into it, unless the run only evaluates a
-    checkpoint in that folder. All files are closed with `resources`, or when the process ends after a failure.
+    checkpoint in that folder. All files are closed when `resources` is closed, or when the process ends after a
+    failure.
     """
 
     def __init__(self, run: TrainingRun, resources: ExitStack) -> None:

@@ -36,7 +36,8 @@ class Sink(Protocol):
 
 
 class SinkClass(Protocol):
-    """Function that opens a sink. It is called on the first rank of a run that starts after `iteration`."""
+    """Function that opens a sink. The function is called on the first rank. `iteration` is the iteration after which
+    the run starts."""
 
     def __call__(self, config: RunConfig, iteration: int) -> Sink: ...
 
@@ -60,13 +61,14 @@ SINKS = Registry("sink", SinkFacts, protocol=SinkClass, makes=Sink)
 
 class JsonLinesSink:
     """Sink that appends each record as one line of JSON. NaN and infinities are written as the strings "NaN",
-    "Infinity" and "-Infinity", which `float` parses. A value of null was not measured.
+    "Infinity" and "-Infinity", which `float` parses. null means that a value was not measured.
 
-    A resumed run continues the file. Records later than the checkpoint are dropped, so that the file reads as if the
-    run had never stopped. Existing records of the checkpoint's iteration are not repeated. An example is the test
-    record of a finished run that is started again. If any line except the last one is damaged, the sink copies the file
-    before it changes the file. A new run renames an existing file instead of overwriting it. If a write fails, for
-    example on a full disk, one warning is printed, and the record is kept and written together with a later one.
+    A resumed run appends to the existing file. Records later than the checkpoint are dropped, so that the file reads as
+    if the run had never stopped. A record of the checkpoint's iteration that the file already contains is not written
+    again. For example, starting a finished run again repeats its test record. If any line except the last one is
+    damaged, the sink copies the file before it changes the file. A new run renames an existing file instead of
+    overwriting it. If a write fails, for example on a full disk, one warning is printed, and the record is kept and
+    written together with a later one.
 
     If the file is deleted, renamed or replaced during the run, further records go to a file at the original path.
     The sink calls `check` before it creates that file. `check` raises OSError if the run must not create files in the
@@ -137,7 +139,7 @@ class JsonLinesSink:
         print(f"{self._path} was deleted or replaced: records continue in a new file", file=sys.stderr, flush=True)
 
     def _append(self, lines: bytes) -> None:
-        """Write lines whole or not at all. Raises OSError."""
+        """Write all of `lines` or nothing. Raises OSError."""
         try:
             if self._file.write(lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -153,7 +155,7 @@ class JsonLinesSink:
 
 
 class StoredLinesSink:
-    """Sink like `JsonLinesSink`, but for a file in a storage other than the local disk."""
+    """Sink like `JsonLinesSink`, but for a file in remote storage."""
 
     def __init__(self, path: PurePath, resume_iteration: int) -> None:
         self._storage, self._path = storage_of(path), path
@@ -187,7 +189,7 @@ class StoredLinesSink:
 
 
 class RecordsUntil:
-    """Filter that selects the lines with records up to an iteration."""
+    """Filter for lines of a metrics file that keeps the records up to `iteration`."""
 
     def __init__(self, iteration: int) -> None:
         self.iteration = iteration
@@ -195,10 +197,11 @@ class RecordsUntil:
         """Number of lines that are not records."""
 
         self.last = set[bytes]()
-        """Records of the last kept iteration, `iteration`, without their times (`_without_time`)."""
+        """Records of iteration `iteration`, the last iteration to keep. Their times are removed (`_without_time`)."""
 
     def of(self, lines: Iterable[str]) -> Iterator[str]:
-        """Yield the lines to keep. A last line without a line break is dropped, because its writer was killed."""
+        """Yield the lines to keep. If the last line has no line break, the process that wrote it was killed, and the
+        line is dropped."""
         for line in filter(str.strip, lines):
             if line.lstrip().startswith("{") and not line.endswith("\n"):
                 continue
@@ -245,8 +248,8 @@ def metrics_file(config: RunConfig) -> PurePath:
 
 
 def open_sinks(config: RunConfig, iteration: int, check: Callable[[], None] = lambda: None) -> list[Sink]:
-    """Open every sink that the configuration enables, in a run that starts after `iteration`. Call this function on one
-    rank only. `check` is the argument of `JsonLinesSink`."""
+    """Open every sink that the configuration enables. `iteration` is the last iteration before the start of the run.
+    Call this function on one rank only. `check` is the argument of `JsonLinesSink`."""
     wanted, file = SINKS.wanted(config), metrics_file(config)
     lines = JsonLinesSink(file, iteration, check) if isinstance(file, Path) else StoredLinesSink(file, iteration)
     return [lines, *(SINKS[name](config, iteration) for name in wanted)]

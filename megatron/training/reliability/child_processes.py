@@ -1,7 +1,7 @@
-"""End child processes when a rank ends, and await the end of threads before a fork. This module does not import torch.
+"""End child processes when a rank ends, and wait for threads to end before a fork. This module does not import torch.
 
-Extensions end their child processes in `on_end`. This module ends the remaining ones if the run fails, because `on_end`
-is not called then.
+Extensions end their child processes in `on_end`. If the run fails, `on_end` is not called, and this module ends the
+child processes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def end_daemons(grace: float = DAEMON_GRACE) -> None:
         child.join(max(0.0, limit - time.monotonic()))
         if child.is_alive():
             child.kill()
-            child.join(grace)  # wait with a limit, because the kernel may be unable to end the process now
+            child.join(grace)  # a process in uninterruptible sleep may outlive SIGKILL
             told = f"process {child.pid} ({child.name}), a daemonic child, ignored SIGTERM for {grace:g} s"
             print(f"{told}: killed; an extension ends its processes in on_end", file=sys.stderr, flush=True)
 
@@ -67,8 +67,8 @@ def _is_running(pid: int) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """Return the kernel's state of a process, such as `R` or `S`. The state is `T` if a signal has stopped the process,
-    and empty if the process is gone."""
+    """Return the state of a process as Linux reports it, such as `R` or `S`. The state is `T` if a signal has stopped
+    the process, and empty if the process is gone."""
     return process_stat(pid)[0]
 
 
@@ -89,8 +89,8 @@ def own_start_time() -> float:
 
 
 def wait_until_gone(thread: threading.Thread, seconds: float) -> bool:
-    """Wait until the kernel has ended `thread`, whose Python code has finished. Returns True if the thread ended within
-    `seconds`.
+    """Wait until the operating-system thread of `thread` has ended, after its Python code has finished. Returns True if
+    the thread ended within `seconds`.
 
     Python reports the end of a thread slightly earlier, while glibc still frees the thread's data under locks, such as
     the lock of the name resolver. A fork at that moment would copy a locked lock but not the thread that unlocks it, so

@@ -39,7 +39,7 @@ from megatron.training.reliability.stack_dump import StackDump
 from megatron.training.reliability.stop_requests import SignalListener
 
 GRACE = 3.0
-"""Seconds that a rank waits for the original error of another rank if its own error may be a consequence."""
+"""Seconds that a failing rank waits for other ranks to report an earlier error that may have caused its own error."""
 
 GATHER = 2.0
 """Seconds within which the other ranks must report their positions."""
@@ -73,7 +73,8 @@ class FailureHandler:
         """Function that describes the state in memory from which the same command resumes; "" if there is none."""
 
         self.reported: Failure | None = None
-        """Failure that ends this rank, for `at_exit` functions; None if the rank ends for another reason."""
+        """Failure that ends this rank; None if the rank ends for another reason. `at_exit` functions read this
+        attribute."""
 
         self.left = False
         """True if this rank no longer needs the store. The process with the store may then end at any time."""
@@ -104,7 +105,7 @@ class FailureHandler:
             what = f"{error}\nwaited for {status.limit}" if error.waited else str(error)
             alone = Failure(rank, self._launch.name(here), status.phase, "no store", what, ADVICE["no store"])
             if self._launch.local_rank == 0:
-                self._outcome.recorded = False  # another run may own --save, as the ranks have not met to check
+                self._outcome.recorded = False  # do not write to --save: it may belong to another run
                 self._outcome.end(alone.code, f"{alone.who}: {error}")
             tell_last(alone.text())
             self._exit(alone.code)
@@ -122,7 +123,7 @@ class FailureHandler:
         """End all ranks because the process of `rank` is gone. `seen` is the time of its last sign of life."""
         with self._only_once():
             board, phase = self._board, ""
-            with suppress(RuntimeError):  # the store may have been in the ended process
+            with suppress(RuntimeError):  # the process that is gone may have hosted the store
                 phase = board.last_phase(rank)
             phase = f"{phase or 'unknown'}, at its last sign of life"
             pid = f" {board.peers[rank].pid}" if rank in board.peers else ""
@@ -152,7 +153,7 @@ class FailureHandler:
             self._end(failure, ranks)
 
     def follow(self, cause: Failure) -> NoReturn:
-        """End because another rank has failed."""
+        """End this rank because another rank has failed."""
         with self._only_once():
             self._follow(cause)
 
@@ -176,7 +177,7 @@ class FailureHandler:
             self._exit(code)
 
     def leave(self, message: str) -> NoReturn:
-        """End all ranks at a time when there is nothing to save. The run must then be restarted."""
+        """End all ranks while there is nothing to save. The exit code asks for a restart of the run."""
         with self._only_once():
             code = ExitCode.TO_BE_RESUMED
             board = self._board
@@ -255,7 +256,8 @@ class FailureHandler:
             def known() -> bool:
                 if board.cause() is not None or self.ending:
                     return True
-                # If all silent ranks are stopped, or if no rank is silent, ranks waited for one another: stop waiting.
+                # A rank that does not answer may still report its error. Stop waiting if all such ranks are suspended,
+                # or if there are none: then the ranks wait for each other.
                 return hung(error) and all(board.state(rank) == "T" for rank in silent())
 
             board.wait(known, GRACE)
@@ -311,7 +313,8 @@ class FailureHandler:
         return Failure(launch.rank, who, phase, GONE, what, died(self.checkpoints, self.saved, self.memory()))
 
     def _end_without_store(self, failure: Failure) -> NoReturn:
-        """End this rank because of a failure that ranks cannot share. One rank per host reports the failure."""
+        """End this rank when there is no store through which the ranks could share one failure report. One rank per
+        host reports the failure."""
         rank, others = self._launch.rank, self._board.known_neighbours()
         if rank == min({rank, *others} - {0}):
             _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
@@ -351,7 +354,8 @@ class FailureHandler:
         return replace(failure, who=who, phase=guilty.phase, title=found.title, what=what).advised("collective")
 
     def _absent(self, failure: Failure, ranks: Collection[int], noticed: str) -> Failure:
-        """Attribute the failure of a rank that waited at start-up to the ranks that do not answer, if any."""
+        """If a rank failed while it waited at start-up, and other ranks do not answer, attribute the failure to these
+        other ranks."""
         if not ranks:
             return failure
         lines, names = list[str](), list[str]()

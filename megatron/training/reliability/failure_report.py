@@ -122,8 +122,8 @@ class Failure:
         return replace(self, advice=ADVICE[kind])
 
     def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
-        """Return the printed report. `others` contains the positions of the other ranks. The report of a configuration
-        error omits these positions."""
+        """Return the printed report. `others` contains the places in the code at which the other ranks are. The report
+        of a configuration error omits them."""
         if self.code == ExitCode.BAD_CONFIGURATION:
             return visible(f"This configuration cannot run ({self.phase}):\n  " + self.what.replace("\n", "\n  "))
         lines = [RULE, f"RUN FAILED: {self.who}", f"phase: {self.phase}", self.what.rstrip()]
@@ -148,8 +148,8 @@ class LateRanksError(TimeoutError):
 
 
 def _grouped(places: dict[int, str]) -> dict[str, str]:
-    """Map each place in the code to a description of the ranks that are there. Places with the fewest ranks come
-    last."""
+    """Group ranks by the place in the code at which they are. Returns a dict from each place to a text such as `ranks
+    0, 1`. Places with the fewest ranks come last."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks.setdefault(place, []).append(rank)
@@ -160,9 +160,9 @@ def _grouped(places: dict[int, str]) -> dict[str, str]:
 def start_again(options: CheckpointConfig, saved: int | None = None, memory: str = "") -> str:
     """Explain how the run continues after a failure.
 
-    A run can continue from a state in memory, from the checkpoint that the same command loads, from a checkpoint that
-    the command does not load, or from the start. `memory` describes the state in memory; empty if there is none.
-    `saved` is the run's last saved iteration.
+    The run may continue from a state in memory, from the checkpoint that the same command loads, or from the start. If
+    there is a checkpoint that this command does not load, the explanation names it. `memory` describes the state in
+    memory; empty if there is none. `saved` is the run's last saved iteration.
     """
     foreign = options.load is not None and is_foreign_model(options.load)
     flag, folder = ("--save", options.save) if foreign else ("--load", options.load)
@@ -186,15 +186,15 @@ def died(options: CheckpointConfig, saved: int | None = None, memory: str = "") 
 
 
 MANY_OPEN = 0.75
-"""Fraction of the open-file limit above which the limit may have caused a failure."""
+"""Fraction of the limit on open files. If a process has more open files, the limit may have caused its failure."""
 
 
 def perhaps_open_files() -> str:
     """Return advice for a failure that the open-file limit may have caused. Returns an empty text if the number of open
     files is far below the limit.
 
-    Libraries may report a different error when a file cannot be opened. Gloo even aborts the process, but the surviving
-    ranks have about as many open files.
+    When a file cannot be opened, libraries may report a different error, and gloo even aborts the process. The
+    surviving ranks, which call this function, have about as many open files as the aborted process.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -253,7 +253,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def hung(error: BaseException) -> bool:
-    """Return True if the error is a timeout of ranks that waited for one another, and not the end of a rank."""
+    """Return True if the error is a timeout because ranks waited for each other; False if it is due to a rank that
+    ended."""
     return is_consequence(error) and bool(re.search(r"time-?out|timed out", str(error), re.IGNORECASE))
 
 

@@ -29,19 +29,19 @@ NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$
 """Patterns of a range and of a comma-separated part in a SLURM node list."""
 
 START = "START_IN_JOB"
-"""Environment variable with the number of this start, counted from 0, if the launched process itself restarts its
-rank."""
+"""Environment variable that counts the starts of a rank from 0. It is set if the process that the launcher started
+restarts its rank itself."""
 
 BEGAN = "JOB_BEGAN"
-"""Environment variable with the `time.monotonic()` value of the first start."""
+"""Environment variable with the `time.monotonic()` value at which the rank was started for the first time."""
 
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Environment variables that mpirun sets to the number of launched processes."""
 
 
 def choose_allocators(environ: MutableMapping[str, str]) -> None:
-    """Enable huge pages on the CPU and expandable segments on GPUs. A setting that the user has made is kept. Call this
-    function before torch allocates a tensor.
+    """Enable huge pages on the CPU and expandable segments on GPUs. A variable that the user has already set is kept.
+    Call this function before torch allocates a tensor.
 
     With huge pages, a new block causes one page fault per 2 MiB instead of per 4 KiB, which saves up to a third of a
     training step. Expandable segments avoid fragmentation.
@@ -55,8 +55,8 @@ def quiet_torch(environ: MutableMapping[str, str]) -> None:
     """Suppress warnings from torch's C++ code, unless the user has set the log level. Call this function before torch
     is imported.
 
-    With these warnings, each attempt to reach a store or rank that is gone would print dozens of C++ frames before the
-    failure report. Errors from C++ are still printed.
+    Otherwise, each attempt to reach a store or rank that is gone would print a warning with dozens of C++ frames before
+    the failure report. Errors from C++ are still printed.
     """
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -81,7 +81,7 @@ class Launch:
     """True if the launcher has started ranks on several hosts or simulates several hosts."""
 
     def name(self, host: str, rank: int | None = None) -> str:
-        """Return the name of a rank, by default this rank, for messages: `rank 3 of 8 on HOST`."""
+        """Return the name of a rank in messages, such as `rank 3 of 8 on HOST`. The default is this rank."""
         return f"rank {self.rank if rank is None else rank} of {self.world_size} on {host}"
 
     @classmethod
@@ -90,7 +90,7 @@ class Launch:
         per rank. If neither set of variables is present, return the launch of a single process.
 
         Raises ValueError if a variable has an invalid value. Also raises ValueError if only some of a launcher's
-        variables are set, because each process would start a separate run without this check."""
+        variables are set. Without this check, each process would start a separate run."""
         environ = os.environ if environ is None else environ
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return cls._read(environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "torchrun")
@@ -179,8 +179,8 @@ def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
     torchrun prints a worker's error file when all workers have ended. This function prints the text itself if torchrun
     will restart the workers, or if `now` is True, which means that torchrun is ending too.
 
-    The reported time is one to two seconds earlier than the failure. For a process that died without an error file,
-    torchrun uses the second in which it noticed the end, and the root cause must be earlier."""
+    The time in the error file is one second before the failure, so that torchrun reports this failure as the root
+    cause. For a process that died without an error file, torchrun uses the second in which it noticed the end."""
     text = visible(text)
     written = write_error_file(text, (at or time.time()) - 1)
     if not written or restarts_left() or now:
@@ -188,8 +188,8 @@ def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
 
 
 def restarts_left() -> bool:
-    """Return True if ranks will be restarted, either by torchrun, which then prints no error files, or by their parent
-    processes."""
+    """Return True if torchrun or the parent processes will restart the ranks. torchrun prints no error files before a
+    restart."""
     by_torchrun = os.environ.get("TORCHELASTIC_RESTART_COUNT") != os.environ.get("TORCHELASTIC_MAX_RESTARTS")
     return by_torchrun or START in os.environ
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class LossyFile(io.RawIOBase):
-    """Writer to a file descriptor. Data that cannot be written is dropped, and its lines are counted. When writing
-    succeeds again, a line in the file reports how many lines were lost."""
+    """Writer to a file descriptor. Data that cannot be written is dropped, and the dropped lines are counted. Once
+    writing succeeds again, a line with the number of dropped lines is written to the file."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -79,7 +79,7 @@ class LossyFile(io.RawIOBase):
 
 @contextmanager
 def lossy_output() -> Iterator[None]:
-    """Replace both standard streams with lossy streams.
+    """Replace stdout and stderr with lossy streams, which drop output that cannot be written.
 
     At the end, and when this process exits through `before_exit`, each stream reports its losses on the other stream.
     """
@@ -109,8 +109,8 @@ def flush_output() -> None:
 
 @contextmanager
 def told_if_unwritten(what: str) -> Iterator[None]:
-    """Context manager that prints a line if its block fails to write the file `what`. The run continues without the
-    file."""
+    """Context manager that catches an OSError from writing the file `what`, and prints the error. The run continues
+    without the file."""
     try:
         yield
     except OSError as error:

@@ -47,12 +47,12 @@ class Blame:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Point during start-up at which all ranks wait for each other, identified by a number."""
+    """Numbered point during start-up at which all ranks wait for each other."""
 
     ranks: tuple[int, ...]
     number: int
     what: str
-    """Start-up phase that ends when all ranks have reached this meeting."""
+    """Name of the start-up phase that ends here."""
 
     pending: bool = True
 
@@ -76,8 +76,8 @@ class HangAnalysis:
 
 
 class RankStatus:
-    """Status of this rank, written by the training thread and read by the watchdog's thread. Create the object on the
-    training thread."""
+    """Status of this rank, written by the training thread and read by the watchdog's thread. The constructor must be
+    called on the training thread."""
 
     def __init__(self) -> None:
         self.phase = "start-up"
@@ -85,8 +85,8 @@ class RankStatus:
         """Flag that limits how long ranks wait for one another in this phase, with its value."""
 
         self.executor: object = None
-        """Pipeline schedule executor. Its attribute `current` is the running action, and its attribute `message_from`
-        is the rank from which it awaits a message."""
+        """Pipeline schedule executor. The executor's attribute `current` is the running action, and `message_from` is
+        the rank from which the executor awaits a message."""
 
         self.state: ParallelState | None = None
         """Process groups; None until they exist."""

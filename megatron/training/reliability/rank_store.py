@@ -68,8 +68,8 @@ class NoStoreError(ConnectionError):
 
 
 def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here: bool = True) -> dist.Store:
-    """Connect to the store of this world. Rank 0 opens the store, unless the launcher has opened one. `open_here` is
-    False if another process of rank 0 has opened the store.
+    """Connect to the store of this world. Rank 0 opens the store, unless the launcher has opened one. With
+    `open_here=False`, rank 0 also only connects, because another process of rank 0 has opened the store.
 
     torchrun's store outlives the ranks that torchrun restarts, so each start uses its own keys. If rank 0 opens the
     store, each start has a separate port and store. Raises NoStoreError if there is no store within `timeout`, if rank
@@ -86,7 +86,7 @@ def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here
         store = _connected(address, port, launch, opens, timeout)
     except (dist.DistNetworkError, dist.DistStoreError, TimeoutError, ForeignPortError) as error:
         does = "cannot open" if opens else "did not find"
-        why = str(error).partition("\n")[0]  # the other lines are torch's C++ frames
+        why = str(error).partition("\n")[0]  # the lines below are torch's C++ frames
         what = f"rank {launch.rank} {does} the store of the ranks at {address}:{port}: {why}"
         taken = "EADDRINUSE" in why
         if opens and taken:
@@ -151,7 +151,7 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
     """Connect to a store.
 
     Raises TimeoutError if another program listens on the port and does not answer; torch itself would wait forever.
-    Raises ForeignPortError as soon as it is known that there will be no store.
+    Raises ForeignPortError as soon as it is certain that no store will open on the port.
     """
     stores, errors = list[dist.Store](), list[BaseException]()
 
@@ -228,7 +228,8 @@ KINDS = ("save", "stop", "resume")
 
 @dataclass(frozen=True)
 class Request:
-    """Request to stop or save, which all ranks carry out after the same tick."""
+    """Request to stop the run or save a checkpoint. All ranks carry out the request after the same tick of the
+    watchdogs."""
 
     kind: str
     """Kind of the request, one of `KINDS`: `save`, `stop`, or `resume` (stop for a restart)."""
@@ -249,7 +250,7 @@ def _text(value: bytes) -> str:
 
 def _parse_peer(text: str) -> Peer:
     peer = parse_record(Peer, text)
-    if peer.pid < 1:  # signals would be sent to a process group instead
+    if peer.pid < 1:  # a signal to pid 0 or below would reach a whole process group
         raise ValueError(f"pid is {peer.pid}, not above 0")
     return peer
 
@@ -303,7 +304,8 @@ class Board:
         return self._parsed(key, text, parse) if text else None
 
     def read_all(self, name: str, parse: Callable[[str], T]) -> dict[int, T]:
-        """Return the parsed values by rank, without missing values and values that `parse` rejects."""
+        """Return a dict from each rank to its parsed value. Ranks without a value, or with a value that `parse`
+        rejects, are omitted."""
         found = {rank: self._parsed(f"{name}/{rank}", text, parse) for rank, text in self.get_all(name).items()}
         return {rank: value for rank, value in found.items() if value is not None}
 
@@ -382,7 +384,8 @@ class Board:
         return self.read("told", self._parse_failure)
 
     def _parse_failure(self, text: str) -> Failure:
-        """Parse the report of a failure. It may come from a rank with a larger world size."""
+        """Parse the report of a failure. The reporting rank may belong to a world of a different size, so its number is
+        not checked against this world's size."""
         failure = parse_record(Failure, text)
         if failure.reporter < 0 or not 0 < failure.code < 256:
             raise ValueError(f"there is no rank {failure.reporter}, or no exit code {failure.code}")
@@ -419,7 +422,8 @@ class Board:
         return (self.get(f"beat/{rank}") or "").partition(" ")[2]
 
     def watch_first(self) -> None:
-        """Store rank 0's phase if rank 0 is on this machine and its process contains the store."""
+        """Remember the phase of rank 0 in `first_phase`, because the store becomes unreadable if the process of rank 0
+        ends. This applies only if rank 0 is on this machine and hosts the store."""
         if 0 in self.neighbours() and not launcher_has_store():
             self.first_phase = self.last_phase(0)
 
@@ -428,7 +432,8 @@ class Board:
         return self.neighbours() if self.peers else {}
 
     def come(self, meeting: str) -> None:
-        """Report to the other ranks that this rank has reached a meeting."""
+        """Report to the other ranks that this rank has reached `meeting`, a point at which all ranks wait for each
+        other."""
         self.say(f"came/{meeting}")
         self.store.add(f"came/{meeting}", 1)
 

@@ -38,8 +38,8 @@ VARIABLE = "OUTCOME_FILE"
 
 @dataclass
 class Outcome:
-    """Writer of the status file. Writes are atomic unless the file is a device, pipe or link. If `file` is None, the
-    methods do nothing."""
+    """Writer of the status file, which reports the outcome of the run. Writes are atomic unless the file is a device,
+    pipe or link. If `file` is None, the methods do nothing."""
 
     file: Path | None = None
     folders: dict[str, str] = field(default_factory=dict)
@@ -85,8 +85,8 @@ class Outcome:
 
 @contextmanager
 def early_end_told(launch: Launch) -> Iterator[None]:
-    """Write the status if the flags end the run before it starts. Every host writes, because OUTCOME_FILE may be
-    local."""
+    """Write the status file if an error in the flags ends the run before it starts. Every host writes, because
+    OUTCOME_FILE may be local."""
     try:
         yield
     except SystemExit as ended:
@@ -113,29 +113,31 @@ class ExitCode(IntEnum):
     """Trained to the end, or to the stop set by --exit-interval, --exit-duration-in-mins or an `exit` file."""
 
     FAILED = 1
-    """A rank failed; the report names it."""
+    """A rank failed. The failure report names the rank."""
 
     BAD_CONFIGURATION = 2
     """A flag, or a file that a flag names, must be corrected first; a restart does not help."""
 
     CALLBACK_FAILED = 3
-    """The run is trained and saved as for DONE, but a callback raised an exception in `on_end`."""
+    """Trained and saved as with DONE, but the `on_end` method of a callback raised an exception."""
 
     TO_BE_RESUMED = 75
-    """Stopped after saving, because of a signal or the end of the SLURM job. The same command resumes the run."""
+    """Stopped after saving, because of a signal or the end of the SLURM job. Starting the same command again resumes
+    the run."""
 
     KILLED = 128
     """A second signal ended the run immediately. The exit code is 128 plus the signal number."""
 
 
 def _open_at_once(path: str, mode: int) -> int:
-    """Open a file without blocking. Raises OSError for a named pipe without a reader, for which `open` would wait."""
+    """Open a file without waiting. For a named pipe without a reader, this function raises OSError, whereas `open`
+    would wait for a reader."""
     return os.open(path, mode | os.O_NONBLOCK, 0o666)
 
 
 def record_event(save: str | Path | None, event: str, **facts: object) -> None:
-    """Append an event to the log of the run. This function does nothing without --save, before the --save folder
-    exists, or if the disk is full."""
+    """Append an event to the event log in the --save folder. This function does nothing if there is no --save, if the
+    folder does not exist yet, or if the disk is full."""
     root = located(save) if save else None
     if root is None or (isinstance(root, Path) and not root.is_dir()):
         return

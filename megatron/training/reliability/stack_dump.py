@@ -12,11 +12,12 @@ from typing import TextIO
 from megatron.training.reliability.rank_store import out_of_memory_kills
 
 MOST = 2000
-"""Maximum number of characters that a report shows of a crashed interpreter's output."""
+"""Maximum number of characters of a crashed interpreter's output that a report shows."""
 
 
 class StackDump:
-    """Stack file of this rank. Before `open`, and without --save, nothing is written."""
+    """File to which this rank writes the stacks of its threads. Until `open` is called, `write` does nothing. Without
+    --save, `open` is never called."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
@@ -39,8 +40,8 @@ class StackDump:
         faulthandler.enable(self._file)
 
     def write(self, title: str, beside: Callable[[Path, int], None]) -> None:
-        """Write the stacks of all threads, followed by the output of `beside(folder, rank)`, unless the disk is
-        full."""
+        """Write the stacks of all threads, and then call `beside(folder, rank)`, which may write further files. A full
+        disk is not an error."""
         if self._file is None or self.folder is None:
             return
         with suppress(OSError):
@@ -65,7 +66,8 @@ class StackDump:
         faulthandler.enable(self._file)
 
     def last_words(self, rank: int) -> str:
-        """Describe the end of another rank: kills by the kernel, and the crash output of the rank's interpreter."""
+        """Describe why the process of another rank ended, from the kernel's count of out-of-memory kills and from the
+        crash output of the rank's interpreter."""
         said = []
         if (kills := out_of_memory_kills()) > self._kills:
             said.append(f"the kernel's out-of-memory killer has ended {kills - self._kills} processes of this machine")

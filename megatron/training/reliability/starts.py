@@ -1,5 +1,5 @@
-"""Interface of starters. A starter runs each rank in a child of the process that the launcher started. This module does
-not import torch.
+"""Interface of starters. A starter runs each rank in a child process. The parent is the process that the launcher
+started. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ Attempt = Callable[[RunConfig, Launch], int]
 
 
 class Starter(Protocol):
-    """Function that runs a rank in one or more attempts."""
+    """Function that runs a rank of the training. It may start the rank several times, for example again after a
+    failure."""
 
     def __call__(self, config: RunConfig, launch: Launch, attempt: Attempt) -> int:
         """Call `attempt`, possibly several times, each in a separate process with its own rank and world.
@@ -28,7 +29,7 @@ class Starter(Protocol):
 
 @runtime_checkable
 class StartsRanks(Protocol):
-    """Base class of extension flags that may launch the ranks of a run."""
+    """Base class of extension flags that may select a starter, which launches the ranks of a run."""
 
     @property
     def starter(self) -> str | None:
@@ -46,8 +47,8 @@ def spare_ranks(config: RunConfig) -> int:
 
 
 def start(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
-    """Run a rank, and return the exit code. By default, the rank is run once, in this process. An extension may provide
-    a starter, which may run it several times."""
+    """Run a rank, and return the exit code. By default, the rank runs once, in this process. An extension may provide a
+    starter that runs the rank several times."""
     asked = [options.starter for options in config.extension_options if isinstance(options, StartsRanks)]
     name = next((found for found in asked if found is not None), None)
     if name is None:

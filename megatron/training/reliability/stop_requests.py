@@ -38,7 +38,8 @@ class StopRequests:
 
         self.undecided = False
         """True while it is unknown whether the run starts from a state that is not on disk. The value is equal on all
-        ranks. While this attribute is True, ranks answer no request. Set this attribute before the watchdog starts."""
+        ranks. While this attribute is True, ranks answer no request. The attribute must be set before the watchdog
+        starts."""
 
         self._ticks, self._number = 0, 0
         self._asked: Request | None = None
@@ -58,7 +59,7 @@ class StopRequests:
 
     @property
     def resumes(self) -> bool:
-        """True if the current request interrupts the run for a restart."""
+        """True if the current request stops the run so that it can be restarted."""
         return self.request is not None and self.request.kind == "resume"
 
     @property
@@ -80,9 +81,9 @@ class StopRequests:
             return True
 
     def decide(self, unsaved: bool) -> None:
-        """Set whether the run starts from a state that is not on disk. `unsaved` must be equal on all ranks. Loading an
-        unsaved state counts as a tick, so that a request to stop before the first step is carried out after loading,
-        with a save."""
+        """Set whether the run starts from a state that is not on disk. `unsaved` must have the same value on all ranks.
+        Loading an unsaved state counts as a tick, so that a request to stop before the first step is carried out after
+        loading, with a save."""
         with self._change:
             self._ticks += unsaved
             self.undecided = False
@@ -138,7 +139,7 @@ both deliver the same signal."""
 
 
 class SignalListener:
-    """Receiver of signals, which `wait` returns as values."""
+    """Receiver of signals. `wait` returns the received signals."""
 
     def __init__(self) -> None:
         self.first_at: float | None = None
@@ -148,8 +149,8 @@ class SignalListener:
         self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def start(self, listen: bool) -> None:
-        """Start to receive signals if `listen` is True. Call this method on the main thread. Signals that have been
-        blocked since the start of the process are then delivered."""
+        """Start to receive signals if `listen` is True. Call this method on the main thread. This method also delivers
+        signals that arrived earlier, which were blocked since the start of the process."""
         wake, receives = self._sockets = socket.socketpair()
         wake.setblocking(False)
         receives.setblocking(False)
@@ -157,7 +158,7 @@ class SignalListener:
             # The byte arrives on the socket even while the main thread is inside a collective, when a Python handler
             # would not run.
             signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=_forget_socket)  # a child's signals must not reach this process
+            os.register_at_fork(after_in_child=_forget_socket)  # a forked child must not write signals here
             under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             taken = [number for number in SIGNALS if not (under_nohup and number == signal.SIGHUP)]
             self._handlers = {number: signal.signal(number, _ignore) for number in taken}

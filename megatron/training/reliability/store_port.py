@@ -1,7 +1,7 @@
 """Explain why the ranks' store cannot be reached. This module does not import torch.
 
-The explanation is based on what another rank can observe, which is the state of the port. If the rank that opens the
-store is on the same host, the explanation also uses the failure that this rank recorded.
+A rank that cannot reach the store can observe only the state of the store's port. On the host of the rank that opens
+the store, it can also read the failure that this rank recorded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class ForeignPortError(ConnectionError):
 
 
 def leave_failure(address: str, port: int, why: str) -> None:
-    """Record why this rank cannot open the store, for the ranks that the same launcher started on this host."""
+    """Record why this rank cannot open the store. Ranks on this host that the same launcher started read this
+    record."""
     with suppress(OSError):
         path = _place(address, port)
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -46,7 +47,8 @@ def leave_failure(address: str, port: int, why: str) -> None:
 def left_failure(address: str, port: int) -> str | None:
     """Return the reason that `leave_failure` has recorded since this process started; None if there is none.
 
-    Files of an earlier start, another launcher or another user are ignored.
+    A record is ignored if it is older than this process, or if it was written under another launcher or by another
+    user.
     """
     path = _place(address, port)
     try:
@@ -75,7 +77,7 @@ def _place(address: str, port: int) -> Path:
 
 def describe_port(address: str, port: int) -> str:
     """Describe the current state of the store's port. Raises ForeignPortError if the program that listens on the port
-    sends data first, because no store does so. A program that sends nothing may be a store on a busy host."""
+    sends data first, because no store does so. If the program sends nothing, it may be a store on a busy host."""
     try:
         with socket.create_connection((address, port), timeout=2.0) as connection:
             connection.settimeout(BANNER)

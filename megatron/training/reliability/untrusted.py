@@ -52,7 +52,7 @@ def parse_record(kind: Callable[..., T], text: str | bytes) -> T:
 
 
 def parse_integer(text: str) -> int:
-    """Parse a text of decimal digits. Raises ValueError for any other text."""
+    """Parse a string of decimal digits. Raises ValueError for any other text."""
     if not (text.isascii() and text.isdigit() and len(text) <= DIGITS):
         raise ValueError(f"it must be a whole number, but is {_short(text)}")
     return int(text)
@@ -81,7 +81,8 @@ class Ignored:
     """Count malformed messages and report the first one on standard error."""
 
     def __init__(self, here: Callable[[], str], reports: bool = True) -> None:
-        """`here` returns the name of this process, which reports contain. If `reports` is False, nothing is printed."""
+        """`here` returns the name of this process, to be printed in reports. If `reports` is False, nothing is
+        printed."""
         self.count = 0
         self._here, self._reports = here, reports
 

@@ -31,15 +31,16 @@ _URLS: dict[str, str] = {}
 """URLs as given, keyed by the same URLs without credentials."""
 
 _SECRETS: set[str] = set()
-"""Credentials of all given URLs. They are replaced everywhere, because libraries may print them outside the URL."""
+"""Credentials from all URLs that the user has passed. Output never shows these credentials, not even outside a URL,
+because libraries may print them separately."""
 
 SHORTEST = 6
 """Minimum length of secrets that are also replaced outside URLs; shorter secrets could be ordinary words."""
 
 
 def take_credentials(url: str) -> str:
-    """Replace the credentials of a URL with ***, and keep the full URL in this process. Returns any other text
-    unchanged."""
+    """Replace the credentials of a URL with ***, and keep the full URL in this process. A text that is not a URL with
+    credentials is returned unchanged."""
     hidden = _hidden(url)
     if hidden != url and HIDDEN not in url:
         _URLS[hidden] = url
@@ -70,8 +71,8 @@ def like(url: str, found: str) -> str:
 
 
 def redacted(text: str) -> str:
-    """Replace the credentials of all URLs in a text. Credentials that this process has received are also replaced
-    outside URLs."""
+    """Replace the credentials of all URLs in a text. Credentials that this process has received are replaced even where
+    they are not part of a URL."""
     if "://" in text:
         text = _hidden(text)
     for secret in _SECRETS:

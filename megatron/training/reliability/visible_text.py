@@ -1,6 +1,6 @@
 """Escape control characters in printed text. This module does not import torch.
 
-Flag values, names that files contain, and exception messages may be untrusted. Escape sequences in such texts could
+Flag values, names that files contain, and exception messages may be untrusted. Escape sequences in untrusted text could
 rename a terminal window, hide earlier lines, or type into the shell.
 """
 
@@ -36,8 +36,8 @@ def visible(text: str) -> str:
 
 
 def visible_value(value: object) -> str:
-    """Format a value for a line of a message. Control characters, line breaks and tabs are escaped, credentials are
-    hidden, and a long text is shortened in the middle."""
+    """Format a value as part of a line in a message. Control characters, line breaks and tabs are escaped, credentials
+    are hidden, and a long text is shortened in the middle."""
     text = _printable(redacted(str(value)).translate(_LINE_TABLE))
     half = LONGEST // 2
     return text if len(text) <= LONGEST else f"{text[:half]}...({len(text):,} characters)...{text[-half:]}"
@@ -55,7 +55,8 @@ MOVES = re.compile(r"(?:\n|\x1b\[A)*")
 
 
 class VisibleStream:
-    """Text stream that applies `visible` to everything written, except to the cursor movements of progress bars."""
+    """Text stream that writes text after applying `visible`. The cursor movements of progress bars are written
+    unchanged."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream

@@ -1,7 +1,7 @@
 """Watchdog of a rank: a thread that handles signals, requests and the failures of other ranks during training.
 
-The watchdog combines parts with one task each: `RankStatus` describes what this rank is doing, `SignalListener`
-receives signals, `StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, and
+The watchdog consists of several parts: `RankStatus` describes what this rank is doing, `SignalListener` receives
+signals, `StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, and
 `FailureHandler` ends the ranks with one report. Extensions add further watches.
 """
 
@@ -24,12 +24,12 @@ from megatron.training.reliability.stop_requests import SignalListener, StopRequ
 
 
 class Watch:
-    """Condition that the watchdog checks for a callback, such as the state of other hosts. If the condition requires
-    it, the watch ends the ranks through `Watchdog.failures`."""
+    """Condition that the watchdog checks for a callback, such as the state of other hosts. If the condition means that
+    the run cannot continue, the watch ends all ranks through `Watchdog.failures`."""
 
     def start(self) -> None:
         """Prepare the watch. Called before the watchdog's thread starts and after the run's folders were found to be
-        writable. An error ends the run."""
+        writable. An exception from this method ends the run."""
 
     def look(self) -> None:
         """Check the condition. Called on the watchdog's thread, about twice per second. This method may read from the
@@ -40,8 +40,8 @@ class Watch:
 
 
 class Watchdog:
-    """Watchdog over this rank and the other ranks. Without `connect` and `start`, the methods do nothing and cost
-    nothing."""
+    """Watchdog over this rank and the other ranks. Until `connect` and `start` are called, the other methods return at
+    once."""
 
     def __init__(self, launch: Launch | None = None) -> None:
         self.launch = launch or Launch()
@@ -51,16 +51,16 @@ class Watchdog:
         self.signals = SignalListener()
         self.outcome = Outcome.from_environment()
         self.complaint = ""
-        """Message of an error that a callback raised after the end of the run; empty if there was no error."""
+        """Message of the exception that a callback raised after the end of the run; empty if no callback raised one."""
 
         self.save_guards: list[Callable[[], None]] = []
-        """Functions of extensions that raise OSError if the run must currently not write to --save. They are called on
-        the first rank."""
+        """Functions that extensions add. On the first rank, each function raises OSError while the run must not write
+        to --save."""
 
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self.board: Board | None = None
         self.watches: list[Watch] = []
-        """Watches that callbacks have added. Add all watches before `start`."""
+        """Conditions that the watchdog checks for callbacks. All of them must be added before `start`."""
 
         self._deadlines: Mapping[str, tuple[float, str]] = {}
         self._meetings = 0
@@ -69,15 +69,15 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def connect(self, board: Board) -> None:
-        """Connect to the store. From now on, failures of this rank are reported to all ranks."""
+        """Connect to the store. After this call, failures of this rank are reported to all ranks."""
         self.board = board
         self.failures.connect(board)
 
     def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]]) -> None:
         """Start the watchdog's thread. Call this method on the main thread, after `connect`.
 
-        `signals` is True if signals end the run. `deadlines` maps other reasons to end or save to pairs
-        (`time.monotonic()` value of the deadline, kind of request).
+        `signals` is True if the watchdog must handle signals such as SIGTERM, which end the run. `deadlines` maps other
+        reasons to end or save to pairs (`time.monotonic()` value of the deadline, kind of request).
         """
         assert self.board is not None, "connect first"
         self._deadlines = deadlines
@@ -122,7 +122,7 @@ class Watchdog:
         pause = 0.001
         status.meeting = Meeting(tuple(board.ranks), self._meetings, what)
         board.come(name)
-        while self.failures.ending or not board.all_came(name):  # a process that is ending does not query the store
+        while self.failures.ending or not board.all_came(name):  # after a failure, wait without using the store
             if time.monotonic() > deadline:
                 raise LateRanksError(board.missing(name), what, status.limit)
             time.sleep(pause)
