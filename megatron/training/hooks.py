@@ -157,8 +157,7 @@ class Exporter(Protocol):
 class Meter:
     """Base class of meters, which count during the passes of steps and report at log lines. The calls for each step are
     `begin_step`, `gradients_ready` after the passes, `end_step` with the weight update (or `discard_step` instead), and
-    `after_update`. For each log line, `take` is called on every rank, the returned tensors are summed over all ranks,
-    and `report` is called with the sum."""
+    `after_update`. For each log line, every rank calls `take`, and `report` gets the sum over all ranks."""
 
     def begin_step(self, step: Step) -> None:
         """Called before the passes of a step, and again before repeated passes."""
@@ -172,8 +171,7 @@ class Meter:
         """Called after the last backward pass. The reduced gradients are not yet multiplied by `factor`."""
 
     def end_step(self, skip: Tensor) -> None:
-        """Called when the weights are updated. This method must not wait for the device, and must not count the step if
-        `skip` is 1."""
+        """Called when the weights are updated. Must not wait for the device, nor count the step if `skip` is 1."""
 
     def step_state(self) -> list[Tensor]:
         """Return the tensors that `end_step` changes. If the update is rolled back, these tensors are restored."""
@@ -238,8 +236,7 @@ class Task:
     before_step: bool = False
     """True if the task runs before each step, not after it. Its time counts as step time only if `counts` is True."""
     ends_interval: bool = False
-    """True if a log line must be written before the task. Otherwise, a later log line could average over steps before
-    and after the task."""
+    """True to write a log line before the task, so that no log line averages over steps before and after the task."""
     at_finish: bool = False
     """True if the task runs once, after all iterations are trained and saved."""
 
@@ -313,8 +310,7 @@ class Callback:
         `run` is None if the run is not built yet. Other ranks wait until this method returns."""
 
     def on_setup(self, runtime: Runtime) -> None:
-        """Read the files and other inputs of the callback. Called after rendezvous, before the model is built. A
-        ValueError ends the run."""
+        """Read input files. Called after rendezvous, before the model is built. A ValueError ends the run."""
 
     def choose(self, config: RunConfig, parallel: ModelParallelConfig, runtime: Runtime) -> ModelParallelConfig:
         """Return the settings for building the model: `parallel`, or settings that give the same results, such as
@@ -388,8 +384,7 @@ class Callback:
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
         """Return weights for evaluation, such as averages; None for the model's own weights. They are a state of the
         callback, or of the optimizer (`run.optimizer.sharded_state()`). Every rank returns the weights of the elements
-        that its optimizer updates. If several callbacks return weights, those of the last callback are used.
-        Collective."""
+        that it updates. If several callbacks return weights, the last callback's weights are used. Collective."""
         return None
 
     def on_evaluation(self, run: RunView, split: str, record: Record) -> None:
@@ -400,9 +395,8 @@ class Callback:
         """Called after a save has started."""
 
     def on_end(self, run: RunView) -> None:
-        """Called after the last step and the last save. If `on_end` raises an exception, the exception is reported, and
-        the other callbacks are still called. The run then ends with code 3 (`CALLBACK_FAILED`), or with the code for a
-        run to be resumed."""
+        """Called after the last step and the last save. An exception is reported, and the other callbacks are still
+        called. The run then ends with code 3 (`CALLBACK_FAILED`), or with the code for a run to be resumed."""
 
 
 @dataclass(frozen=True)

@@ -73,8 +73,7 @@ class FailureHandler:
         """Function that describes the state in memory from which the same command resumes; "" if there is none."""
 
         self.reported: Failure | None = None
-        """Failure that ends this rank; None if the rank ends for another reason. `at_exit` functions read this
-        attribute."""
+        """Failure that ends this rank, for use in `at_exit` functions; None if the rank ends for another reason."""
 
         self.left = False
         """True if this rank no longer needs the store. The process with the store may then end at any time."""
@@ -256,8 +255,7 @@ class FailureHandler:
             def known() -> bool:
                 if board.cause() is not None or self.ending:
                     return True
-                # A rank that does not answer may still report its error. Stop waiting if all such ranks are suspended,
-                # or if there are none: then the ranks wait for each other.
+                # Stop waiting if no rank is silent, or if all silent ranks are suspended: ranks wait for each other.
                 return hung(error) and all(board.state(rank) == "T" for rank in silent())
 
             board.wait(known, GRACE)
@@ -313,8 +311,7 @@ class FailureHandler:
         return Failure(launch.rank, who, phase, GONE, what, died(self.checkpoints, self.saved, self.memory()))
 
     def _end_without_store(self, failure: Failure) -> NoReturn:
-        """End this rank when there is no store through which the ranks could share one failure report. One rank per
-        host reports the failure."""
+        """End this rank when no store is left for sharing a failure report. One rank per host reports the failure."""
         rank, others = self._launch.rank, self._board.known_neighbours()
         if rank == min({rank, *others} - {0}):
             _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
@@ -354,8 +351,7 @@ class FailureHandler:
         return replace(failure, who=who, phase=guilty.phase, title=found.title, what=what).advised("collective")
 
     def _absent(self, failure: Failure, ranks: Collection[int], noticed: str) -> Failure:
-        """If a rank failed while it waited at start-up, and other ranks do not answer, attribute the failure to these
-        other ranks."""
+        """Attribute the failure of a rank that waited at start-up to `ranks`, the ranks that do not answer."""
         if not ranks:
             return failure
         lines, names = list[str](), list[str]()

@@ -228,8 +228,7 @@ KINDS = ("save", "stop", "resume")
 
 @dataclass(frozen=True)
 class Request:
-    """Request to stop the run or save a checkpoint. All ranks carry out the request after the same tick of the
-    watchdogs."""
+    """Request to stop or save. All ranks carry out the request after the same step or evaluation batch."""
 
     kind: str
     """Kind of the request, one of `KINDS`: `save`, `stop`, or `resume` (stop for a restart)."""
@@ -304,8 +303,7 @@ class Board:
         return self._parsed(key, text, parse) if text else None
 
     def read_all(self, name: str, parse: Callable[[str], T]) -> dict[int, T]:
-        """Return a dict from each rank to its parsed value. Ranks without a value, or with a value that `parse`
-        rejects, are omitted."""
+        """Return {rank: parsed value}. Ranks without a value, or with a value that `parse` rejects, are omitted."""
         found = {rank: self._parsed(f"{name}/{rank}", text, parse) for rank, text in self.get_all(name).items()}
         return {rank: value for rank, value in found.items() if value is not None}
 
@@ -384,8 +382,7 @@ class Board:
         return self.read("told", self._parse_failure)
 
     def _parse_failure(self, text: str) -> Failure:
-        """Parse the report of a failure. The reporting rank may belong to a world of a different size, so its number is
-        not checked against this world's size."""
+        """Parse the report of a failure. The reporting rank may belong to a larger world than this rank."""
         failure = parse_record(Failure, text)
         if failure.reporter < 0 or not 0 < failure.code < 256:
             raise ValueError(f"there is no rank {failure.reporter}, or no exit code {failure.code}")
@@ -422,8 +419,7 @@ class Board:
         return (self.get(f"beat/{rank}") or "").partition(" ")[2]
 
     def watch_first(self) -> None:
-        """Remember the phase of rank 0 in `first_phase`, because the store becomes unreadable if the process of rank 0
-        ends. This applies only if rank 0 is on this machine and hosts the store."""
+        """Keep a copy of rank 0's phase if rank 0 runs on this machine and its process hosts the store."""
         if 0 in self.neighbours() and not launcher_has_store():
             self.first_phase = self.last_phase(0)
 
@@ -432,8 +428,7 @@ class Board:
         return self.neighbours() if self.peers else {}
 
     def come(self, meeting: str) -> None:
-        """Report to the other ranks that this rank has reached `meeting`, a point at which all ranks wait for each
-        other."""
+        """Report to the other ranks that this rank has reached the meeting point `meeting`."""
         self.say(f"came/{meeting}")
         self.store.add(f"came/{meeting}", 1)
 
