@@ -25,7 +25,7 @@ class AttentionOperands:
     """Scale, precision, device and head widths of one layer's attention."""
 
     scale: float
-    """Scale factor of attention scores."""
+    """Factor by which attention scores are multiplied."""
 
     dtype: torch.dtype
     device: torch.device
@@ -33,7 +33,7 @@ class AttentionOperands:
     """Number of channels of a query or key head."""
 
     value_head_dim: int
-    """Channels of a value head."""
+    """Number of channels of a value head."""
 
 
 class AttentionBackend(Protocol):

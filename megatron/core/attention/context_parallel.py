@@ -38,7 +38,7 @@ class Ring:
 
     cp: Axis
     queries: Spans
-    """Positions of this rank's queries."""
+    """Positions of the queries that this rank computes."""
     keys: tuple[Spans, ...]
     """Positions of each rank's keys."""
     causal: Causal

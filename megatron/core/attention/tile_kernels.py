@@ -79,7 +79,7 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class Causal:
-    """A causal mask, and the kernel that computes attention with it."""
+    """Causal mask, together with the kernel that computes attention under this mask."""
 
     kernel: Kernel
     documents: Documents | None = None
@@ -244,6 +244,6 @@ def _grouped(weights: Tensor, k: Tensor) -> Tensor:
 
 
 def _rows_of(x: Tensor, q: Tensor) -> Tensor:
-    """x [b, groups, heads / groups * n, d] -> [n, b, heads, d], for the rows and heads of q"""
+    """Rearrange x to the shape of q: x [b, groups, heads / groups * n, d] -> [n, b, heads, d]."""
     n, b, heads, _ = q.shape
     return x.view(b, heads, n, -1).permute(2, 0, 1, 3)

@@ -37,11 +37,11 @@ class Shards(NamedTuple):
     """Positions of a micro-batch on each context-parallel rank."""
 
     held: tuple[Spans, ...]
-    """Position spans of each rank's tokens, in ascending order. All ranks hold the same number of tokens."""
+    """Position spans of each rank's tokens, in ascending order. Each rank has the same number of tokens."""
 
     sent: tuple[Spans, ...]
-    """Position spans of the keys on each rank that are visible to other ranks. All ranks send the same number of
-    tokens."""
+    """Position spans of the keys on each rank that are visible to other ranks. Each rank sends the same number of
+    keys."""
 
 
 @lru_cache(maxsize=64)
@@ -182,7 +182,8 @@ def _unwindowed_tiles(queries: Spans, keys: Spans, documents: Documents | None) 
 
 
 def _documents_in(span: range, starts: tuple[int, ...]) -> range:
-    """Return the numbers of the documents with tokens in a span."""
+    """Return the numbers of all documents that have tokens in the span. `starts` contains the start positions of the
+    documents."""
     return range(bisect_right(starts, span.start) - 1, bisect_left(starts, span.stop))
 
 
@@ -209,7 +210,7 @@ def halved(tiles: tuple[Tile, ...], longest: int, times: int = 4) -> tuple[Tile,
     """Halve diagonal tiles, at most `times` times, until they have at most `longest` queries.
 
     Halving a diagonal tile reduces the number of its masked pairs. Kernels that also compute masked pairs then waste
-    less time. A query's diagonal tile comes before its other tiles.
+    less time. The diagonal tile of a query still precedes the other tiles of the query.
     """
     return tuple(part for tile in tiles for part in _halves(tile, longest, times))
 

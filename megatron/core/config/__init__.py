@@ -1,4 +1,4 @@
-"""Configuration as frozen dataclasses: the only source of flags.
+"""Configuration as frozen dataclasses, from which all command-line flags are generated.
 
 Each field is a command-line flag with Megatron's name. The string below a field is the help text of the flag. This
 package does not import torch, so that a login node can read, validate and plan a run.

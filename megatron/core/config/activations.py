@@ -35,7 +35,8 @@ class Activation(Protocol):
     """An activation function, which may be an `nn.Module`."""
 
     def __call__(self, x: Tensor, /) -> Tensor:
-        """x [..., f], or [..., 2f] if the function is gated -> [..., f], where f is this rank's part of the width."""
+        """Apply the function: x [..., f], or [..., 2f] if the function is gated -> [..., f], where f is this rank's
+        part of the width."""
 
 
 class MakeActivation(Protocol):

@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """The largest id plus one, including special tokens, without padding."""
+        """Largest token id plus one. Special tokens count, but padding of the vocabulary does not."""
 
     @property
     def eod(self) -> int | None:
@@ -61,7 +61,8 @@ class TokenizerFacts:
     """Fields of `TokenizerConfig` that must be set to the path of a file."""
 
     finds_files: bool = False
-    """True if --tokenizer-model may be a name instead of a path. The tokenizer then finds its files by this name."""
+    """True if --tokenizer-model may be a name instead of a path. The tokenizer then uses this name to find its
+    files."""
 
 
 TOKENIZERS = Registry("--tokenizer-type", TokenizerFacts, protocol=TokenizerBuilder)

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition on a configuration that another flag requires or excludes. The condition is expressed in flags."""
+    """Condition that a flag requires or excludes, such as that another flag is given."""
 
     text: str
     """Text of the condition, in one of these forms: `--x` (the flag is given, and is neither off nor 0), `--x VALUE`,
@@ -51,8 +51,8 @@ class FlagSpec:
     """True if the flag takes one value and may be given several times; the field holds a tuple."""
 
     path: str | None = None
-    """Kind of path that the value names: "local" for a path in a mounted file system, "stored" for such a path or a
-    path in a storage that an extension has registered, and "url" if any URL is also legal."""
+    """Kind of path that the flag accepts, if its value is a path. "local" is a path in a mounted file system. "stored"
+    is such a path, or a path in a storage that an extension has registered. "url" also permits any URL."""
 
     empty_is_none: bool = False
     """True if an empty value means that the flag is not given, as in Megatron-LM. If False, the flag refuses an empty
@@ -62,8 +62,8 @@ class FlagSpec:
     """Kind of an output path, "folder" or "file". At its start, the run checks that this path can be written."""
 
     names_code: Callable[[str], bool] | None = None
-    """True if a value names files whose code is executed. Such a value must be on the command line, or in a
-    configuration file that a run of the same user recorded."""
+    """True if a value names files whose code is executed. The flag accepts such a value only on the command line, or
+    from a configuration file of a recorded run of the same user."""
 
     effective: str | None = None
     """Property of the configuration section that holds the effective value, for a field whose value another field may

@@ -160,7 +160,7 @@ class Sublayers:
     """Name of the mixer that replaces the model's attention; None if no mixer does."""
 
     mlp: bool = False
-    """True if the layer has an MLP, dense or with experts."""
+    """True if the layer contains an MLP, either dense or with experts."""
 
     experts: bool = False
     """True if the layer's MLP is a mixture of experts."""
@@ -208,7 +208,7 @@ class LayerPattern:
 
 
 MOST_LAYERS = 10**6
-"""Maximum number of entries in a list while a layer pattern is evaluated."""
+"""Maximum number of entries of any list that the evaluation of a layer pattern may create."""
 
 
 def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
@@ -264,8 +264,8 @@ def _value_of(text: str, otherwise: str) -> int | list[int]:
 
 
 def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Callable[[int], bool]) -> tuple[int, ...]:
-    """Return `value` as a tuple. Raises ValueError unless this list has one valid entry for each layer; in the error
-    message, `what` describes a valid entry."""
+    """Return `value` as a tuple. Raises ValueError unless the list has one valid entry for each layer. The error
+    message describes a valid entry as `what`."""
     if len(value) != num_layers:
         raise ValueError(f"the list must have {what} for each of {num_layers} layers, but has {len(value)} entries")
     for layer, item in enumerate(value):

@@ -65,7 +65,7 @@ def has_perplexity(loss_func: str, z_loss_coeff: float) -> bool:
 
 
 AUTO = -1
-"""Field value for --loss-chunk-tokens auto, for which `chunk_size` chooses the size."""
+"""Value of the configuration field for --loss-chunk-tokens auto. The function `chunk_size` then chooses the size."""
 
 CHUNK_SIZES = 1024, 2048, 4096, 8192
 """Chunk sizes in tokens from which `AUTO` chooses."""
@@ -82,11 +82,11 @@ larger for the other GPUs that the planner supports."""
 def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:
     """Return the number of tokens in a chunk, or 0 for all tokens at once.
 
-    Every additional chunk reads and writes the output layer's weight gradient once more. `AUTO` chooses the smallest
-    size for which these reads and writes take at most `MOST_COST` of a step, or all tokens at once if there is no such
-    size. The estimate of the output layer's share of the step time compares its number of parameters with 12 h^2
-    parameters per transformer layer. The chunk size therefore depends only on the model, not on the device or the
-    layout."""
+    Every additional chunk reads and writes the output layer's weight gradient once more. For `AUTO`, the function
+    chooses the smallest size for which these reads and writes take at most the fraction `MOST_COST` of the step time,
+    or all tokens at once if there is no such size. The estimate of the output layer's share of the step time compares
+    its number of parameters with 12 h^2 parameters per transformer layer. The chunk size therefore depends only on the
+    model, not on the device or the layout."""
     if asked != AUTO:
         return asked or 0
     share = vocab_size / (vocab_size + 12 * num_layers * hidden_size)

@@ -33,7 +33,7 @@ class HeadWidths(NamedTuple):
     """Channels of a query or key head to which --rotary-percent refers."""
 
     value: int
-    """Channels of a value head."""
+    """Number of channels of a value head."""
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def attention_mixer(self) -> MixerFacts:
-        """Properties of the attention sublayer that apply to all mixers."""
+        """Properties of the attention sublayer that every kind of mixer has."""
         return MIXERS.facts(self.attention)
 
     @property
@@ -77,7 +77,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def value_head_dim(self) -> int:
-        """Channels of a value head."""
+        """Number of channels of a value head."""
         return self.head_widths.value
 
     @property
@@ -147,7 +147,7 @@ class TransformerConfig(ModelFields):
         return self._with_last_repeated(found)
 
     def _with_last_repeated(self, of_layers: tuple[T, ...]) -> tuple[T, ...]:
-        """Append the value of the last layer for each multi-token prediction module."""
+        """Append the last layer's value once for each multi-token prediction module."""
         return of_layers + of_layers[-1:] * self.mtp_depths
 
     def _by_own_numbers(self, of_layers: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -301,7 +301,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def activation(self) -> str:
-        """Name of the activation function."""
+        """Name of the activation function of MLPs and experts."""
         if self.activation_func is not None:
             return self.activation_func
         gelu = "gelu_tanh" if self.bias_gelu_fusion and self.add_bias_linear else "gelu"
@@ -394,7 +394,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def attention_scale(self) -> float:
-        """Scale factor of attention scores."""
+        """Factor by which attention scores are multiplied."""
         of_channels = self.yarn_mscale(self.mscale_all_dim) ** 2 if self.attention_facts.scales_scores else 1.0
         return self.softmax_scale if self.softmax_scale is not None else of_channels / sqrt(self.head_dim)
 

@@ -24,7 +24,7 @@ NEEDED_BY = {
     "moe": "--num-experts",
     "shared_experts": "--moe-shared-expert-intermediate-size",
 }
-"""Flag that adds each part that only some models have, keyed by part."""
+"""Flags that add parts which only some models have, keyed by part."""
 
 WITHIN = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
 """Larger part that includes each part, keyed by part."""

@@ -31,7 +31,7 @@ class RouterFacts:
     even for a model with another router."""
 
     losses: tuple[str, ...] = ()
-    """Values of --moe-router-load-balancing-type that are auxiliary losses. A run may combine several of these
+    """Values of --moe-router-load-balancing-type that select an auxiliary loss. A run may combine several of these
     losses."""
 
     balancings: tuple[str, ...] = ()
@@ -100,7 +100,8 @@ ROUTERS.register(
 
 
 def router_of(config: Section, number: int, in_training: bool = True) -> str:
-    """Return the name of the router of layer `number` in training; with `in_training` False, in the trained model."""
+    """Return the name of the router that layer `number` uses in training. If `in_training` is False, ignore routers
+    that are used only in training."""
     wanted = ROUTERS.wanted(config, number)
     return [name for name in wanted if in_training or not ROUTERS.facts(name).training_only][-1]
 
@@ -306,7 +307,7 @@ class MoEConfig:
 
     @property
     def moe_drops_tokens(self) -> bool:
-        """True if experts have a limited capacity in training or evaluation."""
+        """True if the capacity of experts is limited in training or evaluation."""
         return not (self.moe_expert_capacity_factor is None and self.moe_eval_capacity_factor is None)
 
     @property

@@ -51,7 +51,7 @@ class Norm(Protocol):
             size: Number of channels.
             config: The layer's `TransformerConfig`.
             ctx: The layer's `megatron.core.tensor_parallel.layers.TPContext`.
-            partial_over: `ParamMeta.partial_over` of the parameters, whose role is "norm".
+            partial_over: Value of `ParamMeta.partial_over` for the norm's parameters. Their `ParamMeta.role` is "norm".
         """
 
 

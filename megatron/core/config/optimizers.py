@@ -67,12 +67,12 @@ OPTIMIZERS.register("sgd", "megatron.core.optimizer.fused:sgd", by_element=True)
 
 
 class StatePlan:
-    """Storage format of main parameters and optimizer states, described without torch. The base class stores parameters
-    and states in the main dtype."""
+    """Storage format of main parameters and optimizer states, described without torch. In this base class, they are
+    stored in the main dtype."""
 
     optional: tuple[str, ...] = ()
-    """Kinds of optimizer states that may be missing from a checkpoint. Runs with other stores ignore these states in a
-    checkpoint."""
+    """Kinds of optimizer states that may be missing from a checkpoint. If a checkpoint contains such states, runs with
+    other stores ignore them."""
 
     def holds(self, optimizer: Section) -> bool:
         """Return whether the configuration selects this store."""
@@ -83,8 +83,8 @@ class StatePlan:
         the main parameters' dtype.
 
         "aliased" means that the main parameters are the parameters themselves. "stored" means that they are a copy in
-        the main dtype. Main parameters in host memory (`on_host`) are always "stored". Extensions may define other
-        kinds of storage.
+        the main dtype. If `on_host` is True, the main parameters are in host memory and therefore always "stored".
+        Extensions may define other kinds of storage.
         """
         return "aliased" if params_dtype == main_dtype and not on_host else "stored"
 

@@ -111,15 +111,15 @@ unit stores. If a run uses no unit store, `DDPConfig` determines which states th
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """Properties of a layer split."""
+    """Properties of a registered division of the layers among pipeline stages."""
 
     when: Callable[[ModelParallelConfig], bool]
     """Predicate that decides whether the configuration selects this division of the layers among pipeline stages."""
 
 
 class StageSplit(Protocol):
-    """Uneven division of the layers among pipeline stages. `model` is a `TransformerConfig`. All methods except
-    `virtual` raise ValueError with the name of the flag if the split is invalid."""
+    """Uneven division of the layers among pipeline stages. The argument `model` is a `TransformerConfig`. If the
+    division is not valid, all methods except `virtual` raise a ValueError that names the flag."""
 
     def virtual(self, parallel: ModelParallelConfig) -> bool:
         """Return whether each pipeline rank holds several stages."""
@@ -129,7 +129,7 @@ class StageSplit(Protocol):
 
     def end_costs(self, parallel: ModelParallelConfig, first: float, last: float) -> tuple[float, float]:
         """Return the costs of the embedding and the output layer, in units of one layer. `first` and `last` are
-        FLOP-based estimates of the two costs."""
+        estimates of these two costs that count only FLOPs."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
         """Return the number of layers of each stage for which the flags set this number, keyed by stage."""

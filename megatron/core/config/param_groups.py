@@ -26,7 +26,7 @@ class ParamGroup:
     """Multiplier of the learning rate."""
 
     eps_mult: float = 1.0
-    """Multiplier of Adam's epsilon (--adam-eps)."""
+    """Factor by which Adam's epsilon (--adam-eps) is multiplied."""
 
     wd_mult: float = 1.0
     """Multiplier of the scheduled weight decay; 0 for no weight decay."""
@@ -103,8 +103,8 @@ class ParameterRule:
 
 
 class BuildsRule(Protocol):
-    """Class or function that creates a parameter rule from a run's `OptimizerConfig`. The method `options(Cls)` of the
-    `OptimizerConfig` returns the flags of an extension."""
+    """Class or function that creates a parameter rule from a run's `OptimizerConfig`. An extension obtains the values
+    of its flags from `optimizer.options(Cls)`, where Cls is the dataclass that defines them."""
 
     def __call__(self, optimizer: Section) -> ParameterRule: ...
 
@@ -112,7 +112,7 @@ class BuildsRule(Protocol):
 @dataclass(frozen=True)
 class RuleFacts:
     when: Callable[[Section], bool]
-    """Predicate that decides whether the rule applies to a run with this `OptimizerConfig`."""
+    """Predicate that decides from the `OptimizerConfig` whether the rule applies to a run."""
 
 
 PARAMETER_RULES = Registry("rule of parameters", RuleFacts, protocol=BuildsRule)

@@ -204,8 +204,8 @@ class DistributedDataParallel:
         return (self.params[place.index] for bucket in buckets for place in bucket.layout.params)
 
     def zero_stale_grads(self, bucket: int | None = None) -> None:
-        """Zero the gradients to which this step has added nothing, in one bucket or in all buckets. Small gradients
-        that were held back are added first.
+        """Zero the gradients to which this step has added nothing, in one bucket or in all buckets. Before that, add
+        the small gradients that were held back.
         """
         self._small_grads.flush()
         buckets = self._reduced_whole if bucket is None else self._reduced_whole[bucket : bucket + 1]
@@ -279,7 +279,7 @@ class DistributedDataParallel:
             bucket.gather_params_()
 
     def drop_params(self) -> None:
-        """Free the memory of gathered parameters, for example after their shards were written."""
+        """Free the memory of gathered parameters, for example after their shards have been changed."""
         self.units.drop_params()
 
     def sharded_params(self) -> Iterator[OptimizerPiece]:

@@ -5,10 +5,10 @@ Losses are sums over tokens. The gradients of these sums are divided only once, 
 global batch. `reduce_model_grads` returns the factor that performs this division. The result therefore does not depend
 on how the batch is split over micro-batches and over data-, context- and pipeline-parallel ranks.
 
-Sums over data-parallel ranks come first. They may have started during the backward pass, and leave each rank with only
-its shards. Two other kinds of sums remain: gradients that are partial sums over a model axis such as tensor
-parallelism, and gradients of parameters that two pipeline stages share. Because the order of the sums does not matter,
-each rank computes these two only for its shards.
+Gradients are first summed over data-parallel ranks. These sums may have started during the backward pass. After them,
+each rank has the sums of only its shards. Two other kinds of sums remain: gradients that are partial sums over a model
+axis such as tensor parallelism, and gradients of parameters that two pipeline stages share. Because sums can be
+computed in any order, each rank computes these two only for its shards.
 """
 
 from __future__ import annotations

@@ -74,9 +74,8 @@ class Bucket:
         return whole, whole[self.shard_range[0] - start : self.shard_range[1] - start]
 
     def gather_bytes(self) -> tuple[Tensor, Tensor]:
-        """Let parameter gathers send cast bytes instead of parameters.
-
-        Returns the whole bucket's memory in uint8, and this rank's part of it.
+        """Make all-gathers send parameters that have been cast to a one-byte format. Returns the uint8 memory of the
+        whole bucket, and this rank's part of this memory.
         """
         self._bytes = torch.zeros(self.params.shape, dtype=torch.uint8, device=self.params.device)
         return self._bytes, self._bytes.chunk(self.axis.size)[self.axis.rank]
@@ -86,8 +85,8 @@ class Bucket:
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def adopt(self, owners: Sequence[nn.Parameter]) -> None:
-        """Take over the parameters `owners` after their values were moved into `params`. The base class does
-        nothing."""
+        """Take over the parameters `owners` after their values were moved into `params`. In the base class, there is
+        nothing to do."""
 
     def owned_grad(self, piece: Piece) -> Tensor:
         """Return the gradient of `piece`, a part of a parameter from `owned_pieces`, as a 1-D view."""
@@ -136,7 +135,8 @@ class Bucket:
             self._param_sync = None
 
     def gather_params_(self) -> None:
-        """All-gather `owned_params` into `params` if the last gather sent cast bytes."""
+        """All-gather `owned_params` into `params` if the last all-gather sent only parameters cast to a one-byte
+        format."""
         self.finish_param_sync()
         if self._behind:
             start_all_gather(self.param_shard, self.axis, out=self.params).wait()
@@ -162,7 +162,8 @@ class WholeUnits:
         """Start a step of `microbatches` micro-batches. With 0, no gradient is reduced before the end of the step."""
 
     def finish_grad_sync(self) -> None:
-        """Reduce the remaining gradients of a step, and free whole parameters, which are about to change."""
+        """Reduce the remaining gradients of a step. Free the whole parameters, because the optimizer is about to change
+        their values."""
 
     def drop_params(self) -> None:
         """Free whole parameters, for example because they have changed."""
@@ -182,7 +183,7 @@ class WholeUnits:
 class UnitStore:
     """Base class of stores, which decide where parameters and gradients of units are kept between passes.
 
-    `UnitStore` itself keeps whole parameters and gradients on the device. The subclass `ShardedUnits` keeps only shards
+    The base class keeps whole parameters and gradients on the device. Its subclass `ShardedUnits` keeps only shards
     between passes.
     """
 
@@ -239,11 +240,11 @@ class BufferKind:
 class ParamAndGradBuffer:
     """Flat memory for one `BufferLayout`.
 
-    The constructor moves `params`, the list from which the layout was planned, into this memory. Values, shapes and the
-    Parameter objects stay the same; `initialize` sets the values of parameters without memory, one bucket at a time.
-    `param.data` becomes a view of this memory, and `param.main_grad` becomes a view of zeroed gradients. `copies` is
-    the axis of ranks that hold the same shards; their gradients are summed once per step. `store` creates the buckets
-    of units.
+    The constructor moves the parameters `params` into this memory. They must be in the same order as when the layout
+    was planned. Values, shapes and the Parameter objects stay the same; `initialize` sets the values of parameters
+    without memory, one bucket at a time. `param.data` becomes a view of this memory, and `param.main_grad` becomes a
+    view of zeroed gradients. `copies` is the axis of ranks that hold the same shards; their gradients are summed once
+    per step. `store` is the unit store, which creates the buckets.
     """
 
     def __init__(

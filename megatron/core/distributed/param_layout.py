@@ -52,7 +52,7 @@ class ParamRange:
     """Location of one parameter: elements [start, stop) of its buffer, without padding."""
 
     index: int
-    """Position of the parameter in the list from which the layout was planned."""
+    """Index of the parameter in the list of parameters for which the layout was planned."""
 
     meta: ParamMeta
     start: int
@@ -86,7 +86,8 @@ class BucketLayout:
         return self.start + rank * size, self.start + (rank + 1) * size
 
     def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """Return the parts of parameters within [start, stop) of the buffer, in order; none is empty."""
+        """Return the parts of parameters that are within [start, stop) of the buffer, in order. Empty parts are left
+        out."""
         found = []
         for param in self.params:
             low, high = max(start, param.start), min(stop, param.stop)
@@ -239,13 +240,13 @@ def launch_order(buffers: Sequence[BufferLayout]) -> list[BucketPlace]:
 
 @dataclass(frozen=True)
 class StateRange:
-    """Range of elements [start, stop) in a rank's part of a bucket. The optimizer states of the elements in one range
-    are either all on the device or all on the host."""
+    """Range of elements [start, stop) that a rank owns in a bucket. The optimizer states of these elements are either
+    all on the device or all on the host."""
 
     buffer: int
     bucket: int
     start: int
-    """First element of the range, relative to the first element of the bucket that the rank owns."""
+    """Start of the range, counted from the first element that the rank owns in the bucket."""
 
     stop: int
     on_host: bool

@@ -50,9 +50,9 @@ class UnitBucket(Bucket):
     only its shard of the gradients (ZeRO-2), and with ZeRO-3 only its shard of the parameters.
 
     Whole gradients exist from the first contribution of a micro-batch until they have been reduced and added to
-    `grad_shard`. Whole parameters exist from the unit's first `acquire` to its last `release`. Memory is allocated and
-    freed under the same views, so references that autograd saved are valid whenever a parameter is whole.
-    """
+    `grad_shard`. Whole parameters exist from the unit's first `acquire` to its last `release`. The views of this memory
+    stay the same when it is freed and allocated again, so tensors that autograd saved are valid whenever a parameter is
+    whole."""
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         super().__init__(layout, buffer)
@@ -182,7 +182,8 @@ IN_FLIGHT = 1
 
 @dataclass(eq=False)
 class Unit:
-    """A module and the buckets of its parameters. Modules that share a tied parameter share a bucket."""
+    """Module whose parameters are gathered and freed together, with the buckets of these parameters. Modules that share
+    a tied parameter share a bucket."""
 
     module: nn.Module
     buckets: list[UnitBucket]
@@ -332,7 +333,7 @@ class UnitSharding(WholeUnits):
             self._acquire(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple[object, ...], output: object) -> object:
-        """Hook after a forward pass. The hook also runs if a recomputed pass stops early; `output` is then None."""
+        """Hook that runs after a unit's forward pass, also if a recomputed pass stops early. `output` is then None."""
         if self.shards_params:
             output = _apart_from(unit, output)
             self._release(unit)
@@ -347,8 +348,7 @@ class UnitSharding(WholeUnits):
         input is known. Autograd first runs the operations that were recorded last, so no operation of the unit remains
         at that point. If no operation produced the input, the unit's backward pass ends with the whole backward pass. A
         layer that returns a `Pending` stream has two outputs, one of which was computed in the middle of the layer. Its
-        backward pass starts with the first known output gradient and ends with the last input gradient.
-        """
+        backward pass starts with the first known output gradient and ends with the last input gradient."""
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:
             return

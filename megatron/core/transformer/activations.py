@@ -41,9 +41,9 @@ Kind = str | Bounded
 
 
 class FusedActivation:
-    """Activation function of a kind that `functions_of` supports. For the backward pass, the function saves only its
-    input. If compiled, the function can also add the bias of the preceding linear layer. The backward kernel then
-    computes the input gradient and the sum for the bias gradient together.
+    """Activation function that saves only its input for the backward pass. `kind` is one that `functions_of` supports.
+    If compiled, the function can also add the bias of the preceding linear layer. In this case, a single backward
+    kernel computes the input gradient and sums the bias gradient.
     """
 
     def __init__(self, kind: Kind, compiled: bool) -> None:
@@ -153,8 +153,8 @@ FUNCTIONS: dict[str, Functions] = {
 
 
 def functions_of(kind: Kind) -> Functions:
-    """Return the functions forward(x) and backward(x, gradient of the output) of an activation function. They include
-    the clamp and the offset of `kind`, if it has any."""
+    """Return the functions forward(x) and backward(x, gradient of the output) of an activation function. If `kind` has
+    a clamp and an offset, both functions include them."""
     if isinstance(kind, str):
         return FUNCTIONS[kind]
     (forward, backward) = FUNCTIONS[kind.name]

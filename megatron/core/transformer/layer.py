@@ -29,7 +29,7 @@ class HiddenDropout(nn.Module):
         self.compiled = ctx.compiled
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, h], or [s/tp, b, h] under sequence parallelism"""
+        """Apply dropout to x [s, b, h], or [s/tp, b, h] under sequence parallelism."""
         if not self.training or self.p == 0:
             return x
         places = context.places_of(x, self.sequence_rank)
@@ -91,7 +91,7 @@ class TransformerLayer(nn.Module):
         """Build the MLP of a layer without experts.
 
         The module is called with x [s, b, h] and the context, and returns [s, b, h]. Under sequence parallelism, both
-        are [s/tp, b, h]. A custom layer class may override this method to return a different module.
+        are [s/tp, b, h]. A subclass may override this method to use another module.
         """
         return MLP(name, config, ctx)
 
@@ -124,7 +124,7 @@ class TransformerLayer(nn.Module):
         return x
 
     def _side_by_side(self, normed: Tensor, context: BatchContext) -> Tensor:
-        """Return the sum of the outputs of attention and MLP, which both read `normed` [s, b, h]."""
+        """Return the sum of the attention output and the MLP output. The input of both is `normed` [s, b, h]."""
         attended = self.post_attention_layernorm(self.self_attention(normed, context))
         mixed = self.post_mlp_layernorm(self.mlp(normed, context))
         return self._scaled(self.attention_dropout(attended, context) + self.mlp_dropout(mixed, context))

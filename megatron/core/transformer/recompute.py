@@ -25,7 +25,7 @@ T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
 Results = Tensor | Iterable[Tensor]
 Input = TypeVar("Input", bound=Tensor | tuple[Tensor, ...])
-"""A tensor, or a tuple or NamedTuple of tensors."""
+"""Type of the input of a recomputed function: a tensor, or a tuple or NamedTuple of tensors."""
 
 
 def recomputed(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
@@ -60,7 +60,7 @@ def computing_again() -> bool:
 
 
 class _View(NamedTuple):
-    """Placeholder in the autograd graph for a view of a freed tensor."""
+    """Object that the autograd graph holds in place of a view of a freed tensor."""
 
     number: int
     size: torch.Size
@@ -134,8 +134,8 @@ def _tuple(results: Results) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Segment:
-    """A single layer of a stage, or consecutive layers that the backward pass recomputes together. Layers are numbered
-    by their position in the stage."""
+    """A single layer of a stage, or consecutive layers that the backward pass recomputes together. The numbers of the
+    layers are their positions in the stage."""
 
     layers: range
     recompute: bool = False

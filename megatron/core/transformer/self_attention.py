@@ -108,7 +108,8 @@ class SelfAttention(nn.Module):
 def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
     """Return linear_qkv [groups, heads, channels, h], or [groups, rows, h] if head widths differ, and linear_proj.
 
-    A group's rows of linear_qkv are its query heads, their output gates if there are any, its key, and its value.
+    For each query group, the rows of linear_qkv are its query heads, their output gates if there are any, its key and
+    its value.
     """
     hidden, bias = config.hidden_size, config.add_bias_linear
     of_output = bias or config.add_attention_output_bias

@@ -60,7 +60,7 @@ class CommandLine:
     """Lines to print about flags that have no effect, and about flags that were replaced with other flags."""
 
     command: Command | None = None
-    """Command that runs instead of training; None to train."""
+    """Command that the program runs instead of training. If None, the program trains."""
 
     json_file: str | None = None
     """File for the command's JSON; "" for standard output, None for no JSON."""
@@ -277,7 +277,8 @@ def save_config(config: RunConfig, path: str | PurePath) -> None:
 
     Values that are derived from other values or from the world size are written as comments. Without derived values,
     the file can be used with another layout, and a flag that overrides a value also changes the values derived from it.
-    The global batch size is written as a value, because a run that continues under another layout must not change it.
+    The global batch size is always written as a value, so that it stays the same if a run continues with another
+    layout.
     """
     derived = dict(config.given)
     derived.pop("global_batch_size", None)

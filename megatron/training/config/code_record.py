@@ -5,8 +5,8 @@ Code runs only if the command line names it. Code is not run just because a chec
 because these files may come from anywhere. The only exception is a checkpoint or configuration in the --save folder of
 a run that the same user started. When a run starts, `record_code` stores the run's folder, and the names and content
 digests of the code that the run uses. The record is in the user's state folder, outside the folder of the run.
-`standing` compares the code that a file names with the record. A checkpoint cannot extend the record, and code that has
-changed since it was recorded is refused.
+`standing` compares the code that a file names with the record. No checkpoint can extend the record. If code has changed
+since it was recorded, it is refused.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def code_digest(name: str) -> str | None:
     """Return a digest of the paths and contents of the files to which a name refers.
 
     A name may refer to a Python file, to a module, or to a folder. For a module, the digest covers all files of its
-    package and of its parent packages. For a folder, it covers the Python and YAML files. The name of a YAML file has
-    the digest of the folder that contains the file. Nothing is imported. Returns None if the name refers to no file or
-    to more than `MOST_FILES` files.
+    package and of its parent packages. For a folder, it covers the Python and YAML files. If the name is that of a YAML
+    file, the digest is that of the folder in which the file is. Nothing is imported. Returns None if the name refers to
+    no file or to more than `MOST_FILES` files.
     """
     try:
         files = list(islice(_code_files(_whole(name)), MOST_FILES + 1))
@@ -155,8 +155,8 @@ def _recorded(run: Path) -> dict[str, str]:
     """Return the recorded digests of the code that a run has used, keyed by the name of the code. `run` is the run's
     folder.
 
-    The result is empty unless the record belongs to this user and nobody else could have written it. It is also empty
-    if the record is in the run's folder.
+    The result is empty if the record belongs to another user, or if other users may write it. It is also empty if the
+    record is in the run's folder.
     """
     path = _record_file(run)
     try:

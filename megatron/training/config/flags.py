@@ -96,7 +96,7 @@ class Flag:
 
     @property
     def takes_several(self) -> bool:
-        """True if the field holds a tuple."""
+        """True if the flag accepts several values, which the field holds as a tuple."""
         return self.spec.many or self.spec.repeats
 
     @property
@@ -137,7 +137,8 @@ def dashed(field: str) -> str:
 
 
 Rules = Callable[[RunConfig, int], Iterable[Problem]]
-"""Function (resolved configuration, world size) -> problems. The function must not raise for any values."""
+"""Function of (resolved configuration, world size) that returns the problems it finds. The function must not raise for
+any values."""
 
 Resolve = Callable[[RunConfig], RunConfig]
 """Function that fills in the derived values of a configuration. The function must not raise for any values."""
@@ -170,7 +171,7 @@ class ExtensionSection:
     part_of: str | None = None
     """Section of `RunConfig` to which the flags belong.
 
-    An extension's flags with `part_of="model"` describe the model. They are treated as the fields of the section
+    An extension's flags with `part_of="model"` describe the model. Such flags are treated as the fields of the section
     "model": they can be read from a checkpoint, are compared with the checkpoint's values, and are converted with it.
     Flags with `part_of="data"` select data.
     """
@@ -327,7 +328,8 @@ def run_of(model: TransformerConfig) -> RunConfig:
 
 
 def with_fields(model: TransformerConfig, values: Mapping[str, object]) -> TransformerConfig:
-    """Return a model's configuration with `values` by field, including fields that extensions define."""
+    """Return the model configuration with the fields in `values` replaced. `values` may contain fields of
+    extensions."""
     return with_named(run_of(model), values).model
 
 
@@ -385,8 +387,7 @@ def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
 def _as_field(flag: Flag, value: object) -> object:
     """Convert a value to its field's type.
 
-    For a tuple field, a single value becomes a tuple, as older files store such values. URL credentials are hidden.
-    """
+    For a tuple field, a single value becomes a tuple, as older files store such values. URL credentials are hidden."""
     if flag.spec.path == "url" and isinstance(value, list | tuple):
         value = [take_credentials(each) if isinstance(each, str) else each for each in value]
     if isinstance(value, list | tuple) or value is None or not flag.takes_several:
@@ -395,7 +396,7 @@ def _as_field(flag: Flag, value: object) -> object:
 
 
 def _fields_in_order(cls: type) -> list[Field]:
-    """Return a section's dataclass fields, inherited fields last."""
+    """Return the dataclass fields of a section. Inherited fields come last."""
     inherited = {name for base in cls.__mro__[1:] for name in getattr(base, "__annotations__", {})}
     return sorted(fields(cls), key=lambda field: field.name in inherited)
 

@@ -67,7 +67,8 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
 
 
 def absent_checkpoint(config: RunConfig) -> Problem | None:
-    """Return a problem if --load does not exist and is not needed to determine the model; None otherwise.
+    """Return a problem if --load does not exist; None otherwise. Also return None if the run needs the checkpoint to
+    determine the model.
 
     A plan reports the missing checkpoint, but does not fail because of it.
     """

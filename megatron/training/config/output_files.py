@@ -73,8 +73,8 @@ def _output_fails() -> bool:
 def open_closed_streams() -> bool:
     """Reopen standard streams that the shell has closed (`>&-`), which Python represents as None.
 
-    Later writes to standard output fail in the same way as writes to a full disk. Messages on standard error are lost.
-    Returns whether standard output was closed.
+    Later writes to standard output fail in the same way as writes to a full disk. If standard error was closed,
+    messages to it are lost. Returns whether standard output was closed.
     """
     closed = sys.stdout is None
     if closed:
@@ -125,7 +125,7 @@ def _kind_of_no_file(path: Path) -> str | None:
 
 
 def _unreachable(name: str, given: str, folder: UrlPath) -> Iterator[Problem]:
-    """Yield a problem if the storage of a URL does not respond or cannot be written. Leaves no files."""
+    """Yield a problem if the storage for a URL does not respond, or if the run cannot write to it. Leaves no files."""
     storage, probe = storage_of(folder), folder / f".written-{os.urandom(16).hex()}"
     try:
         storage.write(probe, b"")

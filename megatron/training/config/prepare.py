@@ -35,7 +35,7 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     """Return the resolved configuration for the world of this process.
 
     If there are problems, prints all of them and raises SystemExit with code 2. If the command line selects a command,
-    runs it and raises SystemExit with the command's exit code. Only one rank prints.
+    runs it and raises SystemExit with the command's exit code. Messages are printed by one rank only.
     """
     try:
         return _prepared(command, launch)
@@ -81,7 +81,7 @@ class _Loaded:
     config: RunConfig
     problems: list[Problem]
     inputs: list[Problem]
-    """Problems with input files. They prevent a run, but not necessarily a command."""
+    """Problems with input files. A run cannot start with these problems, but a command may ignore them."""
 
 
 def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Loaded:
@@ -166,8 +166,8 @@ def _vocabulary(
 
 
 def _smaller_vocabulary(config: RunConfig, tokens: int | None) -> list[Problem]:
-    """Return a notice if --vocab-size has no effect because it is smaller than the number of tokens of the tokenizer,
-    `tokens`."""
+    """Return a notice if --vocab-size has no effect, because it is smaller than `tokens`, the number of tokens in the
+    tokenizer."""
     stated = config.model.vocab_size
     if stated is None or tokens is None or config.tokenizer.tokenizer_type == "NullTokenizer" or stated >= tokens:
         return []

@@ -137,7 +137,7 @@ def checked_texts(parser: ArgumentParser) -> ArgumentParser:
 
     Declare arguments that accept any text with `type=any_text`, and paths in any storage with `type=located`.
     """
-    from argparse import ArgumentTypeError  # imported here because runs do not need argparse
+    from argparse import ArgumentTypeError  # not imported at the top of the module, because runs do not need argparse
 
     def text(given: str) -> str:
         if (broken := text_rule(given)) is not None:
@@ -158,7 +158,7 @@ def checked_texts(parser: ArgumentParser) -> ArgumentParser:
 
 
 def any_text(text: str) -> str:
-    """Return the text unchanged: the argument type of a tool's flag that accepts empty values and control
+    """Return the text unchanged. Use this function as the argparse type of a flag that accepts empty values and control
     characters."""
     return text
 

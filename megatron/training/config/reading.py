@@ -44,15 +44,15 @@ class Reading:
 
 
 class ForeignProgram(Protocol):
-    """Another program: its flags and values that no field here accepts, and differences between its results and this
-    program's.
+    """Another training program. Describes its flags and values that this program lacks, and differences between the
+    results of both.
 
     @FOREIGN_PROGRAMS.register("Theirs")
     class Theirs(ForeignProgram): ...
     """
 
     def spellings(self) -> Collection[str]:
-        """Return the program's flags that have no corresponding field."""
+        """Return the flags of the other program for which this program has no field."""
 
     def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
         """Translate a flag of the program for `reader`. Returns False if the program lacks this flag or value."""
@@ -61,7 +61,7 @@ class ForeignProgram(Protocol):
         """Return the unsupported feature that the flag selects with these values; None if the feature is supported."""
 
     def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-        """Map each file in examples/ that registers some of the unknown flags to one of these flags."""
+        """Map each file in examples/ that registers an unknown flag to one such flag."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
         """Yield lines about differences between this program's results for a resolved configuration and the other
@@ -77,7 +77,7 @@ accepts."""
 
 
 def foreign_programs() -> dict[str, ForeignProgram]:
-    """Return the registered programs by name."""
+    """Return the registered other programs, keyed by name."""
     return {name: FOREIGN_PROGRAMS[name] for name in FOREIGN_PROGRAMS}
 
 
@@ -87,7 +87,7 @@ def foreign_spellings() -> set[str]:
 
 
 def foreign_examples(unknown: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-    """Map each file in examples/ that registers some of the unknown flags to one of these flags."""
+    """Map each file in examples/ that registers an unknown flag to one such flag."""
     return dict(chain(*(program.examples(unknown).items() for program in foreign_programs().values())))
 
 
@@ -156,8 +156,8 @@ class FlagReader(GivenOptions):
         self.settings.clear()
 
     def read_field(self, name: str, texts: Sequence[str], given: Sequence[str]) -> None:
-        """Read the flag of a field. `given` are the values as the user wrote them, `texts` the values in this program's
-        terms."""
+        """Read the flag of a field. `given` contains the values that the user wrote, `texts` the same values in this
+        program's terms."""
         flag, on = spelling_table()[name]
         before = len(self.problems)
         if flag.kind is not bool:
@@ -188,7 +188,7 @@ class FlagReader(GivenOptions):
         return self.number("--world-size", "say how many ranks")
 
     def refuse(self, name: str, texts: Sequence[str], rule: str, remedy: str) -> None:
-        """Add a problem with a flag for which there is no field."""
+        """Add a problem with a flag to which no field corresponds."""
         self.problems.append(Problem(name, tuple(texts) or None, rule, remedy))
         self.readings.append(Reading((name, *texts), (), f"{rule}; {remedy}", problem=True))
 

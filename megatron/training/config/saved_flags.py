@@ -318,8 +318,8 @@ def changed_fields(
 ) -> list[str]:
     """Return each flag that affects results and has different values in two runs, together with both values.
 
-    The compared flags are those of the model, and those of the extensions in the checkpoint's `sections`. A derived
-    field is not reported if it differs only because the field from which it is derived differs.
+    The compared flags are those of the model, and those of the extensions in the checkpoint's `sections`. If a field is
+    derived from another field, and differs only because the other field does, it is not reported.
 
     Args:
         saved: Configuration of the checkpoint.

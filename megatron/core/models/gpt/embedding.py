@@ -155,7 +155,7 @@ class SinusoidalEmbedding(nn.Module):
     """Sinusoidal position embedding: sines, then cosines, of h / 2 frequencies from 1 down to 1 / 10000.
 
     tensor2tensor and XGLM use the same layout (arXiv:1706.03762, section 3.5). With sinusoidal_ctrl, as in CTRL, the
-    last frequency is 10000^(2 / h) / 10000. Angles are always fp32.
+    last frequency is 10000^(2 / h) / 10000. Angles are computed in fp32.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
@@ -214,7 +214,7 @@ class Embedding(nn.Module):
         return self.dropout(self.vectors(tokens, context), context)
 
     def vectors(self, tokens: Tensor, context: BatchContext) -> Tensor:
-        """Return the embeddings before dropout, with the same shapes as `forward`."""
+        """Return the embeddings before dropout. Arguments and shapes are the same as in `forward`."""
         x = self.word_embeddings(tokens)
         x = self.layernorm(x if self.scale == 1 else x * self.scale)
         if self.position_embeddings is not None:

@@ -48,7 +48,7 @@ class WeightSetup:
     """Number of threads that draw initial weights."""
 
     rules: Sequence[InitRule] = ()
-    """Rules that change the initial weights of matching parameters (`OptimizerConfig.parameter_rules`)."""
+    """Rules of `OptimizerConfig.parameter_rules` that change the initial values of certain parameters."""
 
 
 ORDINARY = WeightSetup()
@@ -68,7 +68,7 @@ def layer_context(
         config: The model.
         parallel: Parallelism settings.
         state: Process groups.
-        passes: State shared by all passes of a rank's stages.
+        passes: State that all forward and backward passes of the rank's stages share.
         weights: Settings for creating the parameters.
         hardware: Capabilities of the stage's device.
     """
@@ -126,7 +126,7 @@ class GPTModel(nn.Module):
             state: Process groups; by default, there are none.
             stage: Stage to build; None builds the whole model.
             embedding: Embedding of the first stage, for a last stage on the same rank.
-            passes: State shared by all stages of a rank.
+            passes: State that all stages of the rank share.
             weights: Settings for creating the parameters.
             hardware: Capabilities of the stage's device.
         """
@@ -244,7 +244,7 @@ class GPTModel(nn.Module):
     def logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
         """Return the gathered logits [b, s, vocab_size], without vocabulary padding, on the last stage.
 
-        With a cache, the batch's tokens follow the cached tokens and are added to the cache.
+        If `cache` is given, the batch's tokens follow the cached tokens, and are then added to the cache.
         """
         return self.whole_logits(self.local_logits(hidden, batch, cache)).transpose(0, 1)
 

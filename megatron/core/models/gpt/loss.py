@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 
 def output_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
-    """Return the tag of the output weight. In tied models, the output weight is a replica of the word embeddings."""
+    """Return the `ParamMeta` of the output layer's weight. In models with tied embeddings, this weight is a replica of
+    the word embeddings."""
     if config.tied_embeddings:
         return word_embedding_meta(config, tied_stages)
     return ParamMeta("output_layer.weight", (config.padded_vocab_size, config.hidden_size), {"tp": 0}, role="output")
@@ -63,7 +64,8 @@ class Head(OutputLayer):
         return self.finished(super().forward(x)) if use is None else use(x)
 
     def finished(self, logits: Tensor) -> Tensor:
-        """Apply the soft cap to logits, and the divisor unless `forward` has divided x by it."""
+        """Apply the soft cap to the logits. Before that, divide them by the divisor, unless `forward` has already
+        divided x by it."""
         logits = logits / self.divisor if self.divisor != 1 and self.bias is not None else logits
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
@@ -106,7 +108,7 @@ def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
 
 
 def checked_losses(losses: object, shape: torch.Size) -> Tensor:
-    """Check and return the result of a loss function. Raises ValueError unless it is a tensor with one loss per
+    """Check and return the result of a loss function. Raises ValueError unless the result is a tensor with one loss per
     token."""
     if not isinstance(losses, Tensor) or losses.shape != shape:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"

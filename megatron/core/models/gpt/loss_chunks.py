@@ -179,7 +179,7 @@ class _Chunks:
 
         Args:
             rows: Rows of the chunk in this rank's tokens.
-            x: The head's input for these tokens.
+            x: Input of the output layer for the tokens of the chunk.
             dy: Gradient of the logits [n, 1, V/t].
             dw: Tensor to which the weight gradient is added; None if it is not needed.
             overwrite: Whether to overwrite `dw` instead of adding to it.

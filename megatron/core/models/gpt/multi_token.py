@@ -94,7 +94,8 @@ class MultiTokenPrediction(nn.Module):
         self.cp_size = ctx.state.cp.size
         self.weight = config.mtp_loss_scaling_factor / config.mtp_depths
         self.tally = torch.zeros(config.mtp_depths, 2, dtype=torch.float64, device=ctx.device)
-        """Loss sum and number of counted tokens of each depth [N, 2], over the micro-batches of the step so far."""
+        """Tensor [depths, 2] with the loss sum and the number of counted tokens at each depth, over the micro-batches
+        of the step so far."""
 
     def forward(self, hidden: Tensor, batch: Batch, embedding: Embedding, loss_sum: LossSum) -> Tensor:
         """Return the weighted sum of the losses at all depths.

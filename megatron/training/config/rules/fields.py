@@ -1,4 +1,5 @@
-"""Rules that fields declare: required values, number ranges, and required or excluded flags."""
+"""Rules that are declared in the configuration fields: required values, number ranges, and flags that a flag requires
+or excludes."""
 
 from __future__ import annotations
 

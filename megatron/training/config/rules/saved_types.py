@@ -39,7 +39,7 @@ class SavedPhase(TypedDict):
 
 
 class SavedOptimizer(TypedDict):
-    """Types of the optimizer's counters."""
+    """Types of the optimizer's step count and loss-scale state in a checkpoint."""
 
     step_count: int
     loss_scaler: dict[str, Finite]
@@ -52,8 +52,8 @@ class SavedSeed(TypedDict, total=False):
 
 
 class SavedMetadata(TypedDict, total=False):
-    """Types of a checkpoint's metadata. `config` and `model_of_run` contain configuration fields, whose types are
-    checked separately."""
+    """Types of a checkpoint's metadata. The entries `config` and `model_of_run` are checked separately, because they
+    contain configuration fields."""
 
     format_version: int
     torch_version: str
@@ -116,8 +116,8 @@ def _faults(value: object, hint: object, where: str) -> Iterator[str]:
 
 
 def _broken_rule(value: object, kind: type, count: int) -> str | None:
-    """Return the type rule that a value violates; None if the value has the type. The elements of a list are not
-    checked."""
+    """Return the type rule that a value violates; None if the value has the type. If the value is a list, its elements
+    are not checked."""
     if kind is tuple:
         return None if isinstance(value, list) and len(value) == count else f"a list of {count} values"
     if kind is int:
@@ -150,8 +150,8 @@ def type_problem(config: object) -> str | None:
 
 
 def field_problem(values: Mapping[str, object]) -> str | None:
-    """Describe the first value in `values` that does not have its field's type, in the format of `type_problem`.
-    `values` is keyed by field name."""
+    """Check the types of field values, which are keyed by field name. Returns a description of the first wrong value,
+    in the format of `type_problem`."""
     table = field_table()
     for field, value in values.items():
         flag = table.get(field)
@@ -198,6 +198,5 @@ def _json_name(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """Format a value for a message. A number is shown itself; any other value is represented by the name of its
-    type."""
+    """Format a value for a message. Numbers are shown as they are. For other values, the name of the type is shown."""
     return f"{value!r:.40}" if type(value) in (int, float) else _json_name(value)
