@@ -58,7 +58,7 @@ class MakeBackend(Protocol):
 
 
 ATTENTION_BACKENDS = Registry("--attention-backend", NoFacts, protocol=MakeBackend, makes=AttentionBackend)
-"""Registered classes of `AttentionBackend`, by name. Derive custom classes from
+"""Registry of classes with the interface of `AttentionBackend`. Derive a custom backend from
 `megatron.core.attention.core_attention.TorchBackend`."""
 
 _CORE = "megatron.core.attention.core_attention"

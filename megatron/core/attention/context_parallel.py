@@ -58,7 +58,7 @@ class Ring:
         return rows_of(self.keys[self.cp.rank], self.sent[self.cp.rank])
 
     def sent_of(self, x: Tensor) -> Tensor:
-        """Select the rows to send: x [m, ...] of this rank -> [sent, ...]."""
+        """Select the rows that this rank sends to the other ranks: x [m, ...] -> [sent, ...]."""
         return x if self.rows_sent is None else torch.cat([x[rows.start : rows.stop] for rows in self.rows_sent])
 
     def with_sent(self, x: Tensor, sent: Tensor) -> Tensor:

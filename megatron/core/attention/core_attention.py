@@ -156,7 +156,8 @@ class CoreAttention(nn.Module):
 
     @property
     def note(self) -> Callable[[Tensor], None] | None:
-        """Function that passes the largest logits [heads] of a tile to the watchers; None without watchers."""
+        """Function that passes the largest logits [heads] of a tile to the logit watchers; None if there are no
+        watchers."""
         return self._tell_watchers if self._logit_watchers else None
 
     def _tell_watchers(self, largest: Tensor) -> None:
@@ -187,7 +188,7 @@ class CoreAttention(nn.Module):
         return None if self.softmax_offset is None else self.softmax_offset[self.sink_heads]
 
     def _causal(self, rows: Tensor, context: BatchContext, dropout: bool) -> Causal:
-        """Return the causal mask for `rows` [s/cp, b, ...]."""
+        """Return the causal mask, and the kernel that applies it, for queries `rows` [s/cp, b, ...]."""
         documents, length = context.documents, rows.shape[0] * self.cp.size
         if self.chunk is not None and self.chunk < length:
             documents = cut_documents(documents, rows.shape[1], length, self.chunk)

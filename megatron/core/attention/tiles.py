@@ -40,8 +40,8 @@ class Shards(NamedTuple):
     """Position spans of each rank's tokens, in ascending order. Each rank has the same number of tokens."""
 
     sent: tuple[Spans, ...]
-    """Position spans of the keys on each rank that are visible to other ranks. Each rank sends the same number of
-    keys."""
+    """Position spans of the keys that each rank sends, because queries on other ranks can see them. Each rank sends the
+    same number of keys."""
 
 
 @lru_cache(maxsize=64)
@@ -64,7 +64,8 @@ def merged(spans: Spans) -> Spans:
 
 @lru_cache(maxsize=64)
 def rows_of(spans: Spans, some: Spans) -> Spans:
-    """Return the rows of the positions `some` on a rank that stores the positions `spans`."""
+    """Convert the positions `some` to rows on a rank. `spans` contains the positions of all rows of this rank, in
+    order."""
     return tuple(
         _rows(common, shift) for part in some for shift, span in _with_rows(spans) if (common := _common(part, span))
     )
@@ -209,8 +210,8 @@ def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
 def halved(tiles: tuple[Tile, ...], longest: int, times: int = 4) -> tuple[Tile, ...]:
     """Halve diagonal tiles, at most `times` times, until they have at most `longest` queries.
 
-    Halving a diagonal tile reduces the number of its masked pairs. Kernels that also compute masked pairs then waste
-    less time. The diagonal tile of a query still precedes the other tiles of the query.
+    The halves of a diagonal tile contain fewer masked pairs than the whole tile. Kernels that also compute masked pairs
+    then waste less time. The diagonal tile of a query still precedes the other tiles of the query.
     """
     return tuple(part for tile in tiles for part in _halves(tile, longest, times))
 

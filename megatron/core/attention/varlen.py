@@ -136,8 +136,8 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
         lse' = log(exp(lse) + exp(z)),   out' = exp(lse - lse') out
 
     With out' and lse' in place of out and lse, the kernel's backward pass returns the correct gradients of queries,
-    keys and values. The weights are exp(score - lse'). The row sum in the softmax gradient is grad * out', because the
-    sink has no value vector.
+    keys and values. The weights are exp(score - lse'). The softmax gradient subtracts the row sum of (gradient *
+    weight). This sum is grad * out', because the sink has no value vector.
     """
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     out.mul_((lse - total).exp_()[..., None])

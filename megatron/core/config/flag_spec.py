@@ -36,7 +36,8 @@ class FlagSpec:
     """Command-line properties of a configuration field, other than its name and type."""
 
     name: str | None = None
-    """Flag to use instead of `--field-name`. A bool that defaults to True is turned off by this flag."""
+    """Name of the flag, if it is not `--field-name`. If the field is a bool that defaults to True, this flag turns it
+    off."""
 
     aliases: tuple[str, ...] = ()
     """Alternative spellings of the flag, with their dashes."""
@@ -66,8 +67,8 @@ class FlagSpec:
     from a configuration file of a recorded run of the same user."""
 
     effective: str | None = None
-    """Property of the configuration section that holds the effective value, for a field whose value another field may
-    determine. When a checkpoint is loaded, these effective values are compared instead of the fields' values."""
+    """Name of the property with the effective value, if another field may override the value of this field. When a
+    checkpoint is loaded, the effective values of the checkpoint and the run are compared."""
 
     without_effect: bool = False
     """True if the field affects only how a model is computed or monitored, but not the results. A resumed run may
@@ -101,7 +102,7 @@ class FlagSpec:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
-    """Exclusive upper bound of the number, or of each number if there are several."""
+    """Exclusive upper bound of the value. If the flag accepts several numbers, the bound applies to each of them."""
 
     bounds_reason: str = ""
     """Reason for the bounds, quoted in messages."""
@@ -143,8 +144,8 @@ class FlagSpec:
 def flag(default: Any, *aliases: str, **spec: Any) -> Any:
     """Return a dataclass field that carries a `FlagSpec` with these aliases and fields.
 
-    A `FlagSpec` field that holds a tuple of `Condition`s, such as `needs`, also accepts a single condition, and accepts
-    a condition as a string, such as "--fp16"."""
+    Some `FlagSpec` fields, such as `needs`, hold a tuple of `Condition`s. For these fields, `spec` may also contain a
+    single condition, and strings such as "--fp16" instead of `Condition`s."""
     for name in ("no_effect_without", "off_without", "needs", "excludes"):
         if name in spec:
             spec[name] = conditions(spec[name])

@@ -50,7 +50,7 @@ LAYERS.register("transformer_layer", "megatron.core.transformer.layer:Transforme
 
 @dataclass(frozen=True)
 class ResidualFacts:
-    """Properties of a residual stream. The functions are called with the model's configuration, a
+    """Properties of a residual stream. The functions among the fields receive the model's configuration, a
     `megatron.core.config.model.TransformerConfig`."""
 
     switch: str
@@ -100,7 +100,7 @@ class ResidualClass(Protocol):
     def leave(self, name: str, config: Section, ctx: object) -> nn.Module:
         """Build the module that converts the stream after the last layer to hidden states, [s, b, w] -> [s, b, h].
 
-        `name` is the name of the norm that follows. A static method.
+        A norm with the name `name` follows the module. This method is static.
         """
 
 
@@ -192,7 +192,8 @@ class LayerKind(Sublayers):
 
 
 class LayerPattern:
-    """Base class of a section of flags that may specify the sublayers of each layer, overriding the model's flags."""
+    """Base class of a section of flags that may specify the sublayers of each layer. They override the model's other
+    flags."""
 
     @property
     def states_layers(self) -> bool:
@@ -228,8 +229,8 @@ def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bo
 def layer_numbers(text: str, num_layers: int | None, least: int = 1) -> tuple[int, ...]:
     """Parse a list of numbers, one for each layer, such as "([64]*3+[96]*9)".
 
-    Each number must be at least `least`. The list may have any length if `num_layers` is None. Raises ValueError if the
-    text is invalid.
+    No number may be below `least`. If `num_layers` is None, the list may have any length. Raises ValueError if the text
+    is invalid.
     """
     value = _value_of(text, "is not a list of numbers")
     if isinstance(value, int):

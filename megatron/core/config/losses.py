@@ -48,8 +48,8 @@ class LossClass(Protocol):
         `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def prepare(self, config: Section, batch: BatchT) -> BatchT:
-        """Return the micro-batch, a `megatron.core.batch.Batch`, with its labels or mask replaced if the loss requires
-        that. A static method."""
+        """Return the micro-batch, a `megatron.core.batch.Batch`. If the loss needs other labels or another mask,
+        replace them. This method is static."""
 
 
 LOSSES = Registry("--loss-func", LossFacts, protocol=LossClass)
@@ -75,8 +75,8 @@ MOST_COST = 0.01
 
 WEIGHT_TOKENS = 320
 """Number of tokens for which the matrix products with a weight take as long as reading and writing the weight's fp32
-gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). The number is not
-larger for the other GPUs that the planner supports."""
+gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). For the other GPUs
+that the planner supports, this number of tokens is the same or smaller."""
 
 
 def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:
@@ -95,7 +95,7 @@ def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size:
 
 def parse_chunk(text: str) -> int:
     """Parse a value of --loss-chunk-tokens. Raises ValueError if the value is invalid."""
-    if text in ("auto", str(AUTO)):  # saved configurations contain the number
+    if text in ("auto", str(AUTO)):  # saved configurations contain this number instead of the word
         return AUTO
     if not text.isdecimal():
         raise ValueError("must be auto or a whole number of at least 0")

@@ -38,8 +38,8 @@ class HeadWidths(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Properties of an attention module, a value of --attention-module. The default values of the fields describe
-    self-attention. The functions are called with the model's configuration, a
+    """Properties of an attention module, a value of --attention-module. By default, the fields have the values for
+    ordinary self-attention. The functions among the fields receive the model's configuration, a
     `megatron.core.config.model.TransformerConfig`."""
 
     chosen_by: Callable[..., bool] = lambda config: False
@@ -165,6 +165,6 @@ def attention_facts(name: str) -> AttentionFacts:
 
 
 def with_attention(variant: str | None, *mlp: bool) -> Sublayers:
-    """Return the sublayers of a layer with the model's attention or a variant; `mlp` holds the fields `mlp` and
-    `experts` of `Sublayers`."""
+    """Return the sublayers of a layer whose mixer is `variant`, or the model's attention if `variant` is None. `mlp`
+    contains the values of the fields `mlp` and `experts` of `Sublayers`."""
     return Sublayers(variant is None or MIXERS.facts(variant).attends, variant, *mlp)

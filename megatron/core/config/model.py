@@ -112,8 +112,8 @@ class TransformerConfig(ModelFields):
         return max(8 * self.hidden_size // 192, 1) * 64 if self.gated else 4 * self.hidden_size
 
     def layer(self, number: int) -> LayerKind:
-        """Return the kind of layer `number`; numbers of MTP modules follow those of layers. Raises ValueError if a
-        pattern is invalid."""
+        """Return the kind of layer `number`. Numbers from `num_layers` on are those of MTP modules. Raises ValueError
+        if a pattern is invalid."""
         return self._kinds[number]
 
     def of_layer(self, number: int) -> TransformerConfig:
@@ -212,7 +212,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def linear_pattern(self) -> tuple[bool, ...]:
-        """For each layer, True if its attention is linear."""
+        """One value for each layer: True if the layer's attention is linear."""
         if (stated := self.stated_layers) is not None:
             return tuple(parts.linear is not None for parts in stated[: self.num_layers])
         linear = self.experimental_attention_variant is not None
@@ -251,7 +251,8 @@ class TransformerConfig(ModelFields):
         return found
 
     def _pattern(self, present: bool, text: str | None, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-        """Return whether each layer has a feature. Without a pattern `text`, all layers have the value `present`."""
+        """Return whether each layer has a feature. If the pattern `text` is None, all layers have the value
+        `present`."""
         if not present or text is None:
             return (present,) * self.num_layers
         return layer_pattern(text, self.num_layers, of_period)
@@ -269,7 +270,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def rotation(self) -> Rotation:
-        """The rotary embedding of layers without a sliding window or chunks."""
+        """Rotary embedding of the layers without a sliding window or chunks."""
         return Rotation(self.rotary_base, percent=self.rotary_percent)
 
     @property

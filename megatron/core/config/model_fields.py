@@ -27,7 +27,7 @@ NEEDED_BY = {
 """Flags that add parts which only some models have, keyed by part."""
 
 WITHIN = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
-"""Larger part that includes each part, keyed by part."""
+"""Parts of a layer that are contained in a larger part, which is the value for each of them."""
 
 
 class RecomputedParts(Collection[str]):
@@ -64,7 +64,7 @@ class RecomputedParts(Collection[str]):
         return (NEEDED_BY | self.stated()).get(part, "")
 
     def within(self, part: str) -> str | None:
-        """Return the larger part that includes `part`; None if there is none."""
+        """Return the larger part of a layer that contains `part`; None if no larger part does."""
         return WITHIN.get(part)
 
 

@@ -122,8 +122,8 @@ class RouterValues(Collection[str]):
         return sum(1 for _ in self)
 
     def router(self, value: str) -> str:
-        """Return the name of the router that is registered with `value` as one of its choices. Raises ValueError if no
-        router, or more than one, is registered with it."""
+        """Return the name of the router that is registered for the choice `value`. Raises ValueError unless there is
+        exactly one such router."""
         stating = [name for name in ROUTERS if value in self.stated(ROUTERS.facts(name))]
         if len(stating) != 1:
             raise ValueError(
@@ -295,7 +295,8 @@ class MoEConfig:
 
     @property
     def moe_choices(self) -> int:
-        """Number of experts among which a router chooses, including zero-computation experts; 0 in a dense model."""
+        """Number of experts among which the router of a layer chooses, including zero-computation experts; 0 in a dense
+        model."""
         return (self.num_experts or 0) + (self.moe_zero_experts or 0)
 
     def moe_balancing_coeff(self, *types: str) -> float:
@@ -312,8 +313,8 @@ class MoEConfig:
 
     @property
     def moe_router_scores(self) -> str:
-        """Kind of scores: softmax (over the selected experts), pre_softmax (over all experts), or another name in
-        SCORE_FUNCTIONS."""
+        """Function that computes the router's scores: "softmax" over the selected experts, "pre_softmax" over all
+        experts, or another name in SCORE_FUNCTIONS."""
         fixed = [scores for name in ROUTERS if (scores := ROUTERS.facts(name).fixed_scores(self)) is not None]
         softmax = "pre_softmax" if self.moe_router_pre_softmax else "softmax"
         own = softmax if self.moe_router_score_function == "softmax" else self.moe_router_score_function

@@ -98,7 +98,8 @@ class StatePlan:
         return None
 
     def described(self, optimizer: Section, params_dtype: str, main_dtype: str) -> str | None:
-        """Describe the formats of main parameters and states for a plan; None for the main dtype."""
+        """Return a description of the formats of main parameters and states, which plans print; None if they are in the
+        main dtype."""
         return None
 
 

@@ -93,14 +93,14 @@ class UnitFacts:
     """True if the store keeps parameters and gradients in host memory. Plans use this value to predict memory."""
 
     on_disk: Callable[[ModelParallelConfig], bool] = _nowhere
-    """Predicate that decides whether the host memory of the store and of the optimizer states is in files."""
+    """Predicate that decides whether files back the host memory of the store and of the optimizer states."""
 
 
 class UnitStoreClass(Protocol):
     """Class or function that creates the unit store of one rank."""
 
     def __call__(self, config: ModelParallelConfig, device: torch.device) -> object:
-        """Return a `megatron.core.distributed.param_and_grad_buffer.UnitStore` for a model that runs on `device`."""
+        """Create a `megatron.core.distributed.param_and_grad_buffer.UnitStore` for a model that runs on `device`."""
 
 
 UNIT_STORES = Registry("store of units", UnitFacts, protocol=UnitStoreClass)
@@ -320,7 +320,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def smallest_world_size(self) -> int:
-        """Smallest world size of this layout, including --dp if it is given."""
+        """Smallest world size on which this layout can run. If --dp is given, it includes that number of replicas."""
         dense = self.model_parallel_size * (self.data_parallel_size or 1)
         experts = self.pipeline_model_parallel_size * self.expert_model_parallel_size * self.expert_tp
         return lcm(max(1, dense), max(1, experts))
@@ -367,8 +367,8 @@ class DDPConfig:
         return self.data_parallel_sharding_strategy == "optim_grads_params"
 
     def unit_ranks(self, parallel: ModelParallelConfig) -> int | None:
-        """Return the minimum number of data-parallel ranks at which the matrices of each unit form a separate bucket;
-        None if they share buckets at any number of ranks."""
+        """Return the minimum number of data-parallel ranks for which the matrices of each unit form a bucket of their
+        own; None if they never do."""
         if parallel.unit_store is not None:
             return 1
         return 2 if self.shards_gradients else None

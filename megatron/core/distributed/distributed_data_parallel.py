@@ -132,7 +132,7 @@ class DistributedDataParallel:
         drops_parameters: bool,
         initialize: Callable[[Sequence[Tensor]], None],
     ) -> list[ParamAndGradBuffer]:
-        """Build the buffers of `layouts`, and set how bf16 gradients are added up."""
+        """Build a buffer for each layout in `layouts`, and set the method by which bf16 gradients are accumulated."""
         kind = BufferKind(
             getattr(torch, optimizer.gradients_dtype) if optimizer.gradients_dtype else self.main_dtype,
             torch.bfloat16 if self.config.grad_reduce_in_bf16 else self.main_dtype,
@@ -191,8 +191,8 @@ class DistributedDataParallel:
     def _mark_all_stale(self) -> None:
         """Mark gradients to be overwritten.
 
-        The padding between gradients stays zero, because gradient norms include it. Gradient shards of units are set to
-        zero, because the sum of each micro-batch is added to these shards.
+        The padding between gradients is set to zero, because gradient norms include the padding. Gradient shards of
+        units are set to zero, because the sum of each micro-batch is added to these shards.
         """
         self.units.zero_sums()
         if zeroed := [gap for buffer in self.buffers for gap in buffer.grad_gaps]:
@@ -272,8 +272,8 @@ class DistributedDataParallel:
             bucket.gather_params_()
 
     def gather_params_(self) -> None:
-        """Call `finish_param_sync`, and gather sharded parameters until the next step. This method is meant for tests
-        and diagnosis."""
+        """Call `finish_param_sync`, and gather sharded parameters, which stay whole until the next step. This method is
+        meant for tests and diagnosis."""
         self.finish_param_sync()
         for bucket in self.buckets:
             bucket.gather_params_()

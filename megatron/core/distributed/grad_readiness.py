@@ -3,8 +3,8 @@
 For gradients, a parameter reports each contribution to its `main_grad`. If a layer adds weight gradients itself, each
 use of the parameter in the layer causes one report. The sum of the gradients that autograd computes causes one report.
 Every micro-batch therefore causes the same number of reports. A gradient is complete after (reports per micro-batch) *
-(micro-batches) reports. This rule holds for any order of backward passes, for split backward passes, and for parameters
-that several stages share. No schedule has to mark the last backward pass.
+(micro-batches) reports. This count works for any order of backward passes, for split backward passes, and for
+parameters that several stages share. No schedule has to mark the last backward pass.
 
 For parameters, a module waits for the buckets that it reads before it runs.
 """
@@ -48,7 +48,7 @@ class GradReadiness:
         self.started = 0
 
     def report(self, param: int) -> None:
-        """Count a contribution to the gradient of parameter number `param`."""
+        """Count one contribution to the gradient of the parameter with the number `param`."""
         bucket = self.bucket_of[param]
         assert bucket >= self.started, (
             f"{self.params[param].meta.name} got a gradient after its bucket was reduced"  # type: ignore[attr-defined]

@@ -68,7 +68,7 @@ class Bucket:
         self.owned_params = self.param_shard if self.shard_grads else self.params
 
     def memory(self, data: Tensor, sharded: bool) -> tuple[Tensor, Tensor]:
-        """Return (the whole bucket, this rank's shard) as views of `data`, the buffer's memory."""
+        """Return the whole bucket and this rank's shard as views of `data`, the memory of the buffer."""
         start = self.layout.start
         whole = data[start : self.layout.stop]
         return whole, whole[self.shard_range[0] - start : self.shard_range[1] - start]
@@ -166,7 +166,7 @@ class WholeUnits:
         their values."""
 
     def drop_params(self) -> None:
-        """Free whole parameters, for example because they have changed."""
+        """Free the whole parameters, for example because the values of their shards have changed."""
 
     def drop_grads(self) -> None:
         """Discard whole gradients."""

@@ -12,7 +12,7 @@ matrices contains one unit: a transformer layer, or a module outside of layers. 
 elements, remain in ordinary buckets and are whole on every rank.
 
 Parameters start at multiples of `ALIGNMENT` elements, because GEMM kernels need aligned operands. Buckets are padded so
-that their shards are equal in size and also aligned. The padding stays zero.
+that their shards are equal in size and also aligned. The values in the padding are always zero.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class BufferLayout:
         return self.buckets[-1].stop
 
     def kept(self, shards: bool) -> int:
-        """Return the number of elements of the buffer that a rank keeps permanently. If `shards` is true, only the
-        rank's shards of unit buckets are kept.
+        """Return how many elements of the buffer a rank keeps between passes. If `shards` is True, the rank keeps only
+        its shards of buckets that contain units.
         """
         return self.numel // self.data_parallel_size if shards and self.by_unit else self.numel
 
@@ -160,8 +160,8 @@ def plan_buffers(
         bucket_size: Minimum number of elements in a bucket. Parameters are added to a bucket until it has this size.
         group_of: Function that returns the optimizer's group of a parameter.
         whole_roles: Roles of the matrices that the optimizer updates as whole matrices, not element by element.
-        linears_apart: Whether the weights of linear layers are in separate buffers, so that these weights can be
-            all-gathered in another number format.
+        linears_apart: Whether to put the weights of linear layers in separate buffers, so that they can be all-gathered
+            in another number format.
         unit_ranks: Minimum number of reduction ranks for which the matrices of each unit form a separate bucket.
     """
     names = [meta.name for meta, _ in params]
@@ -196,7 +196,7 @@ def unit_of(name: str) -> str:
 def _fill_buckets(
     members: Iterable[tuple[int, ParamMeta, int]], num_shards: int, bucket_size: int | None
 ) -> list[BucketLayout]:
-    """Fill buckets of at least `bucket_size` elements. With None, each unit has one bucket.
+    """Fill buckets of at least `bucket_size` elements. If `bucket_size` is None, make one bucket for each unit.
 
     Only the last bucket and buckets next to shared parameters may be smaller. A parameter shared by two stages has a
     bucket that contains no other parameter. Each shard of such a bucket covers the same elements of the parameter on
@@ -257,8 +257,8 @@ class StateRange:
 
 
 def place_states(buffers: Sequence[BufferLayout], optimizer: OptimizerConfig) -> tuple[StateRange, ...]:
-    """Return the locations of a rank's optimizer states, bucket by bucket. The rank's part of a bucket is one range, or
-    is split between device and host (`OptimizerConfig.host_ranges`)."""
+    """Return the locations of a rank's optimizer states, bucket by bucket. The part of a bucket that a rank owns is a
+    single range, unless `OptimizerConfig.host_ranges` divides it between device and host."""
     sharded = optimizer.use_distributed_optimizer
     owned = {
         (b, k): (bucket.stop - bucket.start) // (bucket.num_shards if sharded else 1)

@@ -135,7 +135,7 @@ class UnitBucket(Bucket):
                 owner.main_grad.zero_()  # type: ignore[attr-defined]
 
     def start_grad_sync(self) -> None:
-        """Start reducing the whole gradients, if anything was added to them. All ranks of the axis must call it."""
+        """Start reducing the whole gradients, if anything was added to them. All ranks must call this method."""
         self.finish_grad_sync()
         if self.whole_grads:
             self.zero_stale_grads()
@@ -182,8 +182,7 @@ IN_FLIGHT = 1
 
 @dataclass(eq=False)
 class Unit:
-    """Module whose parameters are gathered and freed together, with the buckets of these parameters. Modules that share
-    a tied parameter share a bucket."""
+    """Module, with the buckets of its parameters. Modules that share a tied parameter share a bucket."""
 
     module: nn.Module
     buckets: list[UnitBucket]
@@ -249,7 +248,8 @@ class UnitSharding(WholeUnits):
     ) -> None:
         """Install the hooks.
 
-        `queue` holds back weight gradients of split backward passes. `casts` are weight copies."""
+        `queue` holds back weight gradients of split backward passes. `casts` holds copies of weights in another
+        format."""
         self.buckets = of_units = [bucket for bucket in buckets if isinstance(bucket, UnitBucket)]
         assert len(of_units) == len(buckets), "buckets of units have a different class"
         self.shards_params = shards_params

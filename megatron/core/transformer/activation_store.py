@@ -23,8 +23,8 @@ class StoredPass(Protocol):
         """
 
     def watch(self, output: object) -> None:
-        """Receive the output of the last part. The backward pass of this part starts once the gradient of the output is
-        known."""
+        """Receive the output of the part of the pass that ran last. The backward pass of this part starts once the
+        gradient of the output is known."""
 
     def end(self) -> None:
         """End the pass after the last part."""

@@ -45,8 +45,8 @@ def takes_pending(module: nn.Module) -> bool:
 
 
 class TransformerBlock(nn.Module):
-    """Layers of the model with the given `numbers`, followed by the final norm if the stage contains it. A block may
-    have no layers.
+    """Layers of the model with the given `numbers`, followed by the final norm if the stage contains it. A
+    `TransformerBlock` may contain no layers.
 
     The `first` block converts hidden states to the residual stream, and the block with the final norm converts the
     stream back. Parameter names begin with `layer` and the number of the layer, or with `norm`.

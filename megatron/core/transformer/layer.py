@@ -130,7 +130,8 @@ class TransformerLayer(nn.Module):
         return self._scaled(self.attention_dropout(attended, context) + self.mlp_dropout(mixed, context))
 
     def _of_norm(self, norm: nn.Module, x: Tensor, sublayer: Callable[..., Tensor], context: BatchContext) -> Tensor:
-        """Compute sublayer(norm(x)). With --recompute-modules layernorm, the backward pass recomputes the norm."""
+        """Compute sublayer(norm(x)). With --recompute-modules layernorm, the output of the norm is not saved, but
+        recomputed in the backward pass."""
         if self.recompute_norms and self.training:
             return with_input_recomputed(norm, x, sublayer, context)
         return sublayer(norm(x), context)

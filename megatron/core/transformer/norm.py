@@ -161,7 +161,7 @@ def build_norm(
 ) -> nn.Module:
     """Build the model's norm over `size` channels.
 
-    By default, the norm acts on hidden states between linear layers (`sequence_partial`).
+    The default of `partial_over` is right for norms of hidden states between linear layers (`sequence_partial`).
 
     Args:
         name: Prefix of the parameter names.

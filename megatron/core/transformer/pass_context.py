@@ -21,8 +21,8 @@ class PassContext:
     """Cached casts of parameters."""
 
     pair: PassPair = field(default_factory=PassPair)
-    """Object that runs this pass and a pass of another micro-batch on the same rank. It may interleave the two
-    passes."""
+    """Object that runs this pass and a pass of another micro-batch on the same rank, either one after the other or
+    interleaved."""
 
     offload: ActivationStore | None = None
     """Store that holds activations until the backward pass. If None, activations stay on the device."""

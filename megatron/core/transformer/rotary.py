@@ -116,7 +116,7 @@ def scaled_queries(q: Tensor, scales: Tensor) -> Tensor:
 
 
 def rotate_queries_and_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by the angles of their positions."""
+    """Apply the rotary embedding to queries and keys. `cos` and `sin` are those of the angles of their positions."""
     return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
 

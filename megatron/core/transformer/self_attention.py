@@ -129,7 +129,8 @@ def gated_output(x: Tensor, gate: Tensor, function: str) -> Tensor:
 
 
 def head_wise_gated_output(x: Tensor, gate: Tensor, function: str) -> Tensor:
-    """Multiply each head of the attention output x [s, b, heads * d] by the gate function of `gate` [s, b, heads]."""
+    """Multiply each head of the attention output x [s, b, heads * d] by its gate. The gates are `function` applied to
+    `gate` [s, b, heads]."""
     return (x.unflatten(-1, (gate.shape[-1], -1)) * GATES[function](gate).unsqueeze(-1)).flatten(2)
 
 

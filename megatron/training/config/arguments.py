@@ -52,7 +52,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Parsed command line: the configuration, notes, and the command to run."""
+    """Result of parsing a command line: the configuration, notes, and the command to run."""
 
     config: RunConfig
     world_size: int | None = None
@@ -63,7 +63,7 @@ class CommandLine:
     """Command that the program runs instead of training. If None, the program trains."""
 
     json_file: str | None = None
-    """File for the command's JSON; "" for standard output, None for no JSON."""
+    """File to which the command writes JSON; "" for standard output, None if it writes no JSON."""
 
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """Every given flag, both alone and with its first value, including flags that have no configuration field."""
@@ -118,7 +118,8 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
             reader.notes.append(note)
     if reader.problems:
         ranks = world_size or launch.world_size
-        unread = any(problem.flag == "--config" for problem in reader.problems)  # the unread file may set missing flags
+        # A --config file that cannot be read may set the missing flags.
+        unread = any(problem.flag == "--config" for problem in reader.problems)
         found = [] if unread else validate(resolve(config, ranks), ranks)
         found = with_legal_values(found, config, partial(validate, world_size=ranks))
         refuse(reader.problems + [p for p in found if p.flag not in reader.suspects], launch, json_file)
@@ -176,7 +177,7 @@ class ChangesModel(Protocol):
 
 
 def changed_by_start(config: RunConfig) -> set[str]:
-    """Return the model fields in which the run differs from the model in --load."""
+    """Return the model fields that this run changes when it loads the model from --load."""
     given = (options for options in config.extension_options if isinstance(options, ChangesModel))
     return {name for options in given for name in options.changes_model()}
 

@@ -23,7 +23,7 @@ class Option:
 
     help: str
     usage: str = ""
-    """Placeholder for the option's value in help texts, such as INT; `[FILE]` if the value is optional."""
+    """Placeholder that help texts show for the option's value, such as INT, or `[FILE]` if the value is optional."""
 
     command: bool = False
     """True if the option selects a command other than training."""
@@ -40,7 +40,7 @@ class Option:
 
 @dataclass
 class GivenOptions:
-    """Options given on a command line, and the problems found while reading them."""
+    """Options that a command line contains, and the problems found while reading them."""
 
     options: dict[str, list[str]] = field(default_factory=dict)
     """Values of each given option, with one entry for each time that the option is given. The entry is "" if the option
@@ -87,7 +87,7 @@ class Prepared:
     """Every given flag, both alone and with its first value."""
 
     json_file: str | None
-    """File for the command's JSON; "" for standard output, None for no JSON."""
+    """File to which the command writes JSON; "" for standard output, None if it writes no JSON."""
 
     launch: Launch
 

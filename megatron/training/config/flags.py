@@ -19,7 +19,7 @@ from megatron.training.reliability.url_credentials import take_credentials
 
 
 class TooLargeError(ValueError):
-    """Raised for an integer that is larger than any flag allows."""
+    """Raised for an integer that is too large for any flag."""
 
 
 class StandInError(ValueError):
@@ -177,7 +177,7 @@ class ExtensionSection:
     """
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
-        """Return the rules' problems with a resolved configuration; none if no flag is used and `always` is False."""
+        """Return the problems that the rules find in a resolved configuration. Unused flags have no problems."""
         unused = given.options(self.cls) == config.options(self.cls) == self.cls()
         if self.rules is None or (unused and not self.always):
             return ()
@@ -414,7 +414,7 @@ FLAG_HOMES: dict[str, str] = {}
 
 
 def home_of(spelling: str) -> str | None:
-    """Return the built-in extension to which a flag belongs, installed or not; None for any other flag."""
+    """Return the built-in extension to which a flag belongs, even if it is not installed; None for other flags."""
     return FLAG_HOMES.get(spelling)
 
 

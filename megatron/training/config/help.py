@@ -61,8 +61,8 @@ def help_text(
 ) -> str:
     """Return the help text of flags, grouped by section, with default values.
 
-    If `words` is empty, the help text lists only the flags that matter for a first run. The word "all" selects every
-    flag. Other words select the section with that title, or the flags whose name or help text contains all the words.
+    If `words` is empty, the text lists only the flags that a first run needs. The word "all" selects every flag. Other
+    words select the section with that title, or the flags whose name or help text contains all the words.
 
     Args:
         extra: Pairs (spelling, help text) of options that are not configuration fields.

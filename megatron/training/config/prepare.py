@@ -51,8 +51,8 @@ def load_config(argv: Sequence[str], launch: Launch | None = None) -> tuple[RunC
     """Return the configuration that a command line specifies, with defaults filled in, and every problem that prevents
     the run from starting.
 
-    The tokenizer is built only once per process. Prints nothing and runs no command. Raises ExtensionError for an
-    --extension that cannot be loaded.
+    The tokenizer is built only once per process. This function prints nothing, and does not run the command that the
+    command line selects. Raises ExtensionError for an --extension that cannot be loaded.
     """
     launch = launch or Launch()
     reader = read_flags(argv)

@@ -41,8 +41,8 @@ LONGEST_NAME = 255
 LONGEST_PATH = 4095
 
 MEMORY, NULL = 1, 3
-"""Major device number of Linux's memory devices (/dev/zero, /dev/full, /dev/random, ...), and minor device number of
-/dev/null."""
+"""Device numbers on Linux: the major number of all memory devices, such as /dev/zero and /dev/full, and the minor
+number of /dev/null."""
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class FlagReader(GivenOptions):
             self._unknown(name, texts) if flag is None else self.read_field(name, texts, texts)
 
     def finish(self) -> None:
-        """Complete the reading of one source of flags."""
+        """Finish reading one source of flags, such as a file."""
         for judge in self.settings:
             judge()
         self.settings.clear()
@@ -413,7 +413,7 @@ def _check_each(texts: Sequence[str], rule_of: Callable[[str], tuple[str, str] |
 
 
 def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueError:
-    """Return the error for a value that is not a choice of a flag.
+    """Return the error for a value that is not among the choices of a flag.
 
     The error says if the value is a choice in another program, needs an extension that is not installed, or is unknown.
     """

@@ -201,7 +201,7 @@ class CheckpointConfig:
 
     @property
     def save_folder(self) -> Path | None:
-        """Path of --save for files that need a mounted file system; None if --save is in another storage."""
+        """Path of --save if it is in a mounted file system; None if it is in another storage."""
         root = self.save_root
         return root if isinstance(root, Path) else None
 

@@ -208,7 +208,7 @@ def with_past_batches(config: RunConfig) -> RunConfig:
 def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
     """Return the positions at which the saved run changed its batch size, followed by the position of the checkpoint.
 
-    If a checkpoint contains no such positions, its run had a constant batch size.
+    If the metadata contain no such positions, the batch size of the saved run was constant.
     """
     here = metadata.get("iteration"), metadata.get("consumed_samples")
     if not all(isinstance(value, int) for value in here):

@@ -94,7 +94,7 @@ def _of_extension(section: ExtensionSection, given: RunConfig, config: RunConfig
 
 
 def switched_off(c: RunConfig) -> Iterator[tuple[str, object, Problem]]:
-    """Yield (field, new value, notice) for each field that has no effect under the other flags."""
+    """Yield (field, new value, notice) for each field that has no effect because of the other flags."""
     single_expert = _is_dense(c)
     if single_expert:
         rule, remedy = (

@@ -78,8 +78,7 @@ def load_yaml(text: str) -> object:
 
 
 class _Check:
-    """Measure how many values and nested levels nodes contain. Each node is measured once, even if aliases repeat
-    it."""
+    """Measure how many values and nested levels nodes contain. A node that aliases repeat is measured only once."""
 
     def __init__(self, any_tag: bool) -> None:
         self._any_tag = any_tag

@@ -165,8 +165,8 @@ class _Chunks:
         return losses.detach().view(len(self.labels), -1)
 
     def _anchor(self) -> Tensor:
-        """Return an empty tensor that is passed as an input to the logits, so that autograd tracks them. No other input
-        of the logits requires a gradient."""
+        """Return an empty tensor that is passed as an input to the logits, so that autograd tracks them. The other
+        inputs of the logits do not require gradients."""
         return self.x.new_empty(0).requires_grad_(self.tracked)
 
     def logits(self, x: Operand) -> Tensor:

@@ -45,7 +45,8 @@ class LossSum(Protocol):
 
 
 def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear:
-    """Build eh_proj, which maps the concatenated normed embedding and normed hidden states to hidden states."""
+    """Build the linear layer `eh_proj`. Its input is the concatenation of the normalized embedding and the normalized
+    hidden states, and its output are hidden states."""
     return ColumnLinear(f"{name}.eh_proj", 2 * config.hidden_size, (config.hidden_size,), False)
 
 

@@ -245,7 +245,7 @@ OF_OTHER_ATTENTION = (
     *("clip_qkv", "add_attention_output_bias", "qk_layernorm_after_rotary"),
     *("attention_output_gate", "add_qkv_bias", "window_size", "attention_chunk_size", "no_rope_freq"),
 )
-"""Fields that have no effect in layers with linear attention."""
+"""Configuration fields that have no effect in layers with linear attention."""
 
 
 def positions(c: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -17,8 +17,8 @@ from megatron.training.config.problem import Problem
 from megatron.training.config.run_config import RunConfig
 
 NAMED = re.compile(r"(?P<lead>.*?)nearest: (?P<first>\d+)(?: or (?P<second>\d+))?(?=$|[,;])(?P<rest>.*)")
-"""Pattern of a remedy that suggests nearest values. Its groups match the leading text, one or two values, and further
-remedies."""
+"""Regular expression for a remedy that suggests nearest values, with groups for the leading text, one or two values,
+and further remedies."""
 
 TRIED = 8
 """Maximum number of values to try that rules suggest as nearest."""

@@ -82,7 +82,7 @@ def rule_of(message: str) -> str:
 
 
 def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:
-    """Check that every stage has a layer, the embedding or the head."""
+    """Check that every stage contains at least one of the layers, the embedding or the head."""
     if layout.num_stages <= layers + 2:
         return
     filled = layers + 2

@@ -116,8 +116,8 @@ def _faults(value: object, hint: object, where: str) -> Iterator[str]:
 
 
 def _broken_rule(value: object, kind: type, count: int) -> str | None:
-    """Return the type rule that a value violates; None if the value has the type. If the value is a list, its elements
-    are not checked."""
+    """Return what the value must be, such as "a number", if it does not have the type `kind`; otherwise None. If the
+    value is a list, its elements are not checked."""
     if kind is tuple:
         return None if isinstance(value, list) and len(value) == count else f"a list of {count} values"
     if kind is int:
@@ -186,7 +186,8 @@ def _is_one(flag: Flag, value: object) -> bool:
 
 
 def _is_endless(value: object) -> bool:
-    """Return True if a value is a number that no flag accepts: NaN, infinite, or beyond the range of doubles."""
+    """Return True if a value is NaN, infinite, or an integer beyond the range of doubles. No flag accepts such a
+    number."""
     try:
         return isinstance(value, int | float) and not math.isfinite(value)
     except OverflowError:
