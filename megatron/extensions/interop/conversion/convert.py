@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def new_folder(final: Path, force: bool | None = False) -> Iterator[Path]:
-    """Yield a temporary folder beside `final`, and rename it to `final` if the body succeeds.
+    """Context manager that yields a temporary folder next to `final`.
 
-    If the body fails, the temporary folder is deleted. If the process is killed, the next conversion deletes the
-    folder. `final` therefore never contains a partial output. Raises ValueError if `final` exists, unless `final`
-    contains a model and `force` permits replacing this model.
+    If the `with` block succeeds, the folder is renamed to `final`. If the block fails, the temporary folder is deleted.
+    If the process is killed, the next conversion deletes the folder. `final` therefore never contains a partial output.
+    Raises ValueError if `final` exists, unless `final` contains a model and `force` permits replacing this model.
     """
     refuse(final, force)
     scratch = final.with_name(f".{final.name}.incomplete")
@@ -118,7 +118,7 @@ def recognize(path: PurePath, flag: str = "--input") -> Format:
 
 
 def formats() -> dict[str, Format]:
-    """Return the formats by name. This program's format comes first."""
+    """Return all checkpoint formats, keyed by name. The first format is this program's own."""
     others = [kind for kind in map(PATH_KINDS.__getitem__, PATH_KINDS) if isinstance(kind, Format)]
     return {each.format: each for each in (DCPFormat(), *others)}
 
@@ -129,7 +129,7 @@ class Input:
 
     format: str
     paths: tuple[PurePath, ...]
-    """Paths from which the weights are read."""
+    """Paths of the folders from which the weights are read."""
 
     open: Callable[[Options], Source]
 
@@ -156,7 +156,7 @@ class Conversion:
             force: True to replace an existing model folder; None if the program has no flag --force.
 
         Raises:
-            ValueError: The conversion cannot succeed for a reason that is visible before any weights are read. The
+            ValueError: A problem that can be detected without reading weights makes the conversion impossible. The
             error message has a single line.
         """
         given = given if isinstance(given, Input) else Input.at(given)
@@ -178,7 +178,8 @@ class Conversion:
         return (*self.source.notes, *self.target.notes)
 
     def run(self, workers: int, show: Callable[[int], None] = lambda total: None) -> None:
-        """Convert with `workers` processes. `show` is called with the number of bytes written so far.
+        """Run the conversion with `workers` processes. `show` is called repeatedly with the number of bytes written so
+        far.
 
         If the conversion raises ValueError or CheckpointError, the output folder is unchanged.
         """
@@ -200,7 +201,7 @@ class Conversion:
         """Return a one-line message about a file that cannot be read or written, for example because of a full or
         faulty disk, or missing permissions."""
         cause = error if isinstance(error, OSError) else error.__cause__
-        if isinstance(cause, ValueError):  # reading a tensor failed while a checkpoint was being written
+        if isinstance(cause, ValueError):  # the writer failed to read a tensor
             return str(cause)
         if not isinstance(cause, OSError) or cause.strerror is None:
             return str(error)

@@ -1,4 +1,4 @@
-"""This program's checkpoint format, as a source and a target of conversions."""
+"""Source and target of conversions for this program's checkpoint format."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class DCPSource(Source):
         self.progress = None if converted(checkpoint) else progress
 
     def _state(self, wanted: str) -> str:
-        """Return the key prefix of a callback's state. Raises ValueError if no state matches `wanted`, or if several
-        states match."""
+        """Return the prefix of the tensor keys that belong to the callback state `wanted`. Raises ValueError if no
+        state matches `wanted`, or if several states match."""
         kept = [key.removeprefix(CALLBACKS) for key in self.checkpoint.tensors if key.startswith(CALLBACKS)]
         trained = [name for name, meta in self.metas.items() if not self.config.optimizer.freezes(meta)]
         ends = tuple(f".{name}" for name in trained[:1])
@@ -92,8 +92,8 @@ class DCPSource(Source):
 
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
         """Return a complete, unsharded parameter. If `wanted` is the stored dtype, the model's parameter is returned.
-        Otherwise, the optimizer's main parameter is returned if the checkpoint contains it. If averages were requested,
-        trained parameters are read from the averages.
+        Otherwise, the optimizer's main parameter is returned if the checkpoint contains it. If the user requested
+        averaged weights, the averages are returned for trained parameters.
         """
         if self.averages is not None and (average := f"{self.averages}{name}") in self.checkpoint.tensors:
             return self.checkpoint.read(average).to(self.dtype(name, wanted))

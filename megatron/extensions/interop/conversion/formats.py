@@ -2,8 +2,8 @@
 
 A format provides a `Source`, a `Target`, or both. Sources and targets exchange parameters under this program's names
 (`ParamMeta.name`). A source reads whole parameters. A target requests the parameters one by one, and frees each
-parameter after writing it. A source also provides the tokenizer files of the model's folder, under Hugging Face's
-names. This module does not import torch.
+parameter after writing it. A source also provides the paths of the model's tokenizer files, keyed by their names in a
+Hugging Face folder. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Options:
     """True to omit the optimizer's state and the run's progress."""
 
     weights: str | None = None
-    """Source in this program's format: callback state to use instead of the trained weights, such as an average. The
-    state is named `CALLBACK.STATE`, or `CALLBACK` if the callback has only one state.
+    """Only for sources in this program's format: name of a callback state, such as averaged weights, to use instead of
+    the trained weights. The name is `CALLBACK.STATE`, or `CALLBACK` if the callback has only one state.
     """
 
     make_vocab_size_divisible_by: int = 128
@@ -68,10 +68,11 @@ class TrainingState:
     """Kinds of optimizer state, such as "main_param" and "exp_avg"."""
 
     read: Callable[[str, str], Tensor]
-    """Function that returns the whole state of a (kind, parameter name)."""
+    """Function that returns a complete, unsharded optimizer state. Its arguments are the kind of state and the
+    parameter name."""
 
     dtype: Callable[[str, str], torch.dtype]
-    """Function that returns the dtype in which `read` returns the state of a (kind, parameter name)."""
+    """Function with the same arguments as `read`. It returns the dtype of the tensor that `read` returns."""
 
     loss_scaler: Mapping[str, float] = field(default_factory=dict)
     """State of the fp16 loss scaler. The keys are "scale" and, if the loss scale is dynamic, "good_steps" and
@@ -143,7 +144,8 @@ class Source(ABC):
 
     @abstractmethod
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
-        """Return the dtype in which `read` returns a parameter: `wanted`, or the stored dtype."""
+        """Return the dtype in which `read` returns a parameter. It is `wanted`, or the stored dtype if `wanted` is
+        None."""
 
     @abstractmethod
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
@@ -151,7 +153,8 @@ class Source(ABC):
         data is invalid, and OSError if it cannot be read."""
 
     def read_state(self, meta: ParamMeta, dtype: torch.dtype) -> Tensor:
-        """Return an untrained tensor of the model. If the source lacks the tensor, return its initial value, zeros."""
+        """Return an untrained tensor of the model. If the source does not contain the tensor, return zeros, which are
+        its initial value."""
         if meta.name in self.states:
             return self.read(meta.name, dtype)
         from torch import zeros
@@ -188,7 +191,8 @@ class Target(ABC):
 
     @abstractmethod
     def finish(self, folder: Path) -> None:
-        """Write all files of the output that do not contain weights. Called once, after the weights are written."""
+        """Write all files of the output that do not contain weights. This method is called once, after the weights are
+        written."""
 
 
 @runtime_checkable
@@ -229,12 +233,13 @@ TOKENIZER_FILES = (
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder that belong to its tokenizer."""
+    """Yield the paths of the tokenizer files in a folder."""
     return (folder / name for name in TOKENIZER_FILES if (folder / name).is_file())
 
 
 def tokenizer_config(folder: PurePath, names: Collection[str] | None = None) -> TokenizerConfig:
-    """Return the tokenizer flags for a Hugging Face folder with files of these names.
+    """Return the tokenizer flags for a Hugging Face folder. `names` are the names of the files in the folder; by
+    default, the folder is listed.
 
     If tokenizer files are missing from the folder, the returned flags do not select a tokenizer.
     """
@@ -251,7 +256,8 @@ def tokenizer_config(folder: PurePath, names: Collection[str] | None = None) -> 
 
 
 def side_files_of(tokenizer: TokenizerConfig) -> dict[str, Path]:
-    """Return a run's existing tokenizer files, keyed by their names in a Hugging Face folder."""
+    """Return the paths of a run's tokenizer files, keyed by their names in a Hugging Face folder. Files that do not
+    exist are omitted."""
     found: dict[str, Path] = {}
     tokenizer = with_local_files(tokenizer)
     if tokenizer.tokenizer_type == "HuggingFaceTokenizer":

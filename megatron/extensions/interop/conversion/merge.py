@@ -1,5 +1,5 @@
-"""Selection of checkpoints for a merge, and of the weight of each checkpoint. The weighted mean is the input of a
-conversion."""
+"""Selection of checkpoints for a merge, and of the weight of each checkpoint. The weighted mean of the checkpoints then
+serves as the input of a conversion."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class Selection:
     """Number of newest checkpoints to merge from a single input, which is a folder of checkpoints."""
 
     stable: bool = False
-    """True if `last` counts only checkpoints whose last update used the peak learning rate."""
+    """True to select only from checkpoints before the learning rate decay, that is, checkpoints whose last update used
+    the peak learning rate. `last` then counts only these checkpoints."""
 
     iterations: Sequence[int] = ()
-    """Iterations of the checkpoints to merge from a single input, or the iteration of each input if there are
-    several."""
+    """If there is a single input, the iterations of its checkpoints that are merged. If there are several inputs, the
+    iteration of each input."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Chosen:
 
 
 def checkpoints_in(root: PurePath) -> dict[int, PurePath]:
-    """Return the complete checkpoints and the models of other formats in a folder's iter_N subfolders, by iteration."""
+    """Return the checkpoints in the iter_N subfolders of a folder, keyed by iteration. Models in other formats are
+    included; incomplete checkpoints are omitted."""
     found: dict[int, PurePath] = dict(saved_folders(root))
     for name in storage_of(root).names(root):
         if match := re.fullmatch(r"iter_(\d+)", name):
@@ -74,8 +76,8 @@ def checkpoints_in(root: PurePath) -> dict[int, PurePath]:
 
 
 def choose(selection: Selection) -> list[Chosen]:
-    """Return the selected checkpoints, oldest first if they come from a run. Raises ValueError if a selected checkpoint
-    is missing."""
+    """Return the selected checkpoints. If they come from one run, they are sorted from the oldest to the newest. Raises
+    ValueError if a selected checkpoint is missing."""
     inputs, iterations = selection.inputs, selection.iterations
     if selection.last is None and (len(inputs) > 1 or not iterations):
         if iterations and len(iterations) != len(inputs):
@@ -117,7 +119,8 @@ def _last(selection: Selection, saved: dict[int, PurePath]) -> list[int]:
 
 
 def merged_input(chosen: Sequence[Chosen], weighting: Weighting, with_state: bool) -> Input:
-    """Return the weighted mean as the input of a conversion, which opens the checkpoints later."""
+    """Return an `Input` for a conversion that reads the weighted mean of the checkpoints. The checkpoints are opened
+    when the conversion opens the input."""
     paths = tuple(each.path for each in chosen)
     return Input("merge", paths, partial(_open, chosen, weighting, with_state))
 
@@ -227,8 +230,8 @@ def learning_rates(config: RunConfig) -> Callable[[int], float] | None:
 
 
 def _rates(rate: Callable[[int], float], iterations: Sequence[int]) -> tuple[float, float]:
-    """Return the smallest and largest learning rate among the first and last updates between consecutive
-    checkpoints."""
+    """Return the smallest and the largest learning rate between the first and the last checkpoint. Only the first and
+    the last update between consecutive checkpoints are compared."""
     ends = [rate(each) for before, after in pairwise(iterations) for each in (before + 1, after)]
     return min(ends), max(ends)
 

@@ -37,7 +37,8 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Decay:
-    """Learning rate decay to emulate: the final anneal of --lr-decay-style WSD."""
+    """Learning rate decay that a merge emulates. It corresponds to the final annealing phase of --lr-decay-style
+    WSD."""
 
     style: str
     floor: float = 0.0
@@ -49,7 +50,7 @@ def equal_weights(count: int) -> list[float]:
 
 
 def given_weights(values: Sequence[float], count: int, allow_unnormalized: bool) -> list[float]:
-    """Validate weights from --weights.
+    """Validate the checkpoint weights that the user specified with --weights, and return them.
 
     Raises ValueError unless there is one finite weight for each of `count` checkpoints, and the weights sum to 1 or
     `allow_unnormalized` is True.

@@ -1,5 +1,4 @@
-"""Local copies of Hugging Face folders that are not on the local disk. All processes of a host share one copy of each
-folder.
+"""Local copies of Hugging Face folders in remote storage. All processes on a host share the same copy of a folder.
 
 This module does not import torch.
 """

@@ -23,8 +23,7 @@ from megatron.core.torch_private import wrapper_tensor
 from megatron.extensions.interop.conversion.formats import Written
 
 FILE_BYTES = 5_000_000_000
-"""File size in bytes at which the writer starts a new file. With several files, ranks can read different files in
-parallel."""
+"""File size in bytes above which the writer starts a new file. Several ranks can read separate files in parallel."""
 
 
 AHEAD_BYTES = 1 << 30
@@ -115,7 +114,8 @@ class Made:
         return prod(self.shape) * self.dtype.itemsize
 
     def counted(self, written: Written) -> Callable[[], Tensor]:
-        """Return a function that passes the size of the tensor to `written` and reads the tensor."""
+        """Return a function that reads the tensor. Before reading, the function calls `written` with the size of the
+        tensor in bytes."""
 
         def make() -> Tensor:
             written(self.nbytes)

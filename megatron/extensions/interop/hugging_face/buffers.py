@@ -18,7 +18,7 @@ Buffer = tuple[TensorSpec, Callable[[], Tensor]]
 
 
 def buffers_of(config: TransformerConfig, model_type: str, dtype: torch.dtype) -> Iterator[tuple[str, Buffer]]:
-    """Yield the names and values of the buffers in a family's files."""
+    """Yield the names and values of the buffers that files of the family `model_type` contain."""
     if model_type == "minimax":
         yield from _lightning_decays(config, dtype)
     if model_type == "longcat_flash":

@@ -101,7 +101,7 @@ class ExportProcess:
 
 
 class HFExporter:
-    """Queue of exports. The exports run one after another on one rank.
+    """Queue of exports on one rank. The exports run one after another.
 
     `held` lists the checkpoints that must not be deleted.
     """
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--counts", type=int, help="file descriptor for the progress")
     args = parser.parse_args(argv)
     os.nice(10)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises an exception, so that temporary files are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit by an exception to remove temporary files
     try:
         load_extensions(args.extension)
         add_families(args.hf_family)

@@ -32,11 +32,12 @@ class Rule:
     ours: str
     theirs: tuple[str, ...]
     layout: str | Layout = "Same"
-    """Conversion between the tensors and the parameter: a name in `named_layouts`, or a custom `Layout`."""
+    """Layout that converts between the Hugging Face tensors and the parameter. The value is a name defined in
+    `named_layouts` or a custom `Layout`."""
 
 
 class Adapter(ABC):
-    """Reader and writer of config.json keys with special rules; see `adapters`."""
+    """Base class of adapters, which read and write config.json keys with special rules; see `adapters`."""
 
     @abstractmethod
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
@@ -82,7 +83,7 @@ class Family:
     """
 
     class_names: Mapping[str, str] = field(default_factory=dict)
-    """Maps alternative key names in the family's configuration class to the usual names."""
+    """Maps config.json keys to the usual key names, for keys that the family's transformers class names differently."""
 
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
     """Maps config.json keys to their supported values. When config.json is written, the first supported value of each
@@ -102,7 +103,8 @@ class Family:
     """Maps alternative spellings of parts of tensor names to the usual spellings."""
 
     left_out: Sequence[str] = ()
-    """Name prefixes of tensors to ignore. The model class of transformers also lacks the modules of these tensors."""
+    """Prefixes of the names of tensors to ignore. The transformers model class has no modules for these tensors
+    either."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps alternative spellings of config.json keys to the usual spellings."""
@@ -111,7 +113,8 @@ class Family:
     """Maps the usual name of a key with special rules to its name in this family's config.json."""
 
     multi_token: Sequence[Rule] = ()
-    """Rules of multi-token prediction modules, if the family's files contain them."""
+    """Rules for the weights of multi-token prediction modules. Empty if the family's files do not contain these
+    weights."""
 
     copies: Mapping[str, str] = field(default_factory=dict)
     """Maps the names of additional tensors in multi-token prediction modules to the parameters that these tensors
@@ -124,10 +127,10 @@ class Family:
     """Keys that config.json exports omit. These keys only matter when a config.json that lacks newer keys is read."""
 
     layers_each: int = 1
-    """Number of this program's layers per layer in config.json."""
+    """Number of layers in this program's model for each layer that config.json counts."""
 
     windows_below: str | None = None
-    """Key with the number of the first layer without a sliding window, for a config.json that does not list layer
+    """Key that gives the first layer without a sliding window. It is read if config.json does not list the layer
     kinds."""
 
     window_groups: int = 1
@@ -150,9 +153,9 @@ class Family:
     """True if an adapter reads the rotary embedding."""
 
     rotary_layers: str = "all"
-    """Layers with a rotary embedding. "all" selects all layers, and "windows" selects only layers with a sliding
-    window. "windows, if any" selects layers with a sliding window if the model has such layers, and otherwise all
-    layers."""
+    """Which layers have a rotary embedding. "all" means all layers, and "windows" means only layers with a sliding
+    window. "windows, if any" means the same as "windows" if the model has layers with a sliding window, and otherwise
+    all layers."""
 
     equal: Mapping[str, str] = field(default_factory=dict)
     """Maps a config.json key to another key that must have the same value if config.json contains both."""
@@ -164,11 +167,13 @@ class Family:
     """Maps a TransformerConfig field to config.json keys and their exponents. The field's value is the product of the
     keys' values, each raised to its exponent.
 
-    When config.json is written, the first key is computed from the field and the other keys.
+    When config.json is written, the value of the first key is computed from the field's value and the other keys'
+    values.
     """
 
     layer_types: Sequence[str] = ()
-    """Repeating kinds of layers, for a config.json that does not list them."""
+    """Layer kinds for a config.json that does not list the kinds. The sequence is repeated until all layers have a
+    kind."""
 
     first_layer_types: Sequence[str] = ()
     """Layer kinds that the first layers always have, whatever `layer_types` in config.json says."""
@@ -204,7 +209,7 @@ FAMILIES = Registry("model_type", NoFacts, protocol=Family)
 ROTARY = "rope_parameters"
 
 UNSET = (None, "auto")
-"""Values that mean that the configuration class derives a key from other keys."""
+"""Values of a config.json key for which the transformers class computes the value from other keys."""
 
 
 def usual_names(family: Family) -> dict[str, str]:
@@ -238,8 +243,8 @@ def _stands(key: str, value: object, family: Family) -> bool:
 
 
 def inner_values(hf_config: Values, family: Family) -> Fields:
-    """Return the values in those objects of config.json whose keys the family reads individually. The values are keyed
-    by `object.key`."""
+    """Return values in nested objects of config.json, keyed by `object.key`. Only objects are included for which the
+    family's tables contain keys of the form `object.key`."""
     found: Fields = {}
     nested = (known for known in (*family.keys, *family.defaults, *family.aliases) if "." in known)
     for outer in {known.partition(".")[0] for known in nested}:

@@ -1,10 +1,10 @@
 """Reader of Hugging Face families, in the folder `families` and in user files (--hf-family). This module does not
 import torch.
 
-A file NAME.json describes the `model_type` NAME: keys of `Family`, and the rules of its weights. The file extends the
-base or family that its key `like` names. Raises ValueError if a key is unknown, if a value has the wrong type, or if a
-name is unknown. The message is one line that states the file, the key and the rule. The default of a key with listed
-values is the first value.
+The file NAME.json describes the `model_type` NAME. It contains keys of `Family` and the rules for the family's weights.
+If the file contains the key `like`, it extends another family or a base. Raises ValueError if a key is unknown, if a
+value has the wrong type, or if a name is unknown. The message is one line that states the file, the key and the rule.
+If a family file lists the supported values of a key, the first value is the default.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ SCHEMA: dict[str, Any] = get_type_hints(Family) | {
 }
 """Maps each key of a file to the type of its value.
 
-`like` names a base or another family. Each entry of `weights` is a table, the name of a table in weights.json, or
-"like" for the base's tables. Later tables override earlier tables. `layer` is the prefix of tensor names in a layer.
-A multi-token prediction module consists of a transformer layer and further weights. The layer's tensors have the same
-names as in other layers, but with the prefix `multi_token_layer`. `multi_token_weights` lists the further weights.
+`like` is the name of a base or of another family that the file extends. Each entry of `weights` is a table, the name of
+a table in weights.json, or "like" for the base's tables. Later tables override earlier tables. `layer` is the prefix
+that the names of all tensors in a layer share. A multi-token prediction module consists of a transformer layer and
+further weights. The layer's tensors have the same names as in other layers, but with the prefix `multi_token_layer`.
+`multi_token_weights` lists the weights of the module that do not belong to its transformer layer.
 """
 
 SCHEMA["keys"] = Mapping[str, str | None]
@@ -70,7 +71,8 @@ def common_keys() -> list[str]:
 
 
 def __getattr__(name: str) -> Family:
-    """Return a built-in family by its `model_type` in capitals, such as `family_files.GEMMA3_TEXT`."""
+    """Return a built-in family as an attribute of this module. The attribute's name is the `model_type` in capital
+    letters, such as `family_files.GEMMA3_TEXT`."""
     if not name.isupper() or not FOLDER.joinpath(f"{name.lower()}.json").is_file():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _family(name.lower(), f"families/{name.lower()}.json", _built_in(name.lower()))
@@ -81,8 +83,7 @@ def built_in_names() -> list[str]:
 
 
 def is_family_file(value: str) -> bool:
-    """Return True if a value of --hf-family is a FILE that adds a family, and False if it is the NAME of the family to
-    write."""
+    """Return True if a value of --hf-family is the path of a family file, and False if it is the name of a family."""
     return value.endswith(".json") or "/" in value
 
 
@@ -99,7 +100,8 @@ def family_to_write(values: Iterable[str]) -> str | None:
 
 
 def add_families(values: Iterable[str]) -> None:
-    """Register the families in user files under the names of the files. Raises ValueError."""
+    """Register families that users define in files. The name of a file without its suffix becomes the family's name.
+    Raises ValueError if a file is invalid."""
     for each in filter(is_family_file, values):
         path = Path(each).expanduser().resolve()
         name = path.stem
@@ -114,14 +116,15 @@ def add_families(values: Iterable[str]) -> None:
 
 
 def _built_in(name: str) -> dict[str, Any]:
-    """Return the table of a built-in family, with the defaults of its transformers class."""
+    """Return the contents of a built-in family's file, together with the default values of the family's transformers
+    class."""
     table = _parsed(FOLDER.joinpath(f"{name}.json"), f"families/{name}.json")
     own = _shared("class_defaults")["families"].get(name)
     return table if own is None else table | {"class_defaults": own["defaults"], "class_names": own["names"]}
 
 
 def _parsed(path: Any, shown: str) -> dict[str, Any]:
-    """Parse and check a file. Raises ValueError."""
+    """Parse and check a family file. Raises ValueError if the file is missing or invalid."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
     except FileNotFoundError:
@@ -195,7 +198,7 @@ def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
         yield f"{at}: must be {word}, not {json.dumps(value)[:60]}"
     elif inner and value is None and type(None) in inner:
         return
-    elif inner:  # the value must have one of two types
+    elif inner:  # a union of two types
         yield from _wrong(value, inner[isinstance(value, dict)], at)
 
 
@@ -250,7 +253,7 @@ def _rules(weights: Texts, our_layer: str, their_layer: str) -> Iterator[Rule]:
 
 
 def _by_name(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """Return only the last rule of each parameter."""
+    """Remove rules that a later rule for the same parameter overrides."""
     return tuple({rule.ours: rule for rule in rules}.values())
 
 

@@ -1,8 +1,8 @@
 """Checks of the names in a user's family file: parameters and config.json keys. This module does not import torch.
 
-A name that no built-in family uses may be new, such as a key that exists only in the user's config.json. A new name is
-an error in a table that must refer to existing names. A new name that closely resembles an existing key is also an
-error, because it is probably a typo.
+A name that no built-in family uses may be new, such as a key that exists only in the user's config.json. Some tables
+must refer to existing names; a new name in them is an error. A new name that closely resembles an existing key is also
+an error, because it is probably a typo.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def near(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def config_keys(table: Mapping[str, Any]) -> set[str]:
-    """Return the config.json keys that a family file names."""
+    """Return all config.json keys that occur in the tables of a family file."""
     found = {key for kind in OF_CONFIG for key in table.get(kind, {})}
     found |= {*table.get("spelling", {}), *table.get("spelling", {}).values(), *table.get("class_names", {})}
     found |= {*table.get("aliases", {}), *table.get("aliases", {}).values(), *table.get("class_defaults", {})}
@@ -37,8 +37,8 @@ def config_keys(table: Mapping[str, Any]) -> set[str]:
 
 
 def parameters(weights: Iterable[str]) -> set[str]:
-    """Return the known parameter names in weights tables. A name that ends in `weight`, `bias` or `*` is returned with
-    all three endings; `*` stands for both weight and bias."""
+    """Return `weights`, the parameter names in weights tables, with all possible endings. If a name ends in `weight`,
+    `bias` or `*`, it is returned with each of these endings; `*` stands for both weight and bias."""
     found = set[str]()
     for name in weights:
         stem, _, last = name.rpartition(".")

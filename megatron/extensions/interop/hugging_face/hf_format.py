@@ -1,6 +1,6 @@
-"""Hugging Face folders as sources and targets of conversions.
+"""Source and target of conversions for Hugging Face folders.
 
-To check a conversion, `compare_logits` compares the fp32 logits of the transformers model with those of the checkpoint.
+`compare_logits` checks a conversion: it compares the fp32 logits of the transformers model and of the checkpoint.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ WITHOUT_MODULES = "which are not needed to predict one token at a time"
 
 
 class HFTarget(Target):
-    """Hugging Face folder to write: config.json, weights in shards, and tokenizer files."""
+    """Conversion target that writes a Hugging Face folder with config.json, sharded weights and tokenizer files."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source, self.options = source, options
@@ -193,7 +193,8 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def origin_of(hf_config: Mapping[str, object]) -> Origin:
-    """Return the origin that checkpoints record for a config.json: its family and token ids."""
+    """Return the `Origin` that checkpoints record for a model with this config.json. The `Origin` contains the family
+    and the token ids."""
     return Origin(str(hf_config["model_type"]), stated_token_ids(hf_config))
 
 
@@ -206,7 +207,8 @@ def stated_token_ids(hf_config: Mapping[str, object]) -> dict[str, object]:
 
 
 def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
-    """Return the ids of the tokens that begin, end and pad a text, and a remark if the tokenizer cannot be read.
+    """Return the ids of the tokens that begin, end and pad a text. If the tokenizer cannot be read, also return a
+    remark.
 
     An unknown token id is returned as None. No key is omitted: for a missing key, transformers would use the default of
     its configuration class, which may be a different token.
@@ -227,8 +229,8 @@ def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
 
 
 def _pad_token_id(tokenizer: Tokenizer, side_files: Mapping[str, Path]) -> int | None:
-    """Return the padding token id from the tokenizer's settings, or from the generation settings if the tokenizer has
-    none."""
+    """Return the padding token id in the tokenizer's settings. If the tokenizer has no padding token, return the id in
+    the generation settings."""
     settings, generation = (
         read_json(side_files[name]) if name in side_files else {}
         for name in ("tokenizer_config.json", GENERATION_CONFIG)
@@ -257,7 +259,7 @@ class LogitDifference:
 
     @property
     def equal(self) -> bool:
-        """True if the difference can be explained by fp32 rounding."""
+        """True if the difference is small enough to be caused by fp32 rounding."""
         return self.largest <= 0.01 * max(self.scale, 1e-3)
 
     def __str__(self) -> str:
@@ -266,8 +268,8 @@ class LogitDifference:
 
 
 def compare_logits(hf_folder: PurePath, checkpoint: PurePath, text: str) -> LogitDifference:
-    """Compare the logits of both models on a text, computed on the CPU in fp32. Both models are in memory at the same
-    time.
+    """Compute the fp32 logits of a Hugging Face model and of a checkpoint on the CPU, and compare them for one text.
+    Both models are in memory at the same time.
 
     Raises ValueError if transformers is not installed or the text has no tokens.
     """
@@ -292,8 +294,8 @@ def require_transformers() -> None:
 
 
 def _tokens(folder: Path, text: str, vocab_size: int, longest: int) -> Tensor:
-    """Return the token ids [1, s] of a text. If there is no tokenizer, the ids are the bytes modulo the vocabulary
-    size."""
+    """Return the token ids [1, s] of a text. If the folder has no tokenizer, each byte of the text is a token, and its
+    id is the byte modulo `vocab_size`."""
     tokenizer = tokenizer_config(folder)
     if tokenizer.tokenizer_type is None:
         ids = [byte % vocab_size for byte in text.encode()]

@@ -48,10 +48,11 @@ class Pieces(Layout):
     permuted dims."""
 
     pattern: str | tuple[str, ...] = "... -> ..."
-    """Dims of the Hugging Face tensor and dims of the piece, such as "(g n d) ... -> g n d ...".
+    """Rearrangement pattern, such as "(g n d) ... -> g n d ...". Left of the arrow are the dims of the Hugging Face
+    tensor, and right of it the dims of the piece.
 
     Axes in parentheses form one dim in row-major order. In a pattern, "1" is a dim of size 1, and "..." stands for all
-    other dims. A tuple contains one pattern per piece.
+    other dims. If the pieces have different patterns, `pattern` is a tuple with one pattern for each piece.
     """
 
     sizes: Callable[[TransformerConfig], Mapping[str, int]] = lambda config: {}
@@ -66,16 +67,16 @@ class Pieces(Layout):
     size 1."""
 
     section: int | None = None
-    """Dim of the Hugging Face tensor along which pieces are concatenated, with sizes in proportion to `counts`; None if
-    each piece is a separate tensor."""
+    """If several pieces are concatenated in one Hugging Face tensor: dim of the tensor along which they are
+    concatenated, with sizes in proportion to `counts`. None if each piece is a separate tensor."""
 
     sections: int | None = None
-    """Number of pieces that are concatenated in the first Hugging Face tensor, if there are several tensors. Each
-    tensor after the first one is a single piece."""
+    """If only some of the pieces are concatenated: number of pieces in the first Hugging Face tensor. Every further
+    tensor is a single piece."""
 
     may_be_thirds: bool = False
-    """True if files may instead contain the rows in tensors of equal size, because transformers divides a fused tensor
-    into equal parts."""
+    """True if files may also contain the same rows in tensors of equal size. transformers writes such files when it
+    divides a fused tensor into equal parts."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         pieces: Sequence[Tensor] = (parameter,)
@@ -109,8 +110,9 @@ class Pieces(Layout):
         return cat(found, dim=self.joined)
 
     def _piece(self, config: TransformerConfig, at: int, tensor: Sliceable, box: Box) -> Tensor:
-        """Read the part of a piece that lies in `box`, a slice of the piece. In each dim of the Hugging Face tensor,
-        only the box's range of the outermost axis is read."""
+        """Read the part of a piece that lies in `box`, a slice of the piece. A dim of the Hugging Face tensor may
+        consist of several axes; the read is then restricted only along the outermost axis, and the result is sliced
+        afterwards."""
         theirs, ours = self._sides(at)
         further = len(tensor.shape) - len(_dims(theirs, 0))
         sizes, axes = self.sizes(config), _dims(ours, further)
@@ -138,7 +140,8 @@ class Pieces(Layout):
 
 
 class _Section:
-    """Section `at` of a tensor along a dim. The size of the dim is divided in proportion to `counts`."""
+    """Section of a tensor along one dim. The dim is divided into sections with sizes in proportion to `counts`; this
+    object is section number `at`."""
 
     def __init__(self, tensor: Sliceable, dim: int, start: int, counts: Sequence[int], at: int) -> None:
         self.tensor = tensor
@@ -271,9 +274,9 @@ class RowsOfEachHead(Layout):
 
 @dataclass(frozen=True)
 class PartOfLayer(Layout):
-    """Layout of a layer's parameter that is a part of a Hugging Face tensor. The Hugging Face tensor is divided along
-    one dim into parts of equal size, one part for each layer. When files are written, each layer contributes a tensor
-    in which the parts of all other layers are -0.0. The contributions are summed; adding -0.0 changes no number.
+    """Layout for a Hugging Face tensor that contains the parameters of all layers. The Hugging Face tensor is divided
+    along one dim into parts of equal size, one part for each layer. When files are written, each layer contributes a
+    tensor in which the parts of all other layers are -0.0. The contributions are summed; adding -0.0 changes no number.
     """
 
     dim: int

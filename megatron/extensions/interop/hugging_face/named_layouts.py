@@ -25,7 +25,7 @@ from megatron.extensions.interop.hugging_face.layouts import (
 )
 
 ROWS = "(g n) ... -> g n ..."
-"""Pattern for rows that are stored group by group. The parameter has a separate dim for groups."""
+"""Pattern for rows that are stored group by group in one dim. In the parameter, the groups are a separate dim."""
 
 HEADS = "(g n d) ... -> g n d ..."
 """Pattern for rows that are stored group by group and, within a group, head by head. Each head has d channels."""
@@ -59,7 +59,7 @@ WHOLE_TENSORS: dict[str, Layout] = {
 }
 
 PAIR = "pair"
-"""Name of the axis that contains gate and up of a gated MLP, in this order."""
+"""Name of the pattern axis of size 2 that contains the gate and up projections of a gated MLP, in this order."""
 
 
 def _gate_and_up(config: TransformerConfig) -> Mapping[str, int]:
@@ -67,7 +67,7 @@ def _gate_and_up(config: TransformerConfig) -> Mapping[str, int]:
 
 
 MLPS_AND_EXPERTS: dict[str, Layout] = {
-    # Phi 3, GLM: [2 * ffn, h], all gates before all ups. Granite's experts add a dim for experts.
+    # Phi 3, GLM: [2 * ffn, h], all gates before all ups. Granite's MoE layers: the same with a leading dim [experts].
     "GateUpRows": Pieces("(pair o) ... -> pair o ...", _gate_and_up),
     "ExpertGateUpRows": Pieces("e (pair o) ... -> e pair o ...", _gate_and_up),
     # Mixtral: two tensors for each expert. The parameter is [experts, 2, ffn, h].
@@ -105,12 +105,13 @@ def _of_group(*tensors: str) -> Callable[[TransformerConfig], list[int]]:
 
 
 def _with_swapped_halves(config: TransformerConfig) -> list[int]:
-    """Return the channel order that swaps the two halves of a head."""
+    """Return the channel order that swaps the first and the second half of a head."""
     return [(at + config.head_dim // 2) % config.head_dim for at in range(config.head_dim)]
 
 
 QUERIES_KEYS_VALUES = Pieces(HEADS, _query_groups, 1, _of_group("q", "k", "v"))
-"""Layout that converts q [heads * d, ...] and k and v [groups * d, ...] to [groups, queries of a group + 2, d, ...]."""
+"""Layout of the merged attention projection. It converts the three tensors q [heads * d, ...], k [groups * d, ...] and
+v [groups * d, ...] to [groups, queries per group + 2, d, ...]."""
 
 ATTENTION: dict[str, Layout] = {
     "QueryGroups": QUERIES_KEYS_VALUES,
@@ -118,7 +119,8 @@ ATTENTION: dict[str, Layout] = {
     "QueryGroupsWithoutValues": Pieces(HEADS, _query_groups, 1, _of_group("q", "k")),
     # Four tensors: queries, output gates of the same shape, keys and values.
     "GatedQueryGroups": Pieces(HEADS, _query_groups, 1, _of_group("q", "q", "k", "v")),
-    # Qwen3-Next: [heads * 2 * d, ...] with each head's query before its gate, then keys and values.
+    # Qwen3-Next: one tensor [heads * 2 * d, ...] contains each head's query and gate; keys and values are separate
+    # tensors.
     "QueryGatePairs": Pieces(
         ("(g q pair d) ... -> g (pair q) d ...", HEADS, HEADS), _query_groups, 1, _of_group("pairs", "k", "v")
     ),
@@ -145,7 +147,7 @@ ATTENTION: dict[str, Layout] = {
         1,
         lambda config: [0, 2, 1],
     ),
-    # nanochat rotates in the other direction, so the halves of queries and keys are swapped
+    # nanochat's rotary embedding rotates in the opposite direction, which swaps the halves of queries and keys
     "SwappedQueryGroups": Reordered(QUERIES_KEYS_VALUES, 2, _with_swapped_halves, but_values=True),
     # DiffLlama: group p of the first half of the groups and group p of the second half form a pair
     "PairsOfGroups": Pieces("(two p n d) ... -> p two n d ...", _pairs_of_groups, 2, _of_group("q", "k", "v")),
@@ -153,7 +155,7 @@ ATTENTION: dict[str, Layout] = {
     # A.X K2: one tensor contains, for each head, the query rows and then the gate rows. They are two parameters here.
     "QueriesBesideGates": RowsOfEachHead(lambda config: (0, config.head_dim, config.value_head_dim)),
     "GatesBesideQueries": RowsOfEachHead(lambda config: (config.head_dim, config.value_head_dim, 0)),
-    # MiniMax's lightning attention: query, key and value of each head in one tensor, its gate in another
+    # MiniMax's lightning attention: one tensor contains each head's query, key and value; another contains its gate
     "HeadsAndGates": Pieces(ROWS, _attention_heads, 1, lambda config: (3 * config.head_dim, config.head_dim)),
     # DeepSeek-V4: output projections of head groups, [groups * rank, channels of a group].
     "OutputGroups": Pieces("(g r) ... -> g r ...", lambda config: {"g": option(config, "o_groups")}),
@@ -197,7 +199,7 @@ ROTATED_HALVES: dict[str, Layout] = {
 
 
 class DeltaNets(Protocol):
-    """Numbers and widths of heads in gated delta nets."""
+    """Options that define the numbers and widths of heads in gated delta nets."""
 
     linear_num_key_heads: int
     linear_num_value_heads: int
@@ -230,7 +232,7 @@ def _of_key_head_in_two(config: TransformerConfig) -> tuple[int, int]:
 
 
 DELTA_NETS: dict[str, Layout] = {
-    # Qwen3-Next: two tensors, in which all rows of a key head are contiguous
+    # Qwen3-Next: there are two tensors. In each tensor, all rows of a key head are contiguous
     "KeyHeads": Pieces(ROWS, _key_heads, 1, _of_key_head_in_two),
     # Qwen3.5: one tensor contains the queries of all heads, then the keys, then the values; three tensors contain the
     # rest
@@ -257,7 +259,7 @@ KIMI_DELTA_ATTENTION: dict[str, Layout] = {
     # Queries, keys, values and writing strengths are separate tensors. Queries, keys and values also have convolutions.
     "KimiHeads": Pieces(ROWS, _kimi_heads, 1, lambda config: (*_convolved_of_kimi_head(config), 1)),
     "KimiConvolutions": Pieces(TAPS, _kimi_heads, 1, _convolved_of_kimi_head),
-    # low-rank projections to the channels of all heads, and one decay per head
+    # Low-rank projections have one row for each channel of each head. There is one decay per head.
     "KimiRows": Pieces("(g d) ... -> g d ...", _kimi_heads),
     "KimiDecays": Pieces("1 1 g 1 -> g"),
 }
@@ -301,4 +303,4 @@ LAYOUTS: dict[str, Layout] = {
     **KIMI_DELTA_ATTENTION,
     **MAMBA,
 }
-"""All layouts that a family file may name."""
+"""All layouts that family files can select, keyed by name."""

@@ -1,5 +1,5 @@
-"""Conversion of Hugging Face's config.json to a model configuration, with the tables of `families`. This module does
-not import torch.
+"""Conversion of Hugging Face's config.json to a model configuration. The tables in `families` describe the conversion.
+This module does not import torch.
 
 All functions except `read_json` are pure. An unsupported setting raises an error and is never replaced by a similar
 setting. A config.json may be untrusted. A wrong type or an impossible value raises ValueError with a one-line message.
@@ -114,7 +114,8 @@ IDLE = {
     *("rope_scaling", "rope_parameters", "attn_implementation", "_attn_implementation", "tie_word_embeddings"),
     *("transformers_weights", "layer_types", "output_attentions"),
 }
-"""Keys of any config.json that do not describe the model, or that are read without a family's tables."""
+"""Config.json keys that no family's tables need to contain. These keys do not describe the model, or are read in the
+same way for all families."""
 
 
 OLDER = ("compress_ratios", "compress_rate_csa", "compress_rate_hca", "num_hash_layers", "qk_rope_head_dim")
@@ -130,12 +131,14 @@ WRITTEN: Mapping[str, Callable[[Values], object]] = {
     "attention_layers": lambda hf: repeated(entries(hf, "attention_types"), len(entries(hf, "attention_layers")) + 1),
     "final_w_init_variance_scale": lambda hf: 2 / number(hf, "num_hidden_layers"),
 }
-"""Maps keys that some transformers classes write but do not read to functions that compute the values."""
+"""Keys that some transformers classes write but never read. Each key is mapped to a function that computes its value
+from other keys."""
 
 
 def unread_keys(hf_config: Values) -> Iterator[str]:
-    """Yield a notice about config.json keys that are not read: keys that neither the family nor its transformers class
-    uses, and keys whose values differ from the values that the transformers class derives.
+    """Yield a notice about config.json keys that are ignored. A key is ignored if neither the family nor its
+    transformers class uses it. A key that the transformers class computes is also ignored; the notice mentions such
+    keys if their values differ from the computed values.
     """
     family = family_of(hf_config)
     tables = (family.keys, family.defaults, family.only, family.values, family.equal, family.aliases, family.spelling)
@@ -207,7 +210,8 @@ def _out_of_bounds(config: TransformerConfig) -> list[str]:
 
 
 def _of_single_layers(hf: Values, family: Family, config: TransformerConfig) -> Iterator[str]:
-    """Yield a problem if per-layer settings contradict the family's keys. Some transformers classes write both."""
+    """Yield a problem if per-layer settings contradict the other keys. Some transformers classes write the same
+    settings in both forms."""
     given = hf.get(LAYER_BY_LAYER) or {}
     layers = {number: own for number, own in given.items() if isinstance(own, dict)} if isinstance(given, dict) else {}
     if not isinstance(given, dict) or len(layers) < len(given):
@@ -223,7 +227,7 @@ def _of_single_layers(hf: Values, family: Family, config: TransformerConfig) -> 
 
 
 def _in_layer(own: TransformerConfig, name: str) -> object:
-    """Return the value of a field in a layer's configuration."""
+    """Return the value of the field `name` in the configuration of one layer."""
     return own.query_groups if name == "num_query_groups" else getattr(own, name, None)
 
 
@@ -314,14 +318,14 @@ def _of_tables(hf: Values, family: Family) -> Fields:
 
 
 def _our_value(value: object, values: Mapping[object, object]) -> object:
-    """Translate the value of a config.json key to the value of the field. `values` is the family's translation
-    table."""
+    """Convert the value of a config.json key to the value of the TransformerConfig field. `values` maps config.json
+    values to field values; other values are unchanged."""
     value = tuple(value) if isinstance(value, list) else value
     return values.get(value, value)
 
 
 def _positions(hf: Values) -> str:
-    """Return the position embedding type, for a family whose models may have no position embedding."""
+    """Return the position embedding type for families in which a model may lack a position embedding."""
     return "none" if table(hf, "rope_parameters").get("rope_theta", 0) is None else "rope"
 
 

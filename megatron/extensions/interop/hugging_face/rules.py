@@ -1,4 +1,4 @@
-"""Rules for Hugging Face exports and for custom families. This module does not import torch."""
+"""Validation rules for the flags of Hugging Face exports and of custom families. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def exports(c: RunConfig, world_size: int) -> Iterator[Problem]:
         else:
             config_to_hf(c.model, family)
     except ArithmeticError:
-        return  # other rules report sizes that do not fit
+        return  # other rules report impossible sizes
     except ValueError as error:
         named = ("--hf-family", family, str(error), "select another family, or remove the flag")
         yield Problem(*(named if family is not None else (flag, wanted, str(error), remedy)))

@@ -67,7 +67,7 @@ class TensorSpec:
         return prod(self.shape) * self.dtype.itemsize
 
     def meta(self) -> Tensor:
-        """Return a tensor without data."""
+        """Return a tensor of this shape and dtype on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 

@@ -51,8 +51,8 @@ class HFWeights:
     of one parameter.
 
     The constructor checks names, shapes and dtypes without reading data, and raises ValueError with a list of all
-    mismatches. If the files and the model have different numbers of multi-token prediction modules, the smaller number
-    of modules is read.
+    mismatches. The number of multi-token prediction modules in the files may differ from the number in the model. Only
+    modules that both contain are read.
     """
 
     def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
@@ -186,7 +186,7 @@ def _head(family: Family) -> str:
 
 @dataclass(frozen=True)
 class _Converted:
-    """Tensor whose slices are converted to a dtype when they are read."""
+    """Tensor that is converted to `dtype` when a slice of it is read."""
 
     tensor: Sliceable
     dtype: torch.dtype
@@ -231,8 +231,8 @@ def _layout(rule: Rule, family: Family) -> Layout:
 
 
 def copies(config: TransformerConfig, model_type: str) -> list[Placement]:
-    """Return the Hugging Face tensors in multi-token prediction modules that are copies of the embedding and the
-    head."""
+    """Return the copies of the embedding and the output head that Hugging Face files contain in multi-token prediction
+    modules."""
     family = family_of({"model_type": model_type})
     originals = {each.meta.name: each for each in placements(config, model_type)} if config.mtp_depths else {}
     return [
@@ -243,7 +243,7 @@ def copies(config: TransformerConfig, model_type: str) -> list[Placement]:
 
 
 def multi_token_depths(tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> int:
-    """Return the number of multi-token prediction depths whose weights are among the tensors."""
+    """Return the number of multi-token prediction depths for which `tensors` contains weights."""
     family = family_of({"model_type": model_type})
     names = [rule.theirs[0] for rule in family.multi_token if rule.ours.endswith(".eh_proj.weight")]
     found = {_numbered(name, str(depth), config) for name in names for depth in range(len(tensors))}
@@ -333,7 +333,7 @@ class Mxfp4Experts:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the matrices. Raises ValueError if the blocks and the scales do not match."""
+        """Shape of the dequantized tensor. Raises ValueError if the blocks and the scales do not match."""
         experts, out, count, half = (*self.blocks.shape, 0, 0, 0, 0)[:4]
         uint8 = self.blocks.dtype == self.scales.dtype == torch.uint8
         if tuple(self.scales.shape) != (experts, out, count) or 2 * half != BLOCK or not uint8:

@@ -93,7 +93,7 @@ def _settings(config: TransformerConfig, family: Family) -> Fields:
 
 
 def _of_tables(config: TransformerConfig, stated: Values, family: Family) -> Fields:
-    """Return the keys that the family's tables define."""
+    """Return the config.json keys that the family's tables define, with their values."""
     hf: Fields = {"architectures": [family.architecture], "model_type": family.model_type}
     hf |= {key: legal[0] for key, legal in family.only.items()}
     hf |= {key: _value_in_hf(family, key, stated[ours]) for key, ours in family.keys.items()}
@@ -132,7 +132,7 @@ def _windows_to_hf(config: TransformerConfig, family: Family) -> Fields:
         hf["attention_types"] = [[["local" if local else "global" for local in config.local_pattern], 1]]
     usual = family.layer_types or "sliding_window_pattern" in family.defaults
     if usual and config.window_size is None and family.rotary_layers == "all":
-        # Some classes require a number even if no layer uses a window.
+        # Some transformers classes require a window size even if no layer has a window.
         hf["sliding_window"] = family.defaults.get("sliding_window")
     by_number = "no_rope_layers" in family.defaults and any(config.local_pattern)
     if usual or by_number or 0 < sum(config.local_pattern) < config.num_layers:
@@ -180,7 +180,7 @@ def _factor(hf: Values, stated: Values, field: str, powers: Mapping[str, float])
 
 
 def _lost(config: TransformerConfig, hf: Values) -> list[str]:
-    """Return the settings of a model that its config.json does not express."""
+    """Return the model settings that are lost if the model is converted to the config.json `hf`."""
     expected, found = settings_of(config), settings_of(config_from_hf(hf))
     lost = [f"{name} = {value!r}" for name, value in expected.items() if found.get(name, value) != value]
     return lost + _unconditional_parts(config)
@@ -198,8 +198,8 @@ def _unconditional_parts(config: TransformerConfig) -> list[str]:
 
 
 def _value_in_hf(family: Family, key: str, value: object) -> object:
-    """Return the config.json value for the field's value `value`. If no config.json value corresponds to `value`,
-    return the first supported value."""
+    """Convert the field value `value` to the corresponding value of the config.json key `key`. If there is no
+    corresponding value, return the first supported value of the key."""
     if key not in family.values:
         return list(value) if isinstance(value, tuple) else value
     values = family.values[key]

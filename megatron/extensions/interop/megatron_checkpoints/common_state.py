@@ -28,8 +28,8 @@ class _Plain:
 
 
 HARMLESS = tuple((module, name) for module, names in DATA["unpickled"].items() for name in names.split())
-"""Pairs (module, name) of the classes whose instances occur among Megatron-LM's saved arguments. These classes are
-never imported."""
+"""Pairs (module, class name). Megatron-LM's saved arguments contain instances of these classes, which are loaded
+without importing the classes."""
 
 
 def load_common(path: Path) -> dict[str, object]:

@@ -1,5 +1,5 @@
-"""Detection of Megatron-LM checkpoints, and registration of their format. This module defines no flags. This module
-does not import torch."""
+"""Detection of Megatron-LM checkpoints, and registration of their format. This module neither defines flags nor imports
+torch."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ class GradientFolder(LegacyTensors):
 
 
 def _chunks(path: Path) -> dict[str, Mapping[str, object]]:
-    """Return the model chunks in a rank's file. Raises ValueError if the file contains no chunks, or anything besides
-    chunks."""
+    """Return the model chunks in the file of one rank. Raises ValueError if the file contains no chunks, or anything
+    besides chunks."""
     found = load_common(path)
     if not found or any(not key.startswith(CHUNK) or not isinstance(chunk, Mapping) for key, chunk in found.items()):
         raise ValueError(f"{path} contains no gradients of --save-wgrads-interval ({CHUNK}0)")

@@ -1,7 +1,8 @@
 """Megatron-LM's checkpoints with one file per rank, `mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt`, read as whole tensors.
 
-Each rank holds one box of each parameter. `ParamMeta.box` computes the boxes, so this module does not depend on which
-dims are sharded. Files are memory-mapped: a tensor is read from disk when it is requested.
+The file of a rank contains one shard of each parameter. `ParamMeta.box` computes the position of a shard in the
+parameter, so this module does not depend on which dims are sharded. Files are memory-mapped: a tensor is read from disk
+when it is requested.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Layout:
         return f"TP {self.tp}, PP {self.pp}, EP {self.ep}"
 
     def rank(self, folder: str) -> Rank:
-        """Parse the name of a folder, which omits axes of size 1, and return its rank. Raises ValueError."""
+        """Return the rank in the name of a folder. The name contains no numbers for parallel axes of size 1. Raises
+        ValueError if the name is invalid."""
         match = RANK_FOLDER.fullmatch(folder)
         tp, *others = [int(number) for number in match.groups() if number] if match else [self.tp]
         axes = [size for size in (self.pp, self.ep) if size > 1]
@@ -93,8 +95,9 @@ class Layout:
         return f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (self.pp > 1) + f"_{ep:03d}" * (self.ep > 1)
 
     def check_complete(self, ranks: Collection[Rank]) -> None:
-        """Raise ValueError if the folder of a rank is missing. If experts are not sharded over TP, there must be a
-        folder for each TP rank and for each EP rank, but not for each pair of a TP rank and an EP rank."""
+        """Raise ValueError if the folder of a rank is missing. If experts are not sharded over TP, every TP rank and
+        every EP rank must occur in some folder name, but not every combination of a TP rank and an EP rank needs a
+        folder."""
         whole = self.expt_tp == self.tp
         for tp, pp, ep in ((tp, pp, ep) for tp in range(self.tp) for pp in range(self.pp) for ep in range(self.ep)):
             present = (tp, pp, ep) in ranks
@@ -307,7 +310,8 @@ class LegacyTensors:
 
 
 def _tensors_of(model: object, path: Path, prefix: str = "") -> Held:
-    """Return the tensors of a model chunk in the order of its parameters, under their current names."""
+    """Return the tensors of a model chunk, keyed by their current names. They have the same order as the chunk's
+    parameters."""
     if not isinstance(model, Mapping):
         raise ValueError(f"{path} contains a {type(model).__name__} instead of a model")
     found: Held = {}

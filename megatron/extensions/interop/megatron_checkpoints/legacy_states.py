@@ -1,9 +1,9 @@
 """Optimizer states in the Megatron-LM files of one rank. The files store the states in a fixed order, without names.
 
-Plain optimizers store the states under the number of the parameter in its group. The distributed optimizer stores, for
-each parameter buffer, one flat fp32 tensor per kind of state (`distrib_optim.pt`). Parameter groups and buffers have
-the order of the model's parameters, so the position of a state determines its name. The number of states and the shapes
-of the states are checked.
+Plain optimizers store the states of a parameter under the parameter's index in its group. The distributed optimizer
+stores flat fp32 tensors in `distrib_optim.pt`: for each parameter buffer, one tensor per kind of state. Parameter
+groups and buffers have the order of the model's parameters, so the position of a state determines its name. The number
+of states and the shapes of the states are checked.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def is_expert(name: str) -> bool:
 
 
 def _of_groups(chunks: Sequence[Held], state: Any, apart: bool) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the (kind, name, tensor) of each state of one optimizer."""
+    """Yield a tuple (kind of state, parameter name, tensor) for each state of one optimizer."""
     try:
         inner = state.get("optimizer", state)
         groups, states = inner["param_groups"], inner["state"]
@@ -115,9 +115,9 @@ def _fitting(state: object, name: str, weight: Tensor) -> Tensor:
 
 
 def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapping[str, object]) -> dict[str, Held]:
-    """Return the states in the buffers of a distributed optimizer. `content` is one entry or a list of entries. If EP
-    is above 1, the last entry in the list contains the expert buffers. If another rank saved the buffers of an entry,
-    the entry is None."""
+    """Return the states in the buffers of a distributed optimizer. `content` is an entry of saved buffers or a list of
+    such entries. If EP is above 1, the last entry in the list contains the expert buffers. If another rank saved the
+    buffers of an entry, the entry is None."""
     parts = content if isinstance(content, list) else [content]
     several = apart and len(parts) > 1
     found: dict[str, Held] = {kind: {} for kind in BUFFER_KINDS.values()}
@@ -151,9 +151,9 @@ def _stored(part: object) -> Iterator[Mapping[str, Tensor]]:
 
 
 def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield the parameters of each buffer of a model chunk. All parameters in a buffer have the same dtype. If
-    `experts` is True, only expert parameters are included; if it is False, only dense parameters; if it is None,
-    both."""
+    """Yield one list for each buffer of a model chunk. The list contains the buffer's parameters, which all have the
+    same dtype. If `experts` is True, only expert parameters are included; if it is False, only dense parameters; if it
+    is None, both."""
     found: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     for name, weight in chunk.items():
         if experts is None or experts == is_expert(name):
@@ -184,8 +184,8 @@ def layout_of(
 ) -> tuple[list[int], int]:
     """Return the offset of each parameter in a buffer, and the length of the buffer.
 
-    Buffers are filled from the last parameter to the first. Parameters are aligned within their bucket. A bucket ends
-    once it has at least `bucket_size` elements. Buckets are not padded at the end.
+    A buffer contains the parameters in reverse order, from the last to the first. Parameters are aligned within their
+    bucket. A bucket ends once it has at least `bucket_size` elements. Buckets are not padded at the end.
     """
     places = []
     base = 0

@@ -2,9 +2,9 @@
 
 Configuration fields have the names of Megatron-LM's arguments, so most values are copied unchanged. `arguments.json`
 lists the arguments that need a conversion. Its table `also` maps arguments to fields with a different name. `refused`
-lists arguments that request an unsupported part of a model. `lacking` lists model fields that Megatron-LM lacks, so
-that only their defaults can be expressed. `written` lists argument values that every written checkpoint contains,
-whatever the configuration.
+lists arguments that request model parts that this program does not support. `lacking` lists model fields that
+Megatron-LM lacks, so that only their defaults can be expressed. `written` lists argument values that every written
+checkpoint contains, whatever the configuration.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron.training.progress import Progress
 DATA = json.loads(Path(__file__).with_name("arguments.json").read_text())
 LACKING = frozenset(" ".join(DATA["lacking"]).split())
 YARN = {ours: "yarn_" + ours.removeprefix("yarn_") for ours in DATA["yarn"].split()}
-"""Maps this program's YaRN arguments to those of a Megatron-LM GPTModel without latent attention. With latent
-attention, Megatron-LM's arguments have the same names as this program's."""
+"""Maps this program's names of YaRN arguments to Megatron-LM's names, for a GPTModel without latent attention. With
+latent attention, both programs use the same names."""
 
 ATTENTION = ("self_attention", "multi_latent_attention")
 POSITIONS = ("learned_absolute", "rope", "none")
@@ -52,9 +52,9 @@ def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
     """Return the configuration of a run with these arguments. Raises ValueError if this program does not support the
     model.
 
-    If `padding_counts` is True, padding rows of the vocabulary are treated as tokens. Megatron-LM's loss includes these
-    rows, but this program's loss includes only tokens. Therefore, a run continues exactly only if the padding rows are
-    treated as tokens.
+    If `padding_counts` is True, padding rows of the vocabulary are treated as tokens. The softmax in Megatron-LM's loss
+    includes padding rows; in this program, it includes only tokens. Therefore, `padding_counts` must be True if the run
+    is to continue with the same loss.
     """
     _check(args := _translated(args))
     values: dict[str, dict[str, object]] = {}
@@ -74,7 +74,7 @@ def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
 
 
 def _check(args: Mapping[str, object]) -> None:
-    """Raise ValueError for arguments that request a part of a model that this program does not support."""
+    """Raise ValueError if the arguments request model parts that this program does not support."""
     variant, positions = args.get("experimental_attention_variant"), args.get("position_embedding_type", POSITIONS[0])
     pattern = str(args.get("hybrid_layer_pattern") or "")
     unknown = " ".join(sorted(set(pattern) - LETTERS))
@@ -94,7 +94,7 @@ def _check(args: Mapping[str, object]) -> None:
 
 
 def _translated(args: Mapping[str, object]) -> dict[str, object]:
-    """Return Megatron-LM's arguments with the names and values that this program uses."""
+    """Convert the names and values of Megatron-LM's arguments to those of this program."""
     found = dict(args)
     for name, ours in DATA["also"].items():
         if args.get(name) is not None and not found.get(ours):
@@ -181,8 +181,8 @@ def arguments_of(config: RunConfig) -> dict[str, object]:
 
 
 def _pattern(config: RunConfig) -> str | None:
-    """Return a HybridModel's layer pattern, followed by the pattern of each multi-token prediction module. Returns None
-    for a model without a layer pattern."""
+    """Return the layer pattern of a HybridModel, followed by the patterns of its multi-token prediction modules.
+    Returns None for a model without a layer pattern."""
     text = named_value(config, "hybrid_layer_pattern")
     layers, *modules = (text or "").replace("|", "").split("/")
     return "/".join((layers, *(modules or layers[-1:] * config.model.mtp_depths))) or None
@@ -216,7 +216,7 @@ def unequal_parts(config: RunConfig) -> list[str]:
 
 
 def _unequal(config: RunConfig) -> Iterator[tuple[str, object]]:
-    """Yield the name of each part that cannot be converted, and a value that is true if the model has this part."""
+    """Yield pairs of a model part that cannot be converted and a value. The value is true if the model has the part."""
     model, pattern = config.model, _pattern(config) or ""
     kinds = (*model.layers, *model.mtp_layers)
     used = {kind.linear for kind in kinds if kind.linear is not None}

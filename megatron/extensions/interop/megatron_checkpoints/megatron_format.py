@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints as a source of conversions, including optimizer state and progress."""
+"""Conversion source for Megatron-LM's checkpoints, including optimizer state and training progress."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class TorchDistTensors:
         return way.whole(parts, self.metas[name].global_shape)
 
     def _read(self, name: str, layer: int | None) -> Tensor:
-        """Return a tensor, or a single entry along the first dim of the tensor."""
+        """Return a stored tensor. If the tensors of several layers are stacked, return only the entry of `layer`."""
         key, whole = self.stored[name], self.whole.get(name)
         if whole is None:
             return self.checkpoint.read(key, layer)
@@ -151,7 +151,8 @@ class TorchDistTensors:
                 raise ValueError(f"{kind} of {name}: {prefix}{key} {what}{FROZEN if shape is None else ''}")
 
     def check_states(self) -> None:
-        """Do nothing, because states have names and their order is irrelevant."""
+        """Do nothing. torch_dist checkpoints store optimizer states by name, so the states cannot be in the wrong
+        order."""
 
 
 class MegatronSource(Source):
@@ -225,7 +226,7 @@ class MegatronSource(Source):
             count = update_count(self.tensors.common.get("optimizer"))
             progress = progress_of(self.tensors.common, self.args)
             if "exp_avg" not in kinds:
-                count = progress.iteration  # only Adam's bias correction depends on the count
+                count = progress.iteration  # the count matters only for Adam's bias correction
         except ValueError as error:
             raise ValueError(f"{self.folder}: {error}; {remedy}") from None
         if count is None:

@@ -3,15 +3,15 @@
 Identical layers may be stacked along a new first dim under one name. Otherwise, each layer has separate names. Each
 Megatron-LM tensor is a parameter of this program in a different shape. Megatron-LM merges query groups, heads and
 channels into one dim. Megatron-LM also merges gate and up into one dim. In a HybridModel, each sublayer is a separate
-layer, also in multi-token prediction modules, and hyper-connections wrap each of these layers. `names.json` lists the
-names that differ, in three tables. A row of `renamed` replaces the beginning of a parameter's name within its layer. If
-the row contains `beside`, it applies only to layers that also have a parameter whose name begins with `beside`. A
-tensor is written under all names in `theirs` and can be read from any of these names. Rows of `kinds` describe
-parameters that Megatron-LM splits into several tensors, one for each kind of channel, such as queries and keys. Such a
-tensor contains all groups, whereas the parameter of this program keeps all channels of a group together. For some
-kinds, the number of channels per group is the last dim of another parameter of the module, divided by the number of
-groups. The channels that remain are divided equally among the other kinds. Rows of `older` rename tensors from before
-Megatron core.
+layer, also in multi-token prediction modules, and hyper-connections wrap each of these layers. Parameters whose names
+differ between Megatron-LM and this program are listed in three tables of `names.json`. A row of `renamed` replaces the
+beginning of a parameter's name within its layer. If the row contains `beside`, it applies only to layers that also have
+a parameter whose name begins with `beside`. A tensor is written under all names in `theirs` and can be read from any of
+these names. Rows of `kinds` describe parameters that Megatron-LM splits into several tensors, one for each kind of
+channel, such as queries and keys. Such a tensor contains all groups, whereas the parameter of this program keeps all
+channels of a group together. For some kinds, the number of channels per group is the last dim of another parameter of
+the module, divided by the number of groups. The channels that remain are divided equally among the other kinds. Rows of
+`older` rename tensors from before Megatron core.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Rule:
     hybrid: bool | None = None
 
     def holds(self, inside: str, siblings: Iterable[str], hybrid: bool) -> bool:
-        """Return True if the rule applies to a parameter. `inside` is the parameter's name within its layer. `siblings`
-        contains the names of all parameters in the layer."""
+        """Return True if the rule applies to a parameter. `inside` is the name of the parameter without the prefix of
+        its layer. `siblings` contains the names of all parameters in the layer."""
         same = inside.startswith(self.ours) and self.hybrid in (None, hybrid)
         return same and any(sibling.startswith(self.beside) for sibling in siblings)
 
@@ -73,7 +73,7 @@ RENAMED, KINDS = (tuple(Rule(**row) for row in TABLES[name]) for name in ("renam
 
 @dataclass(frozen=True)
 class Way:
-    """Way to store a parameter or one rank's box of a parameter."""
+    """One of several ways in which files may store a parameter, or one rank's shard of the parameter."""
 
     names: tuple[str, ...]
     """Names of the tensors that form the parameter, in order."""
@@ -84,7 +84,8 @@ class Way:
     transposed: bool = False
     """True if one tensor contains all experts as [experts, input channels, output channels]."""
     kinds: tuple[int, ...] = ()
-    """Number of channels per group for each kind of channel; empty if rows are not ordered by kind."""
+    """If the rows of the stored tensor are ordered by kind of channel, such as queries and keys: number of channels per
+    group for each kind. Otherwise empty."""
 
     def whole(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
         """Assemble the parameter from its tensors."""
@@ -104,9 +105,10 @@ def find_ways(
     optional: Collection[str] = (),
     used: Iterable[str] = (),
 ) -> dict[str, Way]:
-    """Return, for each parameter, the first way to store it whose tensors are all present. Raises ValueError with a
-    list of problems: missing parameters that are not `optional`, tensors of the wrong shape, and unknown tensors. A
-    tensor is unknown if it is not in `used` and no way to store a parameter contains it."""
+    """Determine how the files store each parameter. The result contains, for each parameter, the first `Way` whose
+    tensors all exist. Raises ValueError with a list of problems: missing parameters that are not `optional`, tensors of
+    the wrong shape, and unknown tensors. A tensor is unknown if it is not in `used` and does not belong to any
+    parameter."""
     found = dict[str, Way]()
     problems = []
     known = set(used)
@@ -144,7 +146,7 @@ def stacked_misfits(shapes: Mapping[str, tuple[int, ...]], num_layers: int, meta
 
 
 def their_shape(meta: ParamMeta) -> tuple[int, ...]:
-    """Return the shape of a single layer's parameter in Megatron-LM checkpoints."""
+    """Return the shape that a parameter has in Megatron-LM checkpoints, without a dim for stacked layers."""
     experts, shape = meta.global_shape[: meta.expert], meta.global_shape[meta.expert :]
     if meta.role == "state":
         return shape
@@ -166,7 +168,7 @@ def their_states(model: TransformerConfig) -> dict[str, tuple[ParamMeta, torch.d
 
 
 def with_rows(table: Tensor, rows: int) -> Tensor:
-    """Truncate a table to `rows` rows, or pad it with zeros."""
+    """Truncate or zero-pad a table to `rows` rows."""
     return table if len(table) == rows else F.pad(table[:rows], (0, 0, 0, max(0, rows - len(table))))
 
 
@@ -204,8 +206,8 @@ class Names:
             self.layers.setdefault(front, {})[inside] = meta
 
     def _renamed(self, front: str, inside: str) -> Iterator[list[str]]:
-        """Yield lists of Megatron-LM names for a layer's parameter: one list for each rule that applies, and then the
-        unchanged name."""
+        """Yield lists of possible Megatron-LM names for a layer's parameter. There is one list for each rule that
+        applies, followed by a list with the unchanged name."""
         theirs = self._front(front, inside)
         for rule in RENAMED:
             if rule.holds(inside, self.layers[front], self.hybrid):
@@ -278,7 +280,7 @@ class Names:
 
 
 OLD_NAMES = tuple((re.compile(old), new) for old, new in TABLES["older"])
-"""Pairs of a pattern and a replacement for tensor names from before Megatron core."""
+"""Pairs (pattern, replacement), which rename tensors in checkpoints from before Megatron core."""
 
 
 def current_name(name: str) -> str:

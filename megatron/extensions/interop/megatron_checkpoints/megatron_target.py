@@ -51,8 +51,8 @@ Place = tuple[tuple[str, ...], int | None]
 
 
 class TorchDistTarget(Target):
-    """Conversion target that writes a folder with one torch_dist checkpoint. Layers are stacked under one name if they
-    all have the same tensors."""
+    """Conversion target that writes a folder with one torch_dist checkpoint. If all layers have the same tensors, the
+    tensors of all layers are stacked under one name."""
 
     def __init__(self, source: Source, output: Path, options: Options) -> None:
         self.source = source
@@ -109,8 +109,8 @@ class TorchDistTarget(Target):
             yield (keys, layer), Made(piece.shape, dtype, make)
 
     def _state(self, kind: str, name: str) -> Tensor:
-        """Return the optimizer state of kind `kind` for a parameter. If the model is fp32, its parameters are returned
-        as main parameters."""
+        """Return the optimizer state of kind `kind` for a parameter. An fp32 model has no separate main parameters, so
+        the parameter itself is returned as its main parameter."""
         assert self.training is not None
         if kind not in self.training.kinds:
             return self.source.read(name, torch.float32)
@@ -137,7 +137,8 @@ class TorchDistTarget(Target):
         return self.training.progress.iteration if self.training else 0
 
     def _extra_states(self) -> list[str]:
-        """Return the names of the empty extra states. Megatron-LM expects an extra state for each linear layer."""
+        """Return the names of the extra states to write. Megatron-LM expects an extra state, which may be empty, for
+        each linear layer."""
         model, keys = self.config.model, ["output_layer._extra_state/shard_0_1"]
         for name, meta in self.source.metas.items():
             if name.startswith("embedding.") or not name.endswith(".weight"):
@@ -218,7 +219,8 @@ def _rows(read: Callable[[], Tensor], rows: int) -> Tensor:
 
 
 def scheduler_state(config: RunConfig, training: TrainingState) -> dict[str, object]:
-    """Return the state of Megatron-LM's learning rate and weight decay scheduler, which counts steps in samples."""
+    """Return the state of Megatron-LM's scheduler of learning rate and weight decay. The scheduler counts samples
+    instead of steps."""
     options, run = config.optimizer, config.training
     state: dict[str, object] = {"num_steps": training.progress.scheduled_samples}
     if (run.train_iters is None) == (run.train_samples is None) or run.global_batch_size is None:

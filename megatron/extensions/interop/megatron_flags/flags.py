@@ -1,5 +1,5 @@
-"""Data list flags of Megatron-LM and Megatron-DeepSpeed. This module also registers the tables of those Megatron-LM
-flags that have no configuration field in this program.
+"""Flags of Megatron-LM and Megatron-DeepSpeed for data lists. This module also registers the tables of those
+Megatron-LM flags that have no configuration field in this program.
 
 This module does not import torch.
 """
@@ -16,7 +16,7 @@ from megatron.training.extensions import extension_flags
 @extension_flags("lists of data", may_change=True, reads=f"{__package__}.data_lists:with_data_lists", part_of="data")
 @dataclass(frozen=True)
 class DataLists:
-    """Flags for data lists in forms other than --data-path and related flags."""
+    """Megatron's flags for data lists. They are an alternative to --data-path and related flags."""
 
     data_args_path: str | None = flag(None, path="local")
     """File that contains the value of --data-path."""

@@ -19,7 +19,7 @@ from megatron.training.config.reading import FOREIGN_PROGRAMS, known_spelling
 TABLE = Path(__file__).with_name("flags_of_head.txt")
 
 SAME, TRANSLATED = "same", "translated"
-"""Treatments of flags: a flag of this program, and a flag that is translated to other flags."""
+"""Treatments of Megatron-LM flags: accepted as a flag of this program; or translated to other flags."""
 
 NO_EFFECT, REFUSED = "no effect", "refused"
 """Treatments of Megatron-LM flags: accepted without effect, with a notice; or refused, with a reason."""
@@ -40,7 +40,7 @@ class TheirFlag:
     """Default value, in Python syntax."""
 
     type: str
-    """Name of the function that parses a value, or "switch" for a flag that takes no value."""
+    """Name of the function that parses a value of the flag, or "switch" if the flag has no value."""
 
     count: str
     """Number of values in argparse's notation: "1", "3", "*", "+" or "?". The number is "0" for a switch."""
@@ -59,7 +59,7 @@ class TheirFlag:
 
 @dataclass(frozen=True)
 class Row:
-    """Line of the table in `flags_of_head.txt`."""
+    """Parsed line of the table in `flags_of_head.txt`."""
 
     flag: TheirFlag
     branches: str
@@ -107,8 +107,8 @@ def treatment(flag: TheirFlag) -> str:
 
 
 def unknown_values(flag: TheirFlag) -> list[str]:
-    """Return the choices of a Megatron-LM flag that this program's flag does not accept and that no table of a foreign
-    program lists."""
+    """Return the unknown choices of a Megatron-LM flag. A choice is unknown if the flag of this program does not accept
+    it and no translation table contains it."""
     name = known_spelling(flag.name)
     field = spelling_table().get(name)
     if field is None or not field[0].spec.choices:
@@ -125,7 +125,8 @@ def _is_known(name: str, value: str) -> bool:
 
 
 def changes(before: Sequence[TheirFlag], now: Sequence[TheirFlag]) -> dict[str, list[str]]:
-    """Compare two parsers, and return lines about new, removed and changed flags, by title."""
+    """Compare the flags of two argument parsers. The result maps the titles of three lists to lines about new, removed
+    and changed flags."""
     old, new = ({flag.name: flag for flag in flags} for flags in (before, now))
     return {
         "New": [f"{name}: {treatment(new[name])}" for name in new if name not in old],

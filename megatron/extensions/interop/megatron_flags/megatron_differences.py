@@ -18,8 +18,8 @@ from megatron.training.config.flags import named_value
 from megatron.training.config.run_config import RunConfig
 
 Given = Collection[str]
-"""All flags that the user set, including flags without a field. The collection contains each flag twice: alone, and
-together with its first value."""
+"""All flags that the user set, including flags without a configuration field. Each flag is included in the forms "FLAG"
+and "FLAG VALUE", where VALUE is its first value."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,15 @@ class Run:
 
     @property
     def validates_at_final_size(self) -> bool:
-        """True if validation uses the global batch size of training. This size is ambiguous if it follows a
-        schedule."""
+        """True if validation uses the same global batch size as training. If the training batch size follows a
+        schedule, the validation batch size is ambiguous."""
         return bool(self.training.eval_iters) and self.training.eval_global_batch_size is None
 
     # Model
 
     @property
     def pads_vocabulary(self) -> bool:
-        """True if Megatron-LM pads the vocabulary. A vocabulary of unknown size is assumed to be padded."""
+        """True if Megatron-LM pads the vocabulary. If the vocabulary size is unknown, padding is assumed."""
         size, padded = self.model.vocab_size, self.model.pad_vocab_size_to
         multiple = self.model.make_vocab_size_divisible_by * self.parallel.tensor_model_parallel_size
         return size is None or (size % max(multiple, 1) > 0 if padded is None else padded != size)

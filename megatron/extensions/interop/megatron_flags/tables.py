@@ -22,7 +22,7 @@ class Accepted:
     """Flag that is accepted without effect."""
 
     reason: str
-    """Reason why the flag has no effect. The log contains this reason."""
+    """Reason why the flag has no effect. The reason is logged."""
 
     arity: int | None = 0
     """Number of values that the flag accepts; None for any number."""
@@ -39,7 +39,7 @@ class SameAs:
     """Flag that is translated to other flags."""
 
     flags: str
-    """Flags to which the flag is translated. `{}` stands for the values of the flag."""
+    """Translation of the flag into other flags. `{}` is replaced by the values of the flag."""
 
     quiet: bool = False
     """True to log no notice, because the flag is a common spelling."""
@@ -50,8 +50,9 @@ class SameAs:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Flag without a value that changes another flag from `before` to `after`. It applies to explicit values and to the
-    default. A value other than `before` is kept. The order of the flags is irrelevant."""
+    """Flag without a value that changes another flag from `before` to `after`. The other flag is changed whether its
+    value `before` is explicit or the default. A value other than `before` is kept. The order of the flags is
+    irrelevant."""
 
     flag: str
     before: str
@@ -67,11 +68,11 @@ class NotBuilt:
     feature: str
     remedy: str = "remove it"
     switch: tuple[str, ...] = ()
-    """Flags, possibly with a value, that request the feature. If the tuple is not empty and the user sets none of these
-    flags, the flag of this row has no effect, because it only configures the feature."""
+    """Other flags that request the feature, given as "FLAG" or "FLAG VALUE". If such flags exist but the user sets none
+    of them, this flag has no effect, because it only configures the feature."""
 
     beside: tuple[str, ...] = ()
-    """Flags with the same meaning. If the user also sets one of these flags, the flag of this row has no effect."""
+    """Flags that request the same feature as this flag. If the user also sets one of them, this flag has no effect."""
 
     reason: str = ""
     """Reason why this flag has no effect if the user also sets a flag in `beside`."""
@@ -87,19 +88,23 @@ class ForeignFlags:
 
     entries: dict[str, Entry]
     prefixes: dict[str, NotBuilt]
-    """Maps a prefix of flags that have neither a field nor an entry to the feature that these flags request."""
+    """Maps a flag prefix to an unsupported feature. It applies to flags with this prefix that have neither a
+    configuration field nor an entry in `entries`."""
 
     same_values: dict[str, dict[str, str]]
-    """Maps a flag and its value to the translated value, followed by a colon and the reason."""
+    """Maps a flag to a table of values that have a different name in this program. The table maps each value to
+    "TRANSLATED: REASON"."""
 
     values_not_built: dict[str, dict[str, str]]
-    """Maps a flag and its value to the unsupported feature that this value requests."""
+    """Maps a flag to a table of its unsupported values. The table maps each value to the unsupported feature that the
+    value requests."""
 
     several_not_built: dict[str, str]
-    """Maps a flag that accepts one value here to the unsupported feature that a list of values would request."""
+    """Maps a flag to the unsupported feature that a list of several values would request. The table contains only flags
+    for which this program accepts a single value."""
 
     registered_by: dict[str, str]
-    """Maps a flag with its value to the file in examples/ that registers the value."""
+    """Maps text of the form "FLAG VALUE" to the file in examples/ that adds support for the value."""
 
     def find(self, name: str, *texts: str) -> Entry | None:
         """Return the table entry of a flag that has no configuration field. The lookup tries the flag with all its
@@ -208,7 +213,7 @@ def _not_built(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBu
 
 
 def subject(feature: str) -> str:
-    """Return the name of an unsupported feature without an introduction; for example, "this variant of fp8" becomes
+    """Shorten the description of an unsupported feature to its name. For example, "this variant of fp8" becomes
     "fp8"."""
     return feature.removeprefix("this setting of ").removeprefix("this variant of ")
 
@@ -227,7 +232,7 @@ def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt)
 
 
 def _exchange(reader: FlagReader, name: str, entry: Exchange) -> None:
-    """Apply a switch that replaces the value of a flag, whether this value is explicit or the default."""
+    """Apply a flag without a value that changes the value of another flag, as described by `entry`."""
     flag, _ = spelling_table()[entry.flag]
     value = reader.values.get(flag.field, flag.default)
     if entry.before not in ("any", value):

@@ -21,7 +21,7 @@ class HostStores:
     def update(
         config: OptimizerConfig, shards: Sequence[Shard], chains: Sequence[ShardUpdate], threads: int | None
     ) -> HostUpdate:
-        """Return the update of --optimizer-cpu-offload.
+        """Return the object that performs the optimizer update of --optimizer-cpu-offload.
 
         Args:
             config: Optimizer configuration.

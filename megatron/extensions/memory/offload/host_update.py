@@ -34,7 +34,7 @@ class CopyQueue:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start_after(self, event: torch.cuda.Event | None = None) -> None:
-        """Make later copies wait for `event`. By default, later copies wait for all work launched on the current
+        """Make later copies wait for `event`. If `event` is None, they wait for all work launched on the current
         stream."""
         if self._stream is not None:
             self._stream.wait_event(event or torch.cuda.current_stream(self._stream.device).record_event())
@@ -75,7 +75,8 @@ class CopyQueue:
 
 
 class Slots:
-    """Host buffers [elements] that chunks use in turn, each with the event at the end of its last copy."""
+    """Host buffers (slots) [elements], which successive chunks use in turn. An event for each buffer marks the end of
+    its last copy."""
 
     def __init__(self, number: int, elements: int, dtype: torch.dtype, pinned: bool) -> None:
         self.tensors = [torch.empty(elements, dtype=dtype, device="cpu", pin_memory=pinned) for _ in range(number)]
@@ -88,7 +89,8 @@ class Slots:
         self._events[place] = copy(self.tensors[place])
 
     def ready(self, chunk: int) -> Tensor:
-        """Wait for the last copy that was started in the slot of a chunk, and return the slot."""
+        """Return the host buffer (slot) of a chunk. If a copy from or to this buffer is in progress, wait until it is
+        complete."""
         place = chunk % len(self.tensors)
         if (event := self._events[place]) is not None:
             event.synchronize()
@@ -137,16 +139,17 @@ class HostUpdate:
         return self._grads.nbytes + self._params.nbytes
 
     def start(self) -> None:
-        """Start copying the first gradients, which must be final up to a common factor. Kernels that are launched later
-        must not read the parameters before `update` is called."""
+        """Start copying the first gradients to the host. The gradients must be complete, except that `update` may still
+        multiply all of them by one factor. Kernels must not read the parameters between the calls of `start` and
+        `update`."""
         self._to_host.start_after()
         self._to_device.start_after()
         for chunk in range(self._number):
             self._start_grads(chunk)
 
     def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
-        """Start copying the scalars that `update` needs to the host. The copy starts before later kernels are launched,
-        so `update` does not wait for those kernels."""
+        """Start copying the scalars that `update` needs to the host. Because the copy starts now, `update` does not
+        wait for kernels that are launched between the two calls."""
         return HostCopy[float](torch.stack([skip, updates, torch.ones_like(skip) if factor is None else factor]))
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:

@@ -35,7 +35,7 @@ NAME = "--offload-weights-folder"
 
 
 class MappedFiles:
-    """Allocator of tensors. The tensors are stored in memory-mapped files in a folder."""
+    """Allocator of tensors that are stored in memory-mapped files in a folder."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -80,7 +80,8 @@ class WeightsFolder(Callback):
 def bytes_of_units(
     layouts: tuple[BufferLayout, ...], optimizer: OptimizerConfig, params: torch.dtype, main: torch.dtype
 ) -> int:
-    """Return the number of bytes that a rank needs for matrices and for the gradients and optimizer states of matrices.
+    """Return the number of bytes that a rank needs for offloaded weights, including their gradients and optimizer
+    states. Only matrices are offloaded.
 
     Args:
         layouts: Layouts of the parameter buffers.

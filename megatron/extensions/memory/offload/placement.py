@@ -1,5 +1,5 @@
-"""Placement of optimizer states in host memory, and sizes of the slots through which gradients and parameters pass.
-This module does not import torch."""
+"""Placement of optimizer states in host memory, and sizes of the host buffers (slots) for copies of gradients and
+parameters. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.distributed.param_layout import ALIGNMENT, BucketPlace
 
 HOST_CHUNK = 2**23
-"""Number of offloaded elements that are updated at once, while the gradients of the next elements are copied to the
-host."""
+"""Maximum number of elements in a chunk. While the elements of one chunk are updated, the gradients of the next chunk
+are copied to the host."""
 
 HOST_SLOTS = 2
-"""Number of chunks of gradients and parameters that are in host memory at the same time. One chunk is updated while the
-other chunk is copied."""
+"""Number of slots, which are host buffers for one chunk of gradients or parameters each. With two slots, one chunk is
+updated while the other is copied."""
 
 
 def host_ranges(config: OptimizerConfig, owned: Mapping[BucketPlace, int]) -> dict[BucketPlace, list[range]]:
@@ -22,10 +22,10 @@ def host_ranges(config: OptimizerConfig, owned: Mapping[BucketPlace, int]) -> di
     `HOST_CHUNK` elements.
 
     Together, the ranges contain the fraction `config.host_fraction` of all elements, rounded to a multiple of
-    `ALIGNMENT`. The first buckets of `owned` are placed on the host. `owned` lists buckets in the order in which the
-    backward pass completes them. Therefore, the last buckets, which contain the parameters that the next forward pass
-    needs first, are updated on the device. At most one bucket is split, with some of its states on the device and the
-    others on the host."""
+    `ALIGNMENT`. The states of the first buckets in `owned` are placed in host memory. `owned` lists buckets in the
+    order in which the backward pass completes them. Therefore, the last buckets, which contain the parameters that the
+    next forward pass needs first, are updated on the device. At most one bucket is split, with some of its states on
+    the device and the others on the host."""
     left = round(config.host_fraction * sum(owned.values()) / ALIGNMENT) * ALIGNMENT
     found = {}
     for place, numel in owned.items():
@@ -36,5 +36,6 @@ def host_ranges(config: OptimizerConfig, owned: Mapping[BucketPlace, int]) -> di
 
 
 def host_slots(sizes: Sequence[int]) -> tuple[int, int]:
-    """Return the number of slots in host memory, and the elements per slot, for ranges of these sizes."""
+    """Return the number of slots, which are host buffers, and the number of elements per slot. `sizes` contains the
+    sizes of the ranges that are copied through the slots."""
     return min(HOST_SLOTS, len(sizes)), max(sizes, default=0)

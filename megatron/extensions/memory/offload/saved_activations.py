@@ -2,12 +2,12 @@
 (vDNN, Rhu et al., arXiv 1602.08124). ZeRO-Offload (Ren et al., arXiv 2101.06840) offloads optimizer states in a similar
 way.
 
-The first layers of each stage are offloaded, because their activations are kept the longest. A part is one layer, or
-several layers that are recomputed together. While a part computes, the tensors that the part saves are copied to the
-host on a separate stream. The device tensors of a part are freed after the next part has been computed, so that the
-device holds the tensors of at most two parts. In the backward pass, the copies of a part are fetched while the backward
-pass of the following part computes. Fetched tensors are written to new device memory. Autograd frees it as soon as the
-backward pass no longer needs the tensors.
+The first layers of each stage are offloaded, because their activations are kept the longest. Layers are offloaded part
+by part. A part is a single layer, or a group of layers that are recomputed together. While a part computes, the tensors
+that the part saves are copied to the host on a separate stream. The device tensors of a part are freed after the next
+part has been computed, so that the device holds the tensors of at most two parts. In the backward pass, the copies of a
+part are fetched while the backward pass of the following part computes. Fetched tensors are written to new device
+memory. Autograd frees it as soon as the backward pass no longer needs the tensors.
 
 Saved-tensor hooks intercept the tensors that autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). The following
 tensors stay on the device:
@@ -17,8 +17,9 @@ tensors stay on the device:
 - the input that another stage has sent, which the pipeline executor holds;
 - tensors with fewer elements than `--min-offloaded-tensor-size`.
 
-Tensors that are views of the same memory are copied once. With recomputation, only saved tensors are copied: the input
-of a layer that is recomputed as a whole, or the tensors outside recomputed modules.
+Tensors that are views of the same memory are copied once. With recomputation, autograd saves fewer tensors, and only
+these tensors are copied. If a whole layer is recomputed, only its input is copied; if some modules of a layer are
+recomputed, only tensors outside these modules are copied.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ from megatron.extensions.memory.offload.host_update import CopyQueue
 @dataclass(eq=False)
 class HostBuffer:
     memory: Tensor
-    """uint8 [a power of two]"""
+    """Host memory of the buffer, a uint8 tensor whose size is a power of two."""
 
     read: torch.cuda.Event | None = None
-    """Event at the end of the last copy from the buffer; None on CPU."""
+    """Event that marks the end of the last copy from the buffer to the device; None on CPU."""
 
 
 def rounded_up(nbytes: int) -> int:
@@ -55,9 +56,9 @@ def rounded_up(nbytes: int) -> int:
 
 
 class HostPool:
-    """Pool of host buffers, grouped by size. The buffers are pinned for copies from and to a GPU, and pageable on CPU.
-    Pinning takes milliseconds, so each buffer is pinned once. For each size, the pool grows to the largest number of
-    buffers that were in use at the same time, and does not shrink.
+    """Pool of host buffers, grouped by size. The buffers are pinned if they are used for copies between a GPU and the
+    host, and pageable on CPU. Pinning takes milliseconds, so each buffer is pinned once. For each size, the pool grows
+    to the largest number of buffers that were in use at the same time, and does not shrink.
     """
 
     def __init__(self, pinned: bool, device: str = "cpu") -> None:
@@ -86,8 +87,8 @@ class HostPool:
 
 
 class ActivationOffload:
-    """Activation offloading for the stages of one rank, which share host buffers and streams. In the first `num_layers`
-    layers of each stage, tensors of at least `smallest` elements are offloaded.
+    """Activation offloading for one rank. The rank's pipeline stages share host buffers and streams. Only tensors with
+    at least `smallest` elements are offloaded, and only in the first `num_layers` layers of each stage.
     """
 
     def __init__(self, num_layers: int, smallest: int, device: torch.device | str) -> None:
@@ -98,24 +99,24 @@ class ActivationOffload:
         self.to_host, self.to_device = CopyQueue(self.device), CopyQueue(self.device)
 
     def reset(self, pinned: bool = True) -> HostPool:
-        """Replace the pool of host buffers with an empty pool. In plans, tensors are meta tensors, so buffers are meta
-        tensors too."""
+        """Replace the pool of host buffers with an empty pool. If the device is the meta device, as in a memory plan,
+        the buffers are meta tensors too."""
         self.sent = 0
         """Number of bytes copied to the host so far."""
         self.pool = HostPool(pinned and self.device.type == "cuda", "meta" if self.device.type == "meta" else "cpu")
         return self.pool
 
     def begin(self, x: Tensor, shared: object) -> OffloadedPass:
-        """Begin a forward pass with input x through the layers of a stage. Tensors in `shared`, an object or a mapping,
-        stay on the device."""
+        """Begin the forward pass of a stage with input x. Tensors in `shared`, which is an object or a mapping, stay on
+        the device."""
         stays = {storage_id(tensor) for tensor in tensors_in(shared)}
         if x.is_leaf:
             stays.add(storage_id(x))
         return OffloadedPass(self, stays)
 
     def send(self, x: Tensor) -> tuple[HostBuffer, torch.cuda.Event | None]:
-        """Start copying x, uint8 [bytes], to the host. The copy waits for the work launched so far. Return the buffer,
-        and the event at the end of the copy."""
+        """Start copying x, uint8 [bytes], to the host. The copy waits for all kernels launched so far. Return the host
+        buffer, and an event that marks the end of the copy."""
         buffer = self.pool.take(len(x))
         self.to_host.start_after()
         if buffer.read is not None:
@@ -183,7 +184,7 @@ class Part:
         self._held: dict[int, _Moved] = {}
         """Storages of saved tensors whose device memory has not been freed yet, keyed by address."""
         self._moved: list[weakref.ref[_Moved]] = []
-        """Offloaded storages that autograd still needs."""
+        """Weak references to the offloaded storages. A reference is dead once autograd no longer needs the storage."""
         self._sent: torch.cuda.Event | None = None
         """Event that marks the end of the copies of all storages to the host; None on CPU."""
 
@@ -194,7 +195,7 @@ class Part:
             yield
 
     def pack(self, x: Tensor) -> Tensor | _View:
-        """Return the placeholder that replaces x in the graph; x if it stays on the device."""
+        """Return the placeholder that autograd saves instead of x. If x stays on the device, return x itself."""
         offload, key = self.offload, storage_id(x)
         if x.layout != torch.strided or x.device.type != offload.device.type or x.numel() < offload.smallest:
             return x
@@ -223,7 +224,8 @@ class Part:
 
 
 class _View(NamedTuple):
-    """Placeholder of a tensor in an offloaded storage."""
+    """Placeholder that autograd keeps instead of a saved tensor. It describes the tensor as a view of an offloaded
+    storage."""
 
     moved: _Moved
     dtype: torch.dtype
@@ -278,7 +280,7 @@ class _Moved:
 
 
 def _bytes_of(x: Tensor) -> Tensor:
-    """Return the bytes of x's storage as a uint8 tensor. If the storage ends with an incomplete element, this element
-    is omitted."""
+    """Return the bytes of x's storage as a uint8 tensor. Trailing bytes that do not form a complete element are
+    omitted."""
     elements = x.untyped_storage().nbytes() // x.dtype.itemsize
     return x.detach().as_strided((elements,), (1,), 0).view(torch.uint8)

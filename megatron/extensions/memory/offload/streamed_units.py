@@ -1,9 +1,9 @@
 """Weights in host memory (--offload-weights). The matrices of a unit are on the device only while a pass needs them.
 
-A unit is a transformer layer or another module with matrices, that is, the embedding or the output layer. Parameters
-and fp32 gradient sums are kept in host memory between passes, and the optimizer updates the parameters there. Vectors
-such as norm weights and biases stay on the device. The design follows ZeRO-Infinity (Rajbhandari et al., arXiv
-2104.07857, section 5) and L2L (Pudipeddi et al., arXiv 2002.05645):
+Weights are copied unit by unit. A unit is a transformer layer, the embedding or the output layer. Parameters and fp32
+gradient sums are kept in host memory between passes, and the optimizer updates the parameters there. Vectors such as
+norm weights and biases stay on the device. The design follows ZeRO-Infinity (Rajbhandari et al., arXiv 2104.07857,
+section 5) and L2L (Pudipeddi et al., arXiv 2002.05645):
 
 - the parameters of the next unit are copied to the device while a unit computes, in the forward and the backward pass;
 - the gradients of a unit are copied directly into the sums on the host while the next unit computes;
@@ -11,11 +11,12 @@ such as norm weights and biases stay on the device. The design follows ZeRO-Infi
 pass adds to the sum. All additions are performed on the device, so every sum is bit-equal to the sum without
 offloading.
 
-`UnitSharding` determines when a unit is needed and which unit is next. This module performs the copies. The device
-holds the parameters of at most two units, and the gradients of at most three units: one unit's gradients are copied to
-the host, one unit's are accumulated, and one unit's are copied to the device. With several data-parallel ranks
-(ZeRO-3), each rank keeps its shards in its host memory. Shards are copied to the device and then gathered; reduced
-shards are added to the sums on the device.
+`UnitSharding` determines when a unit is needed and which unit is next; this module performs the copies between host and
+device. The device holds the parameters of at most two units, and the gradients of at most three units: one unit's
+gradients are copied to the host, one unit's are accumulated, and one unit's are copied to the device. With several
+data-parallel ranks (ZeRO-3), each rank keeps its shards in its host memory. Parameter shards are copied to the device
+and then all-gathered. Gradients are reduce-scattered, and the resulting shards are added to the gradient sums on the
+device.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ ALONE = Axis()
 
 @dataclass(eq=False)
 class Arrival(Pending):
-    """Copy in flight, to the device or to the host."""
+    """Asynchronous copy in progress from the host to the device or from the device to the host."""
 
     queue: CopyQueue | None = None
     event: torch.cuda.Event | None = None
@@ -110,7 +111,7 @@ class HostUnitStore(ShardedUnits):
             return start_all_gather(part, axis, out=whole)
 
     def start_send(self, source: Tensor, target: Tensor) -> Arrival:
-        """Start copying `source` on the device to `target` in host memory. The copy waits for the work launched so
+        """Start copying `source` on the device to `target` in host memory. The copy waits for all kernels launched so
         far."""
         self.to_host.start_after()
         return Arrival(target, queue=self.to_host, event=self.to_host.copy(source, target))
@@ -124,8 +125,8 @@ class StreamedBucket(UnitBucket):
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer, store: HostUnitStore) -> None:
         self.store = store
         self.summed = False
-        """True if `grad_shard` contains the gradient sum over this step's micro-batches so far; False if it contains
-        the sum of the previous step."""
+        """True if a micro-batch of this step has written its gradients to `grad_shard`. False if `grad_shard` still
+        contains the gradient sum of the previous step."""
         self.adding = False
         """True if the current micro-batch has already accumulated gradients into the unsharded gradient tensor."""
         self._coming: Pending | None = None
@@ -155,9 +156,9 @@ class StreamedBucket(UnitBucket):
 
     @property
     def returns(self) -> bool:
-        """True if the gradient sum is fetched to the device before gradients are added to it. With a single
-        data-parallel rank, the sum is fetched from the second micro-batch on. With several ranks, it is never fetched
-        in advance."""
+        """True if the gradient sum is fetched to the device before gradients are added to it. This is the case from the
+        second micro-batch on if there is a single data-parallel rank. With several data-parallel ranks, the sum is
+        fetched only after the reduction."""
         return self.summed and self.axis.size == 1
 
     def await_sum(self) -> None:
@@ -238,7 +239,7 @@ class StreamedUnits(UnitSharding):
         self.course = Order[Unit | StreamedBucket]()
         """Order of unit passes and of first additions to buckets, which determines the next sum to fetch."""
         self._forward_since = False
-        """True if a forward pass has begun since gradients were last sent to the host."""
+        """True if a forward pass has begun since the last copy of gradients to the host."""
 
     def begin_step(self, microbatches: int) -> None:
         super().begin_step(microbatches)

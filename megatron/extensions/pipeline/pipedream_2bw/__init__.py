@@ -1,4 +1,4 @@
-"""PipeDream-2BW: pipelines that never flush, and that keep two versions of the weights.
+"""Pipeline schedule PipeDream-2BW, which never flushes the pipeline and keeps two versions of the weights.
 
 Flag: `--pipeline-schedule 2bw`. Read `two_versions.py`.
 """

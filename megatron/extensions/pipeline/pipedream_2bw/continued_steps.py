@@ -132,8 +132,8 @@ class ContinuedStep(TrainStep):
         return self.begun if self.begun is not None and self.begun.step == step else super().inputs(step)
 
     def _following(self, step: Step) -> StepInput | None:
-        """Return the inputs of the next step. Return None if the next step does not use the same model or is skipped,
-        or if a meter reads the result of the next step."""
+        """Return the inputs of the next step, or None if the next step cannot begin early. A step cannot begin early if
+        it uses a different model, if it is skipped, or if a meter reads its result."""
         run = self.run
         number, sample = step.iteration + 1, step.first_sample + step.samples
         if number in run.passed_over:

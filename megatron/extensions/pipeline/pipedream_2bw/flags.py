@@ -12,7 +12,8 @@ from megatron.extensions.pipeline.pipedream_2bw.rules import NAME, two_versions
 from megatron.training.step_parts import STEP_PARTS
 
 PREVIOUS = "previous_param"
-"""Kind of checkpoint state for the parameters before the last update, which are saved in the parameter dtype."""
+"""Name of the optimizer state that contains the parameters before the last update. Checkpoints store this state in the
+dtype of the parameters."""
 
 HERE = "megatron.extensions.pipeline.pipedream_2bw"
 
@@ -25,8 +26,8 @@ class TwoVersions:
 
 
 class StoredMain(StatePlan):
-    """State plan that keeps main parameters in addition to both versions of the weights, even if the weights have the
-    same precision."""
+    """State plan of the 2bw schedule. Main parameters are always stored separately from the two versions of the
+    weights, even if both have the same dtype."""
 
     optional = (PREVIOUS,)
 
@@ -38,7 +39,8 @@ class StoredMain(StatePlan):
 
 
 def two_bw(p: int, m: int) -> Schedule:
-    """Return the lists of PipeDream-2BW (arXiv 2006.09503, section 3.1): 1F1B that continues across steps."""
+    """Return the action lists of PipeDream-2BW (arXiv 2006.09503, section 3.1). Within one step, they equal the lists
+    of 1F1B."""
     return one_f_one_b(p, m)
 
 

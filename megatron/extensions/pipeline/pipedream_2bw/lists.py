@@ -1,5 +1,5 @@
-"""Action lists of one step, cut from the lists of an endless run. In these lists, passes of a step begin before the
-previous step ends."""
+"""Action lists for schedules in which a step begins before the previous step ends. The lists of one step are cut from
+the lists of several consecutive steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ ENDS = BACKWARDS | {Kind.W, Kind.SEND_B}
 def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: int) -> tuple[tuple[Action, ...], ...]:
     """Return the action lists of one step of a schedule that does not flush, for the executor.
 
-    The passes of three consecutive steps are ordered as one long step. Each rank's list begins after the rank's last
-    backward pass of the previous step, and ends with the rank's last backward pass of this step. Micro-batch 0 is the
-    first micro-batch of this step, so micro-batches with numbers of at least `microbatches` belong to the next step.
-    The action VALIDATE precedes the first pass of the next step: it performs the update of the previous step, which
-    this pass needs. For the adjacent steps, only the passes that overlap with this step are built.
+    A step overlaps with the previous and the next step. To obtain its lists, the micro-batches of all three steps are
+    scheduled as if they were one long step. Each rank's list begins after the rank's last backward pass of the previous
+    step, and ends with the rank's last backward pass of this step. Micro-batches are numbered from the first
+    micro-batch of this step. Numbers of at least `microbatches` therefore belong to the next step. The action VALIDATE
+    precedes the first pass of the next step: it performs the update of the previous step, which this pass needs. Of the
+    previous and the next step, only micro-batches that may overlap with this step are scheduled.
 
     Args:
         schedule: Name of the schedule.

@@ -18,7 +18,8 @@ SCHEDULE = "--pipeline-schedule"
 
 
 def two_versions(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Report features that do not support late updates or two versions of the weights."""
+    """Report features that the 2bw schedule does not support, because it delays updates and keeps two versions of the
+    weights."""
     for other, why in _excluded(c):
         yield Problem.exclusive(SCHEDULE, NAME, other, why)
     if size := c.parallel.loss_chunk_tokens:

@@ -1,20 +1,19 @@
 """Optimizer of the 2bw schedule, which keeps two versions of the weights. While the reduction of a step's gradient norm
 is pending, the next step already runs.
 
-PipeDream-2BW (arXiv 2006.09503, section 3.1): the gradient of a step is computed with the weights before the last
+In PipeDream-2BW (arXiv 2006.09503, section 3.1), the gradient of a step is computed with the weights before the last
 update,
 
     W(t+1) = W(t) - lr g(W(t-1)),
 
-so that the passes of a step can begin before the previous step ends, and the pipeline never empties. Unlike in the
-paper, clipping is exact, because gradients are kept until the norm over all stages is known. No rank waits for the
-norm. Each rank performs the update of step t before its first pass of step t+2 (VALIDATE). Until then, the passes of
-step t+1 continue.
+so that the passes of a step can begin before the previous step ends, and the pipeline never empties. Clipping is exact,
+unlike in the paper: gradients are kept until the norm over all stages is known. No rank waits for the norm. Each rank
+performs the update of step t before its first pass of step t+2 (VALIDATE). Until then, the passes of step t+1 continue.
 
-Each parameter has two memory locations, one for each of its two versions. The newest version is in the parameter
-buffers, which are gathered and saved. The other location contains the previous version. An update overwrites the
-previous version once all passes that use it have ended. The locations then swap roles, and no version is copied.
-Therefore, weights that a forward pass saved for its backward pass remain valid."""
+Each parameter has two memory locations, one for each of its two versions. The parameter buffers contain the newest
+version, which is all-gathered and saved in checkpoints. The other location contains the previous version. An update
+overwrites the previous version once all passes that use it have ended. The two locations then swap roles, so no version
+has to be copied. Therefore, weights that a forward pass saved for its backward pass remain valid."""
 
 from __future__ import annotations
 
@@ -78,8 +77,8 @@ class LateOptimizer(DistributedOptimizer):
         self.is_read = True
         """True if the result of the next call of `step` is read before the following call, for example to log it."""
         self.other = [torch.full_like(buffer.param_data, torch.nan) for buffer in self.ddp.buffers]
-        """Second memory location of each parameter buffer. At first, it stores the parameters before the last update.
-        It contains NaN until a checkpoint is loaded, or until `start` is called."""
+        """Second memory location of each parameter buffer. Initially, this location is used for the parameters before
+        the last update. Until a checkpoint is loaded or `start` is called, it is filled with NaN."""
         self._newest = _views(self.ddp)
         self._exchange()
         self._previous = _views(self.ddp)
@@ -157,7 +156,7 @@ class LateOptimizer(DistributedOptimizer):
 
 
 def _views(ddp: DistributedDataParallel) -> list[Tensor]:
-    """Return the parameters in the memory that the buffers currently use."""
+    """Return views of all parameters in the memory location that the buffers currently use."""
     views: dict[int, Tensor] = {}
     for buffer in ddp.buffers:
         for bucket in buffer.buckets:

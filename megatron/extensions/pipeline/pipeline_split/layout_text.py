@@ -46,7 +46,7 @@ def expanded(text: str) -> str:
     """Expand repetitions and groups, and remove commas and spaces. Raises ValueError if `layers_of_stages` would raise
     ValueError for `text`."""
     rest = re.sub(r"[,\s]", "", text)
-    open_groups: list[list[str]] = [[]]  # items of each open group, the outermost group first
+    open_groups: list[list[str]] = [[]]  # one list of items per open parenthesis, outermost first
     at = 0
     while at < len(rest):
         token = TOKEN.match(rest, at)

@@ -38,8 +38,9 @@ class StagesByHand:
 
     @staticmethod
     def fixed(model: TransformerConfig, parallel: ModelParallelConfig, layout: PipelineLayout) -> dict[int, int]:
-        """Return the numbers of layers that the flags specify, keyed by stage. Stages that the flags do not specify are
-        omitted. Raises ValueError if the specified numbers are impossible for the model and the layout."""
+        """Return the numbers of layers that the flags specify, keyed by stage. Stages whose number of layers is not
+        specified are omitted. Raises ValueError if the specified numbers are impossible for the model and the
+        layout."""
         flags = parallel.options(SplitFlags)
         if flags.pipeline_model_parallel_layout is not None:
             return dict(enumerate(stages_by_hand(model, parallel, flags.pipeline_model_parallel_layout)))

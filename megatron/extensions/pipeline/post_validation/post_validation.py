@@ -4,15 +4,15 @@ Qi et al., arXiv 2401.10241, section 4. Without post-validation, a step waits fo
 backward pass of the slowest pipeline stage. With post-validation, each stage starts the reduction of the norm, and
 updates its parameters without waiting for the result. At this point, the stage does not clip its gradients. It skips
 the update only if its own gradients are not finite. After its update, the stage runs the first forward passes of the
-next step. At VALIDATE, before the first backward pass of that step, the reduction is complete. If the step should have
-been clipped or skipped on any rank, all ranks roll back, repeat the update with the correct factor, and repeat the
-forward passes.
+next step. The norm is checked by the action VALIDATE, which precedes the first backward pass of the next step. If the
+step should have been clipped or skipped on any rank, all ranks roll back, repeat the update with the correct factor,
+and repeat the forward passes.
 
 The paper rolls back an update by reversing its arithmetic in place, which causes rounding errors. Here, states are
 copied before the update, so that a step that was rolled back and repeated is bit-equal to a step that waited for the
-norm. The copies need as much memory as a second set of this rank's shards. In the paper, each stage also sends its
-partial norm to the next stage, so that stages validate one after another. This would save nothing here, because one
-wrong guess on any rank makes all ranks repeat their forward passes.
+norm. The copies need as much memory as a second set of this rank's shards. In the paper, stages validate one after
+another, because each stage sends the partially reduced norm to the next stage. Here, all ranks validate at the same
+time: if an update is wrong, all ranks repeat their forward passes anyway.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class RollbackCopies:
 
 
 class _Unvalidated(NamedTuple):
-    """Update that was performed before the global gradient norm was known. A rollback restores the non-tensor state
-    from the values stored here."""
+    """Update that was performed before the global gradient norm was known. The fields contain the non-tensor state
+    before the update, which a rollback restores."""
 
     update: Update
     result: StepResult
@@ -105,7 +105,7 @@ class PostValidatedOptimizer(DistributedOptimizer):
         self.is_read = True
         """True if the result of the next call of `step` is read before the following call, for example to log it."""
         self.step_state: Callable[[], Sequence[Tensor]] = tuple
-        """Function that returns the tensors that `Update.on_update` changes."""
+        """Function that returns all tensors that are changed by `Update.on_update`."""
         self._unvalidated: _Unvalidated | None = None
         self._last: StepResult | None = None
         """Result of the previous step."""
@@ -130,8 +130,8 @@ class PostValidatedOptimizer(DistributedOptimizer):
         self.scaler.update(False)
 
     def likely_to_stand(self) -> bool:
-        """Return True if the previous step was neither clipped nor skipped. Clipped or skipped steps often follow one
-        another. In this case, the caller should wait for the norm, because waiting costs less than rolling back an
+        """Return True if the previous step was neither clipped nor skipped. Otherwise, the next step will probably be
+        clipped or skipped too. The caller should then wait for the norm, which costs less than rolling back an
         update."""
         last, largest = self._last, self.config.clip_grad
         return last is None or not (last.skipped or (largest > 0 and last.grad_norm > largest))
@@ -210,7 +210,7 @@ class PostValidatedStep(TrainStep):
     def gradients(self, given: StepInput) -> Sums:
         try:
             return super().gradients(given)
-        except StaleForwards:  # the loss scale may have changed too
+        except StaleForwards:  # prepare again: the loss scale may have changed
             return self.gradients(self.prepared(given.step, given.batches))
 
     def update(self, step: Step, sums: Sums, factor: Tensor) -> StepResult:

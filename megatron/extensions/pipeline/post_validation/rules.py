@@ -17,8 +17,8 @@ WAIT_FOR_RANK_0 = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 
 def without_use(c: RunConfig) -> RunConfig:
-    """Return the configuration, with --optimizer-post-validation turned off if no update can be performed early. The
-    rule `post_validation` reports that the flag has no effect."""
+    """Turn off --optimizer-post-validation in a configuration in which no update can be performed early. The rule
+    `post_validation` reports that the flag has no effect."""
     idle = c.parallel.pipeline_model_parallel_size == 1 or c.logging.log_interval == 1
     return c.with_options(PostValidationFlags()) if idle else c
 

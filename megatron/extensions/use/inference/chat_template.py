@@ -131,7 +131,8 @@ def checked_messages(messages: object) -> Sequence[Message]:
 
 
 def plain_messages(messages: object) -> list[dict[str, object]]:
-    """Return the messages with plain texts as contents. A content that is a list of texts is joined into one text."""
+    """Return the chat messages with string contents. If the content of a message is a list of texts, the texts are
+    joined."""
     return [{**message, "content": _joined(message["content"])} for message in checked_messages(messages)]
 
 
@@ -167,8 +168,8 @@ def chat(
     ask: Callable[[], str | None],
     show: Callable[[str], None],
 ) -> None:
-    """Run a conversation. `ask` returns the user's message, or None at the end of the conversation. `show` is called
-    with each new piece of an answer as soon as it is generated.
+    """Run a conversation. `ask` returns the user's next message, or None to end the conversation. `show` is called with
+    each new piece of an answer as soon as it is generated.
 
     The prompt contains all messages. If the prompt would be too long, the oldest messages are omitted in pairs.
     """

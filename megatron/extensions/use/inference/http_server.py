@@ -180,7 +180,7 @@ class ApiServer:
             raise ApiError(503 if self.loop.stopping.is_set() else 429, str(error)) from None
         except ApiError:
             raise
-        except Exception as error:  # a bug in this program, reported to the client and in the log
+        except Exception as error:  # a bug, which is logged and reported to the client
             self.log("".join(traceback.format_exception(error)))
             raise ApiError(500, f"{type(error).__name__}: {error}") from None
         progress = self._progress(request, call, job, events)
@@ -241,7 +241,8 @@ class ApiServer:
             self.loop.cancel(job)
 
     async def _stream(self, call: Call, job: Job, event: Progress, rest: AsyncIterator[Progress]) -> AsyncIterator[str]:
-        """Yield server-sent events. An error that occurs after the first piece is also sent as an event."""
+        """Yield server-sent events. If an error occurs after the first piece of text was sent, the error is sent as an
+        event."""
         count = len(call.requests)
         shown, counted = [0] * count, [0] * count
         try:

@@ -191,7 +191,8 @@ def read_lines(
 
 
 def _request_of(fields: Fields, defaults: Request) -> Callable[[Sequence[int]], Request]:
-    """Return a function that creates the request of a line from the prompt tokens. Report the errors of all fields."""
+    """Return a function that creates the request of a line from the prompt tokens. Errors in any field of the line are
+    added to `fields.problems`."""
     fields.only(KNOWN)
     prompt = fields.body.get("prompt")
     if (prompt is None) == (fields.body.get("messages") is None):

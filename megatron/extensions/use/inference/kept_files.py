@@ -56,8 +56,8 @@ def keep_tokenizer(config: TokenizerConfig, folder: PurePath) -> None:
 
 
 def found_tokenizer(config: TokenizerConfig, checkpoints: PurePath) -> TokenizerConfig:
-    """Return the tokenizer configuration of the run that saved a checkpoint in this folder. Paths refer to the original
-    files, or to the copies if the original files no longer exist."""
+    """Return the tokenizer configuration of the run that saved a checkpoint in this folder. If the original tokenizer
+    files no longer exist, the paths in the configuration are replaced by the paths of the copies."""
     if _present(config):
         return config
     for folder in (checkpoints / FOLDER, checkpoints.parent / FOLDER):

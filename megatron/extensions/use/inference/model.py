@@ -39,7 +39,7 @@ RULES = (world, attention, tensor_parallel, linear_attention, mixers, experts, p
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Model for generation, with its stages divided among ranks."""
+    """Model for generation. Its pipeline stages are distributed over the ranks."""
 
     runner: StageRunner
     tokenizer: Tokenizer
@@ -82,8 +82,8 @@ def loaded_model(
     launch: Launch,
     tokenizer: TokenizerConfig | None = None,
 ) -> Iterator[LoadedModel]:
-    """Load the model of a checkpoint, saved under any layout, or of a Hugging Face folder, on the ranks of this launch.
-    Collective.
+    """Load a model on the ranks of this launch. The model is read from a checkpoint, which may have been saved under
+    any layout, or from a Hugging Face folder. Collective.
 
     `tokenizer` replaces the run's tokenizer. If the files of the run's tokenizer no longer exist, the copies next to
     the checkpoints are used. Raises ValueError if there is no readable checkpoint, or if the layout does not fit the

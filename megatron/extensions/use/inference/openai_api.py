@@ -45,7 +45,7 @@ class Limits:
     """Maximum number of texts per request, which is the number of prompts times n."""
 
     new_tokens: int = 4096
-    """Maximum value of max_tokens."""
+    """Maximum value of max_tokens in a request."""
 
     stops: int = 16
 
@@ -60,7 +60,7 @@ class Call:
     include_usage: bool
     echo: bool
     prompts: list[str]
-    """Prompt texts, one for each choice, if prompts are echoed."""
+    """If the request asks to echo prompts, the prompt text of each choice."""
 
     n: int
     id: str
@@ -87,7 +87,8 @@ INERT: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "parallel_tool_calls": (True, False),
 }
-"""Unsupported fields, with the neutral values that are accepted for each field."""
+"""Request fields for features that are not supported. Each field is mapped to its neutral values, which are accepted
+because they do not request the feature."""
 
 
 class OpenAIApi:
@@ -291,5 +292,5 @@ def usage(call: Call, counts: Sequence[int]) -> dict[str, int]:
 def choice(
     index: int, said: Mapping[str, object], logprobs: Mapping[str, object] | None, reason: str | None
 ) -> dict[str, object]:
-    """Format one text of an answer, or a part of a text."""
+    """Return the JSON object for one choice of an answer, or for a chunk of a choice."""
     return {"index": index, **said, "logprobs": logprobs, "finish_reason": "stop" if reason == "eos" else reason}

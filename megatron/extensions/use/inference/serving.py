@@ -16,7 +16,7 @@ HEARTBEAT = 2.0
 
 
 class Progress(NamedTuple):
-    """State of a text after a step."""
+    """Progress of one text after a generation step."""
 
     choice: int
     text: str

@@ -45,8 +45,8 @@ class TemplateWorker:
             return self._start()
 
     def render(self, values: dict[str, object]) -> dict[str, object]:
-        """Render the template. Return an answer with `text`, or with `wrong`, the reason why the template refuses the
-        values.
+        """Render the template. Return a dict with the rendered text (`text`). If the template refuses the values,
+        return a dict with the reason (`wrong`).
 
         Raises ValueError if a limit is exceeded."""
         with self._lock:

@@ -4,7 +4,7 @@ module does not import torch.
 `read` receives the fields of TransformerConfig from the family's tables, and the values of config.json under the
 family's names. `read` returns these fields together with the fields that it computes from the adapter's own keys. It
 raises ValueError for unsupported values. `write` receives the config.json keys from the tables, adds the adapter's own
-keys, and returns all of them. The adapters of a family file are called in the order in which the file lists them.
+keys, and returns all of them. Adapters are called in the order in which the family file lists them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ letter."""
 
 
 class GroupsByTwoExperts(Adapter):
-    """Adapter for DeepSeek-V3's expert groups. The score of a group is the sum of its two highest expert scores."""
+    """Adapter for DeepSeek-V3's expert groups. The score of a group of experts is the sum of the two highest scores of
+    experts in the group."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if hf["n_group"] in (None, 1) or fields["moe_router_topk"] == 2 * whole(hf, "topk_group"):
@@ -71,7 +72,8 @@ class GroupsByTwoExperts(Adapter):
 
 
 class GroupsByBestExpert(Adapter):
-    """Adapter for DeepSeek-V2's expert groups. The score of a group is its highest expert score."""
+    """Adapter for DeepSeek-V2's expert groups. The score of a group of experts is the highest score of an expert in the
+    group."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if hf["topk_method"] == "greedy":
@@ -87,7 +89,8 @@ class GroupsByBestExpert(Adapter):
 
 
 class FirstLayersDense(Adapter):
-    """MoE layers: given by a list for all layers, or all layers or every N-th layer after the first dense layers."""
+    """Adapter for models whose first layers are dense. In config.json, either the kinds of all layers are listed, or
+    all layers or every N-th layer after the dense layers are MoE layers."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if hf.get("mlp_layer_types"):
@@ -111,7 +114,8 @@ class FirstLayersDense(Adapter):
 
 
 class ListedLayersDense(Adapter):
-    """MoE layers: every N-th layer that `mlp_only_layers` does not list (Qwen's MoE models)."""
+    """Adapter for the MoE layers of Qwen's models. Every N-th layer is an MoE layer, unless `mlp_only_layers` lists
+    it."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         dense, step = entries(hf, "mlp_only_layers"), count(hf, "decoder_sparse_step")
@@ -197,7 +201,8 @@ def _in_bf16(value: float) -> float:
 
 
 class LettersOfLayers(Adapter):
-    """Removal of fields and keys of layer kinds that the letter pattern does not contain (Nemotron-H)."""
+    """Adapter for the layer pattern of Nemotron-H. It removes the fields and keys of layer kinds that do not occur in
+    the pattern."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         letters = text(fields, "hybrid_layer_pattern")
@@ -209,7 +214,7 @@ class LettersOfLayers(Adapter):
 
 
 class SameLetter(Adapter):
-    """Layer pattern in which all layers have the same letter (Mamba)."""
+    """Adapter for the layer pattern of Mamba models, in which all layers have the same letter."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"hybrid_layer_pattern": text(fields, "hybrid_layer_pattern") * whole(fields, "num_layers")}
@@ -233,7 +238,8 @@ class WidthToMultiple(Adapter):
 
 
 class HeadsByLayer(Adapter):
-    """Numbers of attention heads per layer, equal in all layers of a kind (Laguna)."""
+    """Adapter for Laguna. Its config.json contains the number of attention heads of each layer; the numbers must be
+    equal in all layers of the same kind."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if not hf["num_attention_heads_per_layer"]:
@@ -247,7 +253,8 @@ class HeadsByLayer(Adapter):
 
 
 class RotaryBasesByLayer(Adapter):
-    """Rotary bases per layer, equal in all layers of a kind (Granite with sliding windows)."""
+    """Adapter for Granite with sliding windows. Its config.json contains the rotary base of each layer; the bases must
+    be equal in all layers of the same kind."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | bases_from_hf(hf, family) if hf["layer_rope_theta"] else fields
@@ -360,4 +367,4 @@ ADAPTERS: Mapping[str, Adapter] = {
         HalvesOfWindows,
     )
 }
-"""Maps the names of adapters in family files to the adapters."""
+"""Adapters by name. Family files refer to adapters by these names."""

@@ -50,7 +50,8 @@ def _ratios(hf: Values) -> list[object]:
 
 
 def _kinds(hf: Values) -> list[object]:
-    """Return the kind of each layer from layer_types, from the list in older files, or from the class's default."""
+    """Return the kind of each layer. The kinds are read from layer_types or, in older files, from compress_ratios.
+    Otherwise, they are the defaults of the transformers class."""
     older = entries(hf, "compress_ratios")
     if unknown := [ratio for ratio in {*older} if ratio not in KIND_OF_RATIO]:
         raise ValueError(f"config.json: compress_ratios has {sorted(unknown, key=str)}, supported: 0, 4 and 128")
@@ -59,7 +60,7 @@ def _kinds(hf: Values) -> list[object]:
 
 
 def _hashed_layers(hf: Values) -> int:
-    """Return how many layers, from the first layer on, use hash routing."""
+    """Return the number of layers with hash routing, which must be the first layers of the model."""
     if not hf["mlp_layer_types"]:
         usual = whole(hf, "num_hash_layers") if "num_hash_layers" in hf else 3
         return min(usual, whole(hf, "num_hidden_layers"))
@@ -70,8 +71,8 @@ def _hashed_layers(hf: Values) -> int:
 
 
 def _rotated_channels(hf: Values) -> Fields:
-    """Return the numbers of rotated and unrotated channels of a head. All channels of the separate rotary vector are
-    rotated."""
+    """Return the fields for the numbers of unrotated and rotated channels of a head. In this program's model, a head
+    consists of a vector that is not rotated and a vector that is fully rotated."""
     width = whole(hf, "head_dim")
     percent = 0.125 if hf.get("qk_rope_head_dim") is None else number(hf, "qk_rope_head_dim") / width
     if hf.get("partial_rotary_factor"):
@@ -85,8 +86,8 @@ def _rotated_channels(hf: Values) -> Fields:
 
 
 def _both_rotary(hf: Values) -> Fields:
-    """Return the rotary embeddings of ordinary keys and of compressed keys. Only the embedding of compressed keys may
-    be scaled."""
+    """Return the fields for the rotary embeddings of ordinary keys and of compressed keys. Context scaling is supported
+    only for the rotary embedding of compressed keys."""
     both = table(hf, "rope_scaling") or table(hf, "rope_parameters")
     main, scaled = table(both, "main"), table(both, "compress")
     if not (main and scaled):

@@ -50,7 +50,7 @@ def entries(values: Values, key: str) -> list[object]:
 
 
 def table(values: Values, key: str) -> dict[str, object]:
-    """Return the object value of a key. The dict is empty if the key is null or missing."""
+    """Return the value of a key, which must be a JSON object. The result is empty if the key is null or missing."""
     value = values.get(key)
     if not value:
         return {}

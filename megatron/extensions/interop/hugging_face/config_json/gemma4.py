@@ -9,13 +9,15 @@ from megatron.extensions.interop.hugging_face.config_json.read_layers import cou
 from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 OF_LAYERS = "per_layer_config"
-"""Key whose value maps a layer number, as text, to the settings of the layer."""
+"""Key of config.json with settings for individual layers. Its value maps a layer number, as a string, to the settings
+of that layer."""
 
 
 class WidthsOfGlobalHeads(Adapter):
-    """Adapter for the head width and the number of query groups in layers without a sliding window. In older files,
-    separate keys contain both values. Newer files have settings for each of these layers, and `_of_single_layers`
-    compares all of these settings with the layers that were read."""
+    """Adapter for the head width and the number of query groups in layers without a sliding window. Older files contain
+    the head width and the number of query groups in separate keys. Newer files contain them for each of these layers
+    individually. This adapter reads the values of the last layer, and `_of_single_layers` checks that the settings of
+    all layers match the result."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         local = windows(hf, family)
@@ -58,8 +60,8 @@ class WidthsOfGlobalHeads(Adapter):
 
 
 class LayersWithoutKeys(Adapter):
-    """Number of layers at the end of the model that use keys and values of earlier layers, and whether the MLPs of
-    these layers are twice as wide."""
+    """Adapter for the last layers of the model, which reuse the keys and values of earlier layers. The MLPs of these
+    layers may be twice as wide."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         shared, layers = whole(hf, "num_kv_shared_layers"), whole(hf, "num_hidden_layers")

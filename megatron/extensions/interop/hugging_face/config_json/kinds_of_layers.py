@@ -24,8 +24,8 @@ from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 
 class RotaryOfKinds(Adapter):
-    """Rotary embeddings of layers with and without a sliding window; null means no rotary embedding (Command A Vision,
-    Beam)."""
+    """Adapter for Command A Vision and Beam. Their config.json has separate rotary embeddings for layers with and
+    without a sliding window, and null if layers of a kind have no rotary embedding."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         given = table(hf, "rope_parameters")
@@ -53,8 +53,8 @@ class RotaryOfKinds(Adapter):
 
 
 def _rotates(layers: list[tuple[bool, bool]], local: bool) -> set[bool]:
-    """Return {True} if all layers of one kind have a rotary embedding, {False} if no layer of this kind has one, and
-    both values if the layers differ. `local` selects the layers with or without a sliding window."""
+    """Return a set that contains True if some layers of one kind have a rotary embedding, and False if some lack it.
+    The kind is sliding-window layers if `local` is True, and all other layers otherwise."""
     return {rotated for window, rotated in layers if window == local}
 
 
@@ -108,8 +108,8 @@ class ConvolutionsAndWindows(Adapter):
 
 
 class KimiHeadsOfModel(Adapter):
-    """Kimi Delta Attention with as many heads as the other attention layers, and with a lower bound for decays (Ling
-    3.0)."""
+    """Adapter for the Kimi Delta Attention of Ling 3.0. It has the same number of heads as the other attention layers,
+    and a lower bound on decays."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         heads, width = whole(hf, "num_attention_heads"), hf["linear_head_dim"] or hf["head_dim"]

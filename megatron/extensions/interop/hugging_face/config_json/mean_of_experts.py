@@ -1,5 +1,5 @@
-"""Command A+ in config.json: mean of experts, and dense layers before the MoE layers. This module does not import
-torch."""
+"""Conversion of Command A+'s settings in config.json: the mean of shared and routed experts, and the dense layers
+before the MoE layers. This module does not import torch."""
 
 from __future__ import annotations
 

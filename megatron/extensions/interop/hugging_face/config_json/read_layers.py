@@ -30,8 +30,8 @@ LETTERS = {LINEAR: "M", "mamba": "M", FULL: "*", "attention": "*", "mlp": DENSE,
 
 
 def broken_rule(value: object, hint: object) -> str | None:
-    """Return the rule that a value of config.json breaks; None if the value is valid. Sizes must be positive, and other
-    numbers must be at least 0."""
+    """Return the rule that a value in config.json violates; None if the value is valid. Sizes must be positive, and
+    other numbers must be at least 0."""
     kinds = get_args(hint) or (hint,)
     if value is None:
         return None if type(None) in kinds else "a number"
@@ -47,7 +47,7 @@ def broken_rule(value: object, hint: object) -> str | None:
 
 
 def count(values: Values, key: str) -> int:
-    """Return the value of a key that must be a positive integer. Raises ValueError if it is not."""
+    """Return the value of a key, which must be a positive integer. Raises ValueError if the value is anything else."""
     value = values.get(key)
     if type(value) is not int or value <= 0:
         raise ValueError(f"config.json: {key} = {value!r} must be {broken_rule(value, int)}")
@@ -67,8 +67,8 @@ def pattern_from_hf(hf: Values) -> Fields:
 
 
 def usual_kinds(family: Family, layers: int) -> list[str]:
-    """Return the kind of each layer for a config.json that does not list the kinds. The kinds in `family.layer_types`
-    repeat."""
+    """Return the kind of each layer for a config.json that does not list the kinds. The sequence `family.layer_types`
+    is repeated until all layers have a kind."""
     kinds = [kind for kind, _ in zip(cycle(family.layer_types), range(layers), strict=False)]
     kinds[: len(family.first_layer_types)] = family.first_layer_types[:layers]
     if family.last_layer_type:
@@ -79,8 +79,8 @@ def usual_kinds(family: Family, layers: int) -> list[str]:
 
 
 def linear_layers(hf: Values, family: Family) -> list[bool]:
-    """Return whether each layer has linear attention, according to layer_types, another list, or the interval of full
-    attention."""
+    """Return one bool per layer: True if the layer has linear attention. A config.json contains the kinds in
+    layer_types or a similar list, or every N-th layer has full attention."""
     legacy = {"mamba": LINEAR, "conv": LINEAR, "attention": FULL}
     listed = [legacy.get(str(each), each) for each in entries(hf, "layer_types")]
     counted = entries(hf, "linear_attn_config.kda_layers")  # 1-based
@@ -119,7 +119,8 @@ def window_from_hf(hf: Values, family: Family) -> Fields:
 
 
 def windows(hf: Values, family: Family) -> list[bool]:
-    """Return whether each layer of a model uses the sliding window, according to layer_types or a period."""
+    """Return one bool per layer: True if the layer has a sliding window. A config.json contains the kinds in
+    layer_types, or every N-th layer has full attention."""
     has_first = "max_window_layers" in hf and hf.keys() & {"use_sliding_window", "sliding_window_pattern"}
     first = number(hf, "max_window_layers") if has_first else 0
     period = number(hf, "sliding_window_pattern") if hf.get("sliding_window_pattern") else 0
@@ -186,8 +187,8 @@ def chunks_from_hf(hf: Values) -> Fields:
 
 
 def selecting(period: int, offset: int, layers: int) -> list[bool]:
-    """Return whether each layer selects keys. The first `offset` layers select keys, and so does every `period`-th
-    layer of the following layers."""
+    """Return one bool per layer: True if the layer's indexer selects the keys to attend to. These layers are the first
+    `offset` layers and every `period`-th layer after them."""
     return [max(number - offset, 0) % period == 0 for number in range(1, layers + 1)]
 
 
@@ -208,7 +209,7 @@ def selections_from_hf(hf: Values) -> Fields:
 
 
 def moe_layers_from_hf(hf: Values) -> str:
-    """Return --moe-layer-freq for a list of MoE layers or for their interval."""
+    """Return the value of --moe-layer-freq. A config.json either lists the MoE layers, or selects every N-th layer."""
     layers, step = whole(hf, "num_hidden_layers"), count(hf, "interleave_moe_layer_step")
     listed = entries(hf, "moe_layers") if hf["moe_layers"] is not None else range(step - 1, layers, step)
     if not (chosen := set(listed)) <= set(range(layers)) or not chosen:
@@ -217,8 +218,8 @@ def moe_layers_from_hf(hf: Values) -> str:
 
 
 def rotated_layers(hf: Values) -> list[bool]:
-    """Return whether each layer has a rotary embedding, according to a list or to the interval of layers without rotary
-    embedding."""
+    """Return one bool per layer: True if the layer has a rotary embedding. A config.json lists these bools, or every
+    N-th layer has no rotary embedding."""
     interval = number(hf, "no_rope_layer_interval") if hf.get("no_rope_layer_interval") else 0
     return listed_layers(hf, "no_rope_layers", (0, 1), lambda layer: not interval or (layer + 1) % interval)
 

@@ -42,7 +42,7 @@ LLAMA3_SCALING = {
 def rotary_from_hf(hf: Values, family: Family) -> Fields:
     """Read rotary settings from `rope_theta` and `rope_scaling`, or from `rope_parameters` in newer files.
 
-    Newer files may have separate parameters for each layer kind.
+    In newer files, `rope_parameters` may contain separate rotary settings for each kind of layer.
     """
     given = table(hf, "rope_scaling") or table(hf, "rope_parameters")
     usual_percent = rotated_fraction(hf, family)
@@ -119,8 +119,8 @@ def _may_be_proportional(family: Family) -> bool:
 
 
 def rotated_fraction(hf: Values, family: Family) -> float:
-    """Return the fraction of a head's channels that are rotated. If config.json contains the number of rotated channels
-    instead, as for MiniMax M2 and GPT-J, compute the fraction."""
+    """Return the fraction of a head's channels that are rotated. If config.json contains the number of rotated
+    channels, as in MiniMax M2 and GPT-J, the fraction is computed from this number."""
     if "partial_rotary_factor" in hf:
         return number(hf, "partial_rotary_factor")
     if not hf.get("rotary_dim"):
@@ -172,8 +172,8 @@ def by_kind(hf: Values, family: Family, key: str, without: object = None) -> tup
     """Return a pair of values: one for layers with full attention and one for layers with a sliding window. The key's
     list contains one value per layer.
 
-    Layers whose entry in the list equals `without` are ignored. The value for a kind of layer is None if the model has
-    no layers of this kind.
+    Layers whose entry in the list equals `without` are ignored. If the model has no layers of one kind, the value for
+    this kind is None.
     """
     listed = entries(hf, key)
     local = windows(hf, family) if hf.get("sliding_window") else [False] * whole(hf, "num_hidden_layers")

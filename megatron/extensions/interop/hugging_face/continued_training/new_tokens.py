@@ -29,7 +29,8 @@ class NewTokens:
 
     tokens: int
     averaged: int
-    """Number of rows, from the first row of the folder on, that are averaged."""
+    """Number of rows in the mean that initializes new rows. The mean is taken over the first rows of the folder's
+    embedding."""
 
     drawn: bool
     """True if new rows are initialized randomly, as in a new model; False if they are set to the mean of the folder's
@@ -62,7 +63,7 @@ class NewTokens:
 
     @staticmethod
     def _within(tokens: int, box: LocalBox) -> int:
-        """Return how many rows of a box are among the first `tokens` rows of the vocabulary."""
+        """Return how many rows of this rank's slice `box` belong to the first `tokens` rows of the vocabulary."""
         return min(max(tokens - box[0][0], 0), len(box[1]))
 
     def mean(self, name: str) -> Tensor:
@@ -93,7 +94,8 @@ class NewTokens:
 
 
 def _sum_of_rows(rows: Tensor) -> Tensor:
-    """Sum rows [n, ...] -> [...] pairwise in a fixed order."""
+    """Add up all rows [n, ...] -> [...]. Pairs of rows are added in a fixed order, so that the result is
+    deterministic."""
     while len(rows) > 1:
         half = len(rows) // 2
         pairs = rows[:half] + rows[half : 2 * half]
@@ -105,8 +107,8 @@ def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
     """Return how many embedding rows of a folder belong to tokens, and a description of these rows. The other rows are
     padding.
 
-    If the folder contains a readable tokenizer, the number of rows is the tokenizer's vocabulary size. Otherwise, all
-    rows are assumed to belong to tokens.
+    If the folder contains a readable tokenizer, the number of rows is the tokenizer's vocabulary size. If the tokenizer
+    cannot be read, all rows are assumed to belong to tokens.
     """
     named = tokenizer_config(path)
     if named.tokenizer_type is None:

@@ -123,7 +123,7 @@ def _stretches(model: TransformerConfig) -> bool:
 
 
 def _original_length(model: TransformerConfig) -> int:
-    """Return the model's context length without rotary scaling."""
+    """Return the context length for which the model was trained before rotary scaling."""
     if _stretches(model):
         return model.original_max_position_embeddings
     if model.use_rope_scaling:

@@ -1,4 +1,4 @@
-"""Loading of weights from a Hugging Face folder. Each rank reads only its part of the weights."""
+"""Loading of weights from a Hugging Face folder. Each rank reads only the slices of the weights that it stores."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def load_start(
 
 @torch.no_grad()
 def load_hf_weights(checkpoint: RunCheckpoint, path: Path, say: Callable[[str], None]) -> tuple[int, Origin]:
-    """Read this rank's boxes of all parameters and of the optimizer's main parameters from a Hugging Face folder.
+    """Read this rank's shards of all parameters and main parameters from a Hugging Face folder.
 
     If the folder lacks tokens of the run, their rows are initialized and a line is logged. Returns the number of
     multi-token prediction depths in the folder, and the `Origin` that the run's checkpoints will record. Raises

@@ -45,8 +45,8 @@ class Request:
     """End-of-text tokens of the model. The new text does not include these tokens."""
 
     logprobs: int | None = None
-    """Return the log-probabilities of the new tokens, and of this many most likely tokens at each position.
-    Log-probabilities are computed before sampling modifies the logits."""
+    """If not None, return the log-probability of each new token. At each position, also return the log-probabilities of
+    this number of most likely tokens. Log-probabilities are computed before sampling modifies the logits."""
 
     prompt_logprobs: bool = False
     """Also return log-probabilities of the prompt tokens, except the first token."""
@@ -78,7 +78,7 @@ class Logprob:
 
 
 WINDOW = 16
-"""Number of requests per cache row that are read ahead and sorted by length."""
+"""Number of requests, for each cache row, that are read ahead and sorted by prompt length."""
 
 
 @dataclass(eq=False)
@@ -91,8 +91,8 @@ class Generation:
     text, this token is not included."""
 
     text: str = ""
-    """Text of the new tokens, without the last characters that later tokens may still change. The text is empty if
-    there is no tokenizer."""
+    """Text of the new tokens. Characters at the end that later tokens may still change are omitted. Without a
+    tokenizer, the text is empty."""
 
     logprobs: list[Logprob] = field(default_factory=list)
     """Log-probabilities of the new tokens, if the request asks for log-probabilities."""
@@ -102,8 +102,8 @@ class Generation:
 
     finish_reason: str | None = None
     """Reason for the end of the text: "stop" (a stop string or a token of `stop_ids`), "eos" (a token of `eos_ids`),
-    "length" (`max_new_tokens` or the model's maximum length), "cancelled", or "error". The value is None until
-    generation ends."""
+    "length" (`max_new_tokens` or the model's maximum length), "cancelled", or "error". None while tokens are still
+    being generated."""
 
     error: str | None = None
     """Error that prevented or ended the text."""
@@ -117,8 +117,9 @@ class Engine:
     """Engine that runs requests on the leader of a `StageRunner`.
 
     At most `rows` texts are generated at the same time. If all rows are occupied, further requests wait in a queue
-    until a row becomes free. A forward pass reads at most `prefill_tokens` prompt tokens, including padding, unless it
-    reads only one prompt. `detokenize` is needed to return text or to support stop strings.
+    until a row becomes free. A forward pass over several prompts reads at most `prefill_tokens` tokens, including
+    padding. A longer prompt is read in a pass of its own. `detokenize` is needed to return text or to support stop
+    strings.
     """
 
     def __init__(
@@ -341,5 +342,5 @@ def eos_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def prompt_seed(seed: int, number: int) -> int:
-    """Derive the seed of prompt `number` in a list from the seed of the list."""
+    """Return the seed for prompt number `number` in a list of prompts, derived from the seed of the list."""
     return site_key(seed, f"prompt {number}")

@@ -21,21 +21,22 @@ least half."""
 
 
 class KeyValueCache:
-    """Cache of a model: keys and values by layer, or the latents from which keys and values are projected, and the
-    states of linear attention layers. Memory use grows with the number of texts and with their lengths."""
+    """Cache of a model. For each attention layer, it contains keys and values, or the latents from which they are
+    projected. For each linear attention layer, it contains recurrent states. Memory use grows with the number of texts
+    and with their lengths."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
-        """Number of tokens of each row's text."""
+        """Number of cached tokens in each row."""
         self._layers: dict[int, tuple[Tensor, ...]] = {}  # tensors [rows, groups, columns, width]
         self._states: dict[int, tuple[Tensor, ...]] = {}  # tensors [rows, ...]
 
     def extend(
         self, counts: Sequence[int], device: torch.device, first: int | None = None, multiple: int = 1
     ) -> Cached:
-        """Begin a forward pass over counts[i] new tokens of row first + i. If `first` is None, the pass starts at row
-        0. If the pass needs more rows than the cache contains, the cache grows. The tokens are padded to the largest
-        count, rounded up to a multiple of `multiple`."""
+        """Begin a forward pass over new tokens. Row `first` + i of the cache receives `counts[i]` new tokens. If
+        `first` is None, the first row is 0. If the pass needs more rows than the cache contains, the cache grows. The
+        tokens are padded to the largest count, rounded up to a multiple of `multiple`."""
         first = 0 if first is None else first
         assert first <= len(self.lengths), f"row {first} of {len(self.lengths)}"
         self.lengths += [0] * (first + len(counts) - len(self.lengths))
@@ -109,12 +110,13 @@ class Cached:
         self.width = width
         self.rows, self.columns = len(counts), max(past) + width
         self.fresh = not any(past)
-        """True if no text has earlier tokens, so that attention is the same as without a cache."""
+        """True if no row has earlier tokens. Attention is then the same as without a cache."""
         self._past = torch.tensor(past, device=device)
         self.positions = self._past[:, None] + torch.arange(width, device=device)
         """Positions of the new tokens, [b, s]."""
         self.lengths = None if min(counts) == width else torch.tensor(counts, device=device)
-        """Number of new tokens of each text, [b]; None if no text is padded."""
+        """Number of new tokens of each text, [b]. None if all texts have the same number of new tokens, so that none is
+        padded."""
         self._seen: dict[Span, Tensor] = {}
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...] | None:
@@ -144,7 +146,7 @@ class Cached:
         return torch.arange(self.columns, device=self.positions.device) - self.positions[:, :, None]
 
     def seen(self, span: Span) -> Tensor:
-        """Return the attention mask, [b, 1, 1, s, columns] bool, which is True if the query attends to the key."""
+        """Return the boolean attention mask [b, 1, 1, s, columns]. True means that the query attends to the key."""
         if span not in self._seen:
             distances = self.distances()
             seen = distances <= 0

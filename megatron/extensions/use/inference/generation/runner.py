@@ -30,7 +30,7 @@ Forward = Callable[[Tensor | None, tuple[Batch, Cached]], Tensor]
 
 @dataclass(frozen=True)
 class Pass:
-    """Forward pass over new tokens in some rows of the cache."""
+    """Forward pass over the new tokens of the texts in consecutive cache rows."""
 
     first: int = 0
     """Index of the first cache row that the pass uses."""
@@ -39,11 +39,11 @@ class Pass:
     """Token ids that the pass appends to each row. A pass without tokens only checks that all ranks are alive."""
 
     drop: tuple[int, ...] = ()
-    """Rows to remove before the pass, one after another."""
+    """Cache rows to remove before the pass, in this order."""
 
     prompt_logprobs: int | None = None
-    """If not None, the pass covers one row and returns the log-probability of each prompt token except the first. For
-    each of these positions, it also returns the log-probabilities of this number of most likely tokens."""
+    """If not None, the pass must cover a single row and returns the log-probability of each prompt token except the
+    first. At each position, it also returns the log-probabilities of the `prompt_logprobs` most likely tokens."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,16 @@ class Outputs:
     """Logits [b, vocab_size] after the last new token of each row."""
 
     prompt: Tensor | None = None
-    """Log-probabilities of the prompt, [s - 1, 1 + 2 n] fp64: each row contains the log-probability of a token, then
-    the n most likely tokens and their log-probabilities."""
+    """Log-probabilities of the prompt tokens, [s - 1, 1 + 2 n] in fp64. Each row contains the log-probability of a
+    token, then the n most likely tokens, and then their log-probabilities."""
 
 
 class StageRunner:
-    """Runner of the pipeline stages of one rank. The runner owns the cache of these stages, and exchanges messages with
-    the other ranks. `stages` maps the global number of each local stage to its module. `layout` gives the pipeline rank
-    of each stage. `control` contains the ranks of the model, with the leader first. By default, `control` contains the
-    tensor- and pipeline-parallel ranks of `state`. If experts are sharded over several data-parallel ranks, `control`
-    must also contain these ranks.
+    """Object that runs the pipeline stages of one rank for generation. It owns the key/value cache of these stages, and
+    exchanges messages with the other ranks. `stages` maps the number of each pipeline stage on this rank to the stage's
+    module. `layout` gives the pipeline rank of each stage. `control` contains the ranks of the model, with the leader
+    first. By default, `control` contains the tensor- and pipeline-parallel ranks of `state`. If experts are sharded
+    over several data-parallel ranks, `control` must also contain these ranks.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class StageRunner:
         with self.p2p.shaped((cached.width // self.multiple, len(rows), self.config.residual_size)):
             ended = self.executor.run(self._actions, [(batch, cached)], last_forward=lambda last, *given: last(*given))
         found = None
-        for hidden in ended:  # only the rank with the last stage has hidden states
+        for hidden in ended:  # empty on ranks without the last stage
             model = self.stages[self.layout.num_stages - 1]
             hidden = all_gather(hidden, model.tp) if model.sequence_parallel else hidden
             found = self._outputs(model, hidden, tokens, counts, step)
@@ -187,7 +187,7 @@ def next_logits(model: GPTModel, hidden: Tensor) -> Tensor:
     """Compute, on the last stage, the logits [n, vocab_size] of the next token for each row of the unsharded hidden
     states [n, h]."""
     assert model.output_layer is not None, "only the last stage has logits"
-    logits = model.output_layer(hidden[None])  # under sequence parallelism, each rank adds a copy
+    logits = model.output_layer(hidden[None])  # dim 0: one copy per sequence-parallel rank
     return model.whole_logits(logits[:1])[0]
 
 

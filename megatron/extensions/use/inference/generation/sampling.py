@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 TEMPERATURES = 1e-6, 1e6
+"""Minimum and maximum of --temperature. The temperature may also be 0."""
+
 PENALTIES = 1e-3, 1e3
-"""Minimum and maximum of --repetition-penalty. `TEMPERATURES` contains the same bounds for --temperature, which may
-also be 0."""
+"""Minimum and maximum of --repetition-penalty."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Sampling:
     """Divisor of the logits; 0 chooses the most likely token."""
 
     top_k: int | None = None
-    """Number of most likely tokens to choose from."""
+    """Number of most likely tokens from which the next token is sampled; None samples from all tokens."""
 
     top_p: float | None = None
     """Choose from the smallest set of most likely tokens whose total probability is at least this number
@@ -83,8 +84,8 @@ class Sampling:
         cumulative = probabilities.cumsum(-1)
         drawn = uniform.to(cumulative)[:, None] * cumulative[:, -1:]
         choice = torch.searchsorted(cumulative, drawn, right=True)
-        last = (probabilities > 0).sum(-1, keepdim=True) - 1  # despite rounding, no excluded token is chosen
-        # if probabilities are NaN, `last` is -1
+        # The upper bound prevents rounding from choosing an excluded token. It is -1 if the probabilities are NaN.
+        last = (probabilities > 0).sum(-1, keepdim=True) - 1
         return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)
 
     def _penalized(self, logits: Tensor, earlier: Sequence[Sequence[int]]) -> Tensor:

@@ -1,13 +1,13 @@
-"""Incremental decoding. In text streaming, incomplete characters and possible beginnings of stop strings are held back
-until they can no longer change. This module needs no model."""
+"""Incremental decoding of tokens to text. In text streaming, incomplete characters and possible beginnings of stop
+strings are held back until they can no longer change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-"""Replacement character. Tokenizers decode an incomplete character to one replacement character, or to one for each of
-its bytes."""
+"""Unicode replacement character. Tokenizers decode an incomplete character to a single replacement character, or to one
+replacement character per byte."""
 
 MOST_BYTES = 3
 """Largest number of bytes of an incomplete UTF-8 character."""
@@ -26,13 +26,13 @@ class TextStream:
         self._tokens = list(prompt[-CONTEXT:])
         self._first, self._read = 0, len(self._tokens)
         self._decoded = detokenize(self._tokens)
-        """Number of returned characters of the text decoded from tokens[_first:]."""
+        """Part of the text of tokens[_first:] that has already been returned."""
         self._held = ""
         self.stopped = False
         """True if the text contains a stop string."""
 
     def add(self, token: int) -> str:
-        """Add a token and return the new text that can no longer change."""
+        """Add a token. Returns the additional text that later tokens can no longer change."""
         self._tokens.append(token)
         return self._released(self._taken(final=False), final=False)
 
