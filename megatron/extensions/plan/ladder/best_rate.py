@@ -17,16 +17,18 @@ class BestRate:
     parameters: float
     rate: float
     bracketed: bool
-    """True if both higher and lower rates were worse; False if the best rate is the first or last rate of the sweep."""
+    """True if the sweep contains a higher and a lower rate with higher losses; False if the best rate is the first or
+    last rate of the sweep."""
 
 
 def rate_of_target(found: Sequence[BestRate], parameters: float, transfers: bool) -> tuple[float, float, float] | None:
-    """Return (rate, lowest, highest) for a model of N `parameters`; None if no size has a bracketed rate.
+    """Return the best learning rate for a model with N `parameters`, as a tuple (rate, lowest, highest). Return None if
+    no size has a bracketed rate.
 
-    If `transfers` is True, as with muP, the best rate does not depend on the size. The result is then the geometric
-    mean and the range of the bracketed rates. Without muP, the rate is extrapolated by a power law in the number of
-    parameters. The range then covers the leave-one-out fits, each of which omits one size. If only one size has a
-    bracketed rate, this rate is returned."""
+    If `transfers` is True, as with muP, the best rate is assumed to be the same for all sizes. The result is then the
+    geometric mean and the range of the bracketed rates. Without muP, the rate is extrapolated by a power law in the
+    number of parameters. The range then covers the leave-one-out fits, each of which omits one size. If only one size
+    has a bracketed rate, this rate is returned."""
     known = [each for each in found if each.bracketed]
     if not known:
         return None

@@ -42,14 +42,16 @@ class Expectation:
     parameters: int
     tokens: int
     batch_size: int | None
-    """Number of samples in a batch; None if the file does not state it. `rate` is None if the file states no learning
-    rate."""
+    """Number of samples in a batch; None if the file does not state it."""
 
     rate: float | None
+    """Learning rate; None if the file does not state it."""
+
     curve: Sequence[Expected]
 
     def at(self, tokens: float) -> Expected | None:
-        """Return the prediction at a token count; None before the first predicted point or after the last."""
+        """Return the prediction at a token count; None if the count lies before the first or after the last predicted
+        point."""
         place = bisect_left([point.tokens for point in self.curve], tokens * (1 - 1e-9))
         if place == len(self.curve) or (place == 0 and tokens < self.curve[0].tokens * (1 - 1e-9)):
             return None

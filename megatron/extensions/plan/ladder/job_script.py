@@ -12,8 +12,9 @@ RUNG = "<rung>"
 
 
 def job_script(folder: Path, rungs: int, options: Sequence[str], command: Sequence[str]) -> str:
-    """Return the text of an sbatch script. `command` runs the rung whose number replaces `RUNG`. The script can be
-    submitted again: a requeued task or a resubmitted array resumes its rungs."""
+    """Return the text of an sbatch script that runs each rung of a ladder as a task of a job array. `command` runs one
+    rung; it contains the placeholder `RUNG` instead of the number of the rung. The script can be submitted again, and
+    its tasks can be requeued: each task resumes its rung."""
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name=ladder-{folder.name}",

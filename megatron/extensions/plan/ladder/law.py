@@ -1,8 +1,8 @@
 """Scaling laws for losses: L(N, D) = E + A N^-a + B D^-b (arXiv 2203.15556), fitted to finished runs. Needs scipy.
 
-As in the paper, the fit minimizes the Huber loss of the residuals in log(L), starting from many points. Runs with a
-single ratio of tokens to parameters cannot separate A from B. Such runs follow the law L(C) = E + A C^-a, with the
-compute C = 6 N D.
+As in the paper, the fit minimizes the Huber loss of the residuals in log(L), starting from many points. If all runs
+have the same ratio of tokens to parameters, their losses cannot determine A and B separately. In this case, the fitted
+law is L(C) = E + A C^-a, with the compute C = 6 N D.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ HUBER = 1e-3
 """Difference in log(L) up to which the Huber loss is quadratic, as in section D.2 of arXiv 2203.15556."""
 
 NOISE = 0.002
-"""Lower bound on the relative standard deviation of a loss; used to compute intervals. A change of the seed changes the
-loss of a small model by about this share."""
+"""Minimum relative standard deviation of losses that intervals are based on. A different seed changes the loss of a
+small model by about this share."""
 
 DRAWS = 200
-"""Number of bootstrap fits used to compute intervals. Each bootstrap fit uses losses with resampled noise."""
+"""Number of bootstrap fits from which intervals are computed. Each bootstrap fit uses predicted losses with random
+noise."""
 
 SHARES = (0.05, 0.95)
-"""Lower and upper quantiles of the bootstrap fits, which bound an interval."""
+"""Lower and upper bound of an interval, as quantiles over the bootstrap fits."""
 
 EXPONENTS = (0.02, 2.0)
 STARTS = (0.1, 0.25, 0.5)
@@ -68,7 +69,8 @@ class Law:
         return self.floor + sum(scale * (x / unit) ** -exponent for scale, x, unit, exponent in values)
 
     def described(self) -> dict[str, float]:
-        """Return the constants of the law by name: E, A, a and, if the law has a second term, B and b."""
+        """Return the constants of the law, keyed by their names E, A and a, and also B and b if the law has a second
+        term."""
         names = (("A", "a"), ("B", "b"))
         found = {"E": self.floor}
         for (scale, exponent), *values in zip(names, self.scales, self.exponents, self.units, strict=False):
@@ -90,7 +92,7 @@ class Form:
     D)."""
 
     exponents: tuple[float, ...] | None = None
-    """Known exponents of the law; None if the exponents are fitted."""
+    """Fixed exponents of the law; None if the exponents are fitted."""
 
     @property
     def coefficients(self) -> int:
@@ -99,8 +101,8 @@ class Form:
 
 
 def form_of(points: Sequence[Point]) -> Form:
-    """Choose the form of the law. The law has two terms if the points separate the effect of N from the effect of D,
-    and if there are more points than the five coefficients. Otherwise, it has one term."""
+    """Choose a law with one term or a law with two terms. The law has two terms only if the points separate the effect
+    of N from the effect of D, and if there are more points than the five coefficients."""
     logs = np.log([[point.parameters, point.tokens] for point in points])
     spread = np.linalg.svd(logs - logs.mean(0), compute_uv=False)
     return Form(2 if len(points) > 5 and spread[1] > 0.1 * spread[0] else 1)
@@ -175,6 +177,6 @@ def drawn(points: Sequence[Point], law: Law, form: Form, draws: int = DRAWS) -> 
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the two quantiles of the values that `SHARES` names."""
+    """Return the lower and the upper bound of an interval, which are the quantiles `SHARES` of the values."""
     low, high = np.quantile(values, SHARES)
     return float(low), float(high)

@@ -1,5 +1,4 @@
-"""Read the results of a ladder: the validation losses in the metrics.jsonl files of its runs. This module does not
-import torch."""
+"""Read the validation losses of a ladder's runs from their metrics.jsonl files. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ class Outcome:
         return 1.0 if self.diverged else max(self.losses, default=0) / self.evaluations
 
     def point(self, evaluation: int | None = None) -> Point:
-        """Return the data point for fitting a law: the size of the rung and its loss at an evaluation (by default the
-        last one)."""
+        """Return the data point that this rung contributes to a law: its size, and its loss at an evaluation (by
+        default, the last one)."""
         size, number = self.rung.size, evaluation or self.evaluations
         return Point(size.parameters, size.tokens, self.losses[number])
 
@@ -82,8 +81,8 @@ def _records(path: Path) -> Iterable[dict[str, Any]]:
 
 def of_law(found: Sequence[Outcome], rate: float) -> list[Outcome]:
     """Select one finished run per size for the law, smallest compute first. If all sizes sweep the same learning rates,
-    the run with the lowest loss is selected. Otherwise, the run at the target's `rate` is selected, so that all sizes
-    are tuned alike."""
+    the run with the lowest loss is selected. Otherwise, the run whose learning rate is the target's `rate` is selected,
+    so that all sizes are tuned alike."""
     sizes: dict[Size, list[Outcome]] = {}
     for each in found:
         sizes.setdefault(each.rung.size, []).append(each)

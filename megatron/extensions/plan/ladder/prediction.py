@@ -22,7 +22,7 @@ NORMAL = 1.645
 """Half-width, in standard deviations, of the central interval that contains 90 % of a normal distribution."""
 
 TOO_WIDE = 0.05
-"""Interval width, as a share of the loss, above which an interval is too wide for any decision."""
+"""Width of an interval, as a share of the loss, above which the interval is reported as too wide."""
 
 NEAR = 1.05
 """Factor by which the target's tokens per parameter may lie outside the range of the rungs. Beyond it, a law of compute
@@ -53,7 +53,7 @@ class Fitted:
         return {"loss": loss, "low": min(low, loss), "high": max(high, loss)}
 
     def coefficients(self) -> dict[str, list[float]]:
-        """Return [value, low, high] of each coefficient by name."""
+        """Return a list [value, low, high] for each coefficient, keyed by the name of the coefficient."""
         values = [law.described() for law in self.others]
         return {
             name: [value, *interval([each[name] for each in values])] for name, value in self.law.described().items()
@@ -102,12 +102,13 @@ def predict(ladder: Ladder, found: Sequence[Outcome], rates: Sequence[BestRate] 
 
 
 def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted) -> list[dict[str, float]]:
-    """Predict the target's loss at each evaluation from the rungs' losses at the same evaluation. The fits at earlier
-    evaluations use the exponents of the final law.
+    """Predict the target's loss at each evaluation from the rungs' losses at the same evaluation. The laws for earlier
+    evaluations are fitted with the exponents of the final law.
 
-    Validation losses vary more while the learning rate is high. A band is therefore at least as wide as the errors of
-    predicting the largest rung from the other rungs, at this evaluation and at later evaluations. The band is wider if
-    the target is farther from the largest rung, in log(compute), than the largest rung is from the second largest rung.
+    Validation losses vary more while the learning rate is high. Therefore, the largest rung is also predicted from the
+    other rungs at each evaluation. The uncertainty band is at least as wide as the largest error of these predictions
+    at this or a later evaluation. If the target is farther from the largest rung, in log(compute), than the largest
+    rung is from the second largest rung, the band is widened in proportion.
     """
     form = Form(final.form.terms, final.law.exponents)
     curve: list[dict[str, float]] = []
@@ -127,7 +128,7 @@ def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted
 
 
 def _check(points: Sequence[Point], form: Form) -> dict[str, float] | None:
-    """Predict the largest rung's loss from the other rungs; return None if there are too few of them."""
+    """Predict the largest rung's loss from the other rungs; return None if there are fewer than three other rungs."""
     *others, last = sorted(points, key=lambda point: point.compute)
     if len(others) < 3:
         return None

@@ -1,4 +1,5 @@
-"""Runs of a ladder: a configuration at smaller widths and depths, with the same ratio of tokens to parameters."""
+"""Runs of a ladder. Each run uses the target's configuration at a smaller width or depth, by default with the target's
+ratio of tokens to parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ LENGTHS = tuple(
     )
     for unit in units
 )
-"""Schedule fields that are scaled down with the length of the run."""
+"""Fields of the learning rate schedule that are scaled in proportion to the length of the run."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Size:
     hidden_size: int
     num_layers: int
     parameters: int
-    """N: the number of parameters that take part in a token's matrix products. An embedding that does not share the
-    output layer's weights is not counted."""
+    """Number of parameters that take part in a token's matrix products (N). An embedding that does not share the output
+    layer's weights is not counted."""
 
     iterations: int
     tokens: int
@@ -57,7 +58,7 @@ class Rung:
     size: Size
     rate: float
     changes: tuple[tuple[str, object], ...] = ()
-    """Configuration fields that differ from the target, as (field, value) pairs."""
+    """Configuration fields whose values differ from the target's, as pairs (field, value)."""
 
     @property
     def name(self) -> str:
@@ -79,9 +80,9 @@ class Wanted:
     """Learning rates; if empty, only the target's rate is used."""
 
     swept: Sequence[int] = ()
-    """Widths that are trained at every learning rate in `rates`. If only some widths are listed, these widths are also
-    trained at the target's learning rate, and all other widths are trained only at that rate. If `swept` is empty, all
-    widths are trained at every learning rate in `rates`."""
+    """Widths that are trained at every learning rate in `rates`; if empty, all widths. If only some widths are listed,
+    these widths are also trained at the target's learning rate, and all other widths are trained only at the target's
+    rate."""
 
     evaluations: int = 20
     """Number of evaluations per run."""
@@ -105,15 +106,15 @@ class Ladder:
         return [word for field, value in rung.changes for word in (field_table()[field].name, str(value))]
 
     def flags(self, rung: Rung, folder: Path) -> list[str]:
-        """Return the flags of a rung, to be appended to the target's flags. By default, the rung saves a checkpoint at
-        every evaluation."""
+        """Return the flags of a rung, to be appended to the target's flags. Unless --save-interval is set, the rung
+        saves a checkpoint at every evaluation."""
         place, interval = str(folder / rung.name), str(self.interval(rung))
         saves = [] if self.config.checkpoint.save_interval is not None else ["--save-interval", interval]
         return [*self.changes(rung), "--eval-interval", interval, *saves, "--save", place, "--load", place]
 
 
 def counted_parameters(model: TransformerConfig) -> int:
-    """Return N, the number of parameters that a ladder counts for a model (`Size.parameters`)."""
+    """Return the number of parameters that a ladder counts for a model (N, see `Size.parameters`)."""
     count = count_parameters(model)
     return active_parameters(model) - (count.embedding if count.output_layer else 0)
 
@@ -235,7 +236,8 @@ def _rates(target: Rung, wanted: Wanted, width: int) -> list[float]:
 
 
 def _lengths(config: RunConfig, before: int, iterations: int) -> dict[str, int]:
-    """Return the length and schedule of a rung, in the units that the target uses."""
+    """Return the configuration fields that set a rung's length and learning rate schedule, in the units that the target
+    uses (iterations, samples or tokens)."""
     fields = {field: getattr(config.training, field) for field in UNITS}
     fields |= {field: getattr(config.optimizer, field) for field in LENGTHS}
     given = dict(config.given)

@@ -26,8 +26,8 @@ FREE = frozenset(
 
 
 def runs_of_other_flags(ladder: Ladder, rungs: Sequence[Rung], flags: Sequence[str], folder: Path) -> list[str]:
-    """Return a problem if the ladder's folder contains runs of these rungs that were started with other flags. The
-    problem lists the differing flags of the first such run.
+    """Return a problem if the ladder's folder contains earlier runs of `rungs` that were started with different flags.
+    The problem lists the flags that differ in the first of these runs.
 
     The check compares each run's run_config.yaml. Flags of the layout, logs and checkpoints are not compared."""
     found = {rung.name: text for rung in rungs if (text := _differences(ladder, rung, flags, folder))}

@@ -4,6 +4,6 @@ Options: --dry-run, --device, --gpus-per-node, --suggest, --rehearse, --ranks, -
 counts the FLOPs for MFU. When a device runs out of memory, the planner reports a change with which the run would have
 fitted.
 
-Read first: `commands` (options and their commands), `fake_stage` (one stage on fake tensors, the basis of all
-measurements), `dry_run.plan`, `time.step_time`, `suggest.search`, `rehearsal.command`.
+Start with `commands` (options and their commands) and `fake_stage` (one stage on fake tensors, the basis of all
+measurements). Then read `dry_run.print_plan`, `time.step_time`, `suggest.search` and `rehearsal.command`.
 """

@@ -1,12 +1,13 @@
 """Activation memory per rank, measured by running stages on fake tensors and counting every allocated storage.
 
 A stage is measured in parts: one layer of each distinct kind, each pair of adjacent kinds, and the two ends of the
-model. The activations saved by the layers are added up. A tensor that two adjacent layers share is counted once. The
-cost of a plan therefore depends on the number of distinct kinds, not on the depth. Tokens are assumed to be routed
-evenly over experts, because fake tensors have no values that could determine the routing.
+model. The sizes of the activations that the layers save are summed. A tensor that two adjacent layers share is counted
+once. The cost of a plan therefore depends on the number of distinct kinds, not on the depth. Tokens are assumed to be
+routed evenly over experts, because fake tensors have no values that could determine the routing.
 
 A rank's action list determines how much memory it holds at each point of a step. The rank holds a micro-batch's
-activations from F to B (or I). From I to W, the rank holds the part that weight gradients need.
+activations from its forward pass (F) to its backward pass (B). If the backward pass is split into input gradients (I)
+and weight gradients (W), the rank holds all activations from F to I, and those that weight gradients need from I to W.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from megatron.extensions.plan.planner.time.pipeline import Schedule
 from megatron.extensions.plan.simulator.simulator import StageCosts, held_at_peak
 
 MEASURED_LAYERS = 3
-"""Number of identical layers measured per recomputed group; each further layer adds the same amount."""
+"""Number of layers that are measured in a group of identical layers that are recomputed together. Each further layer
+adds the same number of bytes."""
 
 
 class ActivationPlan(StageParts):
@@ -50,8 +52,8 @@ class ActivationPlan(StageParts):
         """Return `total`, the summed memory of a stage's parts, with corrected peaks. The parts run one after another,
         so their peaks do not add up.
 
-        Tensors that the previous part offloaded are still counted on the device: the forward pass has not released them
-        yet, and the backward pass prefetches them.
+        While a part runs, the tensors that the previous part offloaded still count as device memory: the forward pass
+        has not released them yet, and the backward pass prefetches them.
         """
         forward = [0]
         backward = [0]
@@ -88,10 +90,10 @@ class ActivationPlan(StageParts):
 
 @dataclass(frozen=True)
 class RankActivations:
-    """Peak activation memory of each rank at one pipeline position during a step."""
+    """Peak activation memory during a step of the ranks at one pipeline position."""
 
     stages: tuple[StageMemory, ...]
-    """Memory of one micro-batch in each chunk."""
+    """Memory of one micro-batch in each stage of the rank."""
 
     in_flight: tuple[int, ...]
     """Number of micro-batches whose activations are held at the peak, by chunk."""
@@ -141,8 +143,8 @@ def activations_of_ranks(
 
 
 def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
-    """Return the peak memory in bytes while a rank runs its action list. The memory of two interleaved passes is added,
-    because both may reach their peaks at the same time."""
+    """Return the peak memory in bytes while a rank runs its action list. The peaks of two interleaved passes are added,
+    because both passes may reach their peaks at the same time."""
     held = highest = 0
     for unit in units(actions):
         working = change = 0
@@ -166,8 +168,8 @@ def host_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) ->
     """Return the size in bytes of the host buffers after a rank has run its action list. For each buffer size, the
     result counts the maximum number of buffers in use at once.
 
-    For two interleaved passes, the backward pass is assumed to release no buffer before the forward pass has allocated
-    all of its buffers.
+    If two passes are interleaved, the result assumes that the backward pass releases no buffer before the forward pass
+    has allocated all of its buffers.
     """
     held, most = Counter[int](), Counter[int]()
     for unit in units(actions):

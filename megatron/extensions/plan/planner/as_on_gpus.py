@@ -81,7 +81,7 @@ class Launches(Protocol):
         """
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
-        """Record a matrix product of a kernel that torch does not provide for tensors without values.
+        """Record a matrix product for which torch has no kernel that supports tensors without values.
 
         If the name ends with _, the product is added to `out`, unless `options` contain a `beta` of 0.
         """
@@ -94,7 +94,7 @@ class Launches(Protocol):
         """Context manager that hides the operators of a launch that is already recorded."""
 
     def some_of(self, parts: Sequence[T]) -> Iterable[T]:
-        """Select which parts of a loop to run; the selected parts represent the others."""
+        """Return the parts of a loop that are run as representatives of all parts."""
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
         """Context manager for `count` products, several of which may run concurrently."""
@@ -160,7 +160,7 @@ class PlannedFlashKernel(FlashCUDAKernel):
         super().__init__(PlannedFlash(launches))
 
     def lengths(self, tiles: Sequence[Tile], q: Tensor) -> Any:
-        """Return None, because a real tensor would stay on the fake device from one plan to the next."""
+        """Return None, because a tensor that is created in one plan must not be reused in the next plan."""
         return None
 
 
@@ -177,8 +177,8 @@ def _launch(
 
 @lru_cache(maxsize=1024)
 def seen_pairs(tile: Tile) -> float:
-    """Return the number of unmasked query-key pairs of a tile. Under a sliding window, only the pairs within the tile
-    are counted."""
+    """Return the number of unmasked query-key pairs in an attention tile. Under a sliding window, only the pairs within
+    the tile are counted."""
     n, m = len(tile.queries), len(tile.keys)
     if tile.window is not None:
         return float(
@@ -188,8 +188,8 @@ def seen_pairs(tile: Tile) -> float:
 
 
 class FakeKernel:
-    """Kernel that allocates outputs and records one launch per tile. If `parts` is True, the kernel plans attention on
-    parts of samples, as used under context parallelism. Attention on whole samples needs no packing. It takes one
+    """Attention kernel that only allocates outputs, and records one launch per tile. The kernel `parts` plans attention
+    on parts of samples, as used under context parallelism. Attention on whole samples needs no packing. It takes one
     launch for any head width."""
 
     needs_places, most_queries = False, None
@@ -211,7 +211,7 @@ class FakeKernel:
         return self._launched(made if parts is None else parts.backward(rows, q, k, v, tiles), q, v, backward=True)
 
     def _parts_of(self, q: Tensor, k: Tensor, tiles: Sequence[Tile]) -> Kernel | None:
-        """Return the kernel for parts of samples; None if all queries and keys of all samples form one tile."""
+        """Return the kernel for parts of samples; None if one tile contains all queries and keys of all samples."""
         one = len(tiles) == 1 and tiles[0].sample is None
         whole = one and len(tiles[0].queries) == q.shape[0] and len(tiles[0].keys) == k.shape[0]
         return None if whole else self.parts
@@ -289,7 +289,7 @@ class PlannedBackend:
 
 @dataclass(frozen=True)
 class PlannedHardware(Hardware):
-    """The planned hardware of a CPU."""
+    """Planned hardware of a CPU."""
 
     launches: Launches = UNRECORDED
 
@@ -302,14 +302,14 @@ class PlannedHardware(Hardware):
 
 @dataclass(frozen=True)
 class PlannedGPU(PlannedHardware):
-    """Planned hardware of a GPU, which may be absent. FlashAttention receives tiles that are packed as on a GPU."""
+    """Planned hardware of a GPU, which may be absent. Tiles are packed for FlashAttention as on a GPU."""
 
     fused_dropout: bool = False
     """True if attention with dropout is one fused kernel."""
 
     packs: bool = True
-    """True if attention on parts of samples packs them. If False, each tile takes one launch with the tile's own shape,
-    for any head width."""
+    """True if parts of samples are packed into one attention launch. If False, each tile takes one launch with the
+    tile's own shape, for any head width."""
 
     def host_waits_for(self, x: Tensor) -> bool:
         return True
@@ -333,7 +333,7 @@ class _NormOfGPUs(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         kept = (torch.empty(x.shape[:-1], dtype=wide) for _ in range(statistics))
         ctx.save_for_backward(x, weight, bias, *kept)
-        return x.clone()  # this copy reads and writes as many bytes as the norm kernel
+        return x.clone()  # a copy moves as many bytes as the norm kernel
 
     @staticmethod
     def backward(ctx: AutogradContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -363,7 +363,7 @@ def _fused_attention(
 
 
 class PlannedRegions(TorchFunctionMode):
-    """Mode that runs each compiled region through `live`, as one kernel."""
+    """Mode that passes each compiled region to `live`, which counts the region as one kernel."""
 
     def __init__(self, live: LiveMemory) -> None:
         super().__init__()
@@ -382,8 +382,8 @@ class PlannedFunctions(PlannedRegions):
     doubles the overhead of every function.
 
     Products in 16 bits and in fp8 are accumulated into fp32 weight gradients inside the kernel. For fp8 the Triton
-    kernel is planned, regardless of the kernel that `gemm_choice` selects. All experts share one kernel, unless this
-    process disables it (`time/expert_products.py`). Without this kernel, each expert has a separate kernel.
+    kernel is planned, regardless of the kernel that `gemm_choice` selects. All experts share one grouped kernel
+    (`time/expert_products.py`). If this process disables the grouped kernel, each expert has its own kernel.
     """
 
     def __init__(

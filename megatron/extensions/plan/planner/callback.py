@@ -1,4 +1,4 @@
-"""Callback that gives a run the model's FLOPs and, if a device runs out of memory, the memory plan.
+"""Callback that computes the model's FLOPs for a run, and adds the memory plan to an out-of-memory error.
 
 This module does not import torch.
 """

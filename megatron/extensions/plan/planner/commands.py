@@ -19,7 +19,8 @@ from megatron.training.config.problem import Problem, path_rule
 
 
 def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
-    """Return the plan or rehearsal that the options request; record invalid options as problems."""
+    """Return the command (`DryRun` or `Rehearsal`) that the options request; None if they request neither. Invalid
+    options are recorded as problems."""
     plans, rehearses = "--dry-run" in given.options, "--rehearse" in given.options
     to_plan = "replace --rehearse by --dry-run" if rehearses else "add --dry-run"
     device, gpus_per_node = _device(given, to_plan)
@@ -59,15 +60,16 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
 
 
 def _can_write(path: Path) -> bool:
-    """Return True if it is possible to write to the file. The command checks this before a long search starts."""
+    """Return True if it is possible to write to the file. This is checked before a long search starts, so that the
+    result of the search is not lost."""
     if path_rule("local", str(path)) is not None:
         return False
     return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 
 
 def _device(given: GivenOptions, to_plan: str) -> tuple[str | None, int | None]:
-    """Parse --device and --gpus-per-node; record invalid values as problems. `to_plan` is the advice that makes a
-    command a dry run."""
+    """Parse --device and --gpus-per-node; record invalid values as problems. `to_plan` is the remedy that turns a
+    command into a dry run."""
     device, gpus_per_node = (
         given.last("--device"),
         given.number("--gpus-per-node", "pass the number of ranks that share a node"),
@@ -140,7 +142,7 @@ def _above_zero(given: GivenOptions, name: str, remedy: str) -> float | None:
 
 @dataclass(frozen=True)
 class DryRun(Command):
-    """Command that prints the plan of a run, or the best layouts for it."""
+    """Command that prints the plan of a run or, with --suggest, the best layouts for the run."""
 
     reads_data: ClassVar[bool] = False
 
@@ -149,7 +151,7 @@ class DryRun(Command):
 
     gpus_per_node: int | None = None
     suggest: str | None = None
-    """"" or "all" if a search is requested; None otherwise."""
+    """Value of --suggest, which is empty or "all"; None if no search is requested."""
 
     device_memory: float | None = None
     """Memory of a device in GiB, which the plan and all suggested layouts must fit."""
@@ -199,8 +201,8 @@ class DryRun(Command):
     def _suggest(self, run: Prepared) -> int:
         """Print the best layouts of a run.
 
-        The report includes problems of the run's own layout. If every layout has problems, the problems of the run's
-        own layout are reported as in a normal run."""
+        If the run's own layout has problems, the report lists them. If every layout has problems, the run is refused
+        with the problems of its own layout, as without --suggest."""
         from megatron.extensions.plan.planner.suggest.report import MOST_TIMED, print_suggestions
 
         assert self.device is not None, "--suggest comes with --device"

@@ -1,9 +1,9 @@
 """Read device files (`devices/*.yaml`), each with the speeds of one kind of device, and predict kernel times from these
 speeds.
 
-All times that this module returns are predictions. A GEMM reaches the rate of its precision, reduced for a short inner
-dimension and for a last wave that does not fill the device. Attention runs at the rate of its kernel. Every other
-kernel moves bytes at copy bandwidth.
+All times that this module returns are predictions. A GEMM runs at the rate of its precision. This rate is reduced if
+the inner dimension is short, or if the last wave of tiles does not fill the device. Attention runs at the rate of its
+attention kernel. Every other kernel takes the time of a copy of the same number of bytes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (64, 128), (1
 """Output tile shapes among which a GEMM kernel chooses."""
 
 ABOVE_0 = lambda value: value > 0, "{:g} must be above 0"
-"""Check for entries that predictions divide by."""
+"""Check of device file entries by which predictions divide."""
 
 SHARE = lambda value: value <= 1, "{:g} must be a share of at most 1"
-"""Check for entries that are shares of a whole. An entry above 1 was probably written as a percentage."""
+"""Check of device file entries that are shares of a whole. A share above 1 was probably entered as a percentage."""
 
 Rate = Annotated[float, (ABOVE_0[0], "its TFLOP/s must be above 0")]
 Positive = Annotated[float, ABOVE_0]
@@ -69,8 +69,8 @@ class AttentionSpeed:
 
 @dataclass(frozen=True)
 class GatherSpeed:
-    """Rates of kernels that gather rows and multiply them. The time of a kernel is the longest of three times: for its
-    products, for its reads, and for its additions."""
+    """Rates of kernels that gather rows and multiply them. The time of a kernel is the time of its products, of its
+    reads or of its additions, whichever is longest."""
 
     tflops: Positive
     read_tb_per_second: Positive
@@ -84,8 +84,8 @@ class Link:
     """Link between ranks: within one node (`node`), or between nodes through all adapters of a node (`network`)."""
 
     gb_per_second: Positive
-    """Rate in one direction in GB/s: per rank within a node, per adapter between nodes. State the rate that collectives
-    on large operands reach, not the data-sheet rate."""
+    """Rate in one direction in GB/s: per rank within a node, per adapter between nodes. Enter the rate that collectives
+    with large operands reach, not the rate in the data sheet."""
 
     latency_us: float = 0.0
     """Latency of each step of a collective in microseconds, in addition to the transfer time."""
@@ -106,8 +106,8 @@ class DeviceFile:
     """Name of the device, as returned by `torch.cuda.get_device_name`."""
 
     multiprocessors: PositiveInt
-    """Number of streaming multiprocessors (SMs) of a GPU. Device files of CPUs set this number to 1, because the rate
-    of a CPU does not depend on waves of tiles."""
+    """Number of streaming multiprocessors (SMs) of a GPU. Device files of CPUs set this number to 1, because CPUs do
+    not compute products in waves of tiles."""
 
     memory_gib: Positive
 
@@ -118,8 +118,8 @@ class DeviceFile:
     """GEMM rates by precision: bf16, fp8, fp32."""
 
     attention: Mapping[str, Mapping[int, AttentionSpeed]]
-    """Attention rates by kernel and head size. The kernels are cudnn, flash (FlashAttention-2), flash3, and fp8_flash3
-    and fp8_triton, whose backward pass is in 16 bits."""
+    """Attention rates by kernel and head size. The kernels are cudnn, flash (FlashAttention-2), flash3, fp8_flash3 and
+    fp8_triton. The two fp8 kernels run the backward pass in 16 bits."""
 
     copy_tb_per_second: Positive
     """Bytes read and written per second by a large copy, in TB/s."""
@@ -128,7 +128,7 @@ class DeviceFile:
     """Minimum time of a kernel."""
 
     launch_gap_us: float
-    """Gap between two kernels of a stream whose launches are already queued."""
+    """Gap between two consecutive kernels of a stream if both launches are already queued."""
 
     host_launch_us: float
     """Host time to launch one operation. A step is host-bound if the host time of all operations exceeds the device
@@ -162,15 +162,15 @@ class DeviceFile:
     """Number of network adapters that the ranks of a node share."""
 
     sustained: Annotated[float, ABOVE_0, SHARE] = 1.0
-    """Ratio of the product and attention rates within a whole step to those of isolated kernels. Isolated kernels run
-    at higher clocks than a step, which keeps the device at its power limit."""
+    """Share of the isolated kernels' rates that matrix products and attention reach within a whole step. A step keeps
+    the device at its power limit, so its clocks are lower than those of isolated kernels."""
 
     sustained_fp8: Annotated[float, ABOVE_0, SHARE] | None = None
     """Share of the fp8 product rate that a whole step reaches; if None, `sustained` applies. fp8 products need less
     energy per byte of operands than other products, so the clocks drop less."""
 
     overlap_slowdown: float = 0.0
-    """Delay of concurrent computation caused by a hidden collective, as a share of the collective's time."""
+    """Time by which a hidden collective delays concurrent computation, as a share of the collective's time."""
 
     step_overhead_ms: float = 0.0
     """Part of the step time that does not depend on shapes: data loading, metrics, and host work between steps."""
@@ -187,7 +187,7 @@ class DeviceFile:
     default, this rate equals the copy rate."""
 
     disk_gb_per_second: Positive = 3.0
-    """Read and write rates per device for memory-mapped files on a local disk."""
+    """Rate per device at which memory-mapped files on a local disk are read and written."""
 
     host_memory_gib: Positive | None = None
     """Host memory in GiB that is available per device; None if it is not known. Offloaded tensors must fit in this
@@ -195,7 +195,7 @@ class DeviceFile:
 
     @property
     def device_type(self) -> str:
-        """Device type as torch names it."""
+        """Device type in torch, `cuda` or `cpu`."""
         return "cpu" if self.capability is None else "cuda"
 
     def ranks_of_node(self, world_size: int) -> int:
@@ -209,7 +209,7 @@ class DeviceFile:
         return self.step_overhead_ms + (self.ranks_overhead_ms if world_size > 1 else 0.0)
 
     def memory_us(self, size: float) -> float:
-        """Time of a kernel that reads and writes `size` bytes."""
+        """Return the time in microseconds of a kernel that reads and writes `size` bytes in total."""
         return max(self.kernel_floor_us, size / self.copy_tb_per_second / 1e6)
 
     def gemm_us(self, precision: str, m: int, n: int, k: int, batches: int = 1) -> float:
@@ -221,7 +221,7 @@ class DeviceFile:
         return max(self.kernel_floor_us, 2.0 * batches * m * n * k / rate / 1e6 / share)
 
     def sustained_share(self, precision: str) -> float:
-        """Return the share of the isolated matrix product rate, at a given precision, that a whole step sustains."""
+        """Return the share of the isolated matrix product rate that a whole step sustains at a given precision."""
         own = self.sustained_fp8 if precision == "fp8" else None
         return self.sustained if own is None else own
 
@@ -268,7 +268,7 @@ class DeviceFile:
 
 def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
     """Return the efficiency (at most 1) with which a product of size [m, n] uses a GPU, for the best output tile. The
-    last wave and the edge tiles waste some time, and small tiles load the operands more often."""
+    last wave and the edge tiles use the GPU only in part, and small tiles load the operands more often."""
 
     def filled(rows: int, columns: int) -> float:
         tiles = batches * math.ceil(m / rows) * math.ceil(n / columns)
@@ -280,8 +280,8 @@ def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
 
 
 MOST_OF_PEAK = 2.0
-"""Largest allowed ratio of a fitted rate to the peak rate in a device file. The peak in a device file may be the best
-measured rate, and the rate fitted for infinitely large products may exceed it."""
+"""Largest allowed ratio of a fitted rate to the peak rate in a device file. A fitted rate may exceed the peak, because
+it applies to infinitely large products, but the peak may be the best measured rate."""
 
 
 def device_names() -> list[str]:
@@ -291,7 +291,7 @@ def device_names() -> list[str]:
 
 def read_device(name: str) -> DeviceFile:
     """Read `devices/NAME.yaml`, or the file whose path is `name`. Raises ValueError if the file is incomplete or has a
-    value of the wrong type, OSError if it cannot be read."""
+    value of the wrong type, and OSError if it cannot be read."""
     path = Path(name) if name.endswith(".yaml") else FOLDER / f"{name}.yaml"
     if not path.is_file():
         raise ValueError(_why_no_file(name))

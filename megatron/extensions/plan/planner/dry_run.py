@@ -1,5 +1,5 @@
-"""Print the plan of a run without starting the run. This needs no GPU and no process group. torch is imported only to
-measure."""
+"""Print the plan of a run without starting the run. Planning needs no GPU and no process group. torch is imported only
+to measure."""
 
 from __future__ import annotations
 
@@ -84,9 +84,10 @@ def print_plan(
     The same content is written as JSON to the file that --json names. The keys of the JSON object are "world_size",
     "config" (every field by its flat name), "plan" (lines by title), "memory" (bytes of each pipeline rank), "time"
     (`StepTime`), "device_memory" (bytes), "fits", "fullest_pp_rank", "bytes_over" and "failures". If the host's memory
-    is too small, the object also has the keys "host_memory" and "host_bytes_over". `problems` are missing input files,
-    which the JSON contains and the caller reports. If the path is "", only the JSON is printed, to standard output.
-    Raises OutputError if the file cannot be written, and DeviceError if no step of this kind can be predicted.
+    is too small, the object also has the keys "host_memory" and "host_bytes_over". `problems` lists missing input
+    files, which are included in the JSON object; the caller reports them. If the path is "", only the JSON is printed,
+    to standard output. Raises OutputError if the file cannot be written, and DeviceError if no step of this kind can be
+    predicted.
     """
     from megatron.extensions.plan.planner.fake_stage import PlannerCache
     from megatron.extensions.plan.planner.time.step_time import predict_step
@@ -209,8 +210,8 @@ def _ranks(group: tuple[int, ...]) -> str:
 
 
 def model_lines(config: RunConfig, cache: PlannerCache) -> Iterator[str]:
-    """Describe the shape, parameters and FLOPs of the model. `cache` may already contain the model's kinds of
-    layers."""
+    """Describe the shape, parameters and FLOPs of the model. `cache` may already record which layers of the model are
+    identical."""
     from megatron.extensions.plan.planner.flops import model_flops, update_flops
 
     m = config.model
@@ -294,8 +295,8 @@ def _experts_line(m: TransformerConfig) -> str:
 
 
 def _pipeline_line(config: RunConfig, microbatches: int) -> str:
-    """Describe the schedule and its bubble as a share of the passes, assuming that times are proportional to FLOPs and
-    messages take no time.
+    """Describe the pipeline schedule and its bubble, as a share of the time of the passes. The bubble assumes that
+    times are proportional to FLOPs and that messages take no time.
 
     The step ends when the gradient norm is known. All ranks wait for the gradient norm unless
     --optimizer-post-validation is given.
@@ -312,7 +313,7 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
 def batch_lines(plan: RunPlan, dims: ParallelDims, cache: PlannerCache) -> Iterator[str]:
     """Describe micro-batches, tokens per step, iterations, tokens and FLOPs of the run.
 
-    `cache` may already contain the kinds of the model's layers.
+    `cache` may already record which layers of the model are identical.
     """
     config, sizes = plan.base, plan.sizes
     for phase in plan.phases:

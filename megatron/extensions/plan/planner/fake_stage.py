@@ -74,7 +74,7 @@ class FakeGroup(dist.ProcessGroup):
 @contextmanager
 def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> Iterator[ParallelState]:
     """Return the parallel state of a layout's first model-parallel rank, as needed to build and run a stage.
-    `exchanges_sums` is the argument of `Axis` with this name."""
+    `exchanges_sums` is passed to each `Axis`."""
     groups: list[FakeGroup] = []
     known = known_groups()
 
@@ -84,7 +84,7 @@ def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> It
         group = FakeGroup(0, size)  # type: ignore[call-arg]
         group.axis = name
         groups.append(group)
-        # Point-to-point messages name global ranks, which torch looks up in this mapping.
+        # torch looks up the global ranks of point-to-point messages in this mapping.
         known.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         known.pg_map[group] = ("fake", None)  # type: ignore[assignment]
         return Axis(group, 0, size, tuple(range(size)), exchanges_sums)
@@ -114,7 +114,7 @@ ANSWERS: dict[object, Callable[..., object]] = {
     torch.ops.prim.device.default: lambda x: x.fake_device,
 }
 """Substitutes for operators that torch does not support on fake tensors. Numbers read from tensors are 0, and the
-results of products have the right shape and dtype. The device query is answered here for speed."""
+results of products have the right shape and dtype. The device query is listed only for speed."""
 
 
 class NoValues(TorchDispatchMode):
@@ -211,7 +211,7 @@ class FakeStages:
         return stage
 
     def record(self, part: Part) -> PassEvents:
-        """Record the forward and backward events of one micro-batch in a part, and the memory that it holds."""
+        """Record the forward and backward events and the memory of one micro-batch in a part of a stage."""
         stage = self.build(part)
         with self.casts.kept():
             first = found = self._recorded(stage)
@@ -271,8 +271,8 @@ class LayersKey(NamedTuple):
 
 
 def numbered_kinds(batch: MicroBatch, known: dict[LayersKey, tuple[int, ...]]) -> tuple[int, ...]:
-    """For each layer, return the number of the first layer with the same modules, shapes and settings. `known` keeps
-    results that layouts with the same layers share."""
+    """For each layer, return the number of the first layer with the same modules, shapes and settings. `known` caches
+    results for layouts with the same layers."""
     plain = replace(
         batch.parallel,
         tensor_model_parallel_size=1,
@@ -306,23 +306,23 @@ class PlannerCache:
     """Cache for recordings of stage parts, shared by configurations whose layers do the same work."""
 
     kinds: dict[LayersKey, tuple[int, ...]] = field(default_factory=dict)
-    """Number of each layer's first identical layer, keyed by model."""
+    """Layer kinds of each model: for each layer, the number of the first layer that is identical to it."""
 
     known: dict[MicroBatch, dict[Part, PassEvents]] = field(default_factory=dict)
     """Recordings of stage parts, keyed by micro-batch."""
 
     def kinds_of(self, model: TransformerConfig) -> tuple[int, ...] | None:
-        """Return the number of each layer's first identical layer; None if this model has not been planned yet."""
+        """Return the kinds of the model's layers; None if the model has not been planned yet."""
         return next((kinds for key, kinds in self.kinds.items() if key.model == model), None)
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
-        """Return the recordings of the parts that each stage runs, in order: the embedding, single layers, the head."""
+        """Return the recordings of each stage's parts in order: the embedding, single layers, and the head."""
         parts = StageParts(batch, self)
         return [parts.of(list(parts.single(stage))) for stage in stages]
 
 
 class StageParts:
-    """Parts of one configuration's stages. Each distinct part is run only once."""
+    """Recordings of the parts of a configuration's stages. Parts that do the same work are run only once."""
 
     def __init__(
         self, batch: MicroBatch, cache: PlannerCache | None = None, kinds: tuple[int, ...] | None = None
@@ -332,8 +332,8 @@ class StageParts:
         self.batch, cache = batch, cache or PlannerCache()
         self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
-        # Parts that do not offload do not depend on whether other layers offload. The model ends do not depend on
-        # which layers recompute. Parts without the head do not depend on the loss chunk size.
+        # The work of a part without offloading does not depend on other layers' offloading. The work of the embedding
+        # and the head does not depend on which layers recompute. Without the head, the loss chunk size has no effect.
         inner = replace(kept, parallel=replace(kept.parallel, loss_chunk_tokens=None))
         same = {"offloaded": batch, "kept": kept, "inner": inner, "ends": _nothing_recomputed(kept)}
         self._of_kind = {kind: (each, cache.known.setdefault(in_a_layer(each), {})) for kind, each in same.items()}
@@ -409,7 +409,7 @@ def _drop_grad(parameter: Tensor) -> None:
 
 @contextmanager
 def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
-    """Build the stages of a layout's first rank on fake or meta tensors. Real process groups are unchanged."""
+    """Build the stages of a layout's first rank on fake or meta tensors. Existing process groups are not affected."""
     on_gpus, backend = batch.device == "cuda", batch.parallel.attention_backend
     of_others = "auto" if backend == "triton" or backend.startswith("fp8") else backend
     live = Recorder(on_gpus and not batch.bf16_sums, of_others, not batch.deterministic)

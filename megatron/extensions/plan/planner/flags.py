@@ -106,7 +106,9 @@ class Section(Protocol):
 
 @runtime_checkable
 class PlansSection(Protocol):
-    """Flags of an extension that may add its own section to plans, after the trunk's sections."""
+    """Interface for the flags of an extension that adds its own section to plans. The section follows the planner's
+    sections."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """Title and `package.module:name` of the `Section`; None if the flags do not request it."""
+        """Return the title of the section and the `package.module:name` of its `Section` function; None if the flags do
+        not request the section."""

@@ -1,7 +1,8 @@
 """FLOPs of a model per token, counted by torch in a fake forward and backward pass through one layer of each kind.
 
 Recomputation is not counted, nor is work that attention kernels repeat. Causal attention counts the visible
-pairs: half of the s x s square, or fewer under a sliding window. MFU and TFLOP/s in the log follow this convention.
+pairs: half of the s x s square, or fewer under a sliding window. MFU and TFLOP/s in the log are based on FLOPs that are
+    counted in this way.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class FlopsPerToken(NamedTuple):
 def model_flops(
     config: TransformerConfig, seq_length: int | None = None, kinds: tuple[int, ...] | None = None
 ) -> FlopsPerToken:
-    """Count the model FLOPs on one rank without parallelism, because the FLOPs do not depend on the layout.
+    """Count the FLOPs of a model. They do not depend on the layout, so the model is run on one rank without
+    parallelism.
 
     `kinds` is the result of `PlannerCache.kinds_of(config)`, which shows which layers are identical and therefore have
     equal FLOPs. If `kinds` is not given, all layers are built to find out which are identical.

@@ -17,7 +17,8 @@ from megatron.core.transformer.activation_store import Pool
 
 
 class LiveMemory(TorchDispatchMode):
-    """Mode that records the sizes of the live storages that operations allocated, and their peak."""
+    """Mode that records the sizes of all live storages that operations allocated, and the peak of the sum of these
+    sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +69,8 @@ class LiveMemory(TorchDispatchMode):
         self.now -= self.sizes.pop(key, 0)  # the storage's memory may have been freed earlier
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """Track memory that is freed and allocated again while the storage object remains."""
+        """Record the new size of a resized storage, whose memory may be freed and allocated again while the storage
+        object remains."""
         self.now -= self.sizes.pop(storage_id(storage), 0)
         if size := storage.nbytes():
             self._made(storage_id(storage), size)

@@ -27,7 +27,7 @@ LEAST_SAVED = 0.01
 
 @dataclass(frozen=True)
 class ChunkChoice:
-    """Loss chunk size, with its effect on the plan."""
+    """Configuration with a loss chunk size, and the effect of this size on the plan."""
 
     config: RunConfig
     step: StepTime

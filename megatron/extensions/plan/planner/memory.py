@@ -56,7 +56,7 @@ class BufferBytes:
     parameters: int
     gradients: int
     main_parameters: int
-    """Bytes of the main parameters; 0 if the parameters themselves have the main dtype."""
+    """Bytes of the main parameters; 0 if the parameters themselves have the main dtype and need no copy."""
 
     moments: int
 
@@ -64,7 +64,7 @@ class BufferBytes:
     """Bytes of main parameters and moments in host memory."""
 
     host_slots: int = 0
-    """Bytes of gradients and parameters that pass through host memory."""
+    """Bytes of the host buffers that gradients and parameters pass through."""
 
     host_parameters: int = 0
     """Bytes of unit parameters held in host memory."""
@@ -104,9 +104,10 @@ def buffer_bytes(
 ) -> BufferBytes:
     """Return the memory of buffers and optimizer state on one rank.
 
-    The result is exact except for a scalar step count per range of states. Units that are temporarily unsharded are not
-    included; see `UnitsInFlight`. `of_chain` holds the bytes of transform-chain states outside shards and of callback
-    states, on the device and on the host. `units` names the place that stores the buffers between passes.
+    The result is exact, except that it omits one scalar step count for each range of states. Units that are temporarily
+    unsharded are not included; see `UnitsInFlight`. `of_chain` contains two numbers, for the device and for the host:
+    the bytes of callback states and of transform-chain states outside shards. `units` is the place (DEVICE, HOST or
+    DISK) that stores units between passes.
     """
     from megatron.core.optimizer.fused import states_of_shards  # imports torch
 
@@ -177,8 +178,8 @@ class UnitsInFlight:
 class RankStates:
     """Parameters and optimizer states of each rank at one pipeline position.
 
-    Ranks that differ in tp, cp and dp hold the same amount, except for the states of a transform chain. The states of a
-    transform chain are counted for the rank that holds the most of them.
+    All ranks at a pipeline position hold the same number of bytes, except for the states of a transform chain. These
+    states are counted for the rank that holds the most of them.
     """
 
     pp_rank: int
@@ -197,7 +198,7 @@ class RankStates:
 
 
 def states_of_rank(config: RunConfig, dims: ParallelDims, pp_rank: int) -> RankStates:
-    """Return the bytes of parameters and states on the ranks at `pp_rank`."""
+    """Return the parameters and optimizer states that each rank at `pp_rank` holds."""
     model = config.model
     parallel = config.parallel
     optimizer = config.optimizer
@@ -258,10 +259,10 @@ def states_of_callbacks(config: RunConfig) -> dict[str, tuple[str, ...]]:
 def chain_bytes(
     buffers: Sequence[BufferLayout], optimizer: OptimizerConfig, dims: ParallelDims, pp_rank: int, main: int
 ) -> tuple[list[int], list[int]]:
-    """Return two lists with the bytes of transform-chain states that are stored outside shards, on the device and on
-    the host. Each list has an entry for each rank at `pp_rank`, in rank order.
+    """Return the bytes of transform-chain states that are stored outside shards, as two lists: bytes on the device, and
+    bytes on the host. Each list has an entry for each rank at `pp_rank`, in rank order.
 
-    `main` is the size in bytes of an element of the main dtype.
+    `main` is the element size of the main dtype in bytes.
     """
     from megatron.core.optimizer.transforms import plan_of_chain, states_of_parameter  # imports torch
 
@@ -277,10 +278,11 @@ def _units_in_flight(
 ) -> UnitsInFlight:
     """Return the peak bytes of units, such as layers, that are temporarily unsharded.
 
-    Usually, two units are unsharded at a time. For parameters, these are the current unit and the next one. For
-    gradients, they are the current unit and the bucket that is being reduced. For units in host memory, from the second
-    micro-batch on, a third unit's gradients are being copied to the device. The result is exact for one stage per rank
-    without multi-token prediction; otherwise it may be off by one unit.
+    Usually, the parameters of two units are unsharded at a time: those of the current unit and of the next one. The
+    unsharded gradients are those of the current unit and of the bucket that is being reduced. If units are stored in
+    host memory, the gradients of a third unit are also on the device from the second micro-batch on, because they are
+    being copied there. The result is exact for one stage per rank without multi-token prediction; otherwise it may be
+    off by one unit.
     """
     buckets = _buckets_of_units(buffers)
     if not buckets:
@@ -334,7 +336,7 @@ def _passes_of_units(units: list[str], config: RunConfig, stages: Sequence[Stage
     inner = [unit for unit in units if unit != EMBEDDING]
     if stages[0].first:
         return [*units, EMBEDDING], inner, True
-    forward = [*inner, EMBEDDING]  # the output layer's unit is the embedding
+    forward = [*inner, EMBEDDING]  # the output layer uses the unit of the embedding
     return forward, forward, False
 
 
@@ -351,7 +353,8 @@ def _reduction_bytes(size: int, num_shards: int, parallel: ModelParallelConfig, 
 def _metas_of(
     model: TransformerConfig, parallel: ModelParallelConfig, stages: Sequence[Stage], tied: tuple[int, ...]
 ) -> tuple[ParamMeta, ...]:
-    """Return the parameters of a rank's stages. A tied embedding that two stages share is counted once."""
+    """Return the metadata of all parameters in a rank's stages. A tied embedding that two stages share is counted
+    once."""
     found: dict[str, ParamMeta] = {}
     for stage in stages:
         metas = stage_metas(model, stage, sequence_parallel=parallel.sequence_parallel, tied_stages=tied)

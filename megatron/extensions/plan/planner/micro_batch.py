@@ -27,7 +27,7 @@ class MicroBatch:
     """True if gradients are summed in bf16 (--main-grads-dtype)."""
 
     packs: bool = True
-    """True if attention kernels pack parts of samples into one launch, as in `PlannedGPU`."""
+    """True if parts of samples are packed into one attention launch, as in `PlannedGPU`."""
 
     deterministic: bool = False
     """True if every sum is computed in a fixed order (--deterministic-mode)."""
@@ -46,7 +46,7 @@ OF_PIPELINE = (
     *("microbatch_group_size_per_virtual_pipeline_stage", "distributed_backend", "use_tp_pp_dp_mapping"),
     *("data_parallel_size", "num_distributed_optimizer_instances"),
 )
-"""Configuration fields that do not affect a micro-batch within a layer."""
+"""Configuration fields that do not affect the work of a micro-batch in a layer."""
 
 
 def in_a_layer(batch: MicroBatch) -> MicroBatch:

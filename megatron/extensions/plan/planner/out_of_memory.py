@@ -33,8 +33,9 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 def changes(config: RunConfig) -> Iterator[Change]:
     """Yield changes that take less memory, cheapest first.
 
-    Sharding of optimizer states and gradients comes before sharding of parameters, which adds communication. After
-    these changes come updates on the host, offloading, recomputation of whole layers, and other layouts, in this order.
+    Sharding of optimizer states and gradients comes before sharding of parameters, which adds communication. These
+    changes are followed by updates on the host, offloading, recomputation of whole layers, and other layouts, in this
+    order.
     """
     bf16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
     yield {"use_distributed_optimizer": True}
@@ -87,7 +88,7 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
         lines.append(f"{name:<24}{byte_text(here):>12}{now:>12}")
     if size is not None:
         lines.append(f"the device has {byte_text(size)}")
-    # A change does not free memory beyond the plan, such as memory of other programs or fragmentation.
+    # A change does not free memory that the plan does not contain, such as memory of other programs or fragmentation.
     limit = plan.total if size is None else size - max(0, held["total"] - plan.total)
     lines.append(_cheapest(config, world_size, pp_rank, limit, until, cache))
     return "\n".join(lines)
@@ -128,7 +129,7 @@ def flags_of(change: Change) -> str:
 
 
 def planned_memory(config: RunConfig, world_size: int, pp_rank: int, cache: PlannerCache) -> RankMemory:
-    """Return the planned memory of a rank at `pp_rank`. `cache` keeps measurements that other changes share."""
+    """Return the planned memory of a rank at `pp_rank`. `cache` keeps measurements for the plans of other changes."""
     return memory_of_ranks(config, world_size, cache)[pp_rank]
 
 

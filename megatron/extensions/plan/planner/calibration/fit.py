@@ -1,8 +1,8 @@
 """Fit the constants of a device file to measured times. This module does not import torch.
 
 Each measured time is modeled as a linear combination of constants, which are fitted by least squares. The fit minimizes
-relative errors, and no constant is negative. Constants that only whole steps reveal, such as the host time per
-operation, are fitted to measured step times (`fit_steps`).
+relative errors, and no constant is negative. Constants that cannot be measured on single operations, such as the gap
+between operations, are fitted to the times of whole steps (`fit_steps`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from megatron.extensions.plan.planner.time.replay import ROUNDS
 
 @dataclass(frozen=True)
 class CollectiveTime:
-    """Measured time of a collective in seconds. `moved` is the size of the unsharded operand in bytes. The `size` ranks
-    of the group communicate over link `link`: all ranks are on one node (`node`), or each is on a different node
-    (`network`)."""
+    """Measured time of a collective in seconds. `moved` is the size of the unsharded operand in bytes. `link` is `node`
+    if all `size` ranks of the group are on one node, or `network` if each of them is on a different node."""
 
     link: str
     kind: str
@@ -78,8 +77,8 @@ def growth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
 
 def gemm_speed(points: Sequence[tuple[Product, float]], filled: Sequence[float], peak: float = math.inf) -> GemmSpeed:
     """Fit the GEMM rate of one precision. `filled` holds, for each point, the share of the device that the tiles fill.
-    `peak` is the TFLOP/s that the device can reach. A fitted rate above the peak, caused by noise or by shares that are
-    too small, is clamped to the peak."""
+    `peak` is the TFLOP/s that the device can reach. The fitted rate is limited to the peak, because noise, or shares
+    that are too small, may yield a higher rate."""
     flops = [2.0 * each.m * each.n * each.k / full for (each, _), full in zip(points, filled, strict=True)]
     xs = [[flop, flop / each.k] for flop, (each, _) in zip(flops, points, strict=True)]
     per_flop, per_column = line(xs, [seconds for _, seconds in points])
@@ -216,7 +215,8 @@ Predict = Callable[[DeviceFile], float]
 
 def fit_steps(device: DeviceFile, steps: Sequence[tuple[Predict, float]]) -> DeviceFile:
     """Return the device with the bandwidth, the gap between operations and the step overhead that best fit the measured
-    step times. On GPUs, only the step overhead is fitted, because separately timed copies determine the bandwidth."""
+    step times. On GPUs, only the step overhead is fitted, because the bandwidth is known from separately timed
+    copies."""
     alone = replace(device, copy_tb_per_second=1e9, launch_gap_us=0.0, step_overhead_ms=0.0, kernel_floor_us=0.0)
     fixed = [predict(alone) for predict, _ in steps]
     rows = [

@@ -130,7 +130,8 @@ def products(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Iterator[
 
 
 def attention(clock: Clock, sizes: Sizes, precision: str) -> Iterator[tuple[Attention, float]]:
-    """Time causal attention with torch's kernels: FlashAttention-2 and, on GPUs that support it, cuDNN."""
+    """Time causal attention with torch's FlashAttention-2 kernel and, on GPUs that support it, with the cuDNN
+    kernel."""
     for kernel, backend in KERNELS.items():
         if kernel == "cudnn" and clock.device.type != "cuda":
             continue
@@ -160,16 +161,17 @@ def _attention(
 
 
 def moves(clock: Clock, sizes: Sizes) -> Iterator[tuple[int, float]]:
-    """Return a list of copy times: (bytes read and written, seconds). On CPUs, the bandwidth that is fitted to these
-    times is later adjusted to the times of whole steps."""
+    """Yield (bytes read and written, seconds) for copies of several sizes. On CPUs, the bandwidth that is fitted to
+    these times is later adjusted to the times of whole steps."""
     for rows in sizes.rows:
         x, y = (torch.randn(rows, sizes.columns, device=clock.device) for _ in range(2))
         yield 2 * x.nbytes, clock.seconds(partial(y.copy_, x))
 
 
 def link_groups(world: int, ranks_per_node: int) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """Yield (link, this rank's group): first the ranks of its node, then the ranks with the same local rank on all
-    nodes. All groups of the link communicate at once."""
+    """Yield a pair (link name, this rank's process group) for each link. The group for `node` contains the ranks of one
+    node. The group for `network` contains the ranks with the same local rank on all nodes. All groups of a link are
+    measured at the same time."""
     nodes = world // ranks_per_node
     by_link = {
         "node": [range(n * ranks_per_node, (n + 1) * ranks_per_node) for n in range(nodes)],
@@ -184,9 +186,9 @@ def link_groups(world: int, ranks_per_node: int) -> Iterator[tuple[str, dist.Pro
 
 
 def collectives(clock: Clock, sizes: Sizes, link: str, group: dist.ProcessGroup) -> Iterator[CollectiveTime]:
-    """Time collectives of growing sizes until a call takes a third of a second. On CPUs, a matrix product runs before
-    each timed collective, and the time of the product is subtracted. Ranks that share processors do not reach the
-    collective at the same moment and have to wait for each other, as in training."""
+    """Time collectives of growing sizes until a call takes a third of a second. On CPUs, each timed call runs a matrix
+    product before the collective, and the time of the product is subtracted. Because of the product, ranks that share
+    processors reach the collective at different moments and wait for each other, as in training."""
     m, n, k = sizes.products[-1]
     a, b = torch.randn(m, k, device=clock.device), torch.randn(k, n, device=clock.device)
     before = [partial(torch.mm, a, b)] if clock.device.type == "cpu" else []
@@ -236,8 +238,8 @@ def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.de
 
 
 def overlap_slowdown(clock: Clock, sizes: Sizes, group: dist.ProcessGroup) -> float:
-    """Return by how much an overlapped all-reduce delays concurrent products, as a fraction of the all-reduce's
-    time."""
+    """Return the time by which an overlapped all-reduce delays concurrent matrix products, as a fraction of the
+    all-reduce's own time."""
     whole = torch.zeros(sizes.messages[-1] // 4, device=clock.device)
     alone = clock.seconds(lambda: dist.all_reduce(whole, group=group))
     m, n, k = sizes.products[-1]

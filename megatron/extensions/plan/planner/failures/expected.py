@@ -1,9 +1,9 @@
 """Expected goodput of a run on devices that fail, its best save interval, and the number of spare nodes worth paying
 for. This module does not import torch.
 
-Failures are a Poisson process. A run of W devices, each with `rate` failures a day, fails every M = 86400 / (rate W)
-seconds on average. A run saves after every tau seconds of steps, stops for delta seconds at each save, and needs R
-seconds from a failure to its next step. The run takes
+Failures are modeled as a Poisson process. A run of W devices, each with `rate` failures a day, fails every M = 86400 /
+(rate W) seconds on average. The run saves after every tau seconds of steps, and each save stops it for delta seconds.
+After a failure, the run needs R seconds until its next step. The run takes
 
 T = M exp(R / M) (exp((tau + delta) / M) - 1)
 
@@ -49,7 +49,7 @@ class SaveCost:
     """Cost of a save, in seconds."""
 
     blocking: float
-    """Number of seconds for which a save stops training: delta."""
+    """Number of seconds for which a save stops training (delta)."""
 
     seconds: float
     """Seconds from the start of a save until the saved checkpoint can be loaded."""
@@ -75,7 +75,7 @@ class Expected:
 
     step_seconds: float
     between_failures: float
-    """Mean seconds between two failures of the whole run: M."""
+    """Mean number of seconds between two failures of the whole run (M)."""
 
     restart_seconds: float
     save: SaveCost
@@ -121,7 +121,7 @@ def save_cost(shard_bytes: int, bytes_per_node: int, host_gb: float, background:
     Args:
         shard_bytes: Bytes that the fullest rank copies to host memory before training continues.
         bytes_per_node: Bytes that a node writes.
-        host_gb: Rate of these copies in GB/s.
+        host_gb: Rate in GB/s at which a rank copies data to host memory.
         background: Whether files are written while training continues.
         known: Stated or measured duration of a save in seconds; None to assume a storage rate.
     """
@@ -139,7 +139,8 @@ def spares_worth(nodes: int, node_failures_per_second: float, repair_seconds: fl
     waits while there are more failed nodes than spares.
 
     Returns:
-        (number of spares, share of the time with all nodes available given these spares, the same share without spares)
+        A tuple of three values: the number of spare nodes, the share of the time in which enough nodes are available
+        with these spares, and the same share without spares.
     """
     mean = nodes * node_failures_per_second * repair_seconds
     present, term = 0.0, math.exp(-mean)
@@ -156,8 +157,8 @@ def spares_worth(nodes: int, node_failures_per_second: float, repair_seconds: fl
 
 
 def failure_lines(expected: Expected, given: int | None, nodes: int, repair_hours: float) -> Iterator[str]:
-    """Yield lines about a run's failures, about its goodput at the best save interval and at its own save interval
-    (`given`), and about spare nodes."""
+    """Yield lines about the failures of a run, its goodput, and spare nodes. The goodput is stated for the best save
+    interval and for the run's own save interval, `given`."""
     save, best = expected.save, expected.best()
     yield f"a failure every {_time(expected.between_failures)}, {_time(expected.restart_seconds)} until the next step"
     source = f" ({save.source})" if save.source else ""

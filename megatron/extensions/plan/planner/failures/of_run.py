@@ -64,11 +64,11 @@ class RunOnFailing:
 
     @property
     def lines(self) -> Iterator[str]:
-        """Return plan lines about failures, about the goodput at the best and at the configured save interval, and
-        about spare nodes."""
+        """Return the lines of a plan about failures, goodput and spare nodes. The goodput is stated for the best save
+        interval and for the configured one."""
         return failure_lines(self.expected, self.save_interval, self.nodes, self.repair_hours)
 
     @property
     def record(self) -> dict[str, object]:
-        """Return the content of `lines` as JSON; times are in seconds."""
+        """Return the values that `lines` states as a JSON object. Times are in seconds."""
         return failure_record(self.expected, self.save_interval, self.nodes, self.repair_hours)

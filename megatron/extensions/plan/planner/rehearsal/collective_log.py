@@ -1,4 +1,4 @@
-"""Log of a rank's collectives, which are recorded when torch dispatches them. The world may be real or fake.
+"""Log of a rank's collectives, which are recorded when torch dispatches them. The process groups may be real or fake.
 
 The log covers all callers: this library, torch's own functions, and custom layers. A collective of Python objects is
 recorded as one call, because the sizes of its messages depend on values.
@@ -34,8 +34,8 @@ OPS = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter"),
     *("send", "recv", "barrier", "monitored_barrier"),
 )
-"""Collective names used in records. With underscores ignored, each operator name, such as allreduce_coalesced_ or
-_allgather_base_, starts with one of these names."""
+"""Names of collectives in records. If underscores are ignored, the name of an operator starts with the name of its
+collective: `_allgather_base_` is an `all_gather`."""
 
 REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 """Names of reduction operations, in the order of torch's ReduceOp."""
@@ -46,7 +46,7 @@ RECEIVED = ("output_tensors", "output_tensor", "output", "outputs", "tensors", "
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 WRAPPERS = ("core/collectives.py", "core/pipeline_parallel/p2p.py")
-"""Library files that are omitted from call sites, in addition to the planner's files."""
+"""Files of this library that are skipped when a call site is determined, in addition to the planner's files."""
 
 
 class CollectiveLog:
@@ -62,15 +62,15 @@ class CollectiveLog:
     def name_groups(self, axes: Mapping[str, Axis]) -> None:
         """Record the axis name of each process group of a layout.
 
-        If several axes have the same ranks, their group is named after the first of these axes. Axes of all parameters
-        come before axes of experts.
+        If several axes have the same ranks, their group is named after the first of these axes. Axes that apply only to
+        experts come last.
         """
         for name, axis in sorted(axes.items(), key=lambda item: item[0].startswith("expt_")):
             if axis.group is not None:
                 self.axes.setdefault(self.group(axis.group), name.partition("_lane")[0])
 
     def group(self, group: dist.ProcessGroup | str) -> Group:
-        """Return the identity of a group, given as an object or by name."""
+        """Return the identity of a process group, which is given as an object or by its name."""
         name = group if isinstance(group, str) else group.group_name
         if name not in self._groups:
             self._groups.clear()
@@ -137,7 +137,8 @@ class CollectiveLog:
         return replaced(*((dist, name, recorded(name, getattr(dist, name))) for name in OBJECTS))
 
     def answer(self, real: Callable[..., Any], given: Mapping[str, Any]) -> None:
-        """Fill in the result of `real`, a collective of Python objects, as if every rank passed this rank's value."""
+        """Fill in the result of a collective of Python objects (`real`) as if every rank passed the same value as this
+        rank."""
         if "obj" in given and (values := given.get("object_list", given.get("object_gather_list"))) is not None:
             values[:] = [given["obj"]] * len(values)
         if given.get("scatter_object_input_list"):
@@ -180,7 +181,7 @@ def places_of(trace: TracebackType | None) -> Iterator[str]:
 
 @cache
 def _place(filename: str) -> str | None:
-    """Return the path that is displayed for a file; None if the file is omitted from call sites."""
+    """Return the path that call sites show for a file; None if call sites skip the file."""
     path = Path(filename)
     if "site-packages" in path.parts or filename.startswith("<") or any(path.is_relative_to(each) for each in PASSED):
         return None

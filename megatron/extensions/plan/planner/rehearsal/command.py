@@ -216,7 +216,7 @@ class Report:
             yield f"{axis:<20}{calls:>10,}{byte_text(size):>14}  {record.name()}"
 
     def _sent_by_axis(self, record: RankRecord) -> dict[str, tuple[int, int]]:
-        """Return (number of calls, bytes sent) in a whole step by axis.
+        """Return the pair (number of calls, bytes sent) of a whole step, keyed by axis.
 
         Each micro-batch that was not rehearsed is assumed to send as much as the middle rehearsed micro-batch.
         """
@@ -262,7 +262,8 @@ class Report:
         return "CPU" if device_of(self.rehearsal.config) == "cpu" else "GPU"
 
     def verdict(self) -> Iterator[str]:
-        """Return the problems and the ranks without a record, or a statement that no problem was found."""
+        """Yield lines that list the problems and the ranks without a record, or a line that says that no problem was
+        found."""
         if self.lost:
             yield "Not rehearsed:"
             yield from (f"  {line}" for line in _lost_lines(self.lost))

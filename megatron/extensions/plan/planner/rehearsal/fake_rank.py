@@ -169,10 +169,10 @@ def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lo
 
 
 def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> None:
-    """Run a job and send its result.
+    """Run a job in a forked process, and send its result to the parent process.
 
-    Ctrl-C sends a signal to all processes of a terminal, so only the parent handles it. SIGTERM ends this process; that
-    is its default action.
+    Ctrl-C sends a signal to all processes of a terminal, so only the parent handles it. SIGTERM has its default action,
+    which ends this process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -183,7 +183,8 @@ def _send_result(sender: Connection, job: Callable[[], object], parent: int) -> 
 
 
 def without_inputs(parts: Parts) -> Parts:
-    """Components of a run for a rehearsal, without the callbacks that read inputs at the start."""
+    """Return the components of a run without the callbacks that define `on_setup`, because these callbacks may read
+    inputs."""
     kept = [callback for callback in parts.callbacks if type(callback).on_setup is Callback.on_setup]
     return Parts(kept, parts.metrics)
 

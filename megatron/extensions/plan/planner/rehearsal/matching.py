@@ -1,4 +1,4 @@
-"""Comparison of rehearsed ranks: their collectives, and the parts of a checkpoint that they write. This module does not
+"""Comparison of the collectives of rehearsed ranks, and of the checkpoint parts that they write. This module does not
 import torch.
 
 All ranks of a group must call the same collectives in the same order. Each message needs a matching receive of the same
@@ -58,7 +58,7 @@ class Collective(NamedTuple):
     """Reduction: "sum", "max", ..."""
 
     peer: int = -1
-    """Global rank of the root, of the receiver of a send, or of the sender of a receive."""
+    """Global rank of the other side: the root of a collective, the receiver of a send, or the sender of a receive."""
 
     tag: int = 0
     splits: Splits = Splits()
@@ -180,11 +180,11 @@ AXES = (("pp", "dp", "cp", "tp"), ("pp", "expt_dp", "ep", "expt_tp"))
 
 
 def distinct_ranks(dims: ParallelDims) -> list[int]:
-    """Return one rank of each kind, as a sample of all ranks.
+    """Return a sample of the ranks that contains one rank of each kind.
 
-    Every pipeline rank is included, because pipeline ranks differ in their action lists and layers. Along each other
-    axis, the first and the last rank are included, for the first and the last pipeline stage. Code may treat the ends
-    of an axis differently. For example, only the first rank reports, the last shard of a buffer may be shorter, and a
+    Every pipeline rank is included, because pipeline ranks differ in their action lists and layers. For the first and
+    the last pipeline rank, the first and the last rank along each other axis are included. Code may treat the ends of
+    an axis differently. For example, only the first rank reports, the last shard of a buffer may be shorter, and a
     context-parallel ring wraps around at its last rank.
     """
     found = {dims.rank(pp=pp) for pp in range(dims.pp)}
@@ -226,12 +226,12 @@ def coords_of(rank: int, dims: ParallelDims) -> dict[str, int]:
 
 
 Side = tuple[RankRecord, list[Collective]]
-"""A rank and its collectives in a group, or a rank and its messages to or from another rank."""
+"""One side of a comparison: a rank with its collectives in a group, or with its messages to or from one other rank."""
 
 
 def _parted(group: Group, axis: str, number: int, sides: tuple[Side, Side], what: str) -> list[str]:
-    """Report the first differing collective of a group, which follows `number` equal collectives. `what` describes the
-    difference and its consequence for a run."""
+    """Return the lines that report the first difference between two ranks of a group, after `number` equal calls.
+    `what` describes the difference and its consequence for a run."""
     ranks = group.ranks
     shown = ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]},{ranks[1]},...,{ranks[-1]}"
     told = [f"  {record.name()}: {_told(calls[number : number + 1])}" for record, calls in sides]
@@ -245,8 +245,9 @@ def _told(collectives: Sequence[Collective]) -> str:
 
 
 def mismatches(records: Sequence[RankRecord]) -> list[list[str]]:
-    """Report the collectives and messages on which ranks disagree, as one list of lines per report. There is at most
-    one report per group, or per direction between two ranks. Failed ranks are excluded from the comparison."""
+    """Return reports of the collectives and messages on which ranks disagree. Each report is a list of lines. There is
+    at most one report for each group, and for each direction of messages between two ranks. Failed ranks are excluded
+    from the comparison."""
     records = [record for record in records if record.failure is None]
     axes = {group: axis for record in records for group, axis in record.axes.items()}
     joint: dict[Group, dict[int, list[Collective]]] = defaultdict(dict)
@@ -355,15 +356,15 @@ PROBLEMS_SHOWN = 4
 
 
 def written_bytes(boxes: Sequence[Box]) -> int:
-    """Return the number of bytes in a rank's boxes."""
+    """Return the number of bytes that a rank writes to a checkpoint."""
     return sum(prod(box.shape) * box.itemsize for box in boxes)
 
 
 def coverage_problems(records: Sequence[RankRecord], every_rank: bool) -> list[str]:
     """Return a problem if two ranks write the same elements of a tensor.
 
-    If `every_rank` is True, the records cover all ranks, and elements that no rank writes are problems too. If the
-    rehearsal of any rank failed, the result is empty.
+    If `every_rank` is True, the records cover all ranks, so elements that no rank writes are also reported as problems.
+    If the rehearsal of any rank failed, the result is empty.
     """
     if any(record.failure is not None for record in records):
         return []

@@ -52,18 +52,18 @@ ELEMENTS = 2**20
 shards need no padding."""
 
 FULLEST = 5
-"""Number of pipeline ranks, counted from the first, that are checked for the largest memory. The last rank is also
-checked.
+"""Number of pipeline ranks, counted from the first, whose memory is computed to find the fullest rank. The last rank is
+also checked.
 
-The first rank holds fewer layers than the second rank if the embedding counts as a layer. Dense layers often precede
-MoE layers.
+The first rank need not be the fullest: it holds fewer layers than the second rank if the embedding counts as a layer,
+and dense layers often precede MoE layers.
 """
 
 SAME_LAYERS = 0.98
-"""Assumed lower bound on the time of layers with recomputation or deferred weight gradients, as a share of the time of
-plain layers.
+"""Assumed minimum ratio between the time of layers with recomputation or deferred weight gradients and the time of the
+same layers without them.
 
-The share is below 1 because the same kernels may run in a different order.
+The ratio is below 1 because the same kernels may run in a different order.
 """
 
 lists_of = lru_cache(maxsize=4096)(build_schedule)
@@ -92,7 +92,8 @@ class LayoutCosts:
         return memory_of_ranks(config, self.run.world_size, self.cache)
 
     def chunked(self, config: RunConfig, step: StepTime, memory: Sequence[RankMemory]) -> ChunkChoice | None:
-        """Return the best chunk size of the head and the loss, with its effect; None if chunks save no memory."""
+        """Return the best chunk size for the output head and the loss, with its effect on the plan; None if chunks save
+        no memory."""
         return chosen_chunk(config, self.run.world_size, step, memory, self.step, self.memory)
 
     # Bounds on the time
@@ -126,14 +127,14 @@ class LayoutCosts:
         return self.device.fixed_ms(self.run.world_size) / 1e3
 
     def _mean_work(self, family: Family) -> float:
-        """Return the mean time per rank, in seconds, that the layers of a family take in a step."""
+        """Return the time in seconds that the layers of a family take in a step, averaged over the ranks."""
         samples = self.run.space.global_batch_size / family.micro_batch * family.tp * family.cp
         return samples / self.run.world_size * sum(part.every.total for part in self.times(family))
 
     def untimed_bound(self, layout: Layout, seconds: float) -> float:
         """Return a lower bound on a layout's step time in seconds, before its layers are timed.
 
-        The bound is the sum of `seconds`, which is a lower bound on the time of the passes, and the exposed
+        `seconds` is a lower bound on the time of the passes. The result also includes a lower bound on the exposed
         communication time among replicas.
         """
         if named_value(self.run.given, "freeze"):  # no bound is known for frozen parameters
@@ -148,7 +149,8 @@ class LayoutCosts:
     def _passes_alone(self) -> bool:
         """Return True if a rank's passes run one after another.
 
-        Interleaved passes and passes across steps take longer, and hide more communication.
+        If passes are interleaved or steps overlap, passes run at the same time. Each pass then takes longer, and hides
+        more communication.
         """
         return not runs_passes_in_turns(self.run.given) and late_update(self.run.given) is None
 
@@ -188,7 +190,8 @@ class LayoutCosts:
         return not validate(config, ranks)
 
     def _probe(self, family: Family) -> RunConfig:
-        """Return a layout of a family without pipeline stages, for timing its layers."""
+        """Return a configuration of a family without pipeline parallelism, which is used to time the family's
+        layers."""
         config = self.run.with_layout(Layout(family))
         schedule = next(filter(splits_backward, self.run.space.schedules)) if family.split else "1f1b"
         return replace(config, parallel=replace(config.parallel, pipeline_schedule=schedule))
@@ -223,8 +226,8 @@ class LayoutCosts:
         return step_bound(stages, layout.place, self.microbatches(layout), more) + self._fixed
 
     def _exchanged(self, layout: Layout, stages: np.ndarray) -> list[float]:
-        """Return, for each pipeline rank, a lower bound in seconds on the exposed time of gradient and parameter
-        exchanges. `stages` holds the times of the passes of each stage."""
+        """Return a list with a lower bound for each pipeline rank: the minimum exposed time, in seconds, of gradient
+        and parameter exchanges. `stages` holds the times of the passes of each stage."""
         if named_value(self.run.given, "freeze"):  # no bound is known for frozen parameters
             return [0.0] * layout.pipeline.ranks
         step = self._replicas(layout)
@@ -274,7 +277,7 @@ class LayoutCosts:
     def close_memory_bound(self, layout: Layout) -> int:
         """Return a tighter lower bound than `memory_bound`, computed from the planned bytes of states. The bound
         includes units that are temporarily unsharded."""
-        # the other settings of the family do not change the states
+        # the other settings of the family do not affect parameters and optimizer states
         family = Family(*layout.family[:4], split=layout.family.split)
         alike = layout._replace(family=family)
         return max(self._states(alike, rank) + peak for rank, peak in self._peaks_of(layout).items())
@@ -386,7 +389,7 @@ def step_bound(
 
     Args:
         stages: Seconds that a micro-batch takes in each stage, as (forward pass, backward pass, deferred weight
-            gradient). If weight gradients are deferred, the second entry covers only the input gradient.
+            gradient). If weight gradients are deferred, the time of the backward pass covers only the input gradient.
         layout: Placement of the stages.
         microbatches: Micro-batches per step.
         more: Seconds that each rank needs in addition to its passes, for example for communication.
@@ -406,9 +409,9 @@ def ideal_seconds_of_a_sample(one: Sequence[PassEvents], two: Sequence[PassEvent
     """Return the seconds that a second sample adds, computed from the events of passes with one sample and with two
     samples.
 
-    Work that is done once for all samples, such as reading weights, is excluded, because in other layouts more samples
-    share it. Matrix products are assumed to keep every multiprocessor busy. Launches and minimum kernel times are
-    ignored, and collectives take no time.
+    Work that is done once for all samples, such as reading weights, is excluded, because another layout may divide this
+    work among more samples. Matrix products are assumed to keep every multiprocessor busy. Launches and minimum kernel
+    times are ignored, and collectives take no time.
     """
     device = replace(device, kernel_floor_us=0.0, launch_gap_us=0.0, sustained=1.0, capability=None)  # without waves
     replay = Replay(device, Network(device, 1), {}, 0.0)

@@ -18,8 +18,8 @@ from megatron.extensions.plan.planner.time.step_time import StepTime
 from megatron.training.config.run_config import RunConfig
 
 NEAREST_MEASURED = 3
-"""Number of layouts that a search measures, if no layout fits, to find the layout that exceeds the limit least. The
-search measures the layouts with the lowest memory bounds."""
+"""Number of layouts, with the lowest memory bounds, that a search measures if no layout fits. The search reports the
+layout that exceeds the memory limit by the least."""
 
 MOST_PREDICTED = 150
 """Number of predictions after which an incomplete search predicts only memory-saving variants of the layouts found so
@@ -49,13 +49,13 @@ def best_first(
 ) -> Iterator[Candidate[T]]:
     """Yield final candidates in order of cost, with ties broken by `order`.
 
-    A heap orders the candidates by a lower bound on their cost. If the first candidate in the heap is final, it is the
-    next result. Candidates whose bound exceeds the cost of the last result are never refined (A*; Hart, Nilsson and
-    Raphael, 1968).
+    A heap orders the candidates by a lower bound on their cost. A final candidate at the top of the heap is the next
+    result. As in A* (Hart, Nilsson and Raphael, 1968), candidates whose bound exceeds the cost of the last result are
+    never refined.
 
-    `refine` receives the first candidate that is not final, and returns the candidates that replace it. If necessary,
-    their bounds are raised to the bound of the replaced candidate. Candidates with equal bounds are refined before a
-    result leaves the heap, so that `order` breaks ties.
+    `refine` receives the first candidate that is not final, and returns the candidates that replace it. If the bound of
+    a new candidate is below the bound of the replaced candidate, it is raised to this bound. All candidates with a
+    bound equal to the cost of a result are refined before the result is yielded, so that `order` can break ties.
     """
     heap = [(each.bound, each.final, each.order, number, each) for number, each in enumerate(candidates)]
     heapq.heapify(heap)
@@ -139,9 +139,8 @@ class LayoutSearch:
     """Device memory in bytes."""
 
     most_timed: int | None = None
-    """Maximum number of families whose layers are timed, in ascending order of their lower bounds. Other families are
-    not evaluated, and only `MOST_OF_A_SHAPE` layouts per shape are predicted. If the value is None, the search
-    evaluates every family."""
+    """Maximum number of families whose layers are timed; None to evaluate every family. Families are timed in ascending
+    order of their lower bounds. If the number is limited, only `MOST_OF_A_SHAPE` layouts per shape are predicted."""
 
     progress: Callable[[Effort], None] = lambda effort: None
     """Function that is called at every step of the search."""
@@ -153,8 +152,8 @@ class LayoutSearch:
     """Layouts of each family that may fit and have not been tried."""
 
     _sizes: dict[Layout, float] = field(default_factory=dict)
-    """Layouts that have been tried, with lower bounds on their bytes; a bound is infinite if host memory does not
-    suffice."""
+    """Lower bound on the bytes of each layout that has been tried; infinite if the layout does not fit in host
+    memory."""
 
     def best(self, count: int) -> list[Found]:
         """Return the fastest layouts that fit, one per `Layout.shape`, fastest first.
@@ -242,8 +241,8 @@ class LayoutSearch:
         return Candidate(self.costs.time_bound(layout), (1, layout.order), layout)
 
     def _predicted(self, layout: Layout) -> Iterator[Candidate[Item]]:
-        """Predict the step of a legal layout whose states may fit. If the states of a legal layout cannot fit, return
-        variants that save more memory. An illegal layout is dropped."""
+        """Predict the step of a layout. If the states of the layout cannot fit, return variants that save more memory
+        instead. If the layout is illegal, return nothing."""
         config = self.costs.run.with_layout(layout)
         if not self.costs.legal(config):
             return

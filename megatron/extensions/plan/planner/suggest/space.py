@@ -81,7 +81,7 @@ class Saving(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Layout of a run: a family on a pipeline, with `dp` replicas."""
+    """Layout of a run, which consists of a `Family`, a `Pipeline`, the data-parallel size `dp`, and a `Saving`."""
 
     family: Family = Family()
     pipeline: Pipeline = Pipeline()
@@ -111,7 +111,7 @@ class Layout(NamedTuple):
 
     @property
     def place(self) -> PipelineLayout:
-        """Placement of the stages."""
+        """Placement of the pipeline stages on the pipeline ranks."""
         return PipelineLayout(self.pipeline.ranks, self.pipeline.chunks, self.pipeline.v_shaped)
 
 
@@ -188,7 +188,7 @@ class Space:
                 yield cp
 
     def _expert_sizes(self, tp: int) -> Iterator[tuple[int, int]]:
-        """Yield (EP, expert tensor parallelism) pairs."""
+        """Yield pairs (expert-parallel size, expert-tensor-parallel size)."""
         if self.num_experts is None:
             yield 1, tp
             return
@@ -229,8 +229,8 @@ class SearchedRun:
         )
 
     def unavoidable(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Return the `problems` that no layout avoids: the problems that occur with the same text in both the shortest
-        and the longest pipeline of every family."""
+        """Return those of the `problems` that no layout avoids. Each of these problems occurs, with the same text, in
+        both the shortest and the longest pipeline of every family."""
         left = list(problems)
         for family in self.space.families():
             if not left:
@@ -243,7 +243,7 @@ class SearchedRun:
 
     @property
     def own_layout(self) -> Layout:
-        """Layout of the run itself, which must be legal, as an entry of the search space.
+        """The run's own layout, expressed as a `Layout` of the search space. The layout must be legal.
 
         The result does not record where the run splits its layers among stages, which modules it recomputes, or how
         much it offloads.
@@ -269,7 +269,8 @@ class SearchedRun:
     def flags(self, config: RunConfig) -> list[str]:
         """Return the flags that change the run's command line so that it describes `config`.
 
-        These flags are appended to the command line or replace its flags. The flags in `dropped` must be removed.
+        If the command line already contains one of these flags, the new value replaces the old one. Flags in `dropped`
+        must be removed from the command line.
         """
         found: list[str] = []
         for flag, value, own in self._differing(config):

@@ -43,7 +43,7 @@ class Attention:
 
     backend: str
     """Name of the kernel: cudnn, flash, flash3, triton (the kernel with dropout), or auto (the device's fastest kernel
-without dropout). With an fp8 forward pass: fp8_flash3, fp8_triton, or fp8, the faster of these two.
+    without dropout). If the forward pass is in fp8: fp8_flash3, fp8_triton, or fp8 (the faster of these two kernels).
     """
 
     width: int
@@ -92,8 +92,8 @@ class Collective:
     axis)."""
 
     moved: int
-    """Bytes of the whole operand. This is the result of a gather, the input of a reduction, or the data that a rank
-    sends."""
+    """Bytes of the whole (unsharded) operand, which is the result of a gather, the input of a reduction, or the data
+    that a rank sends."""
 
     axis: str
     number: int
@@ -132,22 +132,24 @@ class StageMemory:
     """Bytes held from forward to backward: saved activations, and the input that the executor holds."""
 
     for_weights: int = 0
-    """Bytes held between I and W; 0 if the schedule has no such actions."""
+    """Bytes held between the two halves of a backward pass, I (input gradients) and W (weight gradients); 0 if the
+    schedule does not split backward passes."""
 
     forward: int = 0
-    """Peak number of bytes during F."""
+    """Peak number of bytes during a forward pass (F)."""
 
     backward: int = 0
-    """Peak bytes during B or I, including the saved activations."""
+    """Peak number of bytes during a backward pass (B) or its first half (I), including the saved activations."""
 
     weight: int = 0
-    """Peak bytes during W, including the tensors that B or I kept for it."""
+    """Peak number of bytes during W (weight gradients), including the tensors that B or I kept for W."""
 
     weight_copies: int = 0
     """Bytes of fp8 weight copies, which are made once per step for all micro-batches."""
 
     offloaded: int = 0
-    """Number of bytes on the host from forward to backward, which `kept` does not include."""
+    """Number of bytes that are offloaded to the host between the forward and the backward pass. `kept` does not include
+    these bytes."""
 
     host: BufferCounts = field(default_factory=BufferCounts)
     """Number of host buffers for offloaded activations, by size."""

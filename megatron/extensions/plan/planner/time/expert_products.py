@@ -60,8 +60,8 @@ PLANNED: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 TORCH: dict[str, Callable[..., object]] = {
     "add_fp8_products_grouped_": partial(grouped.add_products_of_tiles_, dtype=torch.bfloat16)
 }
-"""Plain-torch replacements for operations without a fused kernel whose CPU implementation differs from the GPU
-implementation."""
+"""Plain-torch replacements for operations that run without their fused kernel. Only operations whose CPU implementation
+differs from the GPU implementation are listed."""
 
 
 def planned_expert_products(
@@ -69,9 +69,9 @@ def planned_expert_products(
 ) -> dict[Callable[..., object], Callable[..., object]]:
     """Map torch functions to the functions that replace them in a plan.
 
-    If `fused` is True, the plan uses the kernels that this process does not disable; otherwise, the plan has one torch
-    product per expert. If the fp8 kernel for the weight gradients of experts is disabled, GPUs compute these products
-    in 16 bits.
+    If `fused` is True, the plan uses every kernel that is not disabled in this process. Otherwise, the plan contains
+    one torch product per expert. If the fp8 kernel for the weight gradients of experts is disabled, GPUs compute these
+    products in 16 bits.
     """
     found: dict[Callable[..., object], Callable[..., object]] = {}
     for name, (plain, planned) in PLANNED.items():

@@ -2,8 +2,8 @@
 import torch.
 
 After its warm-up, a schedule repeats itself every p micro-batches. The time of a step with many micro-batches is
-therefore extrapolated. Each further round of p micro-batches adds the difference between the times of two shorter
-steps.
+therefore extrapolated from two shorter steps, one of which has p micro-batches more than the other: every further round
+of p micro-batches adds the difference between their times.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Schedule:
         return replace(alone, validates=validates, flows=flows, tied=tied)
 
     def lists(self, microbatches: int, messages: bool = False) -> Lists:
-        """Return the actions of a step by pipeline rank, including VALIDATE if `validates` is True.
+        """Return the action list of each pipeline rank for one step. If `validates` is True, the lists contain the
+        VALIDATE action, at which ranks wait for the end of the previous step.
 
         If `validates` or `messages` is True, the action lists are checked and include messages.
         """
@@ -133,10 +134,9 @@ def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float
     known.
 
     `lists` are the action lists of one step. At the VALIDATE action, each rank waits until all ranks have ended the
-    previous step. Without VALIDATE, no rank waits (arXiv 2401.10241, section 4, and section 5.2 for the bubble).
-    If the first and last rank share weights, ranks wait even without VALIDATE. The first and the last rank sum the
-    gradients of the shared weights, so they end a step together. All other ranks wait for the forward passes of the
-    first rank.
+    previous step. In lists without the VALIDATE action, no rank waits (arXiv 2401.10241, section 4, and section 5.2 for
+    the bubble), unless the first and the last rank share weights. The first and the last rank sum the gradients of the
+    shared weights, so they end a step together. All other ranks wait for the forward passes of the first rank.
     """
     m = 1 + max(action.microbatch for actions in lists for action in actions)
     return _of_step(simulate(consecutive(lists, STEPS), costs), m, STEPS)

@@ -2,7 +2,8 @@
 
 Outside compiled regions, each operation counts as one kernel that reads or writes each of its tensors once. Views take
 no time. A compiled region, or a cast that one GPU kernel performs, counts only its inputs and outputs. The backward
-pass of such a kernel reads the inputs again. Fake kernels represent FlashAttention and cuDNN kernels for any tile.
+pass of such a kernel reads the inputs again. FlashAttention and cuDNN kernels are represented by fake kernels, which
+support any tile.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ PRODUCTS: dict[str, int] = {
     **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"), 0),
     **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_"), 1),
 }
-"""Position of the first factor among an operator's arguments, by operator name."""
+"""Maps the name of a matrix product operator to the position of the first factor among the operator's arguments."""
 
 T = TypeVar("T")
 
@@ -69,7 +70,8 @@ COLLECTIVES = {
     "alltoall_base_": ("all_to_all", 1, 2),
     "send": ("send", 0, 1),
 }
-"""Map from operator names to (kind of collective, argument index of the whole operand, argument index of the group).
+"""Maps the name of an operator to a tuple (kind of collective, argument index of the whole operand, argument index of
+the group).
 
 A `recv` moves as many bytes as a send.
 """
@@ -100,7 +102,7 @@ class Recorder(LiveMemory):
 
         Args:
             fp32_sums: True if gradients of 16-bit weights are summed in fp32.
-            backend: Fused attention kernel.
+            backend: Name of the fused attention kernel.
             any_order: As in `Launches`.
         """
         super().__init__()
@@ -110,18 +112,19 @@ class Recorder(LiveMemory):
         self._numbers, self._unseen = 0, False
         self._at_one_time = 1
         self.works: dict[int, _Recorded] = {}
-        """Collectives in flight, by number. This dictionary keeps the collectives' Python objects alive, which torch
-        does not do."""
+        """Collectives in flight, by number. This dictionary keeps the collectives' Python objects alive, because torch
+        does not."""
 
         self._changed: set[int] | None = None
-        """Storages that the current region has written, including new ones."""
+        """Storages to which the current compiled region has written, including storages that it created; None outside
+        regions."""
 
         self._moves: dict[tuple[Callable[..., object], int], Move] = {}
         """Memory traffic of each compiled region, keyed by the region's function and the bytes of its inputs."""
 
         self._nodes = set[int]()
-        """Sequence numbers of the autograd nodes that compiled regions created. The backward pass of each of these
-        nodes is one kernel."""
+        """Sequence numbers of the autograd nodes that compiled regions created. Operations in the backward pass of
+        these nodes are not recorded one by one, because a region's backward pass counts as one kernel."""
 
     def begin(self) -> None:
         """Clear the recording."""
@@ -153,8 +156,8 @@ class Recorder(LiveMemory):
 
         An odd number of parts is represented by its middle part if the first, the middle and the last part do the same
         work with evenly growing sizes. Otherwise, the method checks each half of the parts separately. The last two
-        parts run first, in sequence, because their memory may be the peak. Their memory includes the tensors that the
-        previous part left.
+        parts of the loop run first, one after the other, because the memory peak may occur there. Their memory includes
+        the tensors that the previous part left.
         """
         outer = self.events
         passes = dict[int, list[Event]]()
@@ -231,7 +234,8 @@ class Recorder(LiveMemory):
 
     @contextmanager
     def at_one_time(self, count: int) -> Iterator[None]:
-        """Context manager that marks its products as `count` products, several of which may run concurrently."""
+        """Context manager for `count` products, several of which may run concurrently. Each product in the block is
+        recorded with this number."""
         outer, self._at_one_time = self._at_one_time, count
         try:
             yield
@@ -274,7 +278,7 @@ class Recorder(LiveMemory):
         given, made = tensors_of((args, kwargs)), tensors_of(out)
         written = tensors_of([args[i] for i in _written(func) if i < len(args)])
         if not written and {storage_id(x) for x in made} <= {storage_id(x) for x in given}:
-            return  # these are views, and operations without tensors
+            return  # views, and operations without tensors, launch no kernel
         if name in INDEXED:
             rows = sum(map(size_of, made)) if not written else max((size_of(x) for x in given[1:]), default=0)
             self.add(Move(2 * rows + sum(size_of(x) for x in given[1:]) * (not written)))
@@ -292,7 +296,8 @@ class Recorder(LiveMemory):
         return self.works[self._numbers]
 
     def run_region(self, function: Callable[..., object], args: tuple[object, ...]) -> object:
-        """Record a region as one forward kernel and one backward kernel, which reads the inputs again."""
+        """Run a compiled region, and record it as one forward kernel and one backward kernel. The backward kernel reads
+        the inputs again."""
         leaves, tree = tree_flatten(args)
         given, tracked = tensors_of(leaves), torch.is_grad_enabled()
         read = total_size(given)
@@ -329,8 +334,8 @@ class _InputsContext(AutogradContext):
 
 
 class _Inputs(torch.autograd.Function):
-    """Autograd function that is applied to the inputs of a compiled region. The backward pass of `_Inputs` calls
-    `record` with the gradients of the inputs."""
+    """Identity function that is applied to the inputs of a compiled region. Its backward pass calls `record` with the
+    gradients of the inputs."""
 
     @staticmethod
     def forward(ctx: _InputsContext, record: Callable[[object], None], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -345,8 +350,8 @@ class _Inputs(torch.autograd.Function):
 
 
 def _grow_evenly(first: list[Event], middle: list[Event], last: list[Event]) -> bool:
-    """Return True if each event of the middle part is halfway between the corresponding events of the first and last
-    part."""
+    """Return True if each size in the events of the middle part is the mean of the corresponding sizes in the first and
+    the last part."""
     if not len(first) == len(middle) == len(last):
         return False
     for three in zip(first, middle, last, strict=True):
@@ -365,7 +370,8 @@ def _sizes(event: Event) -> tuple[object, ...]:
 
 
 def done(func: OpOverload, args: Sequence[object], work: dist.Work) -> object:
-    """Return the result of a c10d operator: its first argument if the operator returns tensors, and `work`."""
+    """Return the result of a c10d operator. Depending on the operator, this is nothing, `work`, or the operator's first
+    argument together with `work`."""
     results = len(schema_of(func).returns)
     return None if results == 0 else work.boxed() if results == 1 else (args[0], work.boxed())
 

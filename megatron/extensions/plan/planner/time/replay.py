@@ -77,7 +77,7 @@ class Network:
     ranks_per_node: int
 
     def seconds(self, kind: str, moved: float, group: Placement) -> float:
-        """Return the time of a collective whose whole operand has a size of `moved` bytes."""
+        """Return the time in seconds of a collective whose whole (unsharded) operand has `moved` bytes."""
         if group.size == 1:
             return 0.0
         if kind == "send":
@@ -104,12 +104,13 @@ class Network:
         return moved / rate + 1e-6 * (network.launch_us + network.latency_us)
 
     def _rank_rate(self, network: Link, kind: str) -> float:
-        """Return the bytes per second between nodes for one rank when all ranks of its node send."""
+        """Return the rate, in bytes per second, at which one rank sends to other nodes while all ranks of its node
+        send."""
         return _rate(network, kind) * self.device.adapters_per_node / self.ranks_per_node
 
     def _latency(self, group: Placement, rounds: float, ring: bool = False) -> float:
-        """Return the latency of a collective in seconds, assuming a ring within each node and a tree between nodes. For
-        gloo, a single `ring` passes through all ranks."""
+        """Return the latency of a collective in seconds, assuming a ring within each node and a tree between nodes. If
+        `ring` is True, as for gloo, a single ring passes through all ranks."""
         node, network = self._links(group)
         near = node.launch_us + rounds * (group.in_node - 1) * node.latency_us
         if not group.crosses:
@@ -144,8 +145,8 @@ EXPERT_IMBALANCE = 1.1
 """Imbalance under expert parallelism: the number of tokens of the busiest rank's experts, divided by the mean over
 ranks.
 
-The value assumes that a loss or a bias balances the router, so that the load of every rank's experts is within 10 % of
-the mean.
+The value assumes that a loss or a bias balances the router, so that the experts of no rank receive over 10 % more
+tokens than the mean.
 """
 
 
@@ -178,7 +179,8 @@ class Replay:
     """Host time per launch; 0 if a CUDA graph is replayed."""
 
     def run(self, events: Iterable[Event]) -> Times:
-        """Return the times of a list of events. The `launch` entry is the host time that exceeds the device time."""
+        """Return the time of a list of events by category. The category `launch` contains the host time in excess of
+        the device time."""
         times = Times()
         clock = 0.0
         host = 0.0

@@ -51,8 +51,8 @@ AXES = ("tp", "cp", "ep", "expt_tp")
 
 @dataclass(frozen=True)
 class StepTime:
-    """Predicted step. `parts` holds the seconds of the busiest pipeline rank by category (`SUBJECTS`). Their sum is
-    `seconds`."""
+    """Predicted time of a step. `parts` maps each category in `SUBJECTS` to the seconds that it takes on the busiest
+    pipeline rank. The sum of these times is `seconds`."""
 
     seconds: float
     tokens_per_second: float
@@ -79,7 +79,7 @@ class StepTime:
 
     @property
     def bound_by(self) -> str:
-        """Return the category of the step's parts that takes the most time."""
+        """Return the category that takes the most time in the step."""
         return max(self.parts, key=self.parts.__getitem__)
 
     @property
@@ -124,7 +124,7 @@ class StageTimes:
     weight: Times
     once: Times
     exchanges: int = 0
-    """Number of expert all-to-alls in the forward pass, and also in the backward pass."""
+    """Number of expert all-to-alls in the forward pass. The backward pass has the same number."""
 
     exchange: float = 0.0
     """Time of one expert all-to-all."""
@@ -169,8 +169,8 @@ class Step:
     def part_times(self) -> list[StageTimes]:
         """Return the times of a micro-batch in three kinds of parts: the embedding, each layer, and the output layer.
 
-        `predict` sums these times to obtain the time of a stage. Layouts whose layers do the same work have equal
-        times, regardless of stage boundaries.
+        `predict` sums these times to obtain the time of a stage. The times are equal for all layouts whose layers do
+        the same work, regardless of stage boundaries.
         """
         (parts,) = self.cache.parts_of(self.batch, [whole_model(self.config.model)])
         return [self._stage([part]) for part in parts]
@@ -294,7 +294,7 @@ class Step:
         )
 
     def _messages(self) -> list[float]:
-        """Return, for each stage, the time of a message between the stage and the next one."""
+        """Return the times of messages from each stage to the next stage."""
         model, parallel = self.config.model, self.config.parallel
         if self.layout.num_stages == 1:
             return [0.0]
@@ -370,8 +370,8 @@ class Step:
         return 1e-3 * fixed + 3 * self.network.seconds("all_reduce", 8, world)
 
     def _behind(self, times: Sequence[float], compute: float) -> float:
-        """Return the exposed time of a sequence of collectives that overlaps with computation. Their operands become
-        ready at equal intervals during the computation.
+        """Return the exposed time of a sequence of collectives that overlaps with computation. The operands of the
+        collectives become ready at equal intervals during the computation.
 
         The hidden part of the collectives slows the computation.
         """
@@ -382,8 +382,8 @@ class Step:
         return exposed + self.device.overlap_slowdown * max(0.0, sum(times) - exposed)
 
     def _reductions(self, numel: float, expert: bool, units: int) -> list[float]:
-        """Return the communication times of the gradient buckets. If gradients are sharded, there are at least as many
-        buckets as units."""
+        """Return the communication times of the gradient buckets. If gradients are sharded, there is at least one
+        bucket for each unit."""
         main = 2 if self.config.ddp.grad_reduce_in_bf16 or self.config.optimizer.gradients_dtype == "bfloat16" else None
         size = main or DTYPE_BYTES[self.config.parallel.main_dtype]
         kind = "reduce_scatter" if self.config.optimizer.use_distributed_optimizer else "all_reduce"

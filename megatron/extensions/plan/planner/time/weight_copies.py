@@ -66,7 +66,7 @@ def copies_beside(
 
     Args:
         config: The configuration.
-        elements: Number of matrix elements of each part of the stage.
+        elements: Number of matrix elements in each part of the stage.
         seconds: (forward, backward) seconds of each part.
         again: True if gradient sums of earlier micro-batches are copied back.
         rate: Copy rate of one direction in GB/s.
