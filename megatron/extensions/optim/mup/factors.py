@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from megatron.core.param_meta import ParamMeta
 
 OF_HEADS = (".q_layernorm.", ".k_layernorm.", ".out_norm.")
-"""Name parts of norms within heads. Head width is the same in all models. Norms over all heads are sharded."""
+"""Parts of the names of norms over a single head. These norms have the same width in all models, because the head width
+does not grow. Norms over all heads have the same names but are sharded."""
 
 OF_CHOICES = ("output_layer.bias", "router.bias", "expert_bias")
 """Name suffixes of biases that have one element per vocabulary token or per expert."""
@@ -53,7 +54,7 @@ class Factors:
 
 
 def factors(meta: ParamMeta, width: float, depth: float, own: Widths | None = None) -> Factors:
-    """Return the factors of a parameter.
+    """Return the factors by which muP scales the initial values and updates of a parameter.
 
     Args:
         meta: The parameter.
@@ -71,8 +72,8 @@ def factors(meta: ParamMeta, width: float, depth: float, own: Widths | None = No
 
 
 def usual_widths(meta: ParamMeta, width: float) -> Widths:
-    """Return the ratios of a parameter's sizes to those in the base model, derived from the parameter's role. All
-    widths of the model grow by the factor `width`."""
+    """Return the ratios of a parameter's sizes to those in the base model, derived from the parameter's role. `width`
+    is the ratio of all widths of the model to those of the base model."""
     if meta.width_kind == "hidden":
         return Widths(width, width)
     if meta.role in ("router", "gate"):
@@ -91,7 +92,7 @@ def _of_widths(meta: ParamMeta, widths: Widths) -> tuple[float, float, float]:
 
 
 def widens(meta: ParamMeta) -> bool:
-    """Return True if a table or vector has more elements in a wider model."""
+    """Return True if an embedding table or a vector parameter has more elements in a wider model."""
     of_heads = not meta.sharded and any(part in meta.name for part in OF_HEADS)
     return not (of_heads or meta.numel == 1 or meta.name.endswith(OF_CHOICES))
 

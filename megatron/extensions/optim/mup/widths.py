@@ -45,7 +45,8 @@ def given_widths(options: MupFlags) -> dict[str, int]:
 
 
 def scaled_widths(c: RunConfig, hidden_size: int) -> dict[str, Fraction]:
-    """Return field values at a different hidden size, for set widths that are not in --mup-base-widths."""
+    """Scale the model's width fields in proportion to a different hidden size. Returns a mapping from field names to
+    values. Fields without a value and fields in --mup-base-widths are omitted."""
     stay = given_widths(c.model.options(MupFlags))
     values = {field: named_value(c, field) for field in WIDTHS if field not in stay}
     return {
@@ -75,8 +76,8 @@ def own_ratios(c: RunConfig) -> tuple[str, ...]:
     """Return NAME=INPUTS,OUTPUTS for each parameter whose inputs or outputs grow differently from the default of the
     parameter's role.
 
-    Ratios are relative to the base model, and NAME has no layer numbers. Raises ValueError in the same cases as
-    `base_sizes`.
+    INPUTS and OUTPUTS are ratios to the sizes in the base model. NAME contains no layer number, because it applies to
+    all layers. Raises ValueError in the same cases as `base_sizes`.
     """
     own = c.model.options(MupFlags)
     latent = named_value(c, "q_lora_rank") is not None  # the latent norm has the same name as a norm within heads
@@ -107,7 +108,7 @@ def _ratios(meta: ParamMeta, base: ParamMeta) -> Widths:
 
 
 def read_ratios(entries: Collection[str] | None) -> Mapping[str, Widths]:
-    """Parse the entries that `own_ratios` returns. Returns a mapping from parameter names to size ratios."""
+    """Parse the entries that `own_ratios` returns into a mapping from parameter names to size ratios."""
     split = [entry.partition("=") for entry in entries or ()]
     return {name: Widths(*map(float, ratios.split(","))) for name, _, ratios in split}
 

@@ -44,7 +44,8 @@ arXiv 2506.10935.
 """
 
 CYCLES = ("simple", "quintic")
-"""Coefficient sets that restart at the first step when they are exhausted; other sets repeat their last step."""
+"""Names of the coefficient sets that start again with their first step if there are more steps than coefficients. The
+other sets repeat their last step."""
 
 
 def coefficients(kind: str, steps: int) -> tuple[Coefficients, ...]:

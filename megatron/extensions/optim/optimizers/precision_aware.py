@@ -12,8 +12,8 @@ number. The random bits are a hash of the element's main parameter and the updat
 neither on the layout nor on the state of a random generator, and a resumed run takes the same steps.
 
 fp16 and fp8 (e4m3) states have one power-of-two scale for each block of 64 elements. Buffers align parameters and
-shards to these blocks, so no sharding splits a block. In these formats, the square root of the second moment is stored,
-which needs half the exponent range. The square root is rounded such that the expected square is exact.
+shards to these blocks, so no sharding splits a block. These formats store the square root of the second moment, which
+needs only half the exponent range. The square root is rounded such that the expected square is exact.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from megatron.core.param_meta import ParamMeta
 from megatron.extensions.optim.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
 
 SMALLEST = -126
-"""Exponent of the smallest scale, which is the smallest normal fp32 number. Blocks that would need a smaller scale use
-this scale."""
+"""Exponent of the smallest scale. 2^-126 is the smallest normal fp32 number, and is also used for blocks that need a
+smaller scale."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ FORMATS = {
 
 
 class StoredState:
-    """One flat state of a shard, in a format of `FORMATS`. With `squared`, the state is a non-negative second moment.
+    """Flat tensor that stores one optimizer state of a shard in a format of `FORMATS`. With `squared`, the state is a
+    non-negative second moment.
 
     `numel` is a multiple of the scale block. fp32 is replaced by `main_dtype`.
     """
@@ -174,8 +175,8 @@ def power_of_two(exponents: Tensor) -> Tensor:
 def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
     """Return the smallest e (int32) for which amax / 2^e is at most the format's largest number.
 
-    If this function is called again for values that were rounded with the scale 2^e, the new scale represents these
-    values exactly.
+    Scales are stable: values that were rounded with the scale 2^e may yield a smaller e, but this scale also represents
+    them exactly.
     """
     assert number.largest is not None
     ratio = (amax / number.largest).view(torch.int32)
@@ -185,8 +186,8 @@ def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
 
 
 def round_scaled(x: Tensor, uniform: Tensor, number: StateFormat, squared: bool) -> Tensor:
-    """Round x to values that the format can represent, and return these values in fp32. The expected value is exact;
-    with `squared`, the expected square is exact.
+    """Round x to values that the format can represent, and return these values in fp32. Rounding is stochastic, and the
+    expected value of the result is x. If `squared` is True, the expected square of the result is the square of x.
     """
     assert number.largest is not None
     magnitude = x.abs()
@@ -208,7 +209,7 @@ def split_master(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join_master(params: Tensor, remainders: Tensor) -> Tensor:
-    """Join the two parts of `split_master` into fp32 numbers."""
+    """Restore the fp32 numbers that `split_master` split into upper and lower 16 bits."""
     return ((params.view(torch.int16).to(torch.int32) << 16) + remainders.to(torch.int32)).view(torch.float32)
 
 
@@ -224,7 +225,7 @@ round Adam's moments."""
 
 
 class PackedShard(Shard):
-    """A shard in the formats of --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype."""
+    """Shard that stores its states in the formats of --main-params-dtype, --exp-avg-dtype and --exp-avg-sq-dtype."""
 
     changes_params_when_loaded = True
 
@@ -296,8 +297,8 @@ class PackedShard(Shard):
 
 
 class Part(NamedTuple):
-    """Views of a range of elements of a shard. A tensor is empty if the kind of main parameters does not use the
-    tensor. Each stored state is a pair (codes, exponents).
+    """Views of one range of elements in a shard's tensors. A tensor is empty if the kind of main parameters does not
+    use the tensor. Each stored state is a pair (codes, exponents).
     """
 
     grads: Tensor
@@ -322,7 +323,7 @@ class Scalars(NamedTuple):
 
     skip: Tensor
     correction1: Tensor
-    """1 - beta1 ** number, which a kernel would otherwise compute in float64 for each element."""
+    """Bias correction 1 - beta1 ** number. A kernel would compute it in float64 for each element."""
 
     correction2: Tensor
 

@@ -58,7 +58,7 @@ class QKClip:
         return list(joined.split([len(logits.values) for logits in self.logits]))
 
     def after_update(self, skip: Tensor) -> None:
-        """Scale the main parameters that this rank owns, unless `skip` is 1."""
+        """Apply QK-clip to the main parameters of query and key projections that this rank owns, unless `skip` is 1."""
         factors: dict[str, Tensor] = {}
         for layer, largest in zip(self.layers, self.largest(), strict=True):
             above = (largest > self.threshold) & (skip == 0)

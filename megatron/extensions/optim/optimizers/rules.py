@@ -42,7 +42,7 @@ def qk_clip(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def with_max_logits(c: RunConfig) -> RunConfig:
-    """Return the configuration with attention in plain torch, which is the only implementation that provides the
+    """Under --qk-clip, replace --attention-backend auto with unfused, which is the only backend that returns the
     largest logits."""
     if not c.options(QKClipFlags).qk_clip or c.parallel.attention_backend != "auto":
         return c

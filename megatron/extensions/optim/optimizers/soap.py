@@ -1,8 +1,9 @@
 """SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's two factors, for each hidden-layer matrix.
 
 For a matrix G [m, n] with L <- beta L + (1 - beta) G G^T [m, m], and R likewise from G^T G [n, n], the update is Q_L
-Adam(Q_L^T G Q_R) Q_R^T. Q_L and Q_R are eigenvector bases of L and R of the previous steps. Every
---soap-precondition-frequency steps, the bases are updated with a step of power iteration and a QR decomposition.
+Adam(Q_L^T G Q_R) Q_R^T. The columns of Q_L and Q_R are the eigenvectors of L and R, which were computed in previous
+steps. Every --soap-precondition-frequency steps, the bases are updated with a step of power iteration and a QR
+decomposition.
 
 The formulas and the order of operations follow the authors' program (github.com/nikhilvyas/SOAP). The first update only
 initializes L and R. Weight decay is applied to the updated parameter. One difference from the authors' program keeps

@@ -60,8 +60,8 @@ def _saved(save: str) -> dict[str, Any] | None:
 
 
 def _values_of(saved: dict[str, Any], save: str, options: BranchFlags) -> dict[str, object]:
-    """Return the length and learning rate schedule of a branch that already has a checkpoint. Raises ValueError if the
-    flags differ from the flags with which the branch started."""
+    """Return the length and learning rate schedule with which a branch resumes from its own checkpoint. Raises
+    ValueError if the flags differ from the flags with which the branch started."""
     sections = saved["config"] | {"model": saved["config"]["model"] | saved.get("model_of_run", {})}
     config = config_of_sections(sections)
     before = config.options(BranchFlags)
@@ -99,7 +99,7 @@ def _is_origin(origin: dict[str, Any], given: str) -> bool:
 
 
 def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
-    """Return the length and learning rate schedule of a branch that has no checkpoint yet."""
+    """Return the length and learning rate schedule of a new branch, which has no checkpoint of its own yet."""
     where = f"--branch-from {options.branch_from}"
     assert options.branch_from is not None and options.decay_tokens is not None
     metadata = saved_metadata(located(options.branch_from))
@@ -127,7 +127,7 @@ def _of_branch(config: RunConfig, train_samples: int, schedule: str | None) -> d
 
 
 def _rate(metadata: dict[str, Any]) -> float:
-    """Return the learning rate of the first update after the checkpoint."""
+    """Return the learning rate that the original run uses for its first update after the checkpoint."""
     config, consumed = config_of_sections(metadata["config"]), int(metadata["consumed_samples"])
     plan = plan_of(config)
     phase = plan.at(consumed)

@@ -24,10 +24,12 @@ REPLACED = (OptimizerConfig.lr_decay_style, "constant", STYLE)
 rate."""
 
 NOT_ROUNDED = 0.01
-"""Largest fraction of a schedule that may have no piece because of rounding."""
+"""Largest fraction of a schedule that may remain without a piece before a warning is printed. The tolerance is for
+rounded lengths."""
 
 OTHERS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
-"""Warm-up fields that a piecewise schedule replaces."""
+"""Configuration fields for the warm-up. A piecewise schedule cannot be combined with them, because it contains its own
+warm-up."""
 
 
 def reads(config: RunConfig) -> RunConfig:
@@ -50,7 +52,8 @@ def reads(config: RunConfig) -> RunConfig:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """Return the configuration with the piecewise learning rate, and lengths in samples."""
+    """Return the configuration in the form that the optimizer uses: piecewise learning rate style, and schedule lengths
+    in samples."""
     options, optimizer = config.options(ScheduleFlags), config.optimizer
     if options.lr_schedule is None or optimizer.lr_decay_style not in REPLACED:
         return config

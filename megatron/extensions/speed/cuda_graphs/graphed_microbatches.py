@@ -50,8 +50,7 @@ class CudaRecorder:
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         """Call `run`, and record the kernels that it launches without executing them. Returns the result of `run`, and
-        a function that replays the recording. The values of the result are valid after each call of the replay
-        function."""
+        a function that replays the recording. Each call of the replay function writes new values to this result."""
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.collect()
         gc.disable()
@@ -91,8 +90,8 @@ class GraphedMicrobatches:
         self._steps = 0
         self._inputs: Batch | None = None
         self._recordings: dict[bool, tuple[Tensor, Replay]] = {}
-        """Loss tensor and replay function of each recording. The key is True for the recording that also casts the
-        weights to fp8."""
+        """Loss tensor and replay function of each recording. The keys state whether a recording also casts the weights
+        to fp8."""
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
         """Return the loss sum of each micro-batch of a step."""

@@ -2,8 +2,8 @@
 
 The recipe follows DeepSeek-V3, arXiv 2412.19437, section 3.3.2 and figure 7. Tiles extend along the dimension that a
 GEMM sums over, so that an outlier reduces precision only within one tile. Multipliers are powers of two, so that a
-scaled value keeps its mantissa. If a cast tensor is cast again by tiles of the other dimension, only small values lose
-precision (section 3.5.2).
+scaled value keeps its mantissa. Values that were cast by tiles along one dimension can be cast again by tiles along the
+other dimension. Only small values then lose precision (section 3.5.2).
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def cast_along_columns(x: Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def recast_along_columns(values: Tensor, scale: Tensor) -> Scaled:
-    """Cast the transpose of the matrix with values [n, k] and scale [n, k / 128]: values [k, n], scale [k, n / 128]."""
+    """Convert a cast by rows, with values [n, k] and scale [n, k / 128], to a cast by columns, with values [k, n] and
+    scale [k, n / 128]."""
     return cast_along_columns(Scaled(values, scale).dequantized(), values.dtype)
 
 
@@ -68,8 +69,8 @@ class BlockwiseGemms(Fp8Gemms):
     """Blockwise recipe. A weight has one scale for each block of 128 x 128 elements, so its casts by rows and by
     columns have the same scales. All other operands have one scale for each tile of 1 x 128 elements.
 
-    The GEMM for the weight gradient sums over tokens. The input of this GEMM is recast by columns from the cast by
-    rows, because sequence parallelism gathers the cast by rows.
+    The GEMM for the weight gradient sums over tokens. It therefore needs a cast of the input by columns. This cast is
+    computed from the cast by rows, because the cast by rows is what sequence parallelism gathers.
     """
 
     gathers_weights = True

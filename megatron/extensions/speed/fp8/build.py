@@ -1,5 +1,5 @@
-"""Interface to the trunk: fp8 GEMMs of linear layers and experts for each recipe, and a check that the GPU supports
-them."""
+"""Entry points of the fp8 extension, which models call: fp8 GEMMs of linear layers and experts for each recipe, and a
+check that the GPU supports them."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class Scaled(NamedTuple):
 
     @property
     def in_tiles(self) -> bool:
-        """True if each row has several scales."""
+        """True if each row of the matrix has more than one scale."""
         return self.scale.ndim == 2 and not self.in_blocks and self.scale.shape[1] > 1
 
 
@@ -313,7 +313,7 @@ def _in_whole_tiles(values: Tensor, rows: int) -> Tensor:
 
 
 def _tiles_as_columns(scale: Tensor) -> Tensor:
-    """Return tile scales [n, tiles] in column-major order, which the kernel requires."""
+    """Convert tile scales [n, tiles] to column-major order, as the fp8 kernel requires."""
     return scale.t().contiguous().t()
 
 

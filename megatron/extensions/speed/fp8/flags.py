@@ -64,7 +64,7 @@ class Fp8Flags:
 
 def alignment(parallel: ModelParallelConfig, ranks: int) -> tuple[int, str]:
     """Return (alignment, flag). If `ranks` ranks share the features of an fp8 layer, the number of features on each
-    rank must be a multiple of the alignment. The flag is the one that requires this.
+    rank must be a multiple of the alignment. `flag` names the option that requires this alignment.
 
     Kernels require multiples of 16. With blockwise scaling, ranks must hold whole tiles, because a tile has one
     scale."""
@@ -79,7 +79,7 @@ def described(parallel: ModelParallelConfig) -> str:
 
 
 def gathers(parallel: ModelParallelConfig) -> bool:
-    """Return True if weights are gathered in fp8. A validation rule refuses to gather weights in fp8 under the rowwise
+    """Return True if weights are gathered in fp8. A validation rule rejects --fp8-param-gather with the rowwise
     recipe."""
     own = parallel.options(Fp8Flags)
     return own.fp8_param_gather and own.fp8_format is not None and own.fp8_recipe != "rowwise"

@@ -64,7 +64,7 @@ def grouped_scaled_mm(a: Scaled, b: Scaled, segments: Segments, out_dtype: torch
         a: Rows [n, k], sorted by expert.
         b: Matrices [experts, m, k].
         segments: Rows of each expert.
-        out_dtype: Dtype of the result. torch's grouped kernel computes it from bf16 results.
+        out_dtype: Dtype of the result. torch's grouped kernel returns bf16, which is then converted to this dtype.
         in_one_kernel: Whether to use torch's grouped kernel if it supports the operands.
     """
     y = a.scale.new_empty((a.values.shape[0], b.values.shape[1]), dtype=out_dtype)
@@ -132,8 +132,8 @@ def cast_along_tokens(x: Tensor, ends: Tensor, tile_ends: Tensor, compiled: bool
 
     Args:
         x: Rows [n, k], sorted by expert.
-        ends: End of each expert's rows. Expert e has the rows from ends[e - 1] to ends[e].
-        tile_ends: End of each expert's tiles. Expert e has the tiles from tile_ends[e - 1] to tile_ends[e].
+        ends: Index after the last row of each expert. Expert e has the rows [ends[e - 1], ends[e]).
+        tile_ends: Index after the last tile of each expert. Expert e has the tiles [tile_ends[e - 1], tile_ends[e]).
         compiled: Whether to use a compiled region.
     """
     return ExpertTiles(*region(cast_along_tokens_twin, compiled)(x, ends, tile_ends), x.shape[0])
@@ -161,9 +161,9 @@ def add_fp8_products_grouped_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile
 
     Args:
         out: Gradient sums [experts, o, i].
-        dy: Output gradients, cast by `cast_along_tokens`.
-        x: Inputs, cast by `cast_along_tokens`.
-        tile_ends: End of each expert's tiles.
+        dy: Casts of the output gradients, from `cast_along_tokens`.
+        x: Casts of the inputs, from `cast_along_tokens`.
+        tile_ends: Index after the last tile of each expert.
     """
     add_products_of_tiles_(out, dy, x, tile_ends, torch.bfloat16 if multiplies_in_fp8(out) else torch.float32)
 
@@ -175,8 +175,8 @@ def add_products_of_tiles_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_en
 
 
 def rows_of_tiles(tiles: ExpertTiles, dtype: torch.dtype) -> Tensor:
-    """Return the dequantized rows [128 * tiles, k] of a cast. The rows are exact in 16 bits, because e4m3 has fewer
-    bits."""
+    """Dequantize the tiles of a cast. Returns the rows [128 * tiles, k]. The rows are exact in 16 bits, because e4m3
+    has fewer bits."""
     scale = tiles.scale.to(dtype).repeat_interleave(TILE, dim=0)
     return tiles.values.t().to(dtype) * scale
 

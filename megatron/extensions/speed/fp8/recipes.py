@@ -167,8 +167,8 @@ class Fp8Gemms(nn.Module):
         return _as_operands(self.cast(rows_of(x), which, BOTH if needs_dw else ROWS), x.shape[:-1])
 
     def _weight(self, weight: Tensor, kind: str) -> Scaled:
-        """Return the weight, cast by "rows" or "columns". Both casts are made together if they are kept until a
-        backward pass."""
+        """Return the weight, cast by "rows" or "columns". If the backward pass will reuse casts, both are computed
+        together."""
 
         def make() -> Scaled:
             if self.training and self.casts.keeps:
@@ -331,8 +331,7 @@ class DelayedGemms(PerTensorGemms):
         return self._order(GRAD, BOTH if needs_dw else ROWS)
 
     def given_grad(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-        """Return the result of `cast_grad` for a gradient [*tokens, out] from casts that a kernel made for
-        `grad_order`."""
+        """Convert casts of an output gradient from a fused kernel to the form that `cast_grad` returns."""
         return given_operands(pair, tokens)
 
     def no_value(self, dtype: torch.dtype) -> Tensor:

@@ -160,9 +160,9 @@ def _shapes(c: RunConfig) -> Iterator[Problem]:
 
 
 def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
-    """Check the sizes of the fp8 attention projections for each kind of layer. Two sizes must be divisible by `rank`:
-    the number of rows of the projection to queries, gates, keys and values, and the number of columns of the output
-    projection. `rule` is the part of the error message that states the required multiple."""
+    """Check the sizes of the fp8 attention projections for each kind of layer. `rank` must divide the number of rows of
+    the qkv projection (queries, gates, keys and values), and the number of columns of the output projection. `rule` is
+    the part of the error message that states the required multiple."""
     try:
         kinds = dict.fromkeys(c.model.of_layer(number) for number in range(c.model.num_layers))
     except ValueError:
@@ -186,8 +186,8 @@ def _uneven_heads(c: RunConfig, rank: int, rule: str) -> Iterator[Problem]:
 
 
 def _widths(c: RunConfig) -> tuple[int, ...]:
-    """Return the widths of fp8 MLPs. The result is empty if the layer pattern cannot be parsed, which another rule
-    reports."""
+    """Return the widths of fp8 MLPs. If the layer pattern cannot be parsed, the result is empty, because another rule
+    reports this error."""
     try:
         widths, dense = c.model.ffn_sizes, set(c.model.dense_layers)
     except ValueError:

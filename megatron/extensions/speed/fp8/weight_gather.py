@@ -25,7 +25,8 @@ from megatron.extensions.speed.fp8.recipes import Fp8Gemms, GatheredWeight, Tens
 
 
 def gemms_of_weights(modules: Sequence[nn.Module]) -> dict[int, Fp8Gemms]:
-    """Return the fp8 GEMMs of the linear layers whose weights can be gathered in fp8, keyed by the id of the weight."""
+    """Return a mapping from weights, identified by `id(weight)`, to their layers' fp8 GEMMs. It contains all weights
+    that can be gathered in fp8."""
     layers = (layer for module in modules for layer in module.modules())
     found = ((getattr(layer, "weight", None), getattr(layer, "gemms", None)) for layer in layers)
     return {id(weight): gemms for weight, gemms in found if isinstance(gemms, Fp8Gemms) and gemms.gathers_weights}

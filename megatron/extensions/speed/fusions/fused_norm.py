@@ -46,13 +46,14 @@ class InputCast(NamedTuple):
 
 
 class DropoutMask(NamedTuple):
-    """Mask of dropout with probability p for hidden states [s, b, h], which compiled kernels apply."""
+    """Dropout mask for hidden states [s, b, h], in the form that compiled kernels use. Elements are dropped with
+    probability p."""
 
     p: float
     row_bits: Tensor
-    """Row hashes, [s * b] int32."""
+    """Hash of each row, [s * b] int32."""
     column_bits: Tensor
-    """Column hashes, [h] int32."""
+    """Hash of each column, [h] int32."""
 
     @classmethod
     def of(cls, x: Tensor, p: float, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> DropoutMask:

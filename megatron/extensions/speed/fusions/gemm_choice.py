@@ -52,7 +52,7 @@ SIZES = 16
 """Number that must divide the input and output feature counts, for fp8 products and aligned rows."""
 
 CHECKED = 64
-"""Size of the compared corners: at each corner of a result, the sums in this many rows and columns are compared."""
+"""Number of rows and number of columns that are compared at each corner of a result."""
 
 TOLERANCES = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 """Allowed norm of the error divided by the norm of the sums, by result dtype. The tolerance of 16-bit results is twice
@@ -263,7 +263,8 @@ def _product(
 def residual_product(
     x: Tensor, weight: Tensor, addend: Tensor, bias: Tensor | None, x_scale: Tensor | None, weight_scale: Tensor | None
 ) -> Tensor:
-    """Compute addend + x Wᵀ + bias with cuBLASLt, or with `residual_sum` if cuBLASLt does not support the operands.
+    """Compute addend + x Wᵀ + bias with cuBLASLt. If cuBLASLt does not support the operands, use `residual_sum`
+    instead.
 
     Args:
         x: Input [n, k].
@@ -317,7 +318,7 @@ def choose_additions(
     """For each layer shape, time the residual addition in the layer's GEMM and in the next norm. Sets `adds_residual`
     of each layer to the faster variant.
 
-    Collective over the ranks of a pipeline stage. The times of the slowest rank decide.
+    Collective over the ranks of a pipeline stage. Variants are compared by the times of the slowest rank.
 
     Args:
         modules: Modules that contain the linear layers. Only layers that support an addend are timed.
@@ -342,7 +343,7 @@ def choose_additions(
 
 
 def place_of(choice: Choice) -> str:
-    """Return the name of the operation that computes the residual addition faster."""
+    """Return `GEMM` or `NORM`: the operation in which the residual addition is faster."""
     within, after = (choice.seconds[name] for name in (GEMM, NORM))
     return GEMM if math.isfinite(within) and within <= SLOWER * after else NORM
 

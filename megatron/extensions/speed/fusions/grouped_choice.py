@@ -43,8 +43,7 @@ because products of 16-bit numbers are exact in fp32 and all kernels sum in fp32
 error of more than 2^-6."""
 
 CHECKED = 64
-"""Size of the compared corners: at each corner of an expert's gradient, the sums in this many rows and columns are
-compared."""
+"""Number of rows and number of columns that are compared at each corner of an expert's gradient."""
 
 _add_in_list = gpu_operator(
     "kernels.grouped_triton:add_grouped_in_list_",
@@ -107,8 +106,8 @@ class GroupedWeightGrad:
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
         """Return the reason why a run uses torch instead of these kernels; None if it uses the kernels. Collective over
-        all ranks of the world. The reason names a shape for which no kernel is correct, or for which torch is faster
-        than every kernel."""
+        all ranks of the world. The returned text names a shape for which no kernel is correct, or for which torch is
+        faster than every kernel."""
         self.chosen.clear()
         self.found.clear()
         for operands in self.samples(shapes):

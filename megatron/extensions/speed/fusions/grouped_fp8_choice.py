@@ -97,7 +97,7 @@ class ExpertKernel(Generic[*Operands]):
         """Return the reason why a run uses torch instead of these kernels; None if it uses the kernels. Collective over
         all ranks of the world.
 
-        The reason names a shape for which no kernel is correct, or for which torch is faster than every kernel.
+        The returned text names a shape for which no kernel is correct, or for which torch is faster than every kernel.
         """
         self.chosen.clear()
         self.found.clear()

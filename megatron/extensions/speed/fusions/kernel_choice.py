@@ -47,8 +47,8 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Choice:
-    """Seconds that a forward and backward pass takes with each kernel; infinite if a kernel does not support the shape
-    or is not installed. `errors` holds the reasons that occurred on this rank."""
+    """Result of a comparison of kernels: the seconds that each kernel takes. The time is infinite if a kernel does not
+    support the shape or is not installed. `errors` maps the names of such kernels to the errors on this rank."""
 
     seconds: Mapping[str, float]
     errors: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -152,10 +152,11 @@ class FusedKernel(Generic[*Operands, R]):
     suits: Callable[[*Operands], bool]
     """Predicate that returns True if the kernel supports the given operands."""
     samples: Callable[[RunShapes], Iterable[tuple[*Operands]]]
-    """Function that yields the operands with which a run calls the operation; it yields nothing if the run does not
-    perform the operation."""
+    """Function that yields the operands with which a run calls the operation. If the run does not perform the
+    operation, the function yields nothing."""
     tolerance: float
-    """Allowed relative error, in norm, of results and of operands that the kernel writes."""
+    """Allowed error of the tensors that the kernel returns or overwrites: the norm of the error, divided by the norm of
+    the correct tensor."""
     planned: Callable[..., R] | None = None
     """Function that describes a launch of the kernel for a plan. The function is called with the plan's `Launches`
     (`plan/planner/as_on_gpus.py`) and the operands, and returns tensors with the shapes of the results. None if a plan
@@ -190,7 +191,8 @@ def operations() -> dict[Callable[..., object], str]:
 
 @cache
 def planned_kernels() -> dict[str, Callable[..., object]]:
-    """Map kernel names to `FusedKernel.planned`. Kernels for which a plan counts torch's operations are omitted."""
+    """Map kernel names to `FusedKernel.planned`. The mapping omits kernels for which a plan counts the operations of
+    plain torch instead."""
     return {name: kernel.planned for name, kernel in fused_kernels().items() if kernel.planned is not None}
 
 

@@ -2,8 +2,8 @@
 activation and its input gradient directly in fp8.
 
 The fused MLP requires `--compile` and --fp8-recipe delayed, whose scales are known before the activation is computed.
-Neither the activation nor the gradient of its input is stored in 16 bits. Placeholders carry the casts to the linear
-layers before and after the activation.
+Neither the activation nor the gradient of its input is stored in 16 bits. The linear layers before and after the
+activation receive the casts in placeholder tensors without values.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class FusedTransformerLayer(TransformerLayer):
 
     def forward(self, x: Stream, context: BatchContext, pending: bool = False) -> Stream:  # type: ignore[override]
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. If `pending` is True, the last update is
-        returned without being added. The module that reads the stream next adds it."""
+        returned separately, and the next module adds it to the residual stream."""
         if self.norms_sums:
             return super().forward(added(x), context)
         stream = self._next(x if isinstance(x, ResidualSum) else ResidualSum(added(x)), context)

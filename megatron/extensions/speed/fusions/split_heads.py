@@ -53,15 +53,15 @@ def split_heads(
 
     Args:
         qkv: Projection [s, b, groups, sum(counts), d].
-        counts: `head_counts` of a group.
+        counts: Numbers of query, gate, key and value heads in a group (`head_counts`).
         tables: Cosines and sines of a rotation of queries and keys. If tables are given, queries, keys and values have
             separate memory, because a view would keep all of qkv alive. Otherwise, they are views of qkv if possible.
         bias: Bias, which is added before the rotation. If `tables` is empty, the caller must already have added the
             bias to qkv. The bias is then used only to return its gradient.
         interleaved: Whether pairs of adjacent channels are rotated.
         compiled: Whether to use compiled regions.
-        of_qkv: Requested casts of the qkv gradient, for the linear layer that computed qkv. The backward pass computes
-            these casts instead of the gradient of qkv.
+        of_qkv: Request to cast the gradient of qkv for the linear layer that computed qkv. The backward pass then
+            computes only the casts instead of the gradient.
     """
     # during generation, prompts vary in length; dynamic shapes avoid a compilation for each length
     static = torch.is_grad_enabled()
@@ -145,8 +145,8 @@ def _split_and_rotated(
 
 
 def joined_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int, interleaved: bool) -> Tensor:
-    """Return the gradient of qkv from the gradients of the heads. The gradients of rotated heads are rotated by the
-    opposite angle.
+    """Return the gradient of qkv from the gradients of the heads. If heads were rotated, their gradients are rotated by
+    the opposite angle.
 
     Args:
         grads: Gradients of queries, gates (if there are gates), keys and values.

@@ -104,7 +104,7 @@ class RingOverlap:
     """GEMMs that overlap with collectives, implemented as a ring of sends and receives between neighbours, for any
     backend and device. All ranks of the axis call these methods with the same shapes.
 
-    A part consists of one rank's rows. While a part is multiplied, either this part is sent to the next rank
+    A part consists of the rows of one rank. While a part is multiplied, either this part is sent to the next rank
     (all-gather), or a partial sum arrives from the previous rank (reduce-scatter). Each step of the ring takes as long
     as its matrix product or its transfer, whichever is slower.
     """

@@ -181,7 +181,7 @@ def cudnn_backward(
     Args:
         grad: Output gradient [b, heads, n, dv].
         qkv: Queries, keys and values.
-        kept: Results of the forward pass.
+        kept: Tensors that the forward pass returned.
         causal: Whether attention is causal.
         scale: Factor by which the scores are multiplied.
     """

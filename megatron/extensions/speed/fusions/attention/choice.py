@@ -123,7 +123,7 @@ def _lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[
 
 
 def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> Callable[[], object]:
-    """Return a function that runs the forward and backward pass of attention with one kernel, as a layer does."""
+    """Return a function that runs the forward and backward pass of attention with the kernel `backend`."""
     generator = torch.Generator(device).manual_seed(0)
 
     def operand(rows: int, heads: int, width: int) -> Tensor:

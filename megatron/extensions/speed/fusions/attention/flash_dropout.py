@@ -47,8 +47,8 @@ class Band:
     """Smallest range of rows that contains all queries with at least one key."""
     keys: range
     of_queries: tuple[Integers, Integers]
-    """Start and end of each query's key range, each [samples, n]. The start and the end are equal if the query attends
-    to no keys."""
+    """Start and end of each query's key range, each [samples, n]. If a query attends to no keys, its start equals its
+    end."""
     of_keys: tuple[Integers, Integers]
     """Start and end of each key's query range, each [samples, m]."""
     query_places: Integers

@@ -267,7 +267,8 @@ class Settings(NamedTuple):
     """Operator arguments other than the operands."""
 
     of_queries: Tensor
-    """Key ranges of the queries, [2, 1 or b, n] int32. `of_keys` holds the query ranges of the keys, [2, 1 or b, m]."""
+    """Start and end of each query's key range, [2, 1 or b, n] int32. `of_keys` holds the start and end of each key's
+    query range, [2, 1 or b, m]."""
     of_keys: Tensor
     places: Tensor
     """Positions of the queries, [n] int32."""

@@ -14,9 +14,9 @@ For normally distributed operands, outputs and gradients differ from attention i
 rounding to e4m3 contributes 2.6 %. Compared with fp64 attention on the rounded operands, outputs differ by 2 %, and
 gradients by 1 % (`tests/extensions/fusions/test_fp8_attention.py`).
 
-There are several kernels. `Twin` is the reference implementation in plain torch, and runs on every device.
-FlashAttention-3 and `fp8_attention_triton` run only on GPUs. torch's cuDNN attention cannot run the fp8 forward pass,
-because it does not accept scales.
+Three implementations of the fp8 forward pass exist. `Twin` is the reference implementation in plain torch, and runs on
+every device. FlashAttention-3 and `fp8_attention_triton` run only on GPUs. torch's cuDNN attention cannot run the fp8
+forward pass, because it does not accept scales.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ _forward = gpu_operator(
 
 
 class Launches(Protocol):
-    """Recorder of attention launches in a plan (`plan/planner/as_on_gpus.py`)."""
+    """Interface of an object that records attention launches for a plan (`plan/planner/as_on_gpus.py`)."""
 
     def attention(
         self, pairs: float, width: int, value_width: int, length: int, backward: bool, *, backend: str
@@ -247,7 +247,7 @@ class Fp8Attention(nn.Module):
     """Causal attention among the queries and keys of one rank, with the interface of `FusedAttention`."""
 
     def __init__(self, name: str, kernels: Kernels, compiled: bool) -> None:
-        """Create the attention module for the backend `name`. If `compiled` is True, casts are compiled regions."""
+        """Create the attention module for the backend `name`. If `compiled` is True, the casts are compiled."""
         super().__init__()
         self.name, self.compiled = name, compiled
         self.kernels = kernels

@@ -36,7 +36,7 @@ class Bounds(NamedTuple):
     sample: int
     """Stride between the bounds of two samples; 0 if all samples have the same bounds."""
     stop: int
-    """Stride between the start of a range and its end in `data`."""
+    """Stride in `data` between the start and the end of the same range."""
 
     @classmethod
     def of(cls, x: Tensor) -> Bounds:
@@ -81,7 +81,8 @@ def of_head(x, sample, head):
 
 @triton.jit
 def load_rows(x, start, stride, i, in_i, d, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows start + i of x [., WIDTH]. Rows for which in_i is false, and channels beyond WIDTH, are loaded as 0."""
+    """Load the rows of x [., WIDTH] that have the indices start + i. Rows for which in_i is False, and channels beyond
+    WIDTH, are loaded as 0."""
     at = x + tl.full([], 1, tl.int64) * start * stride + i[:, None] * stride + d[None, :]
     if MASKED or d.shape[0] != WIDTH:
         return tl.load(at, mask=in_i[:, None] & (d < WIDTH)[None, :], other=0.0)
@@ -99,7 +100,7 @@ def store_rows(x, values, row, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_bounds(bounds, sample, i, in_i):
-    """Load the ranges [first, stop) to which rows i attend."""
+    """Load the bounds `first` and `stop` for each row index in i. Row i attends to the range [first, stop)."""
     at = bounds.data + sample * bounds.sample + i
     return tl.load(at, mask=in_i, other=0), tl.load(at + bounds.stop, mask=in_i, other=0)
 

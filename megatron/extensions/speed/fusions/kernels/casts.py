@@ -47,8 +47,8 @@ def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:
 
 
 def paired(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]) -> CastPair:
-    """Arrange `values` and `scales`, in which the cast by rows comes first, as a `CastPair` with the `wanted` casts.
-    Both casts may share a single scale."""
+    """Build a `CastPair` from the values and scales of the casts that `wanted` selects. In both lists, the cast by rows
+    comes first. Both casts may share a single scale."""
     rows, columns = wanted
     by_rows = (values[0], scales[0]) if rows else (None, None)
     return CastPair(*by_rows, *((values[-1], scales[-1]) if columns else (None, None)))
@@ -121,7 +121,8 @@ def casts_of(shapes: RunShapes) -> Iterator[Tensor]:
 
 
 def order_of(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> CastOrder:
-    """Return a request to cast x by rows and by columns with a suitable multiplier, and to record its amax."""
+    """Return a request to cast x by rows and by columns, and to record its amax. The multiplier is computed from the
+    amax of x."""
     return CastOrder(torch.finfo(dtype).max / amax_of(x), torch.zeros((), device=x.device), (True, True), dtype)
 
 
@@ -183,7 +184,7 @@ def swiglu_gradient_cast(x: Tensor, grad: Tensor, cast: CastOrder, compiled: boo
 
 
 def swiglu_cast_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
-    """Compute `swiglu_cast` in plain torch, and return the amax instead of recording it."""
+    """Plain-torch version of `swiglu_cast` that returns the amax instead of recording it."""
     return cast_transpose_with_amax_twin(SWIGLU[0](wide(x)).to(x.dtype), cast)
 
 

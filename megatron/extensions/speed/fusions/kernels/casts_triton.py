@@ -37,8 +37,8 @@ class Casts(NamedTuple):
     multiplier: Tensor
     scale: Tensor
     state: Tensor
-    """Two numbers [2]: the bit pattern of the largest magnitude so far, and the number of finished programs. Both are
-    zero before and after a call."""
+    """Two numbers [2]: the bit pattern of the largest magnitude so far, and the number of finished programs. Both
+    numbers are zero before and after each kernel launch."""
     noted: Tensor | None
     """Recorded amax. If the amax of the matrix is larger, the kernel raises the recorded amax to it."""
 
@@ -216,8 +216,8 @@ def transpose_tiles(x, strides, out, n, k, TILE: tl.constexpr):
 
 @triton.jit
 def swiglu_tiles(x, grad, casts, n, f, TILE_N: tl.constexpr, TILE_F: tl.constexpr):
-    """Compute and cast SiLU(gate) * up [n, f] from x [n, 2f]. If `grad` is given, compute and cast the gradient of x
-    instead. The amax of the result is recorded."""
+    """Compute and cast SiLU(gate) * up [n, f] from x [n, 2f]. If `grad` is given, the kernel instead computes and casts
+    the gradient of x. In both cases, the kernel records the amax of the result."""
     i, j, in_i, in_j = tile_places(n, f, TILE_N, TILE_F)
     gate = load_tile(x, (2 * f, 1), i, j, in_i, in_j).to(tl.float32)
     up = load_tile(x + f, (2 * f, 1), i, j, in_i, in_j).to(tl.float32)
@@ -240,7 +240,8 @@ def swiglu_tiles(x, grad, casts, n, f, TILE_N: tl.constexpr, TILE_F: tl.constexp
 @triton.jit
 def head_tiles(dq, dk, dv, cos, sin, casts, n, groups, q_per_group, HALF: tl.constexpr, TILE_N: tl.constexpr):
     """Concatenate dq [n, groups * q_per_group, 2 * HALF], dk and dv [n, groups, 2 * HALF] within each group, and cast
-    the result. A program rotates one head of a tile of tokens. This kernel also records the amax."""
+    the result. Each program processes one head for a tile of tokens. If cos and sin are given, queries and keys are
+    rotated. The kernel also records the amax."""
     slots = groups * (q_per_group + 2)
     slot, tile = tl.program_id(0) % slots, tl.program_id(0) // slots
     group, place = slot // (q_per_group + 2), slot % (q_per_group + 2)

@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel.cross_entropy import scale_rows_
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, no_result, runs_triton
 
 ROWS = 4096
-"""Maximum number of tokens for which the kernel is compared with plain torch. The logits of this many tokens suffice to
-occupy a GPU."""
+"""Maximum number of tokens for which the kernel is compared with plain torch. The comparison needs no more tokens,
+because the logits of this number of tokens already occupy the whole GPU."""
 
 
 def makes_gradients(logits: Tensor, *_: object) -> bool:

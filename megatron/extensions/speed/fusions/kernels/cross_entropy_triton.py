@@ -23,13 +23,14 @@ WARPS = 32
 """Number of warps, number of threads, and number of adjacent columns of a block per thread (32 bytes of bf16)."""
 
 LOWEST = tl.constexpr(float(torch.finfo(torch.float32).min))
-"""Number that is smaller than all logits. Unlike minus infinity, its difference from any number is finite."""
+"""Number that is smaller than all logits. It is used in place of minus infinity, so that differences between two such
+numbers are not NaN."""
 
 
 @triton.jit
 def loss_and_gradient(logits, labels, losses, n, width, columns, z_loss, THREADS: tl.constexpr, EACH: tl.constexpr):
-    """Overwrite rows of `logits` [n, width] with the gradients of their losses [n]. Columns from number `columns` on
-    are padding. `z_loss` is None if the coefficient of the z-loss is 0."""
+    """Overwrite rows of `logits` [n, width] with the gradients of their losses [n]. Columns with an index of `columns`
+    or higher are padding. `z_loss` is None if the coefficient of the z-loss is 0."""
     block = tl.arange(0, THREADS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     for step in range(0, tl.cdiv(n, tl.num_programs(0))):
         row = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)

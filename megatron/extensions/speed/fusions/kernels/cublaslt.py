@@ -1,8 +1,8 @@
 """cuBLASLt GEMMs with an addend (beta = 1), called through ctypes. torch does not expose beta for fp8 operands, and
 first copies a 16-bit addend into the output.
 
-The constants and signatures come from cublasLt.h. They are the same in CUDA 12 and CUDA 13. The module checks the
-status of every cuBLASLt call. Operations that cuBLASLt does not support raise RuntimeError.
+The constants and signatures come from cublasLt.h, and are the same in CUDA 12 and CUDA 13. The module checks the status
+of every cuBLASLt call. If cuBLASLt does not support an operation, the call raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Kind(NamedTuple):
 
     bias: bool = False
     fast: bool = False
-    """True if partial sums of fp8 products may have fewer bits than fp32."""
+    """True if partial sums of fp8 products may be kept with fewer bits than fp32."""
 
     @property
     def scaled(self) -> bool:

@@ -8,8 +8,8 @@ addition while the loads of the next tile are in flight. One program runs on eac
 
 Experts are listed in ascending order of their numbers of rows, so that adjacent tiles take about the same time. If the
 last tiles would leave many multiprocessors idle, these tiles are split along tokens into equal parts. The first part of
-a split tile is added like a whole tile. The other parts of a split tile are written to separate memory, and a second
-kernel adds them in order. Every sum therefore has a fixed order that does not depend on the timing of programs.
+a split tile is added directly to the result. The other parts are written to separate memory, and a second kernel adds
+them to the result in a fixed order. The order of additions therefore never depends on the timing of programs.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -65,18 +65,19 @@ TILINGS = {
     "tall": Tiling(256, 128, 64, warps=8, stages=4),
     "small": Tiling(128, 128, 64, warps=4, stages=3, of_multiprocessor=2),
 }
-"""Tilings by name. The last tiling suits Hopper, whose multiprocessors run two of its programs at a time."""
+"""Tilings by name. The tiling "small" suits Hopper, where each multiprocessor can run two of its programs at a time."""
 
 
 @triton.jit
 def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Write the tile schedule of a call, using a single program. EXPERTS is a power of two."""
+    """Compute the order in which the programs of `add_grouped_kernel` process tiles, and write it to `schedule`. This
+    kernel runs as a single program. EXPERTS is a power of two."""
     e = tl.arange(0, EXPERTS)
     stop = tl.load(ends + e, mask=e < experts, other=0)
     start = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0)
     steps = tl.where(e < experts, tl.cdiv(stop - start, BLOCK_N), 0)
     last = tl.max(steps)
-    # Sort experts by their number of steps, and then by index. A single number combines both. Experts that exist only
+    # Sort experts by their number of steps, and then by index. A single sort key combines both. Experts that exist only
     # as padding come last.
     key = tl.where(e < experts, steps, last + 1).to(tl.int64) * EXPERTS + e
     order = (tl.sort(key) % EXPERTS).to(tl.int32)

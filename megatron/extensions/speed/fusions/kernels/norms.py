@@ -1,5 +1,5 @@
-"""RMSNorm and LayerNorm, fused with the preceding residual addition and with other results that the same pass over the
-operands computes.
+"""RMSNorm and LayerNorm in kernels that also compute the preceding residual addition. The same pass over the operands
+computes further results.
 
 The forward pass returns fp8 casts of the norm, by rows and by columns, instead of the norm. The gradient of the
 residual sum is the output gradient of the previous linear layer. The backward pass also returns the fp8 casts of the

@@ -1,8 +1,8 @@
 """Triton kernels of `norms.py`.
 
 In the forward pass, a program holds whole rows in registers and reads each operand once. The backward kernel processes
-blocks of rows in chunks of columns, in two passes. The second pass reads x and the gradient of the norm again, now from
-the L2 cache.
+blocks of rows in chunks of columns, in two passes. The second pass reads x and the gradient of the norm from the L2
+cache.
 
 A program of the backward kernel processes several blocks of rows and sums over them. A second kernel adds the sums of
 all programs in a fixed order.
@@ -25,8 +25,8 @@ from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 from megatron.extensions.speed.fusions.kernels.casts_triton import Casts, bits_of_size, cast_and_store, note_amax
 
 ELEMENTS, WARPS = 2**15, 16
-"""Number of 16-bit elements of each operand that a program of the forward kernel holds (64 per thread), and the
-program's number of warps."""
+"""Settings of the forward kernel: number of 16-bit elements per program and operand (64 per thread), and number of
+warps per program."""
 
 GRADIENT_ELEMENTS = 2**13
 """Number of elements of each operand that a program of the backward kernel holds (16 per thread). If the kernel also
@@ -200,7 +200,7 @@ def norm_gradient_chunks(
 
 @triton.jit
 def add_parts(parts, out, count, width, SUMMED: tl.constexpr, PARTS: tl.constexpr):
-    """Sum parts [count, width] -> [width]."""
+    """Sum `parts` [count, width] over the first dimension, and store the sums in `out` [width]."""
     j = tl.program_id(0) * SUMMED + tl.arange(0, SUMMED)
     total = tl.zeros([SUMMED], tl.float32)
     for start in range(0, count, PARTS):
@@ -232,7 +232,7 @@ def norm_cast(
     one_plus: bool,
     *cast: *CastParts,
 ) -> list[Tensor]:
-    """Call the kernel for `norms.norm_cast`."""
+    """Launch the kernel that computes `norms.norm_cast`."""
     assert x.is_contiguous() and (update is None or update.is_contiguous())
     (n, h), tile = x.shape, tile_of(x.shape[1], ELEMENTS * 2 // x.itemsize)
     casts = Casts.of(n, h, *cast)
@@ -253,7 +253,7 @@ def norm_gradients(
     sums: bool,
     *cast: *CastParts,
 ) -> list[Tensor]:
-    """Call the kernels for `norms.norm_gradients`."""
+    """Launch the kernels that compute `norms.norm_gradients`."""
     inverse, *means = statistics
     given = Backward(x, of_total, of_normed, weight, inverse, means[0] if means else None)
     assert all(operand is None or operand.is_contiguous() for operand in given)
