@@ -2,7 +2,7 @@
 
 With rounding to nearest, a bf16 average would lose all changes smaller than half the distance between two adjacent
 numbers. If the decay is above 0.998, rounding to nearest would lose every change. The average is therefore rounded
-stochastically, with a hash of the operands and the iteration as random bits. A resumed run computes the same bits, and
+stochastically. The random bits are a hash of the operands and the iteration. A resumed run computes the same bits, and
 an average of constant weights converges to the weights.
 """
 
@@ -47,7 +47,7 @@ class MovingAverages(Callback):
         """Iteration number and number of consumed samples at the last update of the averages."""
 
         self.said = False
-        """True if the run has already logged that no average has started."""
+        """True if a log line has already reported that no average has started."""
 
     def on_start(self, run: RunView) -> None:
         if self.config.training.skip_train and self.evaluates and not self.steps.get(self.averages[0].name):

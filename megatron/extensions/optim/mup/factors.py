@@ -9,8 +9,8 @@ The scaling rules of all optimizers follow from two numbers, `change` and `gradi
 `change` is the size that the update of a weight element must have so that the layer's output changes as much as in the
 base model. `gradient` is the size of a gradient element. Adam's updates are proportional to the learning rate, so
 `change` multiplies Adam's learning rate. Adam's epsilon is added to gradient magnitudes, so `gradient` multiplies
-epsilon. SGD's updates are proportional to learning rate times gradient, so its learning rate is multiplied by `change /
-gradient`. The weight decay of one step (learning rate times decay) is the same as in the base model.
+epsilon. SGD's updates are proportional to the learning rate times the gradient, so `change / gradient` multiplies SGD's
+learning rate. The weight decay of one step (learning rate times decay) is the same as in the base model.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def usual_widths(meta: ParamMeta, width: float) -> Widths:
 
 
 def _of_widths(meta: ParamMeta, widths: Widths) -> tuple[float, float, float]:
-    """Return the width-dependent parts of `std`, `change` and `gradient`."""
+    """Return the parts of `std`, `change` and `gradient` that depend on width, before the scaling with depth."""
     inputs, outputs = widths.inputs, widths.outputs
     if meta.width_kind == "hidden":
         return inputs**-0.5, 1 / inputs, 1 / outputs

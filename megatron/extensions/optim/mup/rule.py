@@ -76,7 +76,7 @@ class MupRule(ParameterRule):
             yield f"muP, {role}: {row}; {len(members)} parameters, {elements:,} elements"
 
     def _row(self, meta: ParamMeta) -> str:
-        """Return the factors of a parameter relative to training without muP."""
+        """Return text for the log that lists a parameter's factors, relative to training without muP."""
         group = self.group(ParamGroup(wd_mult=1.0), meta)
         std = self.factors(meta).std if meta.init is None or meta.init.std else 1.0
         return (

@@ -25,10 +25,10 @@ WIDTHS = (
     *("linear_num_key_heads", "linear_num_value_heads", "kda_num_heads", "rg_lru_width", "rg_lru_num_blocks"),
     *("mamba1_channels", "mamba1_step_rank", "window_num_attention_heads", "window_num_query_groups"),
 )
-"""Width fields that grow with the hidden size if their flags are set."""
+"""Configuration fields for widths that grow with the hidden size. Only fields with a value are scaled."""
 
 CHANNELS = ("kv_channels", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-"""Width fields within heads, which keep their size by default."""
+"""Configuration fields for the width of a head, which by default does not grow with the hidden size."""
 
 
 def given_widths(options: MupFlags) -> dict[str, int]:

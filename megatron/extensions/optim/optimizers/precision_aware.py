@@ -53,7 +53,7 @@ class StateFormat:
     """Largest number of the format. Only formats with scales use this field."""
 
     exported: torch.dtype | None = None
-    """For formats with scales: dtype in which checkpoints store the state. The checkpoint dtype represents every value
+    """Dtype in which checkpoints store the state if the format has scales. The checkpoint dtype represents every value
     of the format exactly."""
 
     @property
@@ -89,9 +89,9 @@ class StoredState:
         Args:
             numel: Number of elements.
             name: Name of the format.
-            main_dtype: Dtype that replaces fp32.
+            main_dtype: Dtype that is used if `name` is "fp32".
             zeros: `zeros(numel, dtype)` allocates a tensor.
-            squared: True if the state is a second moment, whose square root is stored in formats with scales.
+            squared: True if the state is a second moment. Formats with scales then store its square root.
         """
         self.format, self.squared = FORMATS[name], squared and FORMATS[name].scaled
         dtype = main_dtype if name == "fp32" else self.format.dtype
@@ -105,7 +105,8 @@ class StoredState:
         return self.codes.nbytes + self.exponents.nbytes
 
     def tensors(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return views (codes, exponents) of elements [start, stop), which are whole blocks."""
+        """Return a view of the codes and a view of the scale exponents for elements [start, stop), which must be whole
+        blocks."""
         return self.codes[start:stop], self.exponents[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)]
 
     def read(self, codes: Tensor, exponents: Tensor) -> Tensor:
@@ -298,7 +299,7 @@ class PackedShard(Shard):
 
 class Part(NamedTuple):
     """Views of one range of elements in a shard's tensors. A tensor is empty if the kind of main parameters does not
-    use the tensor. Each stored state is a pair (codes, exponents).
+    use the tensor. Each optimizer state is a pair (codes, scale exponents).
     """
 
     grads: Tensor

@@ -26,7 +26,8 @@ from megatron.training.run import TrainingRun
 
 
 class QKClip:
-    """QK-clip on one rank, with the rank's attention layers and the rank's shard of the parameters to scale."""
+    """QK-clip on one rank. It reads the largest logits of the rank's attention layers, and scales the rank's shard of
+    the parameters."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
     [heads/tp].
 
     Queries are multiplied by eta^alpha, and keys by eta^(1 - alpha). All heads in a query group use the smallest eta
-    among these heads. A key that all heads share is not scaled, so the queries are scaled by the whole factor.
+    among these heads. A key that all heads share is not scaled, so its queries are multiplied by eta.
     """
     of_groups = eta.unflatten(0, (-1, rows.heads)).amin(1, keepdim=True)
     powers = {

@@ -124,7 +124,8 @@ class Soap(Transform):
 
 
 def rotate(matrix: Tensor, basis: Sequence[Tensor | None], back: bool = False) -> Tensor:
-    """Return Q_L^T X Q_R, or with `back` Q_L X Q_R^T. Sides without a basis are not rotated."""
+    """Return Q_L^T X Q_R. If `back` is True, return the inverse rotation Q_L X Q_R^T. If `basis` is None on one side, X
+    is rotated only on the other side."""
     left, right = (None if each is None else each.mT if back else each for each in basis)
     matrix = matrix if left is None else left.mT @ matrix
     return matrix if right is None else matrix @ right
@@ -133,8 +134,8 @@ def rotate(matrix: Tensor, basis: Sequence[Tensor | None], back: bool = False) -
 def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
     """Take one step of power iteration for each factor.
 
-    The average of gradients is rotated into the new bases. The average of squares cannot be rotated, and keeps the
-    order of its directions.
+    The average of gradients is rotated into the new bases. The average of squared gradients cannot be rotated, so only
+    its entries are reordered with the directions.
     """
     average = rotate(states["rotated_avg"], basis, back=True)
     for dim, side in enumerate(SIDES):

@@ -144,7 +144,7 @@ class BranchOrigin(Callback):
         super().__init__(config)
         self.origin: dict[str, object] = {}
         self.before: object = None
-        """State in the loaded checkpoint."""
+        """State of this callback in the loaded checkpoint."""
 
     def on_start(self, run: RunView) -> None:
         folder = located(run.progress.loaded_from or "")

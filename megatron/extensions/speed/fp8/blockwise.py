@@ -55,7 +55,7 @@ def cast_by_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> Scaled:
 
 
 def cast_along_columns(x: Tensor, dtype: torch.dtype) -> Scaled:
-    """Cast the transpose of x [n, k] by tiles of 128 x 1: values [k, n], scale [k, n / 128]."""
+    """Cast the transpose of x [n, k] by tiles of 128 x 1. Returns values [k, n] and scale [k, n / 128]."""
     return cast_by_blocks(x.t(), 1, dtype)
 
 
@@ -110,6 +110,6 @@ class BlockwiseGemms(Fp8Gemms):
         return self._region(recast_along_columns, whole)(*rows)
 
     def _region(self, cast: Callable[K, R], whole: bool) -> Callable[K, R]:
-        """Return the cast as a region, compiled only if all tiles of the matrix are `whole`. Some compiler versions mix
-        up the scales of partial tiles."""
+        """Return `cast`, compiled if `whole` is True. `whole` means that the size of the matrix is a multiple of the
+        tile size. Some compiler versions mix up the scales of partial tiles."""
         return region(cast, self.compiled and whole, static=True)

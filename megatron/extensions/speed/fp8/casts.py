@@ -33,8 +33,9 @@ Others = TypeVarTuple("Others")
 
 
 class CastPair(NamedTuple):
-    """Casts of a matrix: fp8 values by rows [n, k] and by columns [k, n], and the fp32 scales that undo the
-    multipliers, either [] or [n, 1] and [k, 1]. A cast is None if it was not requested."""
+    """fp8 casts of a matrix by rows [n, k] and by columns [k, n], with fp32 scales that undo the multipliers. There is
+    one scale [] for the matrix, or one for each row [n, 1] and each column [k, 1]. A cast is None if it was not
+    requested."""
 
     rows: Tensor | None
     row_scale: Tensor | None
@@ -44,7 +45,7 @@ class CastPair(NamedTuple):
 
 class CastOrder(NamedTuple):
     """Request to cast a matrix with a given multiplier []. `wanted` states whether to cast by rows, by columns or both.
-    The amax of the matrix is recorded in `noted` [], which keeps the maximum of all amax values recorded there."""
+    If the amax of the matrix is larger than `noted` [], it replaces the value of `noted`."""
 
     multiplier: Tensor
     noted: Tensor | None
@@ -234,7 +235,7 @@ def formats(name: str) -> tuple[torch.dtype, torch.dtype]:
 
 def multiplies_in_fp8(x: Tensor) -> bool:
     """Return True if matrix products on the device of `x` use torch's fp8 GEMM. On CPUs, torch's fp8 GEMM takes up to a
-    thousand times as long as a product of dequantized operands. Both compute the same values."""
+    thousand times as long as a product of dequantized operands. Both methods compute the same values."""
     return x.is_cuda
 
 

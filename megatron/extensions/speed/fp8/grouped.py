@@ -109,9 +109,10 @@ def blocks_of(matrices: Tensor, transpose: bool = False) -> Scaled:
 
 
 class ExpertTiles(NamedTuple):
-    """Transposed e4m3 cast of rows x [n, k], sorted by expert. A tile consists of 128 rows of an expert. Each column of
-    a tile has its own scale. Each expert's rows are padded with zeros to whole tiles. The number of tiles suffices for
-    any distribution of n rows over the experts. The contents of unused tiles are undefined."""
+    """e4m3 cast of rows x [n, k], stored as its transpose. The rows are sorted by expert. A tile consists of 128 rows
+    of an expert. Each column of a tile has its own scale. Each expert's rows are padded with zeros to whole tiles. The
+    number of tiles suffices for any distribution of n rows over the experts. The contents of unused tiles are
+    undefined."""
 
     values: Tensor
     """[k, 128 tiles]"""

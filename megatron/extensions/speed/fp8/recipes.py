@@ -131,7 +131,8 @@ class Fp8Gemms(nn.Module):
         raise NotImplementedError
 
     def cast_to_gather(self, x: Tensor) -> Operand:
-        """Cast an input [s/t, b, in] before its gather, or defer the cast until after the gather."""
+        """Return the operand of the gather of an input [s/t, b, in]: a cast, or the input if it is cast after the
+        gather."""
         raise NotImplementedError
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
@@ -256,7 +257,7 @@ class PerTensorGemms(Fp8Gemms):
         return self.cast(dy, GRAD, ROWS)[0]
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
-        """See `LinearGemms`. dY [n, out] may be given as the bytes that a gather sends."""
+        """See `LinearGemms`. dY [n, out] may be the uint8 view of an fp8 tensor, as a gather sends it."""
         rows = Scaled(dy[0].view(self.grad_format), dy[1])
         scaled_mm(rows, self._weight(weight, "columns"), weight.dtype, out=out)
 
@@ -318,8 +319,8 @@ class DelayedGemms(PerTensorGemms):
         return self._order(INPUT, BOTH if needs_dw and not self.cuts.sequence else ROWS)
 
     def given_input(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-        """Return the result of `cast_input` for an input [*tokens, in] from casts that a kernel made for
-        `input_order`."""
+        """Convert casts of an input [*tokens, in], which a fused kernel computed for `input_order`, to the form that
+        `cast_input` returns."""
         if not self.cuts.sequence:
             return given_operands(pair, tokens)
         assert pair.rows is not None and pair.row_scale is not None

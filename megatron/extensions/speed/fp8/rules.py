@@ -220,7 +220,7 @@ def _kinds(c: RunConfig) -> _Kinds:
 
 def _multi_token(c: RunConfig) -> Iterator[Problem]:
     """Check the projection of multi-token prediction modules. On each rank, this projection has hidden size /
-    tensor-parallel size output features. The projection uses fp8 if the last layer uses fp8."""
+    tensor-parallel size output features. The projection uses fp8 only if the last transformer layer does."""
     m = c.model
     own = c.options(Fp8Flags)
     tp = c.parallel.tensor_model_parallel_size

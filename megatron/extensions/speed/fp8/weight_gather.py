@@ -65,9 +65,9 @@ class Part:
         self.sent.copy_(values.view(torch.uint8))
 
     def _blocks(self) -> tuple[int, int, tuple[int, int]]:
-        """Return (row, offset, shape). `row` is the first block row that this part touches. `offset` is the number of
-        elements between the start of this block row and the start of the part. `shape` is the shape of the weight's
-        rows from the start of this block row to the end of the part."""
+        """Locate this part among the blocks of its weight. Returns (row, offset, shape). `row` is the first block row
+        that this part touches. `offset` is the number of elements between the start of this block row and the start of
+        the part. `shape` is the shape of the weight's rows from the start of this block row to the end of the part."""
         columns = self.weight.values.shape[1]
         first, before = divmod(self.start, TILE * columns)
         return first, before, (-(-(before + len(self.values)) // columns), columns)
@@ -92,8 +92,8 @@ class WeightGather:
 
     @torch.no_grad()
     def cast_(self) -> None:
-        """Cast the current values of this rank's parts. Collective over the data-parallel and the tensor-parallel
-        ranks."""
+        """Cast the current values of the weight parts that this rank owns. Collective over the data-parallel and the
+        tensor-parallel ranks."""
         self.amax.zero_()
         for part in self.parts:
             first, amax = part.amax()

@@ -2,8 +2,8 @@
 sum. The backward pass computes the gradients of x, update, weight and bias in one pass over the operands.
 
 The fusion needs `--compile`. torch's own norms are separate kernels. With separate kernels, a residual addition would
-read and write the residual stream once more in both the forward and the backward pass. The weight gradient would also
-read both of its operands again.
+read and write the residual stream once more in both the forward and the backward pass. The kernel for the weight
+gradient would also read both of its operands again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.extensions.speed.fusions.kernels.norms import normalized as _norma
 
 
 class InputCast(NamedTuple):
-    """Casts that a layer requests for its input."""
+    """Request of a layer for fp8 casts of its input."""
 
     gemms: DelayedGemms
     needs_dw: bool
@@ -37,9 +37,9 @@ class InputCast(NamedTuple):
         return self.gemms.input_order(self.needs_dw)
 
     def stand_in(self, pair: CastPair, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a placeholder through which the layer receives the casts and the gradient is returned. The placeholder
-        is a NaN tensor [s, b, h] that is expanded from a single element. Only a layer that reads `given_input` accepts
-        this placeholder as input."""
+        """Return a placeholder for the layer's input. It carries the casts to the layer, and its gradient to the
+        operation that computed the input. The placeholder is a NaN tensor [s, b, h] that is expanded from a single
+        element. Only a layer that reads `given_input` accepts this placeholder as input."""
         found = self.gemms.no_value(dtype).expand(shape)
         found.given_casts = self.gemms.given_input(pair, shape[:-1])  # type: ignore[attr-defined]
         return found
@@ -171,8 +171,8 @@ def fused_norm(
     x: Tensor, update: Tensor | None, norm: Norm, mask: DropoutMask | None = None, cast: InputCast | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (x + update, norm of x + update over the last dim), or (x, norm of x) if there is no update. After the
-    call, use the returned residual stream instead of the argument x. The backward pass of the norm then also adds the
-    gradient of the residual stream.
+    call, use the returned residual stream instead of the argument x. In the backward pass, the norm kernel then adds
+    the gradient of the returned residual stream.
 
     Args:
         x: Residual stream [..., h].
@@ -267,7 +267,7 @@ def _with_casts_and_sum(of_update: OutputGradient, operands: NormBackward) -> tu
 
 
 def _added_and_normalized(x: Tensor, update: Tensor, mask: DropoutMask | None, norm: Norm) -> tuple[Tensor, ...]:
-    """Return the sum x + update and the results of `_normalized` for this sum."""
+    """Return the sum x + update, followed by the tensors that `_normalized` returns for this sum."""
     total = x + (update if mask is None else mask.applied(update))
     return total, *_normalized(total, norm)
 

@@ -98,8 +98,8 @@ class WeightGradKernel:
         add_product_(self._kernel(out, dy), out, dy, x, overwrite)
 
     def samples(self, shapes: RunShapes) -> tuple[()]:
-        """Return no operands. `choose_weight_grads` instead times this kernel for each layer, after the model is
-        built."""
+        """Return no operands. `choose_weight_grads` compares this kernel with others after the model is built, once for
+        each layer shape."""
         return ()
 
     def _kernel(self, out: Tensor, dy: Scaled) -> str:
@@ -135,8 +135,8 @@ def choose_weight_grads(
 ) -> Mapping[ProductShape, Choice]:
     """For each shape of the fp8 linear layers, time the weight gradient kernels and select the fastest.
 
-    Collective over the ranks of a pipeline stage, which have the same shapes. The slowest rank decides, and all ranks
-    use the same kernels, so that replicas stay equal.
+    Collective over the ranks of a pipeline stage, whose layers have the same shapes on all ranks. All ranks use the
+    kernel that is the fastest on the slowest rank, so that replicas stay equal.
 
     Args:
         modules: Modules that contain the fp8 linear layers.
@@ -198,8 +198,8 @@ def weight_grad_runs(
 
 
 def _checked(run: Run, sums: Callable[[], Tensor], expected: Callable[[slice], Tensor], kernel: str) -> Run:
-    """Wrap `run` so that the first call also checks the result of `sums`. The first call raises RuntimeError if the
-    first or last rows and columns of this result differ from `expected`."""
+    """Return a function that calls `run`. Its first call raises RuntimeError if the first or last rows and columns of
+    `sums()` differ from `expected`."""
     known = False
 
     def checked() -> None:
@@ -360,7 +360,8 @@ def _row_parallel(modules: Iterable[nn.Module]) -> list[RowParallelLinear]:
 
 def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device) -> dict[str, Run]:
     """Return two functions that compute the residual addition on random operands. One runs a GEMM with an addend. The
-    other runs a GEMM without an addend and the extra memory pass that the norm then needs."""
+    other runs a GEMM without an addend, and then the additional pass over memory that the norm needs for the
+    addition."""
     generator = torch.Generator(device).manual_seed(0)
 
     def made(*size: int) -> Tensor:

@@ -69,7 +69,7 @@ def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segm
     """Compute out[e] += dy_eᵀ x_e for each expert e with the given kernel.
 
     Args:
-        kernel: `TILES` or one of `LISTS`.
+        kernel: Name of the kernel: `TILES`, or an element of `LISTS`.
         out: Gradient sums [experts, o, i].
         dy: Output gradients [n, o], sorted by expert.
         x: Inputs [n, i], sorted by expert.

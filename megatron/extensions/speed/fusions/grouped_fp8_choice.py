@@ -1,8 +1,8 @@
-"""fp8 expert kernels, and the choice between them by timings at a run's shapes (see `grouped_choice.py`). The products
-of rows, y = x Wᵀ and dX = dY W, are computed by torch or by Triton's kernel with one list of tiles. torch uses its
-grouped kernel if the GPU supports this kernel for the recipe; otherwise, it computes one product for each expert.
-The operands of weight gradients are cast with one scale per tile of tokens. Triton's kernel multiplies these operands
-in fp8, and torch multiplies the same values in 16 bits.
+"""fp8 expert kernels. At the start of a run, the kernels are timed at the run's shapes, and the fastest are used (see
+`grouped_choice.py`). Either torch or a Triton kernel with a single list of tiles computes the products of rows, y = x
+Wᵀ and dX = dY W. torch uses its grouped kernel if the GPU supports this kernel for the recipe. Otherwise, torch
+computes one product for each expert. The operands of weight gradients are cast with one scale per tile of tokens.
+Triton's kernel multiplies these operands in fp8, and torch multiplies the same values in 16 bits.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
     plain = staticmethod(grouped.add_fp8_products_grouped_.__wrapped__)  # type: ignore[attr-defined]
 
     def samples(self, shapes: RunShapes) -> Iterator[tuple[Tensor, ExpertTiles, ExpertTiles, Tensor]]:
-        """Yield operands of a run's experts, with equal numbers of rows."""
+        """Yield operands with the shapes of a run's experts. All experts have the same number of rows."""
         for outputs, inputs in shapes.expert_matrices if shapes.fp8 is not None else ():
             yield tiles_of(shapes, outputs, inputs, even(shapes))
 
@@ -200,7 +200,7 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
     plain = staticmethod(grouped.grouped_scaled_mm.__wrapped__)  # type: ignore[attr-defined]
 
     def samples(self, shapes: RunShapes) -> Iterator[tuple[Scaled, Scaled, Segments, torch.dtype, bool]]:
-        """Yield operands of a run's experts, with equal numbers of rows."""
+        """Yield operands with the shapes of a run's experts. All experts have the same number of rows."""
         for outputs, inputs in shapes.expert_matrices if shapes.fp8 is not None else ():
             yield (*rows_of(shapes, outputs, inputs, even(shapes)), shapes.dtype, True)
 
@@ -287,7 +287,7 @@ def tiles_of(
 
 
 def rows_of(shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]) -> tuple[Scaled, Scaled, Segments]:
-    """Return random rows and matrices, cast with the fp8 recipe of a run, and the segments of the experts.
+    """Return random rows and random matrices, both cast with the run's fp8 recipe, and the segments of the experts.
 
     Args:
         shapes: Shapes of the run.

@@ -2,8 +2,8 @@
 activation and its input gradient directly in fp8.
 
 The fused MLP requires `--compile` and --fp8-recipe delayed, whose scales are known before the activation is computed.
-Neither the activation nor the gradient of its input is stored in 16 bits. The linear layers before and after the
-activation receive the casts in placeholder tensors without values.
+The activation and the gradient of its input are stored only in fp8. The linear layers before and after the activation
+receive the casts in placeholder tensors without values.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def casts_swiglu(fc1: ParallelLinear, activation: object, fc2: ParallelLinear) -
 
 
 def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor | None = None) -> Tensor:
-    """Compute fc2(SwiGLU(fc1(x))), with gradients: x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism.
-    Do not call this function if hooks are registered on the layers, because the hooks would receive placeholders.
+    """Compute fc2(SwiGLU(fc1(x))) as a differentiable function: x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence
+    parallelism. Do not call this function if hooks are registered on the layers, because the hooks would receive
+    placeholders.
 
     Args:
         x: Input.
@@ -127,8 +128,8 @@ class FusedTransformerLayer(TransformerLayer):
 
     def takes_pending(self) -> bool:
         """Return True if a norm kernel of this layer adds the pending update to the residual stream. Forward hooks
-        receive the stream after this addition, unless they declare that they accept a stream whose last update is not
-        yet added."""
+        usually receive the stream after this addition. A hook with the attribute `takes_pending` also accepts a stream
+        whose last update has not been added."""
         norm = self.input_layernorm if self.mixes else self.pre_mlp_layernorm
         observed = is_hooked(self, forward=False) or not all(
             getattr(hook, "takes_pending", False) for hook in forward_hooks(self)

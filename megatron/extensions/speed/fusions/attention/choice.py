@@ -59,8 +59,8 @@ class AttentionShape:
     value_head_dim: int
     dtype: torch.dtype
     queries: Spans | None = None
-    """Positions of this rank's queries if --cp-comm-type is p2p or all_gather. None means that the rank has all
-    queries."""
+    """Positions of this rank's queries under context parallelism with --cp-comm-type p2p or all_gather. None means that
+    the rank has all queries."""
 
     window: int | None = None
     """Number of keys that a query attends to in every layer; None if each query attends to all keys up to its own
@@ -93,8 +93,8 @@ def choose_kernel(shape: AttentionShape, device: torch.device, world: Axis, fixe
         shape: Shape of a rank's attention.
         device: Device of the kernels.
         world: Axis of all ranks.
-        fixed: Name of the only kernel to time. "fp8" times all fp8 and 16-bit kernels. If None, all 16-bit kernels are
-            timed.
+        fixed: Name of the only kernel to time. If "fp8", all fp8 and 16-bit kernels are timed. If None, all 16-bit
+            kernels are timed.
     """
     names = shape.backends if fixed is None else (fixed,)
     if fixed in IN_FP8:
@@ -170,9 +170,9 @@ def use(winner: str) -> None:
 
 
 def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | None:
-    """Return the shape of this rank's attention; None if no kernels need to be compared. No comparison is needed if no
-    layer has attention, or if attention runs in plain torch or in 32 bits. A deterministic run without dropout compares
-    no kernels, because its results must not depend on timings."""
+    """Return the shape of this rank's attention. Returns None if there are no kernels to compare, because no layer has
+    attention, or because attention runs in plain torch or in 32 bits. A deterministic run without dropout compares no
+    kernels, because its results must not depend on timings."""
     model = config.model
     parallel = config.parallel
     dtype = getattr(torch, config.parallel.params_dtype)

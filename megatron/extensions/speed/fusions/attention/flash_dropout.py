@@ -1,17 +1,17 @@
-"""Attention with dropout in one fused GPU kernel, which applies the masks of `megatron.core.dropout`: the tile kernel,
-its operators, and attention for all local queries.
+"""Attention with dropout in one fused GPU kernel. The kernel applies the dropout masks of `megatron.core.dropout`. This
+module contains the tile kernel, its operators, and attention for all queries of a rank.
 
 The equivalent in plain torch is `TorchKernel` (`megatron.core.attention.tile_kernels`), which uses the same dropout
 masks but sums in a different order.
 
-The forward pass works as in FlashAttention-2 (arXiv 2307.08691). The backward pass consists of two kernels without
-atomic additions, one for queries and one for keys and values, so its results are bit-equal in every run. Dropout masks
-are hashed in the kernels that compute the scores, and are never stored.
+The forward pass works as in FlashAttention-2 (arXiv 2307.08691). The backward pass consists of one kernel for queries,
+and one for keys and values. Neither kernel uses atomic additions, so the results are bit-equal in every run. Dropout
+masks are hashed in the kernels that compute the scores, and are never stored.
 
 Tiles are converted to bands of query-key pairs. A band contains two kinds of ranges: the keys to which each query
 attends, and the queries that attend to each key. Rows are sorted by position. A query attends to an interval of
 positions, from the beginning of its document or window to the query's position. The keys of a query are therefore
-adjacent rows for all kinds of tiles: documents, windows, and the two chunks of a rank under context parallelism. From
+adjacent rows. This is true for documents, for windows, and for the two chunks of a rank under context parallelism. From
 one query to the next, neither end of the key range decreases.
 """
 
@@ -40,8 +40,8 @@ Integers = NDArray[np.int64]
 @dataclass(frozen=True, eq=False)
 class Band:
     """Attention mask, stored as the range of keys to which each query attends, and as the range of queries that attend
-    to each key. Key positions are relative to `keys.start`, and query positions to `queries.start`. If the ranges are
-    equal for all samples, a single entry represents all samples."""
+    to each key. Key positions are relative to `keys.start`, and query positions to `queries.start`. If all samples have
+    the same ranges, the arrays have a single entry for all samples."""
 
     queries: range
     """Smallest range of rows that contains all queries with at least one key."""
@@ -67,7 +67,7 @@ class Band:
 
 @lru_cache(maxsize=64)
 def band_of(tiles: tuple[Tile, ...]) -> Band:
-    """Return one band that contains the query-key pairs of all tiles from `causal_tiles`."""
+    """Merge tiles from `causal_tiles` into one band that contains the query-key pairs of all tiles."""
     queries, keys = _covered([tile.queries for tile in tiles]), _covered([tile.keys for tile in tiles])
     samples = 1 + max(tile.sample or 0 for tile in tiles)
     first = np.full((samples, len(queries)), len(keys))
@@ -210,7 +210,7 @@ def _dense(x: Tensor) -> Tensor:
 
 
 class _BandOnDevice(NamedTuple):
-    """`Band` whose arrays are int32 tensors on the device."""
+    """Copy of a `Band` on the device, with an int32 tensor for each array."""
 
     of_queries: Tensor
     """[2, samples, n]"""
@@ -238,7 +238,8 @@ _BAND = (
     "Tensor of_queries, Tensor of_keys, Tensor places, Tensor column_bits, "
     "float scale, float p, int key, int head_offset, Tensor sample_index"
 )
-"""Operator schema of the common arguments: the fields of `_BandOnDevice`, and the kernel settings."""
+"""Schema of the arguments that the forward and backward operators share: the fields of `_BandOnDevice`, and the kernel
+settings."""
 
 BandParts = tuple[Tensor, Tensor, Tensor, Tensor, float, float, int, int, Tensor]
 """Python types of the operator arguments that the schema `_BAND` declares."""

@@ -1,8 +1,8 @@
 """Triton kernels of `flash_dropout.py`.
 
 In the forward pass, each program computes a block of queries for one sample and head. The backward pass has two
-kernels. One computes the query gradients by blocks of queries, the other the key and value gradients by blocks of keys.
-Each program recomputes the scores and masks, and sums in a fixed order.
+kernels. One kernel computes the query gradients, one block of queries at a time. The other kernel computes the key and
+value gradients, one block of keys at a time. Each program recomputes the scores and masks, and sums in a fixed order.
 
 The dropout mask costs eight integer operations per score: one addition, two shifts, two exclusive ORs, two
 multiplications and one comparison.
@@ -136,7 +136,7 @@ def attention_forward(
     q, k, v, out, lse, bounds, mask, sizes, factors, limit, key, head_offset, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr
 ):
     """Compute attention: q [n, samples, heads, d], k [m, samples, groups, d], v [m, samples, groups, dv] -> out [n,
-    samples, heads, dv], lse [samples, heads, n]. `WIDTHS` is the result of `widths_of`."""
+    samples, heads, dv], lse [samples, heads, n]. Pass the result of `widths_of` as `WIDTHS`."""
     samples, n, m, heads, of_group = sizes
     sample_index, places, column_bits = mask
     # the last block of rows has the most keys, so the first program processes this block
@@ -264,7 +264,7 @@ def attention_dkdv(
 
 
 class Settings(NamedTuple):
-    """Operator arguments other than the operands."""
+    """Arguments of the attention operators other than queries, keys, values and gradients."""
 
     of_queries: Tensor
     """Start and end of each query's key range, [2, 1 or b, n] int32. `of_keys` holds the start and end of each key's
@@ -288,7 +288,8 @@ class Settings(NamedTuple):
 
     @property
     def factors(self) -> tuple[float, float, float]:
-        """Return three factors: for base-2 scores, for the weights kept by dropout, and for scores."""
+        """Return three factors. The first multiplies scores in base 2, the second multiplies attention weights that
+        dropout keeps, and the third multiplies scores."""
         return self.scale * LOG2_E, 1 / (1 - self.p), self.scale
 
     @property
@@ -310,7 +311,7 @@ def flash_dropout(q: Tensor, k: Tensor, v: Tensor, *settings: *BandParts) -> tup
         q: Queries [n, b, heads, d].
         k: Keys [m, b, groups, d].
         v: Values [m, b, groups, dv].
-        settings: The fields of `Settings`.
+        settings: Values of the fields of `Settings`, in order.
     """
     check(q, v)
     own = Settings(*settings)
@@ -337,7 +338,7 @@ def flash_dropout_backward(
         q: Queries.
         k: Keys.
         v: Values.
-        settings: The fields of `Settings`.
+        settings: Values of the fields of `Settings`, in order.
     """
     check(q, v)
     own, widths = Settings(*settings), widths_of(q, v)

@@ -200,7 +200,7 @@ TileRows = Callable[[Tensor, Tile], Tensor]
 
 
 def _pack(x: Tensor, tiles: Sequence[Tile], rows: TileRows) -> Tensor:
-    """Pack the rows of all tiles, sample by sample: x [s, b, ...] -> [total, ...]."""
+    """Concatenate the rows of all tiles, one sample after another: x [s, b, ...] -> [total, ...]."""
     return torch.cat([rows(x, tile).transpose(0, 1).flatten(0, 1) for tile in tiles])
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Tensor [n, samples, heads, channels] with adjacent channels, given as a pointer with strides."""
+    """Pointer to a tensor [n, samples, heads, channels], and strides of the tensor. Channels are adjacent in memory."""
 
     data: Tensor
     row: int
@@ -122,7 +122,8 @@ def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
 @triton.jit
 def add_blocks(add_block, sums, own, other, seen, ranges, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr):
     """Loop over the blocks of the `other` operands, and add their contributions to the `sums` of the program's `own`
-    rows. `seen` contains the range (first, stop) of each row. Blocks to which every row attends are added first."""
+    rows. `seen` contains the range (first, stop) of each row. The loop starts with the blocks to which every row
+    attends."""
     begin, full, full_end, before, behind = ranges
     for start in range(full, full_end, BLOCK):
         sums = add_block(sums, own, other, seen, start, numbers, WIDTHS, BLOCK, False)

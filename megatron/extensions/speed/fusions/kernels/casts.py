@@ -1,5 +1,5 @@
-"""Casts to fp8 by rows and by columns, in one pass over a matrix, or in the kernel that computes the matrix: SwiGLU,
-its gradient, and the gradients of attention heads.
+"""Casts of a matrix to fp8 by rows and by columns, in a single pass over the matrix. SwiGLU, its gradient and the
+gradients of attention heads are cast by the kernels that compute them.
 
 Without these fused kernels, a GPU would write the result in 16 bits, and a cast would read it again. Values are still
 rounded to 16 bits before the cast, so the results equal those of a separate cast kernel."""
@@ -41,7 +41,7 @@ no operator returns the same tensor twice."""
 
 
 def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:
-    """Arrange the results of a casting operator into a `CastPair`."""
+    """Convert the results of an operator that casts a matrix to a `CastPair`."""
     *values, scale = made
     return paired(values, [scale], cast.wanted)
 
@@ -55,8 +55,8 @@ def paired(values: list[Tensor], scales: list[Tensor], wanted: tuple[bool, bool]
 
 
 def made_casts(x: Tensor, size: tuple[int, int], *cast: *CastParts) -> list[Tensor]:
-    """Return fake results of an operator that casts a matrix [n, k] computed from x: the requested casts, by rows [n,
-    k] and by columns [k, n], and the scale."""
+    """Fake implementation of an operator that computes a matrix [n, k] from x and casts it. Returns uninitialized
+    tensors for the requested casts by rows [n, k] and by columns [k, n], and for the scale."""
     _, _, wanted, dtype = cast
     sizes = [shape for shape, wants in zip((size, size[::-1]), wanted, strict=True) if wants]
     return [*(x.new_empty(shape, dtype=dtype) for shape in sizes), x.new_empty((), dtype=torch.float32)]

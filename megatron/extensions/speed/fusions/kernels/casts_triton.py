@@ -70,8 +70,8 @@ _states: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def state_of(device: torch.device) -> Tensor:
-    """Return the working memory for the field `state` of `Casts`. There is one state for each stream, because the
-    kernels of a stream run one after another."""
+    """Return the working memory for the field `state` of `Casts`. All kernels on a stream share this memory, because
+    they run one after another."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if (device, stream) not in _states:
         _states[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
@@ -197,7 +197,8 @@ def cast_tiles(
 
 @triton.jit
 def amax_tiles(x, strides, row_bits, column_bits, n, k, TILE: tl.constexpr):
-    """Raise `row_bits` [n] and `column_bits` [k], initially zero, to the bits of the largest magnitudes in x [n, k]."""
+    """Store the bit pattern of the largest magnitude in each row and column of x [n, k] in `row_bits` [n] and
+    `column_bits` [k]. Both must be zero before the launch."""
     i, j, in_i, in_j = tile_places(n, k, TILE, TILE)
     bits = bits_of_size(load_tile(x, strides, i, j, in_i, in_j).to(tl.float32))
     if row_bits is not None:
@@ -241,7 +242,7 @@ def swiglu_tiles(x, grad, casts, n, f, TILE_N: tl.constexpr, TILE_F: tl.constexp
 def head_tiles(dq, dk, dv, cos, sin, casts, n, groups, q_per_group, HALF: tl.constexpr, TILE_N: tl.constexpr):
     """Concatenate dq [n, groups * q_per_group, 2 * HALF], dk and dv [n, groups, 2 * HALF] within each group, and cast
     the result. Each program processes one head for a tile of tokens. If cos and sin are given, queries and keys are
-    rotated. The kernel also records the amax."""
+    rotated. The kernel also records the amax of the result."""
     slots = groups * (q_per_group + 2)
     slot, tile = tl.program_id(0) % slots, tl.program_id(0) // slots
     group, place = slot // (q_per_group + 2), slot % (q_per_group + 2)

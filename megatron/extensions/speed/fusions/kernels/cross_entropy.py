@@ -1,4 +1,5 @@
-"""Cross entropy that overwrites the logits with their gradient, so that memory is read once and written once.
+"""Cross entropy that overwrites the logits with their gradient. The logits are read from memory once, and the gradient
+is written once.
 
 The gradient of a token's loss depends on a sum over the vocabulary. A program that computes both the sum and the
 gradient reads each row twice, the second time from the L2 cache. Separate forward and backward kernels would each read
@@ -16,8 +17,8 @@ from megatron.core.tensor_parallel.cross_entropy import scale_rows_
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, no_result, runs_triton
 
 ROWS = 4096
-"""Maximum number of tokens for which the kernel is compared with plain torch. The comparison needs no more tokens,
-because the logits of this number of tokens already occupy the whole GPU."""
+"""Maximum number of tokens for which the kernel is compared with plain torch. This number is sufficient, because the
+logits of so many tokens occupy the whole GPU."""
 
 
 def makes_gradients(logits: Tensor, *_: object) -> bool:

@@ -86,7 +86,7 @@ Value = (
     | ctypes.c_size_t
     | ctypes.c_void_p
 )
-"""Value of a cuBLASLt attribute."""
+"""Types of the values that cuBLASLt attributes accept."""
 
 
 def _call(name: str, *args: object) -> None:

@@ -44,7 +44,7 @@ TILINGS = {
     "shallow": Tiling(128, 128, 1, warps=8, stages=3),
     "small": Tiling(64, 128, 1, warps=4, stages=3, of_multiprocessor=2),
 }
-"""Tilings for weight gradients by name. The number of rows per step is given in tiles of 128 rows.
+"""Tilings of the weight gradient kernel, keyed by name. The number of rows per step is given in tiles of 128 rows.
 
 Larger tiles would leave no registers for the second accumulator of each output. The tiling "shallow" fits into the
 shared memory of Ada GPUs.
@@ -71,7 +71,7 @@ ROW_TILINGS = {
     "shallow": RowTiling(128, 128, TILE, 8, 3),
     "flat": RowTiling(64, 128, TILE, 4, 3),
 }
-"""Tilings for products of rows by name."""
+"""Tilings of the kernel that multiplies rows by expert matrices, keyed by name."""
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def cast_along_tokens_kernel(
     TILE: tl.constexpr,
 ):
     """Cast x [n, width] to values [width, tokens] with scale [tokens / TILE, width]. A program casts COLUMNS columns of
-    one tile. Tiles that belong to no expert are 0. EXPERTS is a power of two."""
+    one tile. Tiles that belong to no expert are set to 0. EXPERTS is a power of two."""
     tile = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     of_tiles = tl.load(tile_ends + e, mask=e < experts, other=2147483647)

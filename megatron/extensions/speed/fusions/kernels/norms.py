@@ -22,8 +22,8 @@ from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShap
 from megatron.extensions.speed.fusions.kernels.casts import CAST, TOLERANCE, made_casts, order_of, paired, wide
 
 WIDEST = 2**14
-"""Maximum row length for which Triton kernels are used. A program of the forward kernel holds whole rows of this length
-in registers."""
+"""Maximum row length for which Triton kernels are used. The limit exists because a program of the forward kernel holds
+whole rows in registers."""
 
 
 class Norm(NamedTuple):
@@ -192,7 +192,7 @@ Normed = tuple[Tensor | None, tuple[Tensor, ...], CastPair]
 
 def norm_cast_twin(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> tuple[Normed, Tensor]:
     """Compute `norm_cast` in plain torch. Returns (the total if there is an update, statistics, casts) and the amax.
-    The amax is not recorded."""
+    Unlike `norm_cast`, this function does not record the amax."""
     total = x if update is None else x + update
     normed, *statistics = normalized(total, norm)
     pair, amax = cast_transpose_with_amax_twin(normed, cast)

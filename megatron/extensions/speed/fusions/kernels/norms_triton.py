@@ -154,8 +154,8 @@ def norm_gradient_chunks(
     gradient, of the bias gradient (LayerNorm), and of dx (with SUMS).
 
     The first pass over the chunks of a block sums within rows. The second pass computes gradients. It starts with the
-    last chunk, because the last chunks are still in the caches. Sums over rows are kept in `part_sums` between
-    steps."""
+    last chunk, because the last chunks are still in the caches. From one step to the next, `part_sums` holds the sums
+    over rows."""
     CENTERED: tl.constexpr = given.mean is not None
     TILE_N: tl.constexpr = TILE[0]
     TILE_H: tl.constexpr = TILE[1]
@@ -194,7 +194,7 @@ def norm_gradient_chunks(
                 _add_rows(sums + (1 + CENTERED) * h + j, grad, in_j, step > 0)
             cast_and_store(grad, casts, i, j, in_i, in_j, n, h)
             bits = tl.maximum(bits, tl.max(_vectors(bits_of_size(grad)), axis=2))
-        tl.debug_barrier()  # in the next step, threads read the sums that other threads wrote
+        tl.debug_barrier()  # the next step reads sums that other threads of this program wrote
     note_amax(tl.max(bits), casts)
 
 

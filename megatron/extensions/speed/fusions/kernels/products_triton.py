@@ -1,5 +1,5 @@
-"""Triton kernels for products that are added to an fp32 output: expert weight gradients, and fp8 weight gradients
-(`gemm_choice.py`)."""
+"""Triton kernels that add matrix products to an fp32 output: weight gradients of experts, and weight gradients from fp8
+operands (`gemm_choice.py`)."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -11,15 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 GROUPED_TILE = {"BLOCK_O": 128, "BLOCK_I": 128, "BLOCK_N": 64}
-"""Number of rows and columns of a weight gradient that one program computes, and number of token rows that it reads at
-a time."""
+"""Block sizes of the kernel for expert weight gradients: rows and columns of the gradient per program, and tokens that
+a program reads at a time."""
 
 CLEARED = 1024
 """Number of columns that each program of `clear_rows_kernel` sets to zero."""
 
 TILE = {"TILE_O": 128, "TILE_I": 128, "TILE_N": 128, "GROUP": 8}
-"""Default tile sizes for fp8. TILE_N is also the number of values per tile scale. Larger tiles would leave no registers
-for the second accumulator of each output."""
+"""Default tile sizes for fp8. TILE_N is also the number of values that share a scale. Larger tiles would leave no
+registers for the second accumulator of each output."""
 
 WARPS, STAGES = 8, 4
 
@@ -79,8 +79,8 @@ def add_product_kernel(
     TILE_N: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Compute out [outputs, inputs] += (a * a_scale) (b * b_scale)ᵀ for a [outputs, n] and b [inputs, n]. With
-    OVERWRITE, the product replaces `out`.
+    """Compute out [outputs, inputs] += (a * a_scale) (b * b_scale)ᵀ for a [outputs, n] and b [inputs, n]. If OVERWRITE
+    is True, the product replaces the contents of `out`.
 
     There is one scale for the matrix [], for each row [outputs], or for each tile of a row [outputs, n / TILE_N].
     Programs that run at the same time share operands: they compute GROUP tiles of outputs and all tiles of inputs.
