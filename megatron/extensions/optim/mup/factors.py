@@ -2,8 +2,8 @@
 does not import torch.
 
 The factors follow table 8 of muP (arXiv 2203.03466), which also permits tied embeddings, and table 1 of CompleteP
-(arXiv 2505.01618). The logits are multiplied by 1 / width. Weights of routers and gates, whose outputs have no factor,
-follow table 3, the equivalent parametrization without output factors.
+(arXiv 2505.01618). The logits are multiplied by 1 / width. The outputs of routers and gates have no factor. Their
+weights therefore follow table 3, an equivalent parametrization without output factors.
 
 The scaling rules of all optimizers follow from two numbers, `change` and `gradient`, both relative to the base model.
 `change` is the size that the update of a weight element must have so that the layer's output changes as much as in the

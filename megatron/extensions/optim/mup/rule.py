@@ -57,8 +57,8 @@ class MupRule(ParameterRule):
         return replace(init, std=init.std * std)
 
     def lines(self, metas: Collection[ParamMeta]) -> Iterator[str]:
-        """Return log lines with the multipliers, and with the factors of each role. A role whose parameters differ has
-        several lines."""
+        """Yield log lines with the multipliers, and with the factors of each role. If the parameters of a role have
+        different factors, there is one line for each set of factors."""
         own = self.options
         logits = own.mup_output_mult if own.mup_output_mult != 1 else 1 / own.mup_width_mult
         base = "" if own.mup_base_head_dim is None else f"sqrt({own.mup_base_head_dim:g}) "

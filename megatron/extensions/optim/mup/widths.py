@@ -3,7 +3,8 @@
 By default, all widths grow by the ratio of the hidden sizes. --mup-base-widths lists widths that grow by a different
 ratio, such as an expert width that stays constant while the hidden size grows. A matrix with a width in
 --mup-base-widths has its own factors, which follow from the shapes of the matrix in both models (table 8 of arXiv
-2203.03466 uses each matrix's own fan-in). Only `own_ratios` imports torch, and only if a width is in --mup-base-widths.
+2203.03466 uses each matrix's own fan-in). Only `own_ratios` imports torch, and only if some parameters may have their
+own ratios.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def own_ratios(c: RunConfig) -> tuple[str, ...]:
     parameter's role.
 
     INPUTS and OUTPUTS are ratios to the sizes in the base model. NAME contains no layer number, because it applies to
-    all layers. Raises ValueError in the same cases as `base_sizes`.
+    all layers. Raises ValueError if `base_sizes` does.
     """
     own = c.model.options(MupFlags)
     latent = named_value(c, "q_lora_rank") is not None  # the latent norm has the same name as a norm within heads

@@ -1,7 +1,8 @@
 """Muon: each hidden-layer matrix is updated with its orthogonalized momentum, computed for the whole matrix.
 
 K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), describes the optimizer. Moonlight (arXiv
-2502.16982) describes the update scale and the use in large models. All other parameters use --muon-scalar-optimizer.
+2502.16982) describes the update scale and the training of large models with Muon. All other parameters use
+--muon-scalar-optimizer.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ neither on the layout nor on the state of a random generator, and a resumed run 
 
 fp16 and fp8 (e4m3) states have one power-of-two scale for each block of 64 elements. Buffers align parameters and
 shards to these blocks, so no sharding splits a block. These formats store the square root of the second moment, which
-needs only half the exponent range. The square root is rounded such that the expected square is exact.
+needs only half the exponent range. The square root is rounded so that the expected value of its square is exact.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ FORMATS = {
 
 
 class StoredState:
-    """Flat tensor that stores one optimizer state of a shard in a format of `FORMATS`. With `squared`, the state is a
-    non-negative second moment.
+    """Flat tensor that stores one optimizer state of a shard in a format of `FORMATS`. If `squared` is True, the state
+    is a non-negative second moment.
 
-    `numel` is a multiple of the scale block. fp32 is replaced by `main_dtype`.
+    `numel` must be a multiple of the scale block size. The format "fp32" stores values as `main_dtype`.
     """
 
     def __init__(
@@ -121,7 +121,8 @@ class StoredState:
     def rounded(self, values: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor | None]:
         """Round fp32 values to the format. Returns the stored codes, and the exponent of each block's scale.
 
-        A value is rounded up if `uniform`, in [0, 1), is below the probability of rounding up; 0.5 rounds to nearest.
+        A value is rounded up if `uniform`, a number in [0, 1), is below the probability of rounding up. 0.5 rounds to
+        nearest.
         """
         if not self.rounds:
             return values, None
@@ -239,8 +240,8 @@ class PackedShard(Shard):
         plan, options = config.state_plan, config.options(PrecisionAwareFlags)
         self.kind = plan.main_kind(config, *names, on_host=self.on_host)
         self.as_remainders = plan.main_kind(config, *names) == "remainders"
-        """True if parameters are rounded with ties away from zero. This is the case if main parameters on the device
-        would be stored as remainders, even if the states of this shard are on the host."""
+        """True if parameters are rounded with ties away from zero. The rounding is the same whether the states of this
+        shard are on the device, where remainders are stored, or on the host."""
         self.remainders = self.zeros(numel if self.kind == "remainders" else 0, torch.int16)
         stored = {"stored": numel, "fp16": numel}.get(self.kind, 0)
         name = "fp16" if self.kind == "fp16" else "fp32"
@@ -250,7 +251,7 @@ class PackedShard(Shard):
         self.take_up({MAIN_PARAM: params.to(self.device, main_dtype)})
 
     def write_params(self) -> None:
-        """Do nothing: an update writes the parameters together with the main parameters."""
+        """Do nothing, because an update already writes the parameters together with the main parameters."""
 
     def read_main(self, start: int, stop: int) -> Tensor:
         first, last = start // SCALE_BLOCK * SCALE_BLOCK, -(-stop // SCALE_BLOCK) * SCALE_BLOCK
@@ -311,7 +312,7 @@ class Part(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """Inputs of an update other than states. The inputs are scalars on the device, so that a new value does not trigger
+    """Scalar inputs of an update. They are tensors on the device, so that a new value does not trigger
     recompilation."""
 
     lr: Tensor
@@ -330,7 +331,7 @@ class Scalars(NamedTuple):
 
 
 def read_main(kind: str, part: Part, main: StoredState) -> Tensor:
-    """Read main parameters in fp32, or in the main dtype."""
+    """Return the main parameters of a part in fp32 or in the main dtype."""
     if kind == "aliased":
         return part.params
     if kind == "remainders":
@@ -365,7 +366,7 @@ def packed_adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]
 
 
 class PackedKernel(ShardUpdate):
-    """Update of shards with packed states."""
+    """Adam update of shards whose states are stored in the formats of `FORMATS`."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[PackedShard], compiled: bool) -> None:
         self.config = config

@@ -87,8 +87,8 @@ class ClipsLogits(Callback):
 
 
 def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
-    """Return factors [groups/tp, rows] of a projection's rows that scale the logits of each head by at most eta
-    [heads/tp].
+    """Return factors [groups/tp, rows] for the rows of a projection. Together, the factors of queries and keys multiply
+    the logits of each head by at most its eta [heads/tp].
 
     Queries are multiplied by eta^alpha, and keys by eta^(1 - alpha). All heads in a query group use the smallest eta
     among these heads. A key that all heads share is not scaled, so its queries are multiplied by eta.
@@ -104,8 +104,7 @@ def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
 
 
 def of_elements(of_rows: Tensor, columns: int, start: int, stop: int) -> Tensor:
-    """Expand QK-clip's row factors to one factor per element, for elements [start, stop) of a flattened local
-    parameter.
+    """Return one QK-clip factor per element, for the elements [start, stop) of a parameter's flattened local tensor.
 
     Args:
         of_rows: Factor of each row of the parameter, [groups, rows].

@@ -1,9 +1,9 @@
 """SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's two factors, for each hidden-layer matrix.
 
-For a matrix G [m, n] with L <- beta L + (1 - beta) G G^T [m, m], and R likewise from G^T G [n, n], the update is Q_L
-Adam(Q_L^T G Q_R) Q_R^T. The columns of Q_L and Q_R are the eigenvectors of L and R, which were computed in previous
-steps. Every --soap-precondition-frequency steps, the bases are updated with a step of power iteration and a QR
-decomposition.
+For the gradient G [m, n] of a matrix, Shampoo's factors are L <- beta L + (1 - beta) G G^T [m, m] and R <- beta R + (1
+- beta) G^T G [n, n]. The update is Q_L Adam(Q_L^T G Q_R) Q_R^T. The columns of Q_L and Q_R are the eigenvectors of L
+and R, which were computed in previous steps. Every --soap-precondition-frequency steps, the bases are updated with a
+step of power iteration and a QR decomposition.
 
 The formulas and the order of operations follow the authors' program (github.com/nikhilvyas/SOAP). The first update only
 initializes L and R. Weight decay is applied to the updated parameter. One difference from the authors' program keeps
@@ -55,7 +55,7 @@ class Soap(Transform):
         self.shampoo_beta = config.adam_beta2 if given is None else given
 
     def sides(self, meta: ParamMeta) -> Iterator[tuple[str, int]]:
-        """Yield the sides of a matrix that have a factor, with their lengths."""
+        """Yield (side, length) for each side of a matrix, "left" or "right", that has a factor."""
         for side, size in zip(SIDES, matrix_size(meta), strict=True):
             if size <= self.options.soap_max_precondition_dim:
                 yield side, size
@@ -180,7 +180,7 @@ def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
         noise: Largest distance from the span of earlier independent columns at which a column counts as dependent.
 
     Returns:
-        An orthonormal basis [n, found] of the independent columns, and their numbers [found].
+        An orthonormal basis [n, found] of the independent columns, and the indices [found] of these columns.
     """
     basis, found = columns[:, :0], torch.arange(0, device=columns.device)
     left = torch.arange(columns.shape[1], device=columns.device)
@@ -218,11 +218,13 @@ def noise_of(sizes: Tensor) -> Tensor:
 
 
 def completed(basis: Tensor, others: Tensor) -> Tensor:
-    """Return orthonormal columns [n, count], completed to a basis of all n dimensions with `others` [n, n].
+    """Complete the orthonormal columns of `basis` [n, count] to a basis of all n dimensions. The new columns are
+    derived from the orthonormal columns of `others` [n, n].
 
-    The last n - count of the orthonormal `others` are preferred. One that is closer than 1 / (2 sqrt n) to the span of
-    the columns before it is passed over for the next, since its direction would be mostly rounding error. Enough are
-    left: the squared distances of n orthonormal vectors from a span sum to the number of dimensions that it lacks.
+    The last n - count columns of `others` are tried first. A column is skipped if its distance from the span of the
+    previous columns is less than 1 / (2 sqrt n), because its direction would be mostly rounding error. The remaining
+    columns are always sufficient, because the squared distances of n orthonormal vectors from a span sum to the number
+    of dimensions that the span lacks.
     """
     size, count = basis.shape
     candidates = torch.cat((basis, others[:, count:], others[:, :count]), dim=1)

@@ -47,8 +47,8 @@ def with_branch(config: RunConfig) -> RunConfig:
 
 
 def _with_any_length(config: RunConfig, options: BranchFlags) -> RunConfig:
-    """Set an arbitrary length if a branch cannot start, so that its missing length is not reported as a second
-    problem."""
+    """Set an arbitrary schedule length if a branch cannot start. The missing length is then not reported as a second
+    error."""
     values = _of_branch(config, _samples(config, max(1, options.decay_tokens or 1)), None)
     return with_named(config, values | {"lr_decay_style": config.optimizer.lr_decay_style})
 

@@ -24,8 +24,8 @@ REPLACED = (OptimizerConfig.lr_decay_style, "constant", STYLE)
 rate."""
 
 NOT_ROUNDED = 0.01
-"""Largest fraction of a schedule that may remain without a piece before a warning is printed. The tolerance is for
-rounded lengths."""
+"""Largest fraction of a schedule that may remain without a piece before a warning is printed. This tolerance allows for
+the rounding of lengths."""
 
 OTHERS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
 """Configuration fields for the warm-up. A piecewise schedule cannot be combined with them, because it contains its own

@@ -188,7 +188,7 @@ def rate_at(pieces: Sequence[Piece], samples: float, total: float, rates: Rates)
         pieces: The schedule.
         samples: Consumed samples.
         total: Length of the schedule in samples.
-        rates: Initial rate and minimum rate.
+        rates: Learning rates at the boundaries of the schedule.
     """
     begin, rate = 0.0, rates.peak if pieces[0].shape != "warm-up" else rates.first
     for piece, length in zip(pieces, lengths(pieces, total), strict=True):
@@ -201,8 +201,9 @@ def rate_at(pieces: Sequence[Piece], samples: float, total: float, rates: Rates)
 
 
 def _after(piece: Piece, rate: float, place: tuple[float, float, float], total: float, rates: Rates) -> float:
-    """Return the learning rate in a piece that starts with `rate`. `place` contains the number of samples before the
-    piece, the number of samples in the piece so far, and the length of the piece.
+    """Return the learning rate at a position within a piece that begins with the learning rate `rate`. `place` contains
+    the number of samples before the piece, the number of samples from the start of the piece to the position, and the
+    length of the piece.
     """
     begin, here, length = place
     ratio = here / length if length > 0 else 1.0
@@ -219,7 +220,7 @@ def _after(piece: Piece, rate: float, place: tuple[float, float, float], total: 
 
 
 def absolute(text: str) -> Iterator[str]:
-    """Yield the pieces whose lengths do not scale with the schedule."""
+    """Yield the pieces that contain a length in samples or tokens, which does not scale with the schedule."""
     for piece in parse(text):
         if any(length is not None and length.unit in ("samples", "tokens") for length in (piece.length, piece.after)):
             yield str(piece)

@@ -90,8 +90,8 @@ class GraphedMicrobatches:
         self._steps = 0
         self._inputs: Batch | None = None
         self._recordings: dict[bool, tuple[Tensor, Replay]] = {}
-        """Loss tensor and replay function of each recording. The keys state whether a recording also casts the weights
-        to fp8."""
+        """Mapping from recordings to their loss tensors and replay functions. The key is True for the recording that
+        also casts the weights to fp8."""
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
         """Return the loss sum of each micro-batch of a step."""
@@ -136,7 +136,7 @@ def _copy_into(inputs: Batch, batch: Batch) -> None:
 class GraphedPipeline(Pipeline):
     """Pipeline that trains micro-batches by replaying their recorded CUDA graphs."""
 
-    may_overwrite = False  # the first micro-batch has a separate recording
+    may_overwrite = False  # because the first micro-batch uses a different recording
 
     def __init__(
         self,
@@ -162,8 +162,9 @@ class GraphedPipeline(Pipeline):
 
 
 class SideStream(Callback):
-    """Switch from the default CUDA stream to a new stream. The default stream cannot be captured, and autograd computes
-    a parameter's gradient on the stream of its first use. Raises ValueError on CPUs."""
+    """Switch from the default CUDA stream to a new stream. The default stream cannot be captured. The callback switches
+    streams before the model is built, because autograd computes a parameter's gradient on the stream on which the
+    parameter was first used. Raises ValueError on CPUs."""
 
     def on_setup(self, runtime: Runtime) -> None:
         if runtime.device.type != "cuda":

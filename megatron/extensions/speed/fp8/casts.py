@@ -67,7 +67,7 @@ def cast_transpose(
         x: Matrix [n, k].
         row_amax: Amax [] or [n, 1] from which the scale of the cast by rows is computed. None: no cast by rows.
         column_amax: Amax [] or [1, k] from which the scale of the cast by columns is computed. None: no cast by
-            columns. If both are the same amax [], both casts have the same values.
+            columns. If both arguments are the same scalar amax, both casts have the same values.
         dtype: fp8 format.
         compiled: Whether to use a compiled region.
     """
@@ -289,7 +289,7 @@ def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor 
     if not a.values.is_cuda:
         return dequantized_mm(a, b, out_dtype, bias)
     rows = a.values.shape[0]
-    if rows % ALIGNMENT:  # there are no rows, as for an expert without tokens
+    if rows % ALIGNMENT:  # pad the rows, for example of an expert with few tokens
         a = Scaled(_in_whole_tiles(a.values, ALIGNMENT), F.pad(a.scale, (0, 0, 0, -rows % ALIGNMENT)))
     values, others = _in_whole_tiles(a.values, 1), _in_whole_tiles(b.values, TILE if b.in_blocks else 1).t()
     scale = _tiles_as_columns(a.scale)

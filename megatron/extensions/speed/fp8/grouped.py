@@ -42,14 +42,15 @@ GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:
     """Return True if one kernel computes the fp8 products of all experts and reads the experts' numbers of rows on the
-    device. This kernel is either torch's grouped kernel or a registered replacement that has not been turned off."""
+    device. torch's grouped kernel does so, and so does a registered replacement unless it has been turned off."""
     if device.type != "cuda" or ("grouped_scaled_mm" in KERNELS and "grouped_scaled_mm" not in LEFT_OUT):
         return True
     return recipe != "blockwise" and torch.cuda.get_device_capability(device) in GROUPED_CAPABILITIES
 
 
 def torch_groups(a: Scaled, in_one_kernel: bool) -> bool:
-    """Return True if a grouped kernel is requested and torch has such a kernel for operands that are cast like `a`."""
+    """Return True if a grouped kernel is requested and torch's grouped kernel supports the device and the scales of
+    `a`."""
     fits = in_one_kernel and a.values.is_cuda and a.scale.shape[1] == 1
     return fits and torch.cuda.get_device_capability(a.values.device) in GROUPED_CAPABILITIES
 
@@ -110,8 +111,8 @@ def blocks_of(matrices: Tensor, transpose: bool = False) -> Scaled:
 
 class ExpertTiles(NamedTuple):
     """e4m3 cast of rows x [n, k], stored as its transpose. The rows are sorted by expert. A tile consists of 128 rows
-    of an expert. Each column of a tile has its own scale. Each expert's rows are padded with zeros to whole tiles. The
-    number of tiles suffices for any distribution of n rows over the experts. The contents of unused tiles are
+    of an expert. Each column of a tile has a separate scale. Each expert's rows are padded with zeros to whole tiles.
+    The number of tiles suffices for any distribution of n rows over the experts. The contents of unused tiles are
     undefined."""
 
     values: Tensor
@@ -123,7 +124,8 @@ class ExpertTiles(NamedTuple):
 
 
 def tiles_for(rows: int, experts: int) -> int:
-    """Return the largest number of tiles that `rows` rows need for any distribution over the experts."""
+    """Return a number of tiles that is sufficient for `rows` rows, however the rows are distributed over the
+    experts."""
     return rows // TILE + experts
 
 

@@ -207,7 +207,7 @@ class Fp8Gemms(nn.Module):
 
 
 def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
-    """Arrange the casts of an activation [*tokens, n] as operands: by rows and, if there is such a cast, by columns."""
+    """Return the casts of an activation [*tokens, n] as operands: by rows and, if it exists, by columns."""
     rows, *columns = made
     return Operands((rows.values.view(*tokens, -1), rows.scale), tuple(columns[0]) if columns else ())
 
@@ -253,7 +253,7 @@ class PerTensorGemms(Fp8Gemms):
         return values.view(torch.uint8).view(dy.shape), scale
 
     def _cast_part_of_grad(self, dy: Tensor) -> Scaled:
-        """Cast dY [n, out] of some of the tokens by rows. The scale is computed from all tokens."""
+        """Cast dY [n, out] by rows, for a part of the tokens. The scale is computed from all tokens."""
         return self.cast(dy, GRAD, ROWS)[0]
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
@@ -328,7 +328,7 @@ class DelayedGemms(PerTensorGemms):
         return Operands(local, local)
 
     def grad_order(self, needs_dw: bool) -> CastOrder:
-        """Return a request that makes the kernel that computes the gradient also compute the casts of `cast_grad`."""
+        """Return a request that lets the kernel that computes the output gradient also cast this gradient."""
         return self._order(GRAD, BOTH if needs_dw else ROWS)
 
     def given_grad(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
@@ -353,7 +353,7 @@ class DelayedGemms(PerTensorGemms):
         if self.training:
             noted = self.amax[WEIGHT]
             torch.maximum(noted, amax, out=noted)
-        return self.multiplier[WEIGHT].reciprocal() + 0.0 * amax  # this value is NaN if the amax is not finite
+        return self.multiplier[WEIGHT].reciprocal() + 0.0 * amax  # the sum is NaN if the amax is not finite
 
 
 AMAX_HISTORY = f".amax{HISTORY}"
@@ -361,8 +361,8 @@ AMAX_HISTORY = f".amax{HISTORY}"
 
 
 class RowwiseGemms(Fp8Gemms):
-    """Rowwise recipe with one scale for each row of a cast: each row of the tensor in a cast by rows, and each column
-    in a cast by columns. Inputs are gathered before they are cast."""
+    """Rowwise recipe. A cast by rows has one scale for each row of the tensor, and a cast by columns has one scale for
+    each column. Inputs are gathered before they are cast."""
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
         x, cuts = x.detach(), self.cuts

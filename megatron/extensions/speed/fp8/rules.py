@@ -51,7 +51,7 @@ def _formats(c: RunConfig) -> Iterator[Problem]:
 
 
 def _param_gather(c: RunConfig) -> Iterator[Problem]:
-    """Check --fp8-param-gather. Check that each weight has a single cast and is gathered."""
+    """Check that --fp8-param-gather has an effect, and that the recipe casts each weight only once."""
     own, flag = c.options(Fp8Flags), "--fp8-param-gather"
     if not own.fp8_param_gather:
         return

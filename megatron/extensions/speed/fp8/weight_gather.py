@@ -25,8 +25,8 @@ from megatron.extensions.speed.fp8.recipes import Fp8Gemms, GatheredWeight, Tens
 
 
 def gemms_of_weights(modules: Sequence[nn.Module]) -> dict[int, Fp8Gemms]:
-    """Return a mapping from weights, identified by `id(weight)`, to their layers' fp8 GEMMs. It contains all weights
-    that can be gathered in fp8."""
+    """Return a mapping from weights, identified by `id(weight)`, to their layers' fp8 GEMMs. The mapping contains all
+    weights that can be gathered in fp8."""
     layers = (layer for module in modules for layer in module.modules())
     found = ((getattr(layer, "weight", None), getattr(layer, "gemms", None)) for layer in layers)
     return {id(weight): gemms for weight, gemms in found if isinstance(gemms, Fp8Gemms) and gemms.gathers_weights}
@@ -44,8 +44,8 @@ class Part:
     """Bytes to send, as a uint8 tensor with the length of `values`."""
 
     def amax(self) -> tuple[int, Tensor]:
-        """Return the amax [rows, columns] of this part's blocks. Also return the index of its first row in the amax of
-        the whole weight."""
+        """Return (row, amax). `amax` [rows, columns] contains the amax of each block in this part. `row` is the index
+        of its first row within the amax of the whole weight."""
         if not isinstance(self.gemms, BlockwiseGemms):
             return 0, region(amax_of, self.gemms.compiled)(self.values).view(1, 1)
         first, before, matrix_shape = self._blocks()
@@ -53,7 +53,8 @@ class Part:
         return first, amax_of_blocks(in_blocks(F.pad(self.values, (before, behind)).view(matrix_shape), TILE))
 
     def cast_(self) -> None:
-        """Cast this rank's part of the weight into `sent`, scaled by the amax of the whole weight."""
+        """Cast this rank's part of the weight, and store the result in `sent`. The scale is computed from the amax of
+        the whole weight."""
         multiplier = self.gemms.weight_multiplier(self.weight.amax)
         if isinstance(self.gemms, BlockwiseGemms):
             first, before, shape = self._blocks()
@@ -65,9 +66,10 @@ class Part:
         self.sent.copy_(values.view(torch.uint8))
 
     def _blocks(self) -> tuple[int, int, tuple[int, int]]:
-        """Locate this part among the blocks of its weight. Returns (row, offset, shape). `row` is the first block row
-        that this part touches. `offset` is the number of elements between the start of this block row and the start of
-        the part. `shape` is the shape of the weight's rows from the start of this block row to the end of the part."""
+        """Locate this part among the blocks of its weight. Returns (row, offset, shape). `row` is the index of the
+        first block row that overlaps this part. `offset` is the number of elements between the start of this block row
+        and the start of the part. `shape` is the shape of a matrix that begins with this block row and ends with the
+        part's last row."""
         columns = self.weight.values.shape[1]
         first, before = divmod(self.start, TILE * columns)
         return first, before, (-(-(before + len(self.values)) // columns), columns)
@@ -108,8 +110,8 @@ class WeightGather:
 
 
 def build_gather(ddp: DistributedDataParallel) -> WeightGather | None:
-    """Prepare fp8 gathers for the buckets that consist only of weights of fp8 layers. Return None if no bucket consists
-    only of such weights."""
+    """Prepare the fp8 gather of each bucket that contains only weights of fp8 layers. Return None if there is no such
+    bucket."""
     gemms, axis = gemms_of_weights(ddp.modules), ddp.state.shard_axis("dp_cp")
     weights: dict[int, tuple[GatheredWeight, Fp8Gemms]] = {}
     parts: list[Part] = []

@@ -32,8 +32,8 @@ FP8_CHANNELS, WIDEST_FP8 = 16, 256
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Report requested attention kernels that have no effect. GPU kernels support only some kinds of attention and
-    precisions. Other kernels are used for the remaining kinds and precisions."""
+    """Report attention kernels that were requested but have no effect. GPU kernels support only some kinds of attention
+    and precisions. Other kernels are used for the remaining kinds and precisions."""
     own = c.options(Fusions)
     m, p = c.model, c.parallel
     backend, cap = p.attention_backend, m.attn_logit_softcapping

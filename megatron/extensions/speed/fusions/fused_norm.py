@@ -157,8 +157,8 @@ def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = 
     kernel, and so is the backward pass. If the only layer that reads the norm requests a `cast`, the returned norm may
     be a placeholder.
 
-    Use the returned sum in place of `stream.x`, even without an update, so that the backward pass adds the gradient of
-    the stream to the gradient through the norm.
+    After the call, use the returned sum instead of `stream.x`, even if there is no update. In the backward pass, the
+    norm kernel then adds the gradient of the returned sum to the gradient through the norm.
     """
     if isinstance(norm, FusedLayerNorm):
         found: tuple[Tensor, Tensor] = norm(stream, residual=True, cast=None if observed(norm) else cast)
@@ -192,7 +192,7 @@ def fused_norm(
 
 class _FusedNormContext(AutogradContext):
     p: float | None
-    """Fields of the dropout mask; None if there is no mask."""
+    """Dropout probability; None if there is no dropout mask."""
     of_update: OutputGradient | None
     one_plus: bool
     adds: bool
@@ -253,8 +253,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _with_casts_and_sum(of_update: OutputGradient, operands: NormBackward) -> tuple[Tensor | None, ...]:
-    """Compute `_backward_of_both` without a mask. Pass the update's gradient to the linear layer that computed the
-    update, as fp8 casts and a sum over rows."""
+    """Compute `_backward_of_both` if there is no dropout mask. The linear layer that computed the update receives the
+    update's gradient as fp8 casts and as a sum over rows."""
     total, of_total, of_normed, weight, statistics, one_plus = operands
     of_sum = None if of_total is None else _rows(of_total)
     of_rows = tuple(part.view(-1, 1) for part in statistics)
@@ -273,7 +273,7 @@ def _added_and_normalized(x: Tensor, update: Tensor, mask: DropoutMask | None, n
 
 
 def _backward_of_both(mask: DropoutMask | None, *operands: *NormBackward) -> tuple[Tensor | None, ...]:
-    """Compute `_backward`, and also return the gradient of the update. Without dropout, the gradient of the update
-    equals the gradient of x, and None is returned in its place."""
+    """Compute `_backward`, and insert the gradient of the update as the second result. Without dropout, the second
+    result is None, because this gradient equals the gradient of x."""
     dx, *of_parameters = _backward(*operands)
     return dx, None if mask is None else mask.applied(dx), *of_parameters

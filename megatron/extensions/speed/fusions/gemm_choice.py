@@ -5,9 +5,9 @@ For fp8 weight gradients, the cuBLASLt and Triton kernels read and write the gra
 product in fp32, and then a separate addition reads the product and the gradient, and writes the gradient.
 
 The GEMM of a row-parallel layer can compute the residual addition: y = addend + x Wᵀ + bias, where the addend is the
-residual stream. The next norm then does not have to read the product and write the sum. The sum is rounded once,
-whereas a separate addition rounds twice. torch's `addmm` would first copy the addend into the output; cuBLASLt reads
-the addend as its matrix C and writes the result to D.
+residual stream. This saves the next norm from reading the product and writing the sum. The sum is rounded once, whereas
+a separate addition rounds twice. torch's `addmm` would first copy the addend into the output; cuBLASLt reads the addend
+as its matrix C and writes the result to D.
 
 The fastest kernel depends on the GPU, the shape and the library versions."""
 
@@ -49,7 +49,8 @@ GEMM, NORM = "GEMM", "norm"
 """Names of the operations that can compute the residual addition."""
 
 SIZES = 16
-"""Number that must divide the input and output feature counts, for fp8 products and aligned rows."""
+"""`residual_gemm` requires that the numbers of input and output features are multiples of this number. fp8 products
+need such multiples, and they keep rows aligned."""
 
 CHECKED = 64
 """Number of rows and number of columns that are compared at each corner of a result."""

@@ -143,7 +143,7 @@ def weight_grad_runs(
         shapes: Shapes of the run.
         outputs: Output features of an expert's layer.
         inputs: Input features of an expert's layer.
-        operands: Operands on which each returned function runs its kernel.
+        operands: Operands that all returned functions use.
     """
     runs: dict[str, Callable[[], object]] = {}
     for kernel in (*LISTS, TILES):
@@ -186,7 +186,7 @@ def _check(kernel: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
 
 
 def even(shapes: RunShapes) -> list[int]:
-    """Return row counts that are equal for all experts."""
+    """Return the number of rows of each expert in an even distribution."""
     return [max(0, shapes.expert_rows // shapes.experts - 1)] * shapes.experts
 
 

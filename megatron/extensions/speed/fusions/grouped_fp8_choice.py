@@ -39,10 +39,10 @@ from megatron.extensions.speed.fusions.kernel_choice import (
 from megatron.extensions.speed.fusions.kernels.casts import TOLERANCE
 
 LISTS = ("square", "shallow", "small")
-"""Names of the tilings for weight gradients (`grouped_fp8_triton.TILINGS`)."""
+"""Names of the tilings of the weight gradient kernel (`grouped_fp8_triton.TILINGS`)."""
 
 ROW_LISTS = ("square", "shallow", "flat")
-"""Names of the tilings for products of rows (`grouped_fp8_triton.ROW_TILINGS`)."""
+"""Names of the tilings of the kernel that multiplies rows by expert matrices (`grouped_fp8_triton.ROW_TILINGS`)."""
 
 ANY = "shallow"
 """Tiling for shapes that were not timed. Its blocks fit into the shared memory of every GPU that supports fp8."""
@@ -81,8 +81,8 @@ _multiply = gpu_operator(
 
 @dataclass
 class ExpertKernel(Generic[*Operands]):
-    """Expert operation that uses the fastest kernel for each shape (outputs, inputs) of the run. Shapes that were not
-    timed use `ANY`."""
+    """Expert operation that uses the fastest kernel for each shape (outputs, inputs) of the run. For shapes that were
+    not timed, it uses the tiling `ANY`."""
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
 
     @staticmethod
     def add(tiling: str, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
-        """Add expert products with one tiling of the kernel. The other arguments are those of
+        """Add expert products with one tiling of the kernel. The other arguments are the same as for
         `add_fp8_products_grouped_`."""
         _add(out, *dy[:2], *x[:2], tile_ends, tiling)
 
@@ -223,7 +223,7 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
         return _multiply(*a, *b, segments.ends, torch.bfloat16, tiling)
 
     def check(self, tiling: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
-        """Raise RuntimeError unless the first and the last results of each expert are correct."""
+        """Raise RuntimeError if the first or last results of an expert are wrong."""
         for counts in (even(shapes), uneven(shapes)):
             a, b, segments = rows_of(shapes, outputs, inputs, counts)
             y = self.multiply(tiling, a, b, segments)
@@ -254,7 +254,7 @@ def _compare(found: Tensor, right: Tensor, kernel: str) -> None:
 
 
 def _checked(check: Run, run: Run) -> Run:
-    """Return a function that calls `run`. When it is called for the first time, it calls `check` before `run`."""
+    """Return a function that calls `run`. Only its first call calls `check` before `run`."""
     known = False
 
     def checked() -> object:

@@ -347,7 +347,7 @@ def no_result(*operands: object) -> None:
 def gpu_operator(
     place: str, schema: str, fake: Callable[P, R], package: str = __name__.rpartition(".")[0]
 ) -> Callable[P, R]:
-    """Register the operator `megatron::NAME` for GPUs. Fake tensors, plans and profilers then treat the kernel as a
+    """Register the operator `megatron::NAME` for GPUs, so that fake tensors, plans and profilers treat the kernel as a
     single operator.
 
     Args:

@@ -111,8 +111,8 @@ class _CastSwiGLU(torch.autograd.Function):
 
 
 class FusedTransformerLayer(TransformerLayer):
-    """`TransformerLayer` that passes its stream to the next layer as a `ResidualSum`, so that the next norm computes
-    the addition.
+    """`TransformerLayer` that passes the residual stream to the next layer as a `ResidualSum`. The kernel of the next
+    norm then computes the last addition.
 
     A norm casts its output to fp8 if the sublayer that follows can read this cast. If a sublayer supports an addend,
     the last GEMM of the sublayer computes the addition.

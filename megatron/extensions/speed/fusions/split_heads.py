@@ -131,7 +131,7 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def _split(qkv: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Split the qkv projection. If an attention has no gates, the result contains only queries, keys and values."""
+    """Split the qkv projection. If attention has no gates, the result contains only queries, keys and values."""
     return tuple(part.flatten(2, 3) for part, count in zip(qkv.split(counts, dim=3), counts, strict=True) if count)
 
 

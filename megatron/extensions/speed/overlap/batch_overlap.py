@@ -1,10 +1,10 @@
 """Interleaved passes of two micro-batches: while a collective of one pass is in flight, the other pass computes.
 
 Each pass runs in its own thread, and only one of the threads runs at a time. A pass yields after it starts a
-collective, and waits for the collective when the pass resumes. A backward pass runs inside autograd and cannot return
-in the middle, so it needs a separate stack. With threads, layers stay unchanged, and the autograd graph of a
-micro-batch is not split, including recomputation. (DualPipe, arXiv 2412.19437, section 3.2.1, overlaps a forward with a
-backward; Megatron-LM cuts the graph at the same places instead.)
+collective, and waits for the collective when the pass resumes. Each pass needs a separate stack, because a backward
+pass runs inside autograd and cannot return before it ends. With threads, layers stay unchanged, and the autograd graph
+of a micro-batch is not split, including recomputation. (DualPipe, arXiv 2412.19437, section 3.2.1, overlaps a forward
+with a backward; Megatron-LM cuts the graph at the same places instead.)
 
 Turns depend only on which collectives were started, never on time. Ranks that run the same passes therefore launch
 their collectives in the same order.
@@ -55,8 +55,8 @@ class BatchOverlap(PassPair):
             raise self._error
 
     def hand_over(self) -> None:
-        """Yield to the other pass. A pass calls this method after it launches a collective. Returns when the other pass
-        yields or ends; if there is no other pass, returns immediately."""
+        """Yield to the other pass. Each pass calls this method after it launches a collective. The method returns when
+        the other pass yields or ends. If there is no other pass, it returns immediately."""
         if not self._active or self._finished[1 - self._turn]:
             return
         own = self._turn

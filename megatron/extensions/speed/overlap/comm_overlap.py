@@ -1,10 +1,10 @@
 """Overlap of tensor-parallel collectives with GEMMs, under sequence parallelism (--tp-comm-overlap).
 
 A GEMM with an all-gathered input is split into parts. The GEMM of a part starts as soon as the part's input rows
-arrive. The operand of a reduce-scatter is also computed in parts, in the order in which the ranks need them. While the
-partial sum of one part is in flight, the next part is computed. The forward pass of a layer therefore never waits for a
-whole collective, and sends the same number of bytes as without overlap. (Wang et al., "Overlap Communication with
-Dependent Computation via Decomposition", ASPLOS 2023.)
+arrive. A GEMM before a reduce-scatter also computes its output in parts, in the order in which the ranks need the
+parts. While the partial sum of one part is in flight, the next part is computed. The forward pass of a layer therefore
+never waits for a whole collective, and sends the same number of bytes as without overlap. (Wang et al., "Overlap
+Communication with Dependent Computation via Decomposition", ASPLOS 2023.)
 
 In the backward pass, the gather before a row-parallel layer's GEMMs runs in parts. The backward pass of a
 column-parallel layer runs without parts: as in `LinearFunction`, the gather overlaps with the GEMM for dX, and the
@@ -62,7 +62,7 @@ class Products:
 
     @property
     def matrix(self) -> Tensor:
-        """Return the right operand of the product: Wᵀ [in, out] for x Wᵀ, or W [out, in] for dY W."""
+        """Return the matrix by which the operand is multiplied: Wᵀ [in, out] for x Wᵀ, or W [out, in] for dY W."""
         matrix = matrix_of(self.weight)
         return matrix if self.of_grad else matrix.t()
 
@@ -158,7 +158,7 @@ class SymmetricOverlap:
 
     @staticmethod
     def operations() -> tuple[Callable[..., tuple[Tensor, list[Tensor]]], Callable[..., Tensor]]:
-        """Return torch's (all-gather + GEMM, GEMM + reduce-scatter) operations."""
+        """Return torch's two fused operations: all-gather with GEMM, and GEMM with reduce-scatter."""
         load_symmetric_memory()
         ops = torch.ops.symm_mem
         return ops.fused_all_gather_matmul, ops.fused_matmul_reduce_scatter
@@ -270,8 +270,8 @@ def _weight_grad(layer: Overlapped, weight: Tensor, dy: Operand, x: Callable[[],
 
 
 class Overlapped(ParallelLinear):
-    """Parallel linear layer whose collectives overlap with its GEMMs. The autograd function `function` computes the
-    layer."""
+    """Parallel linear layer whose collectives overlap with its GEMMs. `function` is the autograd function that computes
+    the layer."""
 
     function: type[torch.autograd.Function]
 

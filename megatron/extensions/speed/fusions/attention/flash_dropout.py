@@ -11,8 +11,8 @@ masks are hashed in the kernels that compute the scores, and are never stored.
 Tiles are converted to bands of query-key pairs. A band contains two kinds of ranges: the keys to which each query
 attends, and the queries that attend to each key. Rows are sorted by position. A query attends to an interval of
 positions, from the beginning of its document or window to the query's position. The keys of a query are therefore
-adjacent rows. This is true for documents, for windows, and for the two chunks of a rank under context parallelism. From
-one query to the next, neither end of the key range decreases.
+adjacent rows. This is true for documents, for windows, and for the two chunks of a rank under context parallelism.
+Neither the start nor the end of the key range decreases from one query to the next.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ class FlashDropoutKernel:
         return _forward(_dense(q), _dense(k), _dense(v), *self._band(tiles, q.device))
 
     def gradients(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[Tile, ...]) -> Gradients:
-        """Return the gradients of the rows that the tiles cover. `rows` holds the output gradients, outputs and
-        log-sum-exps of the query rows. The other arguments are the same as for `attend`."""
+        """Return the gradients of the query, key and value rows that the tiles contain. `rows` holds the output
+        gradients, outputs and log-sum-exps of the query rows. The other arguments are the same as for `attend`."""
         band = self._band(tiles, q.device)
         return _backward(_dense(rows.grad), _dense(rows.out), rows.lse, _dense(q), _dense(k), _dense(v), *band)
 
@@ -219,7 +219,7 @@ class _BandOnDevice(NamedTuple):
     places: Tensor
     """[n]"""
     column_bits: Tensor
-    """Hashes [m] of the key positions."""
+    """Dropout hash of each key position, [m]."""
 
 
 @lru_cache(maxsize=64)

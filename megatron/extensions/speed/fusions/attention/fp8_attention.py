@@ -95,8 +95,8 @@ class Kernels(Protocol):
     def backward(
         self, grad: Tensor, kept: tuple[Tensor, Tensor], qkv: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of the restored q, k and v from the output gradient `grad` [n, b, heads, dv] and the
-        results of the forward pass."""
+        """Compute the gradients of q, k and v. `grad` [n, b, heads, dv] is the output gradient, `kept` contains the
+        results of the forward pass, and `qkv` contains q, k and v after rounding to fp8."""
 
 
 class Twin:
@@ -293,8 +293,8 @@ class Fp8TritonBackend(Fp8Backend):
 
 KERNEL_ERROR = 0.06
 """Allowed relative difference, in norm, between the outputs and gradients of a kernel and those of `Twin`. Both round
-weights with an error of 2.6 %, but relative to different row maxima: the kernel uses the maximum over the keys so far,
-and `Twin` the maximum over all keys."""
+the attention weights to fp8 with an error of 2.6 %. The errors differ, because the kernel scales the weights by a row's
+maximum over the keys so far, and `Twin` by the maximum over all keys."""
 
 
 def error_beside_twin(kernels: Kernels, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> float:

@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Ranges [2, 1 or samples, n] that rows attend to, int32."""
+    """Start and end of the range to which each row attends, as an int32 tensor [2, 1 or samples, n]."""
 
     data: Tensor
     sample: int
@@ -62,7 +62,8 @@ def hash_rows(key, sample_index, sample, head, places, i, in_i):
 
 @triton.jit
 def is_dropped(bits, limit):
-    """Return the mask of dropped pairs, computed from the sums of their uint32 row and column hashes."""
+    """Return the mask of query-key pairs that dropout drops. `bits` is the sum of the row hash and the column hash of
+    each pair, as uint32."""
     bits = (bits ^ (bits >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
     bits = (bits ^ (bits >> 15)) * tl.full([], 0x846CA68B, tl.uint32)
     return bits.to(tl.int32, bitcast=True) < limit

@@ -36,8 +36,8 @@ MODULE = "kernels.casts_triton"
 
 CAST = "Tensor multiplier, Tensor(a!)? noted, bool[] wanted, ScalarType dtype"
 """Schema of the last arguments of operators that make casts. These arguments are the fields of a `CastOrder`. The
-operators return the cast by rows (if requested), the cast by columns (if requested), and the scale. As torch requires,
-no operator returns the same tensor twice."""
+operators return the cast by rows (if requested), the cast by columns (if requested), and the scale. An operator never
+returns the same tensor twice, because torch does not allow this."""
 
 
 def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:

@@ -169,9 +169,9 @@ def noting_tiles(x, strides, casts, n, k, TILE: tl.constexpr):
 def cast_tiles(
     x, strides, amax, rows, columns, scales, n, k, BY_VECTOR: tl.constexpr, SMALLEST: tl.constexpr, TILE: tl.constexpr
 ):
-    """Cast x [n, k] to `rows` [n, k] and `columns` [k, n], as requested. Each cast has an `amax`: a single number for
-    the whole matrix or, with BY_VECTOR, vectors [n] and [k]. `scales` receives both scales; without BY_VECTOR, it
-    receives only the first scale."""
+    """Cast x [n, k], and store the casts in `rows` [n, k] and `columns` [k, n]. An output that is None is skipped.
+    `amax` holds one value for the whole matrix or, if BY_VECTOR is True, a vector [n] for rows and a vector [k] for
+    columns. If BY_VECTOR is True, `scales` receives the scales of both casts. Otherwise, it receives a single scale."""
     i, j, in_i, in_j = tile_places(n, k, TILE, TILE)
     values = load_tile(x, strides, i, j, in_i, in_j).to(tl.float32)
     by_row, by_column = 1.0, 1.0
@@ -305,7 +305,8 @@ def cast_transpose_noting_amax(x: Tensor, *cast: *CastParts) -> list[Tensor]:
 
 
 def amax_of_rows_and_columns(x: Tensor, wanted: list[bool]) -> list[Tensor]:
-    """Return the requested largest magnitudes of rows [n, 1] and of columns [1, k]."""
+    """Launch the kernel that computes the largest magnitudes of rows [n, 1] and of columns [1, k]. Returns only the
+    results that `wanted` requests."""
     n, k = x.shape
     bits = [
         torch.zeros(size, dtype=torch.int32, device=x.device) if wants else None

@@ -18,7 +18,7 @@ from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShap
 
 ROWS = 4096
 """Maximum number of tokens for which the kernel is compared with plain torch. This number is sufficient, because the
-logits of so many tokens occupy the whole GPU."""
+logits of this many tokens occupy the whole GPU."""
 
 
 def makes_gradients(logits: Tensor, *_: object) -> bool:
@@ -28,7 +28,7 @@ def makes_gradients(logits: Tensor, *_: object) -> bool:
 
 
 def loss_and_gradient_twin_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
-    """Compute the losses [n] in fp32, and replace the logits with the gradients of the losses.
+    """Compute the losses [n] in fp32, and overwrite the logits with the gradients of the losses.
 
     A loss is -log softmax(logits)[label] + z_loss_coeff * log(sum of exp(logits))^2. Both terms of the loss are
     computed in fp32.
@@ -69,7 +69,7 @@ _scale_rows_ = gpu_operator(
 
 
 def _logits(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the logits of a chunk of tokens, and their labels."""
+    """Yield random logits, and labels, for a chunk of tokens."""
     if shapes.vocab:
         rows = min(shapes.tokens, ROWS)
         labels = torch.arange(rows, device=shapes.device) % shapes.vocab

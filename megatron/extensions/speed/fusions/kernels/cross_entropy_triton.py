@@ -1,7 +1,7 @@
 """Triton kernels of `cross_entropy.py`. Each program processes its rows one at a time, and reads a row in blocks.
 
-Each multiprocessor runs one program, so that all rows that are being processed fit into the L2 cache. The second read
-of each row is served by this cache. Each thread keeps its own largest logit and sum, for the same columns of every
+Each multiprocessor runs only one program. All rows that are processed at the same time therefore fit into the L2 cache,
+which serves the second read of each row. Each thread keeps its own largest logit and sum, for the same columns of every
 block. Threads therefore need not exchange data for each block. In return, each thread computes one more exponential per
 block.
 """
@@ -71,7 +71,7 @@ def _of_row(place, labels, losses, block, width, columns, z_loss, THREADS: tl.co
 
 @triton.jit
 def scale_row(x, factors, width, BLOCK: tl.constexpr):
-    """Multiply one row of x [n, width] by the row's factor, in place."""
+    """Multiply one row of x [n, width] in place by the factor of this row."""
     row = tl.program_id(0).to(tl.int64)
     factor = tl.load(factors + row)
     if factor != 1.0:
@@ -84,7 +84,7 @@ def scale_row(x, factors, width, BLOCK: tl.constexpr):
 
 
 def loss_and_gradient_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_coeff: float) -> Tensor:
-    """Call the kernel for `cross_entropy.loss_and_gradient_twin_`."""
+    """Launch the kernel that computes the same as `cross_entropy.loss_and_gradient_twin_`."""
     assert logits.is_contiguous() and labels.is_contiguous()
     n, width = logits.shape
     losses = torch.empty(n, device=logits.device)
@@ -96,7 +96,7 @@ def loss_and_gradient_(logits: Tensor, labels: Tensor, vocab_size: int, z_loss_c
 
 
 def scale_rows_(x: Tensor, factors: Tensor) -> None:
-    """Call the kernel that multiplies rows by factors in place."""
+    """Launch the kernel that multiplies rows by factors in place."""
     assert x.is_contiguous() and factors.is_contiguous()
     if x.numel():
         scale_row[(x.shape[0],)](x, factors, x.shape[1], THREADS * EACH, num_warps=WARPS)

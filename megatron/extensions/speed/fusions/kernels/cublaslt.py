@@ -34,8 +34,8 @@ A_SCALE_POINTER = 17
 B_SCALE_POINTER = 18
 FAST_ACCUM = 25
 BIAS_TYPE = 26
-"""Identifiers of the attributes of a cuBLASLt matrix product descriptor. There is no entry for the transposition of B,
-which is off by default."""
+"""Identifiers of the attributes of a cuBLASLt matrix product descriptor. The attribute for the transposition of B is
+not needed, because B is not transposed by default."""
 
 MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
 """Numbers of preference attributes: workspace bytes, and alignments of A, B, C and D."""

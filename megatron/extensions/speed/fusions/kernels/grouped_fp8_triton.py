@@ -1,9 +1,9 @@
 """fp8 Triton kernels for experts: casts of rows by tiles along tokens, weight gradients with one list of tiles
 (`grouped_triton.py`), and products of rows.
 
-Tensor cores read fp8 operands along the dimension that a product sums over. Therefore a cast for weight gradients
-writes columns, [k, tokens], and pads the rows of each expert to whole tiles of 128, so that every load is aligned. Each
-step of the loop processes one tile and applies its scales in fp32. Hopper's tensor cores sum in less than fp32
+Tensor cores read fp8 operands along the dimension over which a product sums. Casts for weight gradients are therefore
+stored as columns [k, tokens]. The rows of each expert are padded to whole tiles of 128, so that every load is aligned.
+Each step of the loop processes one tile and applies its scales in fp32. Hopper's tensor cores sum in less than fp32
 precision, but each of their sums therefore contains only the terms of one tile.
 """
 
@@ -44,7 +44,8 @@ TILINGS = {
     "shallow": Tiling(128, 128, 1, warps=8, stages=3),
     "small": Tiling(64, 128, 1, warps=4, stages=3, of_multiprocessor=2),
 }
-"""Tilings of the weight gradient kernel, keyed by name. The number of rows per step is given in tiles of 128 rows.
+"""Tilings of the weight gradient kernel, keyed by name. In these tilings, the number of rows per step counts tiles of
+128 rows.
 
 Larger tiles would leave no registers for the second accumulator of each output. The tiling "shallow" fits into the
 shared memory of Ada GPUs.
@@ -135,7 +136,7 @@ def add_grouped_fp8_kernel(
 ):
     """Add out[e] [outputs, inputs] += dy_e x_eᵀ, for dy [outputs, tokens] and x [inputs, tokens] with scales [tokens /
     TILE, outputs] and [tokens / TILE, inputs]. The kernel works like `add_grouped_kernel`, but each step processes one
-    tile of tokens: BLOCK_N is 1, and the schedule counts tiles instead of rows."""
+    tile of tokens. The schedule therefore counts tiles instead of rows, and is computed with BLOCK_N = 1."""
     item = tl.program_id(0) - programs
     step, end = 0, 0
     corner_o, corner_i = 0, 0
@@ -183,9 +184,10 @@ def row_products_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute y_e [n_e, outputs] = x_e w_eᵀ, for x [n, terms] and w [experts, outputs, terms]. Scales are row scales
-    [n] and [experts, outputs] or, with TILED, tile scales [n, terms / BLOCK_K] and block scales [experts, outputs /
-    BLOCK_K, terms / BLOCK_K]. Programs that run at the same time compute all outputs of the same rows."""
+    """Compute y_e [n_e, outputs] = x_e w_eᵀ, for x [n, terms] and w [experts, outputs, terms]. Usually, x has one scale
+    per row [n], and w has one scale per output [experts, outputs]. If TILED is True, x has one scale per tile [n, terms
+    / BLOCK_K], and w has one scale per block [experts, outputs / BLOCK_K, terms / BLOCK_K]. Programs that run at the
+    same time compute different outputs of the same rows."""
     e = tl.arange(0, EXPERTS)
     stops = tl.load(ends + e, mask=e < experts, other=0)
     starts = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0)
@@ -227,7 +229,7 @@ def row_products_kernel(
 
 
 def padded_experts(experts: int) -> int:
-    """Return the power of two that kernels use as the number of experts."""
+    """Round the number of experts up to a power of two of at least 16, as the kernels require."""
     return max(16, triton.next_power_of_2(experts))
 
 

@@ -34,8 +34,8 @@ MOST_PARTS = tl.constexpr(4)
 """Number of parts into which a tile is split along tokens."""
 
 ENOUGH_ROUNDS = tl.constexpr(16)
-"""Threshold for splitting tiles: no tile is split if the number of steps per program exceeds this multiple of the
-number of steps of the longest tile."""
+"""Threshold for splitting tiles. No tile is split if the average number of steps per program is at least this number
+times the number of steps of the longest tile."""
 
 LEAST_STEPS = tl.constexpr(8)
 """Minimum number of loop steps per part if a tile is split along the token dimension."""
@@ -209,7 +209,8 @@ def add_grouped_kernel(
 def send_tile(
     matrix, apart, part, total, corner_o, corner_i, outputs, inputs, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr
 ):
-    """Add a whole tile, or the first part of a split tile, to the matrix, or write another part to separate memory.
+    """Store the sums of one tile. A whole tile, or the first part of a split tile, is added to the matrix. Any other
+    part is written to separate memory.
 
     No other program of this kernel adds to the same tile. The tile is sent in four parts. Before each part is sent, its
     values are rearranged in shared memory so that each thread holds adjacent values. Four parts need less shared memory

@@ -38,7 +38,8 @@ from the L2 cache. With two 16-bit operands and 132 programs, the blocks take 35
 each column of an fp8 block has 16 contiguous bytes in the cast by columns."""
 
 SUMMED, SUMMED_PARTS = 64, 32
-"""For the second kernel: number of columns that a program sums, and number of partial sums that it reads at a time."""
+"""Settings of the kernel `add_parts`: number of columns that a program sums, and number of partial sums that a program
+reads at a time."""
 
 
 class Backward(NamedTuple):
@@ -153,9 +154,9 @@ def norm_gradient_chunks(
     also records the amax of dx. `part_sums` [programs, sums, h] receives the program's partial sums of the weight
     gradient, of the bias gradient (LayerNorm), and of dx (with SUMS).
 
-    The first pass over the chunks of a block sums within rows. The second pass computes gradients. It starts with the
-    last chunk, because the last chunks are still in the caches. From one step to the next, `part_sums` holds the sums
-    over rows."""
+    The first pass over the chunks of a block computes sums over each row. The second pass computes gradients. It starts
+    with the last chunk, because the last chunks are still in the caches. From one step to the next, `part_sums` holds
+    the sums over rows."""
     CENTERED: tl.constexpr = given.mean is not None
     TILE_N: tl.constexpr = TILE[0]
     TILE_H: tl.constexpr = TILE[1]

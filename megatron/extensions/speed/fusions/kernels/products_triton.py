@@ -83,9 +83,9 @@ def add_product_kernel(
     is True, the product replaces the contents of `out`.
 
     There is one scale for the matrix [], for each row [outputs], or for each tile of a row [outputs, n / TILE_N].
-    Programs that run at the same time share operands: they compute GROUP tiles of outputs and all tiles of inputs.
-    Hopper's tensor cores sum TILE_N terms with less than fp32 precision. The kernel adds the resulting partial sums in
-    fp32.
+    Programs that run at the same time share operands, because together they compute GROUP tiles of outputs for all
+    tiles of inputs. Hopper's tensor cores sum TILE_N terms with less than fp32 precision. The kernel adds the resulting
+    partial sums in fp32.
     """
     down, across = tl.cdiv(outputs, TILE_O), tl.cdiv(inputs, TILE_I)
     group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
@@ -138,7 +138,7 @@ def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
 
 
 def add_product_triton_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool) -> None:
-    """Call the kernel of `gemm_choice.KERNELS`."""
+    """Launch the Triton kernel that `gemm_choice.KERNELS` lists."""
     (outputs, inputs), n = out.shape, a.shape[1]
     assert all(x.is_contiguous() for x in (out, a, b, a_scale, b_scale)) and a_scale.ndim == b_scale.ndim
     scales = OF_MATRIX if a_scale.ndim == 0 else OF_ROWS if a_scale.shape[1] == 1 else OF_TILES
