@@ -82,7 +82,7 @@ class Batch:
     """Later labels [b, s, N] int64, k = 1 to N positions ahead."""
 
     future_loss_mask: Tensor | None = None
-    """Loss mask [b, s, N] float of the later labels: 1 where the loss of the label k positions ahead counts."""
+    """Loss mask [b, s, N] float for `future_labels`: 1 if the loss of a label counts, and 0 otherwise."""
 
     future_position_ids: Tensor | None = None
     """Positions [b, s, N] int64 of `future_tokens` in their documents or samples."""
@@ -195,7 +195,7 @@ class EarlierTokens(Protocol):
         """Return the states [b, ...] of a layer after the earlier tokens; None if there are no earlier tokens."""
 
     def set_states(self, layer: int, *new: Tensor) -> None:
-        """Replace the states of the layer with number `layer`."""
+        """Replace the states that the cache holds for the layer with number `layer`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CachedCore) -> Tensor:
         """Compute attention: queries q [s, b, heads, d] of the new tokens, keys k [b, groups, columns, d] and values v

@@ -25,10 +25,10 @@ def bmm_in_fp32(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -> Tensor:
     """a [..., i, k] b [..., k, j] with the same leading sizes -> [..., i, j] in `out_dtype`.
 
-    The operands are rounded to `dtype`. For 16-bit operands, sums are in fp32 and `out_dtype` must be fp32 or `dtype`.
-    For other operands, `out_dtype` must be `dtype`. With unit roundoff u of `dtype` (2^-8 in bf16), each rounded
-    operand adds up to u |a| |b| to the error of an element, and a rounded result adds a relative error u. Gradients are
-    products of the rounded operands and the rounded output gradient, in the dtypes of the operands.
+    Both operands are first rounded to `dtype`. If `dtype` has 16 bits, sums are in fp32, and `out_dtype` must be fp32
+    or `dtype`. Otherwise, `out_dtype` must be `dtype`. Let u be the unit roundoff of `dtype` (2^-8 in bf16). Rounding
+    an operand changes each element of the result by up to u |a| |b|. Rounding the result adds a relative error of up to
+    u. Gradients are products of the rounded operands and the rounded output gradient, in the dtypes of the operands.
     """
     out: Tensor = _Multiply.apply(a, b, dtype, out_dtype)
     return out

@@ -24,10 +24,10 @@ class FlatBox:
 def boxes_of_flat_range(
     local_offset: Sequence[int], local_shape: Sequence[int], start: int, stop: int
 ) -> list[FlatBox]:
-    """Divide elements [start, stop) of a row-major shard into boxes.
+    """Divide elements [start, stop) of a row-major shard into rectangular blocks.
 
-    The boxes tile the range in flat order. There are at most 2 * ndim - 1 boxes: a partial row at either end takes one
-    box per inner dim, and the whole rows in between are one box.
+    The blocks tile the range in flat order. There are at most 2 * ndim - 1 blocks: all whole rows form one block, and a
+    partial row at either end needs one block for each inner dimension.
 
     Args:
         local_offset: Offset of the shard, which is a box of the global tensor.

@@ -11,8 +11,8 @@ of the axis.
 
 On CPU, a reduce-scatter is an all-to-all followed by a local sum, because gloo's reduce-scatter is slower. Either way,
 each rank sends (t-1)/t of the operand. In a small all-reduce between two ranks, the ranks exchange their operands and
-each rank adds them. Such an exchange takes one message instead of two. The all-to-all with a local sum and the exchange
-of operands both add the terms in rank order.
+each rank adds them. The exchange takes one message in each direction, whereas gloo's all-reduce takes two. The
+all-to-all with a local sum and the exchange of operands both add the terms in rank order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 EXCHANGED_BYTES = 2**20
-"""Maximum operand size in bytes of an all-reduce between two CPU ranks that uses a single exchange."""
+"""Largest operand, in bytes, for which an all-reduce between two CPU ranks exchanges the operands in one message."""
 
 
 @dataclass(eq=False)
@@ -72,8 +72,8 @@ class PassPair:
         second()
 
     def hand_over(self) -> None:
-        """Let the other pass compute while a collective is in flight. A pass calls this method after it launches the
-        collective and before `wait()`."""
+        """Let the other pass compute while a collective of this pass is in flight. Call this method after launching the
+        collective and before its `wait()`."""
 
 
 Start = Callable[[Tensor, Axis], Pending]
@@ -195,7 +195,7 @@ class PairContext(AutogradContext):
 class _AdjointPair(torch.autograd.Function):
     """A map that is linear in each of several tensors, with its adjoint as the backward pass.
 
-    The backward pass of the adjoint is the map itself, so gradients can be differentiated again.
+    Gradients can be differentiated again, because the adjoint's own backward pass is the original map.
     """
 
     @staticmethod
@@ -257,8 +257,8 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """Gather the ranks' parts along `dim` into a replicated tensor. The backward pass slices the gradient, which every
-    rank holds in full."""
+    """Gather the ranks' parts along `dim` into a replicated tensor. In the backward pass, every rank has the whole
+    gradient and takes its own slice."""
     return _pair(x, axis, all_gather, _slice, dim)
 
 

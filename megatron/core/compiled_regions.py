@@ -1,7 +1,8 @@
 """torch.compile for element-wise code between GEMMs: each region becomes one kernel.
 
-A region is a pure function of tensors. GEMMs, attention and collectives stay outside: a compiler would call the same
-kernels anyway. Hooks, weight-gradient queues and the order of collectives are therefore not affected by compilation.
+A region is a pure function of tensors that torch.compile compiles as a whole. GEMMs, attention and collectives stay
+outside: a compiler would call the same kernels anyway. Hooks, weight-gradient queues and the order of collectives are
+therefore not affected by compilation.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ def torch_function(function: Callable[K, R]) -> Callable[K, R]:
 
 
 def region(function: Callable[K, R], compiled: bool, static: bool = False) -> Callable[K, R]:
-    """Return `function` or its compiled twin. The twin is compiled when it first runs.
+    """Return `function` or, if `compiled` is True, a compiled version of it. The version is compiled when it first
+    runs.
 
-    If shapes change, torch recompiles a twin for dynamic shapes. With `static`, torch compiles a separate twin for each
-    shape. The kernels of a static twin load several elements per instruction. Use `static` only for tensors that have
-    the same few shapes in every step. The sums of a static twin have a fixed order, so tensor-parallel ranks that
-    reduce the same values, for example in norms, get the same bits.
+    If shapes change, torch recompiles the function for dynamic shapes. With `static`, torch compiles a separate version
+    for each shape, whose kernels load several elements per instruction. Use `static` only for tensors that have the
+    same few shapes in every step. `static` also fixes the order of sums: tensor-parallel ranks that reduce the same
+    values, for example in norms, get the same bits.
     """
     return _compiled(function, static) if compiled else function
 

@@ -94,8 +94,8 @@ class DropoutContext(AutogradContext):
 
 
 class _CompiledDropout(torch.autograd.Function):
-    """Autograd function of `drop_at_once`. The function saves only the bits of rows and columns, and recomputes the
-    mask in the backward pass."""
+    """Autograd function of `drop_at_once`. To save memory, the mask is not stored but recomputed in the backward pass
+    from the saved hashes of rows and columns."""
 
     @staticmethod
     def forward(ctx: DropoutContext, x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> Tensor:
@@ -119,8 +119,8 @@ def drop_at_once(x: Tensor, p: float, row_bits: Tensor, column_bits: Tensor) -> 
 def _dropped(p: float, rows: Tensor, columns: Tensor) -> Tensor:
     """Return the dropout mask: bool [rows, columns], True with probability p.
 
-    The function compares a 32-bit hash of each pair of a row and a column with a threshold. The hash of a pair is
-    computed from a 64-bit hash of the row and a 64-bit hash of the column.
+    Each element is dropped if a 32-bit hash of its (row, column) is below a threshold. The hash of a pair (row, column)
+    is computed from a 64-bit hash of the row and a 64-bit hash of the column.
     """
     row_bits, column_bits = _row_and_column_bits(rows, columns)
     dropped = torch.empty(row_bits.numel(), column_bits.numel(), dtype=torch.bool, device=rows.device)

@@ -30,7 +30,7 @@ def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
         return
     temporary = path.with_name(
         f".{path.name}.{os.urandom(16).hex()}.tmp"
-    )  # Processes on hosts that share a disk may have equal ids.
+    )  # random: processes on other hosts may have the same process id
     try:
         yield temporary
         if synced:
@@ -45,7 +45,8 @@ def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder to disk. A file that was created or renamed in the folder is durable only after this call."""
+    """Flush a folder to disk with fsync. A file that was created or renamed in the folder is durable only after this
+    call."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

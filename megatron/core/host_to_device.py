@@ -16,7 +16,8 @@ from megatron.core.torch_private import FakeTensor
 def copied_to(values: Tensor, device: torch.device | str) -> Tensor:
     """Copy `values` to `device`. If the device is a GPU, the copy does not block the host.
 
-    Host values are pinned first if necessary, because the driver waits for copies from pageable memory.
+    Values in pageable host memory are first copied to pinned memory, because the driver blocks the host while it copies
+    from pageable memory.
     """
     device = torch.device(device)
     if device.type == "cuda" and values.device.type == "cpu":

@@ -64,10 +64,10 @@ def has_storage(tensor: Tensor) -> bool:
 def initialize_parameters_(
     params: Iterable[Tensor], seed: int, coords: Mapping[str, tuple[int, int]], threads: int = 1
 ) -> None:
-    """Initialize parameters by their `meta.init`.
+    """Initialize each parameter as its `meta.init` defines.
 
-    The result is bit-identical under every layout, device type and number of threads. The temporary memory is one
-    block, or two blocks per thread.
+    The result is bit-identical under every layout, device type and number of threads. Temporary memory holds one block
+    if there is one thread, and otherwise two blocks per thread.
 
     Args:
         params: Parameters to initialize.
@@ -112,7 +112,8 @@ def init_of(meta: ParamMeta) -> Init:
 
 
 def _blocks(local: Tensor, meta: ParamMeta, offset: tuple[int, ...]) -> Iterator[Block]:
-    """Yield the blocks of the global tensor that overlap the box of `local`, which starts at `offset`."""
+    """Yield the blocks of the global tensor that overlap this rank's shard. The shard `local` starts at `offset` in the
+    global tensor."""
     origin = (0,) * len(meta.global_shape)
     for start in range(0, meta.numel, BLOCK):
         stop, copies = min(start + BLOCK, meta.numel), []

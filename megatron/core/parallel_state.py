@@ -1,8 +1,8 @@
 """Process groups of a layout: tensor, pipeline, context, data and expert parallelism.
 
 `initialize_model_parallel` builds the groups once and returns a `ParallelState`. Library code receives the `Axis` it
-needs as an argument and never reads a global. Only entry points use the single global below, through the functions at
-the end of this file, which are named as in Megatron-LM.
+needs as an argument and never reads a global. This file defines one global `ParallelState`, which only entry points
+use. They access it through the functions at the end of this file, which have the same names as in Megatron-LM.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Axis:
     """True if ranks sum CPU tensors by exchanging and adding them, because gloo's collectives are slower."""
 
     levels: tuple[Axis, ...] = ()
-    """The two axes that form this axis, inner axis first. The tuple is empty unless this axis has two levels of
-    context-parallel ranks."""
+    """With two-level context parallelism, the inner and the outer axis that together form the context-parallel axis.
+    Empty for any other axis."""
 
     @property
     def first(self) -> bool:
@@ -76,7 +76,8 @@ class ParallelState:
     world: Axis = ALONE
 
     def axis(self, name: str) -> Axis:
-        """Return this rank's group along `name`: one of `SINGLE_AXES`, a key of `JOINT_AXES`, or "embd"."""
+        """Return this rank's group along the axis `name`, which is one of `SINGLE_AXES`, a key of `JOINT_AXES`, or
+        "embd"."""
         return self.axes.get(name, ALONE)
 
     @property
@@ -117,7 +118,8 @@ class ParallelState:
 
     @property
     def lanes(self) -> tuple[Axis, ...]:
-        """Groups for pipeline messages: the groups of `LANES`, or only "pp" if a single group suffices."""
+        """This rank's groups for pipeline messages: one for each name in `LANES`, or only the group "pp" with a backend
+        that needs no separate groups."""
         return tuple(self.axes[name] for name in LANES if name in self.axes)
 
     @cached_property
@@ -167,7 +169,7 @@ def build_groups(
 def build_parallel_state(
     dims: ParallelDims, rank: int, timeout: timedelta | None = None, backend: str | None = None
 ) -> ParallelState:
-    """Build the groups of `rank`. Under NCCL, each pipeline has a separate group for each lane in `LANES`.
+    """Build the groups of `rank`. With NCCL, each pipeline has one group for each name in `LANES`.
 
     All ranks call `new_group` the same number of times, and the n-th calls of all ranks divide the world into disjoint
     groups. torch relies on this: it names a group after the number of groups created before, and NCCL with a bound
@@ -188,7 +190,9 @@ def build_parallel_state(
         rings = dims.cp // dims.cp_inner
         cuts["cp_inner"] = dims.instance_groups("cp", parts=rings)
         cuts["cp_outer"] = dims.copy_groups("cp", parts=rings)
-    cuts["embd"] = [  # For each pipeline: a group of its first and last rank, and a group for each rank in between.
+    cuts[
+        "embd"
+    ] = [  # In each pipeline, the first and the last rank form a group. Every other rank is alone in a group.
         part for ranks in cuts["pp"] for part in (ranks[:1] + ranks[1:][-1:], *((inner,) for inner in ranks[1:-1]))
     ]
     backend = backend or (dist.get_backend() if dist.is_initialized() else "gloo")

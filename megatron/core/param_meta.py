@@ -129,8 +129,8 @@ class ParamMeta:
     listed."""
 
     shared_stages: tuple[int, ...] = ()
-    """Pipeline stages that each hold a replica, such as the first and the last stage for tied embeddings. The gradients
-    of the replicas are summed. Norms and checkpoints use the replica of the stage listed first."""
+    """Pipeline stages that each hold a replica of the parameter. For tied embeddings, these are the first and the last
+    stage. The gradients of the replicas are summed. Norms and checkpoints use the replica of the stage listed first."""
 
     expert: bool = False
     """True for an expert parameter, whose gradient is reduced over "expt_dp" instead of "dp" and "cp"."""
@@ -176,7 +176,8 @@ class ParamMeta:
 
     @property
     def fan_out(self) -> int:
-        """Number of outputs per input, in one of the stacked matrices."""
+        """Number of outputs to which an input contributes, analogous to `fan_in`. If the parameter stacks several
+        matrices, this is the number for one matrix."""
         if self.role == "embedding":
             return self.global_shape[-1]
         return self.numel // prod(self.global_shape[: self.stacked]) // self.fan_in
@@ -184,7 +185,8 @@ class ParamMeta:
     @property
     def width_kind(self) -> WidthKind:
         """Kind of the parameter, determined by the dims that grow with the model's width: both dims ("hidden"), only
-        the output dim ("input"), or only the input dim ("output"). A "vector" has one number per channel.
+        the output dim ("input"), or only the input dim ("output"). The kind "vector" has one number per channel, as
+        norm weights and biases do.
         """
         return WIDTH_KINDS.get(self.role, "vector")
 
@@ -224,8 +226,8 @@ class ParamMeta:
     def is_first_replica(self, coords: Mapping[str, tuple[int, int]]) -> bool:
         """Return whether the rank at `coords` (axis -> (rank, size)) holds the replica that counts in norms and is
         saved. This replica is the first along `replica_axes`. If several pipeline stages share the parameter, the first
-        of these stages holds this replica. The result is the same on all data-parallel ranks, which divide the saving
-        among themselves.
+        of these stages holds this replica. All data-parallel ranks get the same result; each of them saves a part of
+        the replica.
         """
         first_stage = not self.shared_stages or coords["pp"][0] == 0
         return first_stage and all(coords[axis][0] == 0 for axis in self.replica_axes)
@@ -258,8 +260,8 @@ class InitPolicy:
     """Standard deviation of weights and sinks."""
 
     residual_std: float = 0.02
-    """Standard deviation of weights whose output is added to the residual stream. The value decreases with the number
-    of layers."""
+    """Standard deviation of weights whose output is added to the residual stream. It is smaller in models with more
+    layers."""
 
     embedding_std: float = 0.02
     """Standard deviation of word and position embeddings."""
@@ -271,9 +273,9 @@ class InitPolicy:
     """Rules that change the initial values, applied in order."""
 
     def complete(self, meta: ParamMeta) -> ParamMeta:
-        """Return the parameter with its initial values.
+        """Return `meta` with `init` filled in: the parameter's own initial values, or otherwise those of its role.
 
-        Raises ValueError if neither the parameter nor its role has initial values.
+        Raises ValueError if initial values are defined neither for the parameter nor for its role.
         """
         init = meta.init or self._of_role(meta)
         for rule in self.rules:

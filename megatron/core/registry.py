@@ -66,7 +66,7 @@ def _members(protocol: type) -> list[str]:
 
 def _call_form(protocol: type) -> str | None:
     """Return the argument names of a Protocol's `__call__`, with `=` appended to keyword-only arguments. Returns None
-    if the Protocol has no `__call__`, or if the arguments are variadic."""
+    if the Protocol does not define `__call__`, or if `__call__` accepts `*args` or `**kwargs`."""
     call = next((vars(base)["__call__"] for base in protocol.__mro__ if "__call__" in vars(base)), None)
     if call is None:
         return None
@@ -96,8 +96,8 @@ def _refused(form: str, part: object) -> str:
 
 
 def _refused_methods(protocol: type, part: type) -> str:
-    """Return an error text that names the methods of `protocol` that a class lacks or defines with different arguments,
-    and the remedy. Return an empty string if the class conforms to `protocol`."""
+    """Check that a class defines the methods of `protocol` with the same arguments. Returns an empty string if it does,
+    and otherwise an error text with the wrong methods and a remedy."""
     if unwritten := sorted(getattr(part, "__abstractmethods__", ())):
         return f"has no {', '.join(f'{name}()' for name in unwritten)} of its own; write it, or correct its spelling"
     for name in _members(protocol):
@@ -163,7 +163,8 @@ class Registry(Collection[str], Generic[P, F, K]):
     @overload
     def register(self, name: str, part: Given, /, *args: K.args, **facts: K.kwargs) -> Given: ...
     def register(self, name: str, part: Any = None, /, *args: Any, **facts: Any) -> Any:
-        """Add a part that is passed as an argument or decorated. A string "module:attribute" is imported on first use.
+        """Add a part. Pass the part as an argument, or use `register` as a decorator. A string "module:attribute" is
+        imported on first use.
 
         Raises ValueError if the name is taken, with the file and line of both registrations, or if the part does not
         match the protocol of its kind.
@@ -254,8 +255,8 @@ class Registry(Collection[str], Generic[P, F, K]):
         return [name for name, entry in self._entries.items() if entry.facts.when(*args)]  # type: ignore[attr-defined]
 
     def chosen(self, *args: Any) -> str | None:
-        """Return the first name that `wanted(*args)` returns, or None if it returns no name. Call this method only for
-        kinds of parts of which a run uses at most one."""
+        """Return the first name that `wanted(*args)` returns, or None if it returns no name. Call this method only if a
+        run uses at most one part of the registry's kind."""
         return next(iter(self.wanted(*args)), None)
 
     def where(self, name: str) -> str:

@@ -8,7 +8,7 @@ Two classes override private methods of torch outside of this file, because an o
 it (if torch removes the method, check whole files before the load), and `NoValues._should_skip_dynamo` in
 `megatron/extensions/plan/planner/fake_stage.py` only saves time (if torch removes the method, delete the override).
 
-Modules of torch that are slow to import are imported when a function here is called.
+Functions in this file import slow modules of torch when they are called.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class AttentionOutputs(Protocol):
-    """Forward pass of an attention kernel, which returns outputs, log-sum-exps, and further values for the backward
+    """Forward pass of an attention kernel. It returns the output, the log-sum-exp, and further values for the backward
     pass."""
 
     def __call__(self, *operands: object, **options: object) -> tuple[Tensor, Tensor, *tuple[Tensor, ...]]: ...
@@ -124,7 +124,8 @@ def storage_id(memory: Tensor | torch.UntypedStorage) -> int:
     """Return an id that is the same for a storage and all tensors that share it. Storages of fake and meta tensors have
     such ids too.
 
-    `UntypedStorage._cdata`, torch 2.13. Fallback: use `id(storage)` and keep the storage alive.
+    `UntypedStorage._cdata`, torch 2.13. Fallback: use `id(storage)`, and keep the storage object alive so that no other
+    object gets the same id.
     """
     return (memory.untyped_storage() if isinstance(memory, Tensor) else memory)._cdata
 
@@ -188,8 +189,8 @@ def is_hooked(module: nn.Module, forward: bool = True) -> bool:
 # Dispatch: fake tensors and modes
 
 FakeTensor = fake_tensor.FakeTensor
-"""A tensor without values, which plans use. torch 2.13. Fallback: the new location of the class, which torch.export
-needs."""
+"""A tensor without values, which plans use. torch 2.13. Fallback: import the class from wherever torch.export imports
+it."""
 
 FakeTensorMode = fake_tensor.FakeTensorMode
 """Mode in which operations create fake tensors. torch 2.13. Fallback: the same as for `FakeTensor`."""
@@ -246,7 +247,7 @@ OpOverload = torch._ops.OpOverload
 def schema_of(operator: OpOverload) -> torch._C.FunctionSchema:
     """Return the schema of an operator: its name, arguments and returns.
 
-    The `_schema` of an operator, torch 2.13. Fallback: parse the operator's text form.
+    `OpOverload._schema`, torch 2.13. Fallback: parse the operator's text form.
     """
     return operator._schema
 
@@ -269,7 +270,7 @@ class AutogradContext(FunctionCtx):
     """Type of the `ctx` argument of autograd functions, for annotations only: torch creates the objects. torch's public
     `FunctionCtx` lacks the attributes that a backward pass reads.
 
-    A function that stores further attributes on `ctx` declares them in a subclass:
+    If an autograd function stores further attributes on `ctx`, declare the attributes in a subclass:
 
         class DropContext(AutogradContext):
             p: float
@@ -318,8 +319,8 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    """Set the timeout of a group's collectives. `_set_pg_timeout`, torch 2.13. Fallback: the public successor of the
-    function, or groups created with the timeout."""
+    """Set the timeout of a group's collectives. `_set_pg_timeout`, torch 2.13. Fallback: call the public function that
+    replaces this one, or pass the timeout when groups are created."""
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
@@ -336,7 +337,8 @@ def default_group() -> dist.ProcessGroup:
 
 
 def known_groups() -> distributed_c10d._World:
-    """Return torch's tables of process groups: their ranks, names and backends. Plans add fake groups to the tables.
+    """Return the object in which torch records the ranks, name and backend of each process group. Memory plans register
+    fake groups in this object.
 
     `distributed_c10d._world`, torch 2.13. Fallback: create fake groups with `dist.new_group` and the backend `fake`.
     """
@@ -363,8 +365,8 @@ def fake_store() -> dist.Store:
 def flight_records() -> list[str]:
     """Return the flight-recorder records of each backend as JSON; backends that this torch lacks are omitted.
 
-    `_dump_nccl_trace_json` and `_dump_fr_trace_json`, torch 2.13. Fallback: hang reports without the names of
-    collectives.
+    `_dump_nccl_trace_json` and `_dump_fr_trace_json`, torch 2.13. Fallback: return no records. Reports of a hang then
+    lack the names of collectives.
     """
     import torch._C._distributed_c10d as c10d
 
@@ -381,9 +383,9 @@ def load_symmetric_memory() -> None:
 
 
 def storage_info(name: str, offset: int, length: int) -> StorageInfo:
-    """Return the location of a tensor in a file of a DCP checkpoint. `_StorageInfo`, torch 2.13; the name is part of
-    the file format, so torch may move the class but must still be able to read it. Fallback: import the class that
-    replaces `_StorageInfo` in DCP's file-system writer."""
+    """Return the location of a tensor in a file of a DCP checkpoint. `_StorageInfo`, torch 2.13. Checkpoint files
+    contain the import path of this class, so torch must keep that path readable even if it moves the class. Fallback:
+    import the class that replaces `_StorageInfo` in DCP's file-system writer."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
@@ -427,8 +429,8 @@ def dump_memory_history(path: str) -> None:
 
 
 def profiler_options(all_threads: bool) -> _ExperimentalConfig:
-    """Return options for `torch.profiler.profile`. `_ExperimentalConfig`, torch 2.13. Fallback: omit the option;
-    profiles then contain only the first thread."""
+    """Return options for `torch.profiler.profile`. `_ExperimentalConfig`, torch 2.13. Fallback: omit
+    `experimental_config`; a profile then contains only the thread that starts the profiler."""
     from torch._C._profiler import _ExperimentalConfig
 
     return _ExperimentalConfig(profile_all_threads=all_threads)

@@ -33,8 +33,8 @@ causes the largest error."""
 def gradient_differences(config: RunConfig, timeout: float) -> list[tuple[str, float]]:
     """Return (parameter, relative difference between gradient and finite difference) in the order of the backward pass.
 
-    `config` must describe a single process in fp64. Auxiliary losses are disabled, because they add to gradients but
-    not to the reported loss.
+    `config` must be a configuration for a single process in fp64. Auxiliary losses are disabled, because they add to
+    gradients but not to the reported loss.
     """
     config = resolve(config, 1)
     batch = config.training.global_batch_size
@@ -62,7 +62,8 @@ def _gradient_differences(rank: int, world_size: int, config: RunConfig) -> list
 
 
 def _loss(run: TrainingRun, step: Step, batches: list[Batch]) -> float:
-    """Return the step's loss sum, including multi-token prediction. The gradients remain in `main_grad`."""
+    """Run the passes of a step, and return the step's loss sum, including the losses of multi-token prediction. The
+    gradients remain in `main_grad`."""
     sums = run.forward_backward(step, batches, run.optimizer.loss_scale)
     assert sums.seed == 1.0, "fp64 has no loss scale"
     further = next(meter for meter in run.meters if isinstance(meter, MultiTokenLosses))

@@ -30,12 +30,13 @@ HEAD = f"{'layout':<32} {'ranks':>5}  {'verdict':<8} {'largest':>8} {'s':>6}  fi
 
 
 class Parity(ParityPlan):
-    """One model and the rows of its table. A row is trained when it is first requested."""
+    """Table of parity tests for one model, with one test per row. The test of a row runs when the row is first
+    requested."""
 
     def __init__(
         self, flags: Sequence[str], root: Path, steps: int = 2, max_ranks: int = 8, timeout: float = 300.0
     ) -> None:
-        """Prepare the rows in the same way as `ParityPlan`.
+        """Prepare the rows without running them, as `ParityPlan` does.
 
         Args:
             flags: Command line of pretrain_gpt.py.
@@ -99,9 +100,10 @@ def compared(row: Row, reference: Snapshot, snapshot: Snapshot) -> Row:
     apart = dict[str, int]()
 
     def exactly() -> Iterator[tuple[str, float]]:
-        """Yield (key, difference), infinite if replicas differ or initial weights are not bit-equal.
+        """Yield pairs (key, difference). The difference is infinite if replicas differ or if initial weights are not
+        bit-equal.
 
-        Elements that differ only by rounding noise are excluded and counted in `apart`.
+        Elements that differ only by rounding noise are excluded. `apart` counts the excluded elements.
         """
         for key, value in differences(reference, snapshot):
             bits = key.startswith("initial ") and not torch.equal(reference[key], snapshot[key])

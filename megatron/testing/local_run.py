@@ -26,9 +26,10 @@ for _kind in (LAYERS, MIXERS, NORMALIZATIONS, ACTIVATIONS, LOSSES):
 
 @contextmanager
 def local_run(config: RunConfig, rank: int, world_size: int) -> Iterator[TrainingRun]:
-    """Build process groups, model, optimizer and data of this rank; close the data at the end.
+    """Context manager that builds the process groups, model, optimizer and data of this rank. It closes the data at
+    exit.
 
-    `config` is resolved for `world_size`. Collective over the world.
+    `config` must be resolved for `world_size`. Collective over the world.
     """
     set_determinism(config)
     run = build_run(config, local_runtime(config, rank, world_size))

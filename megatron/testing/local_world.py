@@ -61,7 +61,7 @@ def run_world(
         fn: Function to run on each rank; its results must be picklable.
         args: Further arguments of `fn`.
         timeout: Seconds after which the world counts as hanging.
-        backend: "gloo", or "nccl" for ranks that share the first GPU.
+        backend: "gloo" for ranks on the CPU, or "nccl" for ranks that share the first GPU.
 
     Raises:
         RuntimeError: A rank failed. The message contains the traceback of the first rank that failed.

@@ -33,7 +33,7 @@ VOCAB_SIZE = 60
 
 @dataclass(frozen=True)
 class Row:
-    """Verdict on one layout."""
+    """Row of the table: a test and its verdict."""
 
     name: str
     ranks: int
@@ -42,7 +42,7 @@ class Row:
     """Verdict: "trained" for the one-process row; "equal", "differs", "crashed" or "refused" for other rows."""
 
     difference: float | None = None
-    """The largest relative difference; None if the row compares no numbers."""
+    """Largest relative difference between the compared tensors; None if the row compares no tensors."""
 
     why: str = ""
     """The first tensor that differs, the rule that refuses the layout, or the error and the line that raised it."""
@@ -89,7 +89,7 @@ class ParityPlan:
 
     @property
     def names(self) -> list[str]:
-        """Names of all available rows, in order; `one-process` is always included."""
+        """Names of all available rows, in order. The row `one-process` always runs and is not listed."""
         checkpoints = EXPERT_CHECKPOINTS if self.model.model.num_experts else CHECKPOINTS
         return [FINITE_DIFFERENCES, *self.layouts, *checkpoints]
 
@@ -134,7 +134,8 @@ def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
 
 
 def in_fp64(config: RunConfig) -> RunConfig:
-    """Return the configuration in fp64 on CPU ranks of this machine, without evaluation, files and reports."""
+    """Return the configuration changed to fp64 on CPU ranks of this machine. Evaluation, checkpoints, metrics and
+    checks are turned off."""
     parallel = ModelParallelConfig()
     for_gpus = ("compile", "distributed_backend", *(field.name for field in fields(PrecisionConfig)))
     plain = {name: getattr(parallel, name) for name in for_gpus}

@@ -52,7 +52,7 @@ def possible_names(flags: Sequence[str]) -> list[str] | None:
 
 
 def chosen(wanted: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """Return the rows to run. Raises ValueError for an unknown name."""
+    """Return the names of the rows to run, in the order of `known`. Raises ValueError for an unknown name."""
     problems = []
     for name in wanted or ():
         if name not in known:

@@ -41,7 +41,7 @@ Counters = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint, and the memory contents of the ranks that saved it."""
+    """Folder of a checkpoint, and the values that were in memory on the ranks that saved it."""
 
     folder: Path
     truth: Snapshot
@@ -58,10 +58,11 @@ class Visit:
     counters: Counters = (0, 0, 0)
 
     wrong: dict[str, list[str]] = field(default_factory=dict)
-    """Keys that differ from the saved ones, or the reason for refusing the checkpoint, by source."""
+    """Keys of tensors that differ from the saved tensors, or the reason why the run refused the checkpoint. The dict is
+    keyed by the source, which is the layout under which the checkpoint was saved."""
 
     refused: set[str] = field(default_factory=set)
-    """Sources that the run refused."""
+    """Sources whose checkpoints the run refused to load."""
 
     boxes: list[Box] = field(default_factory=list)
     """Blocks of global tensors that this rank compared with the saved tensors of every source."""
@@ -96,7 +97,8 @@ class Checkpoints:
                 may differ by the tolerance times (its magnitude + 0.001 * the largest magnitude).
 
         Returns:
-            For each source, the keys that are not bit-equal after the load, or the reason for refusing the checkpoint.
+            A dict that maps each source to a list. The list contains the keys of tensors that are not bit-equal after
+            the load, or the reason why the run refused the checkpoint.
 
         Raises:
             ValueError: Validation refuses the configuration.

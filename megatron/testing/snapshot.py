@@ -65,7 +65,7 @@ class Label:
         return f"step {self.step}" if self.step else "initial"
 
     def order(self, phase: str, *place: int) -> tuple[int, ...]:
-        """Return a tensor's sort key among all tensors; `place` is its position within the phase."""
+        """Return the key by which snapshots sort a tensor. `place` is the position of the tensor within the phase."""
         return (self.step, PHASES.index(phase), *place)
 
 
@@ -102,7 +102,7 @@ def train_in_world(
 
     Args:
         world_size: Number of ranks.
-        flags: Command line, or a configuration, resolved or not.
+        flags: Command line, or a configuration, which may already be resolved.
         steps: Number of recorded steps.
         timeout: Seconds after which the world counts as hanging.
         activations: Also record `step k activation MODULE` [samples, s, h], the outputs of the embedding and of each
@@ -141,7 +141,7 @@ def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
     interval = run.interval = Interval()
     found: list[Fragment] = []
     for buffer in run.ddp.buffers:
-        buffer.grad_data.fill_(torch.nan)  # gradients of the previous step do not count
+        buffer.grad_data.fill_(torch.nan)  # exclude the previous step's gradients
 
     seen = _GradientMeter(run, label)
     run.meters.append(seen)
@@ -199,7 +199,7 @@ class _Activations:
 
     def record(self, name: str, place: int, module: nn.Module, args: tuple[object, ...], x: Tensor) -> None:
         """Record the activation x [n, b, h]. The context identifies the sequence positions and the samples that x
-        contains. A recomputation overwrites the same values."""
+        contains. If activation recomputation runs the module again, the values are overwritten with equal values."""
         context = args[-1]
         assert isinstance(context, BatchContext)
         rows = context.places_of(x, self.tp_rank).tolist()
@@ -348,8 +348,8 @@ def assemble(fragments: Iterable[Fragment]) -> Snapshot:
 FLOOR = 1e-3
 """Smallest norm used for relative differences, as a share of the largest norm among tensors of the same kind and step.
 
-Some gradients are zero except for rounding, such as the gradient of a key bias, which softmax ignores. The norm of such
-a gradient is not a useful scale.
+Some gradients are zero except for rounding. An example is the gradient of a key bias, on which softmax does not depend.
+The norm of a gradient that is pure rounding noise is not a useful scale.
 """
 
 
@@ -394,7 +394,7 @@ def moved_by_rounding(a: Snapshot, b: Snapshot, name: str, tolerance: float) -> 
     """Return a mask of the parameter elements whose gradients are pure rounding noise.
 
     The mask selects elements whose gradients are at most `tolerance` times the tensor's floor (`floors_of`) in every
-    step, and nonzero in at least one step. Return None if the snapshots contain no gradient named `name`.
+    step, and nonzero in at least one step. Returns None if the snapshots contain no gradient of the parameter `name`.
     """
     floors, largest = floors_of(a, b), None
     for key in (key for key in a.tensors if key.endswith(f" gradient {name}")):

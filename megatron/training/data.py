@@ -152,7 +152,8 @@ def iterator(dataset: Dataset, config: RunConfig, runtime: Runtime, name: str) -
 
 @runtime_checkable
 class DealsSamples(Protocol):
-    """Base class of extension flags that may change how the samples of a training step are assigned to replicas."""
+    """Base class of extension flags that may select a dealer. A dealer assigns the samples of a training step to
+    data-parallel replicas."""
 
     def dealer(self, seq_length: int) -> Dealer | None:
         """Return the dealer for samples with `seq_length` tokens; None if these flags select no dealer."""
@@ -238,7 +239,7 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
         raise ValueError(
             "there is no training data: give --data-path a --split with a share for training, or --train-data-path"
         )
-    if len(made.train) < phase.samples:  # the run is longer than a blend without weights, which has one epoch
+    if len(made.train) < phase.samples:  # a blend without weights ends after one epoch
         raise ValueError(
             f"the training data has {len(made.train)} samples of {config.model.seq_length} tokens, but the run "
             f"needs {phase.samples}: several --data-path prefixes without weights are read once; give each a "
@@ -293,7 +294,7 @@ def _with_length(plan: RunPlan) -> RunPlan:
 def with_tokens(config: RunConfig) -> DatasetConfig:
     """Replace text files in the data flags with indexed datasets. Datasets that do not exist yet are built.
 
-    Raises ValueError with the problems of all files.
+    If text files have problems, raises a ValueError that lists all of them.
     """
     prepare = partial(load_extensions, loaded_extensions())
     if config.data.dataset != "gpt":

@@ -66,8 +66,8 @@ def evaluate(run: TrainingRun, split: str, log: Log) -> None:
 
 
 def weights_to_evaluate(run: TrainingRun) -> AbstractContextManager[None]:
-    """Return a context in which the model has the weights that a callback provides for evaluations, if any.
-    Collective."""
+    """Return a context in which the model uses the weights that a callback provides for evaluation. If no callback
+    provides weights, the model keeps its own weights. Collective."""
     offers = (callback.evaluation_weights(run) for callback in reversed(run.callbacks))
     offered = next((weights for weights in offers if weights is not None), None)
     return nullcontext() if offered is None else other_weights(run.optimizer, offered)
@@ -76,7 +76,7 @@ def weights_to_evaluate(run: TrainingRun) -> AbstractContextManager[None]:
 @contextmanager
 def _in_place_of_loss(run: TrainingRun, metric: Loss | None) -> Iterator[None]:
     """Context in which the last pipeline stage computes `metric` instead of the loss. The functions in `loss_watchers`
-    are not called. If `metric` is None, nothing changes."""
+    are not called. If `metric` is None, the loss is computed as usual."""
     last = [stage for stage in run.stages.values() if stage.last and metric is not None]
     before = [(stage, stage.loss, stage.loss_watchers) for stage in last]
     for stage in last:

@@ -80,7 +80,7 @@ class CallbackFacts:
 
 
 class CallbackClass(Protocol):
-    """Class derived from `megatron.training.hooks.Callback`."""
+    """Subclass of `megatron.training.hooks.Callback`."""
 
     def __call__(self, config: RunConfig) -> object: ...
 
@@ -114,8 +114,8 @@ def extension_flags(
     """Decorator that turns the fields of a frozen dataclass into flags. The string below a field is the flag's help
     text.
 
-    Registered components read the values of these flags with `config.options(Cls)`. The functions `rules`, `resolve`
-    and `reads` may also be given as "module:function".
+    Registered components read the flags' values with `config.options(Cls)`, where `Cls` is the dataclass. The functions
+    `rules`, `resolve` and `reads` may also be given as "module:function".
     Args:
         title: Title of the flags in `--help`.
         may_change: True if a run's values may differ from those in the checkpoint that it loads, as for a callback, a
@@ -165,8 +165,8 @@ def load_saved_extensions(payload: Mapping[str, object], source: PurePath) -> No
 def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown: str) -> list[str]:
     """Return the extensions named in a file that may be imported.
 
-    An extension is permitted if one of the user's runs has recorded its code for the folder of `source`. Extensions in
-    `given`, which the command line names, replace extensions that have the same file name or whose files are missing.
+    An extension is permitted if one of the user's runs has recorded its code for the folder of `source`. Extensions on
+    the command line (`given`) replace extensions in the file that have the same file name or are missing on disk.
     Raises ExtensionError if some named extensions are neither permitted nor replaced. The error message lists each such
     extension, with the flag that permits it.
 
@@ -238,7 +238,7 @@ def _load(name: str) -> str:
 
 def _import_file(path: Path) -> str:
     name = f"extension_{path.stem}"
-    while name in sys.modules:  # another file already has this module name
+    while name in sys.modules:  # an extension with this file name exists
         name += "_"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -253,8 +253,9 @@ def _import_file(path: Path) -> str:
 
 
 def problem_in_extension(error: BaseException) -> Problem | None:
-    """Convert an error to a problem `file:line: Kind: message` if an extension's code, after its import, raised the
-    error or one of its causes. Returns None if no extension's code was involved."""
+    """Convert an error from the code of an extension to a problem with the text `file:line: Kind: message`. The
+    extension must have raised the error, or one of its causes, after the import of the extension. Returns None for any
+    other error."""
     if (found := place_in_extension(error)) is None:
         return None
     cause, place = found
@@ -263,8 +264,8 @@ def problem_in_extension(error: BaseException) -> Problem | None:
 
 
 def place_in_extension(error: BaseException) -> tuple[BaseException, str] | None:
-    """Find the extension code that raised `error` or one of its causes. Returns that exception and the innermost
-    `file:line` in an extension; None if no extension code was involved."""
+    """Find the line of an extension that raised `error` or one of the causes of `error`. Returns the raised exception,
+    and the line as `file:line`. Returns None if no extension raised any of them."""
     own = tuple(_own_code())
     cause: BaseException | None = error
     while cause is not None:

@@ -14,10 +14,9 @@ _MISSING = object()
 
 @contextmanager
 def replaced(*stand_ins: tuple[object, str, object]) -> Iterator[None]:
-    """Context manager that temporarily replaces attributes, given as (owner, name, replacement).
-
-    An owner is a module, class or object of another library. Do not use this function for this program's own code, in
-    which variants are passed as arguments.
+    """Context manager that temporarily replaces attributes. Each argument is a tuple (owner, name, replacement), where
+    the owner is a module, class or object of another library. Do not use this function for code of this program, which
+    passes variants as arguments instead.
     """
     with ExitStack() as stack:
         for owner, name, stand_in in stand_ins:

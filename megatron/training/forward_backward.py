@@ -1,5 +1,5 @@
-"""Forward and backward passes of a step on a rank's pipeline stages. Training, replays of a step, and the search for a
-NaN use this module."""
+"""Forward and backward passes of a step on a rank's pipeline stages. Training, the replay of a saved step, and the
+search for the cause of a NaN all run their passes through this module."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ class ForwardBackward:
         return loss_scale / (self.config.model.seq_length if self.config.parallel.fp16 else 1)
 
     def with_scale(self, step: Step, batches: list[Batch], seed: float) -> tuple[list[Batch], torch.Tensor]:
-        """Return a pair: the micro-batches, with the loss seed and the factor for auxiliary losses added, and the
-        number of valid tokens in the global batch."""
+        """Set the loss seed and the factor for auxiliary losses in all micro-batches. Returns these micro-batches, and
+        the number of valid tokens in the global batch."""
         total = global_token_count(count_tokens(batches), self.runtime.state, self.pipeline.counting_rank)
         scale = total * (seed / (step.samples * self.config.model.seq_length))
         for meter in self.meters:
@@ -172,8 +172,8 @@ class Pipeline:
         return self.executor.run(self.lists(len(batches))[self.pp.rank], batches, loss_scale_seed=seed)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Run the forward passes of the micro-batches, without backward passes. Returns the loss sum of each
-        micro-batch on the last stage, and [] on other stages."""
+        """Run the forward passes of the micro-batches, without backward passes. On the last stage, returns the loss sum
+        of each micro-batch; on other stages, returns an empty list."""
         lists = pipeline_lists(self.schedule, self.pp.size, len(batches), self.layout.chunks, True, self.group)
         return self.executor.run(lists[self.pp.rank], batches)
 

@@ -1,8 +1,8 @@
 """Hooks for extensions in a run: callbacks, meters, periodic tasks and metrics. This module does not import torch.
 
-A `Callback` is an extension's object in a run. The run calls its methods on events. It may add meters, which count
-during passes and report at log lines, periodic tasks and checkpoint state. The built-in extensions use the same
-interface. A program that calls `pretrain` passes its own callbacks and metrics as `Parts`.
+A `Callback` is an extension's object in a run. The run calls the callback's methods on events. A callback may add
+periodic tasks, checkpoint state, and meters, which count during passes and report at log lines. Built-in extensions use
+callbacks too. A program that calls `pretrain` passes its own callbacks and metrics as `Parts`.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Meter:
         return False
 
     def take(self) -> Tensor | None:
-        """Return this rank's counts since the last call (flat, float64), for a sum over the world, or None."""
+        """Return this rank's counts since the last call, to be summed over all ranks (flat, float64); or None."""
         return None
 
     def report(self, summed: Tensor, interval: Interval) -> Mapping[str, object]:
@@ -313,8 +313,8 @@ class Callback:
         """Read input files. Called after rendezvous, before the model is built. A ValueError ends the run."""
 
     def choose(self, config: RunConfig, parallel: ModelParallelConfig, runtime: Runtime) -> ModelParallelConfig:
-        """Return the settings for building the model: `parallel`, or settings that give the same results, such as
-        another kernel. `config` is the configuration of the longest phase. Collective."""
+        """Return the settings with which to build the model: `parallel`, or a copy that gives the same results, for
+        example with another kernel. `config` is the configuration of the longest phase. Collective."""
         return parallel
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
@@ -388,8 +388,8 @@ class Callback:
         return None
 
     def on_evaluation(self, run: RunView, split: str, record: Record) -> None:
-        """Called after an evaluation of "valid" or "test", whose record has `valid_loss` or `test_loss`, or of "tasks",
-        whose record has the scores of --eval-tasks as `eval/TASK/METRIC`."""
+        """Called after an evaluation. `split` is "valid", "test" or "tasks". `record` contains `valid_loss`,
+        `test_loss`, or task scores as `eval/TASK/METRIC`."""
 
     def on_checkpoint(self, run: RunView) -> None:
         """Called after a save has started."""
@@ -427,7 +427,7 @@ def states_of(callback: Callback) -> tuple[str, ...]:
 
 
 def storage_of(callback: Callback) -> Stored:
-    """Return the number format and device with which the callback's states were registered."""
+    """Return the number format and the device that are registered for the callback's states."""
     return CALLBACKS.facts(callback.name).stored(callback.config) if callback.name in CALLBACKS else Stored()
 
 

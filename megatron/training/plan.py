@@ -33,8 +33,8 @@ class Phase:
     first_sample: int = 0
     first_token: int = 0
     end: int | None = None
-    """Total samples of the run at the end of the phase; None for a run of one epoch, because the data determine the
-    length of such a run."""
+    """Number of samples that the run has consumed at the end of the phase. None for a run of one epoch, whose length
+    depends on the data."""
 
     planned: tuple[int, ...] = ()
     """Lengths, in samples, that earlier plans gave this phase, in order."""

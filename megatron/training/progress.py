@@ -93,8 +93,7 @@ EVALUATION, SAVE = "evaluation batch", "save"
 
 
 class BegunRun(Protocol):
-    """Run that has not taken its first step, so that a callback may load weights into it. The object is a
-    `RunCheckpoint`."""
+    """Run before its first step. A callback may load weights into it. The object is a `RunCheckpoint`."""
 
     @property
     def config(self) -> RunConfig: ...
@@ -132,7 +131,7 @@ class StepTimers:
     """Contexts that time the parts of a step, as in `with timers("forward"):`, each `EVALUATION` batch, and each
     `SAVE`.
 
-    To time or trace the parts of a step, add a watcher, which is a function that returns a context for a part. Without
+    To time or trace the parts of a step, add a watcher: a function that returns a context manager for a part. Without
     watchers, the timers cost nothing.
     """
 

@@ -176,7 +176,7 @@ def build_guard(
     callbacks: Sequence[Callback],
     runtime: Runtime,
 ) -> StepGuard:
-    """Build the policy for bad steps, with the first judge that a callback provides."""
+    """Build the policy for bad steps. If several callbacks provide a judge, the first judge is used."""
     judges = (callback.judge(runtime.device, progress.running_means) for callback in callbacks)
     judge = next((judge for judge in judges if judge is not None), None)
     return StepGuard(config.checks, progress, optimizer, callbacks, judge, runtime.say)

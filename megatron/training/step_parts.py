@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """Classes of the objects that perform a step. If a field is None, the class comes from another extension or, by
-    default, from the trunk."""
+    """Classes by which an extension replaces the objects that perform a step. If a field is None, this extension does
+    not replace that object."""
 
     step: type[TrainStep] | None = None
     pipeline: type[Pipeline] | None = None
@@ -46,10 +46,10 @@ class UpdateBytes(NamedTuple):
     """Bytes of all parameters that the rank keeps, in the parameters' dtypes."""
 
     gradients: int
-    """Bytes of the gradients of the rank's shards."""
+    """Bytes of the gradients for the rank's shards of the parameters."""
 
     main: int
-    """Bytes of the main parameters and states of the rank's shards, in any memory."""
+    """Bytes of the main parameters and optimizer states of the rank's shards, on the device or in host memory."""
 
 
 @dataclass(frozen=True)

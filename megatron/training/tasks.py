@@ -142,8 +142,8 @@ def end_callbacks(run: TrainingRun) -> str:
 class GarbageCollection:
     """Garbage collection at the same steps on all ranks with --manual-gc, or at Python's thresholds without it.
 
-    In a large run, a garbage collection takes tenths of a second. With Python's thresholds, each rank collects at a
-    different step, and all ranks wait for every rank's collections. Automatic collection is off until `resources` is
+    In a large run, a garbage collection takes tenths of a second. With Python's thresholds, each rank collects garbage
+    at different steps, and every collection delays all ranks. Automatic collection is off until `resources` is
     closed."""
 
     def __init__(self, config: TrainingConfig, resources: ExitStack) -> None:

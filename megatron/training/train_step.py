@@ -75,7 +75,8 @@ class TrainStep:
 
     def update(self, step: Step, sums: Sums, factor: torch.Tensor) -> StepResult:
         """Multiply the gradients by `factor`, and update the weights with them. The number of samples in earlier steps
-        that updated the weights determines the learning rates. Call `settle` for the previous step first."""
+        that updated the weights determines the learning rates. `StepGuard.settle` must have been called for the
+        previous step."""
         run, samples = self.run, self.run.progress.scheduled_samples
         rates = Rates(
             run.scheduler.lr_at(samples), run.scheduler.weight_decay_at(samples), run.scheduler.decoupled_lr_at(samples)

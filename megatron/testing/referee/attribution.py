@@ -24,8 +24,8 @@ MOST_RUNS = 4
 """Largest number of separate ranges of wrong rows that a message lists."""
 
 LARGEST_FACTOR = 1024
-"""Largest denominator of a factor that is printed as a fraction; typical for an axis that is summed or averaged
-twice."""
+"""Largest denominator of a factor that is printed as a fraction. A factor such as 1/8 is typical of sums or averages
+over an axis that are computed twice."""
 
 
 UNRELATED = 0.9
@@ -58,7 +58,8 @@ class Verdict:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over the larger norm; 0 for two zeros, infinite for non-finite values."""
+    """Return the norm of the difference divided by the larger of the two norms. The result is 0 if both tensors are
+    zero, and infinite if a value is not finite."""
     gap = torch.linalg.vector_norm(found - expected).item()
     scale = max(torch.linalg.vector_norm(each).item() for each in (found, expected))
     if gap != gap or scale == float("inf"):
@@ -67,7 +68,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def judge(found: Tensor, expected: Tensor, allowed: float) -> Verdict:
-    """Compare a gradient with the correct gradient. Both tensors must be fp64 and have the same shape."""
+    """Compare a gradient with the correct gradient. Both tensors must have dtype fp64 and the same shape."""
     gap = difference(found, expected)
     if gap <= allowed:
         return Verdict(gap, allowed)
@@ -111,7 +112,7 @@ def _as_whole(found: Tensor, expected: Tensor, allowed: float) -> str | None:
     factor = (torch.sum(found * expected) / torch.sum(expected * expected)).item()
     if factor and difference(found, factor * expected) <= allowed:
         times = fraction(factor, allowed)
-        if found.numel() > 1 or "." not in times:  # A factor always exists between two scalars.
+        if found.numel() > 1 or "." not in times:  # any two scalars differ by some factor
             return f"is {times} times as large"
     for dims in _transposed(found, expected):
         if difference(found, expected.transpose(*dims)) <= allowed:
@@ -173,8 +174,8 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _of_blocks(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str, str]]:
-    """Find wrong blocks of an otherwise correct gradient, for each division of each dim. Yields (share of the elements,
-    position, cause).
+    """Divide each dimension of a gradient into blocks, in several ways, and find divisions in which only some blocks
+    are wrong. Yields (fraction of wrong elements, position, cause) for each such division.
 
     The cause is "" if the wrong blocks share no simple cause. Blocks of zeros, such as padding, are ignored.
     """

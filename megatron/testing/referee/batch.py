@@ -69,8 +69,8 @@ class Batch:
     def read(cls, path: Path) -> Batch:
         """Read a batch from an `.npz` file or from the folder of a saved step.
 
-        Raises ValueError if the file holds neither of the two sets of arrays of this module, if their shapes differ, or
-        if values are impossible.
+        Raises ValueError if the arrays in the file are in neither Megatron-LM's form nor transformers' form, if their
+        shapes differ, or if a value is impossible.
         """
         arrays = _arrays(path)
         try:

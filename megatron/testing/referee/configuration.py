@@ -24,7 +24,8 @@ def with_flags(source: Source, flags: Sequence[str], takes_samples: bool) -> Run
 
     Args:
         source: The model.
-        flags: Flags for values that the model's configuration does not define, such as loss coefficients, or the data.
+        flags: Flags that select data, or that set values which the model's configuration does not define, such as loss
+            coefficients.
         takes_samples: True if the samples are taken from a data set, False if they are given.
 
     Raises:

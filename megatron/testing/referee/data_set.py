@@ -43,7 +43,7 @@ class Chosen(NamedTuple):
 
 
 MOST = 100_000
-"""Largest number of samples that can be named: a batch of this size would not fit in memory."""
+"""Largest number of samples that a command line may select. A larger batch would not fit in memory anyway."""
 
 
 def sample_numbers(text: str) -> tuple[int, ...]:
@@ -83,7 +83,8 @@ def batch_of_run(source: Source, config: RunConfig, chosen: Chosen) -> Batch:
 
 
 def numbers_of(chosen: Chosen, plan: RunPlan) -> Sequence[int]:
-    """Return the numbers of the chosen samples. Raises ValueError if the run has no such step or sample."""
+    """Return the indices of the samples that `chosen` selects. Raises ValueError if the run has no such step or
+    sample."""
     if chosen.iteration is None:
         numbers: Sequence[int] = chosen.samples
         if max(numbers) >= plan.samples:

@@ -1,8 +1,9 @@
 """Conversion of another program's gradients to gradients of this program's parameters.
 
-A conversion reads a weight w of this program from tensors t of the other program, w = A t + b, by moving elements,
-possibly with a factor or an offset (a norm that stores w - 1). The gradient with respect to w is read in the same way,
-but without b and with the inverse factor. Converting tensors of zeros and of ones reveals the offset and the factor.
+To convert a weight, this program moves the elements of the other program's tensors t to their places in its weight w. A
+factor or an offset may be applied too, for example if a norm stores w - 1. As a formula, w = A t + b. A gradient is
+converted in the same way, but without the offset b and with the inverse factor. Converting tensors of zeros and of ones
+reveals the offset and the factor.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _opened(path: Path, model: Source) -> Dump:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a folder written by torch.distributed.checkpoint."""
+    """Tensor in a folder that torch.distributed.checkpoint has written. Slicing reads it."""
 
     reader: IndexReader
     key: str

@@ -23,7 +23,8 @@ The ratio may exceed 1 because the other program may use a different summation o
 """
 
 LEAST_ALLOWED = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
-"""Relative difference that is always allowed, by number format, because small tensors may be exact by chance."""
+"""Relative difference that is always allowed, for each number format. Without this minimum, a small tensor that happens
+to be exact in this program would allow no difference."""
 
 PARTS = (2, 4, 8)
 """Numbers of ranks tried for gradients that contain only one rank's part of a sum. The largest of these numbers is also
@@ -144,7 +145,8 @@ def _times(factor: float, share: float, allowed: float) -> str:
 
 
 def _over_places(model: Model, batch: Batch, name: str) -> Iterator[Part]:
-    """Yield sums over blocks of the positions of a module's output. A rank may have summed only its own block."""
+    """Yield the gradient summed over only some blocks of sequence positions. The other program may have forgotten to
+    add the sums of all sequence-parallel or context-parallel ranks, each of which covers one block."""
     length = batch.tokens.shape[1]
     count = _blocks(length)
     terms = [model.gradients(batch, Watched(name, (block, count)))[name] for block in range(count)]
@@ -153,8 +155,9 @@ def _over_places(model: Model, batch: Batch, name: str) -> Iterator[Part]:
 
 
 def _over_features(model: Model, batch: Batch, name: str) -> Iterator[Part]:
-    """Yield sums over shards of the features before the next row-parallel layer, such as attention heads. A
-    tensor-parallel rank may have summed only its own shard."""
+    """Yield the gradient summed over only some shards of the features that enter the next row-parallel layer, such as
+    attention heads. The other program may have forgotten to add the sums of all tensor-parallel ranks, each of which
+    covers one shard."""
     metas = model.source.metas
     last = next((each for each in next_row_parallel(name) if each in metas), None)
     if last is None or last == name:
@@ -180,7 +183,7 @@ def next_row_parallel(name: str) -> tuple[str, ...]:
 
 
 def _over_labels(model: Model, batch: Batch, name: str) -> Iterator[Part]:
-    """Yield sums over blocks of the labels of each sample."""
+    """Yield the gradient of the loss over only some blocks of the labels in each sample."""
     length = batch.tokens.shape[1]
     count = _blocks(length)
     bounds = [slice(length * block // count, length * (block + 1) // count) for block in range(count)]

@@ -1,4 +1,5 @@
-"""Large tensors in files: memory holds only the pages in use, because the system writes the others to disk.
+"""Store large tensors in memory-mapped files. Only the pages in use occupy memory, because the system writes the other
+pages to disk.
 
 Each tensor is a shared mapping of an unnamed file in the temporary folder (TMPDIR), which must be on a disk with enough
 space for all tensors. The file is deleted when the tensor is freed.

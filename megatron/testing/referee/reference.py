@@ -37,8 +37,8 @@ from megatron.training.train_step import TrainStep
 
 
 class Gradients:
-    """Loss and gradients that a model computed from a batch. A gradient is copied from the memory of the run only when
-    it is read."""
+    """Loss and gradients of a model on a batch. A gradient is copied from the memory of the run only when it is
+    read."""
 
     loss: float
     """Mean loss over the counted tokens, in nats."""
@@ -109,8 +109,8 @@ class Model:
     """fp64, fp32, bf16 or fp16."""
 
     config: RunConfig | None = None
-    """The source's configuration, completed by flags for values that it does not define, such as loss coefficients;
-    None to use the source's configuration unchanged."""
+    """Configuration of the source, in which flags have set the values that the source does not define, such as loss
+    coefficients. None means the configuration of the source without changes."""
 
     def gradients(self, batch: Batch, watched: Watched | None = None) -> Gradients:
         """Compute loss and gradients in one process.
@@ -199,8 +199,9 @@ class Watched:
 class WatchedInputs(Watched):
     """A linear layer whose input gradient is kept for only some features, such as those of a few heads.
 
-    A tensor-parallel rank computes gradients of earlier parameters from its part of the input gradient, before these
-    gradients are summed over the ranks. `name` is the name of the linear layer's weight.
+    A tensor-parallel rank has only its own part of the input gradient, and computes gradients of earlier parameters
+    from this part. The sum of these gradients over the ranks is the correct gradient. `name` is the name of the linear
+    layer's weight.
     """
 
     def _hook(self, module: nn.Module, hooks: ExitStack) -> None:

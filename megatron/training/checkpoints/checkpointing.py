@@ -80,7 +80,7 @@ class RunCheckpoint:
     plan: RunPlan | None = None
     """Plan of the training run; None if the run does not train."""
     callbacks: Sequence[Callback] = ()
-    """Callbacks of the run, some of which keep state."""
+    """Callbacks of the run. Checkpoints contain their states."""
 
     def config_at(self, consumed_samples: int) -> RunConfig:
         """Return the configuration with the model flags of the phase that was trained last."""
@@ -94,8 +94,8 @@ class RunCheckpoint:
         """Return the tensors and the other values that a checkpoint of `progress.iteration` contains. The tensors are
         not copied.
 
-        `metrics` contains values measured at this iteration. These metrics help to decide which older checkpoints are
-        deleted.
+        `metrics` contains values that were measured at this iteration. These metrics help to decide which older
+        checkpoints are deleted.
         """
         config = self.config
         optimizer = self.optimizer
@@ -145,7 +145,8 @@ class RunCheckpoint:
         checkpoint may have been saved under any layout.
 
         Prints which checkpoints were skipped and why, what was loaded, and where the run starts. Returns the position
-        of the run. The run starts at iteration 0 if there is no checkpoint, or with --finetune or --reset-iteration.
+        at which the run starts. The run starts at iteration 0 if there is no checkpoint, or with --finetune or
+        --reset-iteration.
 
         Args:
             say: Function that prints a line.
@@ -236,7 +237,7 @@ class RunCheckpoint:
 @runtime_checkable
 class LoadsModels(Protocol):
     """Loader for paths to models in the format of another program. An extension registers the loader in `PATH_KINDS`.
-    Both methods are collective."""
+    The methods `start` and `stages` are collective."""
 
     def start(self, checkpoint: RunCheckpoint, say: Callable[[str], None], data: Fingerprint) -> Progress:
         """Load the model that --load names into parameters and optimizer, as `RunCheckpoint.load` does."""
@@ -329,7 +330,7 @@ def load_stages(
     Args:
         path: Path of the checkpoint or model.
         layout_of: Function that returns the layout for a configuration. The function must not use the configuration's
-            number format. It raises ValueError if the configuration does not allow a layout.
+            number format. The function raises ValueError if the model does not fit any layout.
         state: Process groups of the ranks that load the model.
         device: Device of the model.
         number_format: Number format of the weights; None keeps the stored one.

@@ -186,7 +186,7 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
                 f"--seed is {saved.training.seed} in the checkpoint but {config.training.seed} in the run, which "
                 "changes dropout and data order: use that seed, or --no-load-rng to continue with the new seed"
             )
-        # different data do not matter if nothing is trained, or if training starts over
+        # the data may differ if nothing is trained, or if training starts again at iteration 0
         other = options.override_data_fingerprint or options.reset_iteration or config.training.skip_train
         if problem := _other_data(checkpoint, other, data_fingerprint):
             problems.append(problem + _new_phase(config))
@@ -206,8 +206,8 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig, load_optimizer: bool, 
 
 
 def _new_phase(config: RunConfig) -> str:
-    """Return a remedy for a change of data or sequence length, which names the flags that divide a run into phases.
-    Returns an empty text if the run already has phases."""
+    """Return advice for a user who has changed the data or the sequence length: use the flags that divide a run into
+    phases. Returns an empty string if the run already has phases."""
     flags = [field_table()[PLANS.facts(name).field] for name in PLANS]
     if not flags or any(value_of(config, flag) is not None for flag in flags):
         return ""
@@ -246,8 +246,8 @@ def _other_data(checkpoint: Checkpoint, override: bool, now: str | None) -> str 
 def without_new_tensors(targets: StateDict, checkpoint: Checkpoint) -> StateDict:
     """Remove fp8 histories from the targets if the checkpoint lacks them or stores them with a different length.
 
-    The run starts these histories empty, because it may turn on fp8 or change the fp8 recipe at any time. Optional
-    optimizer states are also removed from the targets if the checkpoint lacks them.
+    Histories that are not loaded start empty, because a run may turn on fp8 or change the fp8 recipe at any time.
+    Optional optimizer states are also removed from the targets if the checkpoint lacks them.
     """
 
     def saved(key: str) -> bool:
@@ -285,8 +285,9 @@ def _frozen_by(saved: RunConfig) -> Iterator[str]:
 
 
 def mismatch_remedy(keys: Sequence[str]) -> str:
-    """Return the remedy if only optimizer states do not match, and an empty text otherwise. Such a mismatch occurs, for
-    example, if another version of the program updated some parameters with a different optimizer."""
+    """Return advice if all keys in `keys`, which do not match the checkpoint, belong to optimizer states; otherwise,
+    return an empty string. Only optimizer states differ, for example, if another version of the program updated some
+    parameters with a different optimizer."""
     if not all(key.startswith(OPTIMIZER) for key in keys):
         return ""
     return "; a different optimizer updated these parameters: add --no-load-optim to start with new optimizer states"
@@ -322,10 +323,9 @@ def _parameter_of(key: str) -> str:
 def unused_tensors(
     checkpoint: Checkpoint, load_optimizer: bool, config: RunConfig | None = None
 ) -> Callable[[str], bool]:
-    """Return a predicate that is true for the checkpoint keys that the run need not load.
-
-    Such keys are histories, optional states, callback states, optimizer states of frozen parameters, and parameters
-    that are loaded from their main copies.
+    """Return a function that returns True for each checkpoint key that the run need not load. The run need not load
+    histories, optional states, callback states, optimizer states of frozen parameters, and parameters that are loaded
+    from their main copies.
     """
     frozen = frozenset() if config is None else frozen_names(config)
 

@@ -35,7 +35,7 @@ class RunSaver:
         self._progress = progress
         self._lines = lines
         self.last = progress.iteration or None
-        """Iteration that was last saved or loaded; None if there is none."""
+        """Iteration that was last saved or loaded; None if no iteration was."""
 
         self._told: tuple[int, str] | None = None
         """Iteration and error message of the failed save that was printed last. Digits are removed from the message."""
@@ -111,7 +111,7 @@ class RunSaver:
         if failure == self._told and not report.complete:
             message = f"checkpoint of iteration {report.iteration} was not saved, for the same reason; {_then(report)}"
         self._told = failure
-        # A single write keeps lines of different ranks apart.
+        # A single write call prevents ranks from mixing their lines.
         sys.stderr.write(f"{self._runtime.launch.name(socket.gethostname())}: {visible(message)}\n")
 
     def _record(self, report: SaveReport) -> None:
@@ -140,8 +140,9 @@ class RunSaver:
             self.writer.wait()
 
     def finish(self, hurry: bool = False) -> None:
-        """Wait for the save in progress. Also wait for exports, unless `hurry` is True because the process must exit
-        quickly. Raises CheckpointError if the last save failed, because the run's final state is then not on disk."""
+        """Wait for the save in progress and for exports. If `hurry` is True, the process must exit quickly, and exports
+        are abandoned. Raises CheckpointError if the last save failed, that is, if the final state of the run is not on
+        disk."""
         if self.writer is not None:
             self._runtime.watchdog.doing(f"finishing the save at iteration {self._progress.iteration}")
             self.writer.close()

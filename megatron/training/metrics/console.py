@@ -118,4 +118,5 @@ def parts_by_weight(record: Record, train_iters: int, metrics: Sequence[str] = (
 
 
 TROUBLES = {"nan_iterations": "NaN", "skipped_iterations": "skipped", "spike_iterations": "spikes"}
-"""Record keys of counts that a console line shows only if they are nonzero, with their labels."""
+"""Counts that a console line shows only if they are nonzero: the key of each count in the record, and the label of the
+count."""

@@ -1,7 +1,7 @@
 """Expert load and auxiliary losses, per step and for the log.
 
-Routers tally on the device; one small reduction per step sums the tallies over the ranks of a pipeline stage, because
-load balancing needs the sums. The log accumulates the sums over an interval.
+Routers count tokens on the device. Load balancing needs the sums of these counts, so each step runs one small reduction
+over the ranks of a pipeline stage. The log accumulates the sums over an interval.
 """
 
 from __future__ import annotations

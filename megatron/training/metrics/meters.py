@@ -27,7 +27,7 @@ class Tallies(Meter):
     def __init__(self, tallies: Sequence[Tensor], rows: int, counts: bool, device: torch.device) -> None:
         self.tallies, self.counts = list(tallies), counts
         self.totals = torch.zeros(rows, 2, dtype=torch.float64, device=device)
-        """Loss sum and number of tokens of each row since the last record."""
+        """One row [loss sum, number of tokens] for each tally, summed since the last record."""
 
     def end_step(self, skip: Tensor) -> None:
         """Add the sums of this step to the totals. If `skip` is 1, the step was skipped, and its sums are dropped."""

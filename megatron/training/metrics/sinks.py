@@ -97,7 +97,8 @@ class JsonLinesSink:
         return next(name for name in names if not name.exists())
 
     def _truncate(self, path: Path, iteration: int) -> None:
-        """Drop later records. The file is read line by line at every start, because it may be large."""
+        """Drop the records after `iteration`. Each start of a run reads the file line by line, because the file may be
+        large."""
         kept, temporary = RecordsUntil(iteration), path.with_name(path.name + ".tmp")
         with path.open(encoding="utf-8", errors="replace") as old, temporary.open("w", encoding="utf-8") as new:
             new.writelines(kept.of(old))
@@ -144,7 +145,7 @@ class JsonLinesSink:
             if self._file.write(lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            with suppress(OSError):  # A device has no length.
+            with suppress(OSError):  # devices cannot be truncated
                 self._file.truncate(self._end)  # Remove a partly written line.
             raise
 
@@ -249,7 +250,7 @@ def metrics_file(config: RunConfig) -> PurePath:
 
 def open_sinks(config: RunConfig, iteration: int, check: Callable[[], None] = lambda: None) -> list[Sink]:
     """Open every sink that the configuration enables. `iteration` is the last iteration before the start of the run.
-    Call this function on one rank only. `check` is the argument of `JsonLinesSink`."""
+    Call this function on one rank only. `check` is passed to `JsonLinesSink`."""
     wanted, file = SINKS.wanted(config), metrics_file(config)
     lines = JsonLinesSink(file, iteration, check) if isinstance(file, Path) else StoredLinesSink(file, iteration)
     return [lines, *(SINKS[name](config, iteration) for name in wanted)]

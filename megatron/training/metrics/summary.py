@@ -61,7 +61,8 @@ def summarize(run: TrainingRun) -> Record:
 def _of_steps(run: TrainingRun, losses: Tensor, flops: float) -> Record:
     """Return the values that every run logs.
 
-    `losses` [steps, 2] are loss sums and tokens over the world; `flops` are the model's FLOPs per token.
+    Each row of `losses` [steps, 2] contains the loss sum and the number of tokens of a step over all ranks. `flops` is
+    the model's number of FLOPs per token.
     """
     config = run.config
     interval = run.interval

@@ -28,7 +28,7 @@ def end_daemons(grace: float = DAEMON_GRACE) -> None:
     if multiprocessing is None:  # no process was started
         return
     own = [each for each in multiprocessing.active_children() if getattr(each, "_parent_pid", None) == os.getpid()]
-    daemons = [child for child in own if child.daemon]  # a fork inherits the list but not the children
+    daemons = [child for child in own if child.daemon]  # a forked process inherits the list of its parent's children
     for child in daemons:
         child.terminate()
     limit = time.monotonic() + grace

@@ -96,7 +96,7 @@ class FailureHandler:
         return self._store
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all ranks because of an exception on the training thread. Re-raise the exception if not connected."""
+        """End all ranks because of an exception on the training thread. Without a store, re-raise the exception."""
         status = self._status
         rank = self._launch.rank
         here = socket.gethostname()
@@ -230,8 +230,8 @@ class FailureHandler:
 
     @contextmanager
     def _only_once(self) -> Iterator[None]:
-        """Let only the first thread that enters this context end the process, even if its report fails. Other threads
-        wait until the process ends."""
+        """Let only the first thread that enters this context end the process, even if its failure report fails. Other
+        threads wait until the process ends."""
         if not self._ending.acquire(blocking=False):
             while True:
                 time.sleep(60)
@@ -382,8 +382,8 @@ class FailureHandler:
             self._kill_silent(cause)
             self.left = True
             board.say("left")
-            if START not in os.environ:  # There is no starter that reports to the launcher.
-                time.sleep(0.5)  # Let the launcher notice the failed rank first.
+            if START not in os.environ:  # without a starter, which would report to the launcher
+                time.sleep(0.5)  # let the launcher notice the failed rank first
         except RuntimeError:
             write_error_file(cause.line(), time.time() + 1)
         self._exit(cause.code)
@@ -409,7 +409,7 @@ class FailureHandler:
     def _deliver(self, failure: Failure, text: str) -> None:
         """Print the report as the last text on the screen."""
         self.reported = failure
-        # When a process is gone, torchrun sends signals to the other processes and then prints their reports.
+        # If a process is gone, torchrun sends signals to the other processes, and then prints their reports.
         now = self._signals.first_at is not None and failure.title != GONE
         tell_last(text, now, failure.at)
 
@@ -429,8 +429,8 @@ class FailureHandler:
 def end_within(seconds: float) -> None:
     """Print the stacks of all threads and exit with code 1 unless this process ends by itself within `seconds`.
 
-    Calls after the first one have no effect. This works even if Python code no longer runs: a C thread ends the
-    process, and if that thread hangs, the kernel does.
+    A second call has no effect. This works even if Python code no longer runs: a C thread ends the process. If that
+    thread hangs, a timer signal ends it.
     """
     if signal.getitimer(signal.ITIMER_REAL)[0] == 0.0:
         signal.setitimer(signal.ITIMER_REAL, seconds + PARTING)

@@ -56,7 +56,7 @@ class Failure:
     """Rank that prints the report."""
 
     who: str
-    """Name of the failed rank, with the number of ranks and the host."""
+    """Name of the failed rank, such as `rank 3 of 8 on HOST`."""
 
     phase: str
     title: str
@@ -68,7 +68,7 @@ class Failure:
     advice: str
     code: int = ExitCode.FAILED
     at: float = field(default_factory=time.time)
-    """Time of the failure, or slightly earlier, in seconds since 1970."""
+    """Time of the failure in seconds since 1970. The time may be slightly too early."""
 
     @classmethod
     def of(
@@ -118,7 +118,7 @@ class Failure:
         return cls(rank, who, phase, title, what, advice + perhaps_open_files())
 
     def advised(self, kind: str) -> Failure:
-        """Return a copy of this failure with the advice for the given kind of failure."""
+        """Return a copy of this failure with the advice for failures of the given kind."""
         return replace(self, advice=ADVICE[kind])
 
     def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
@@ -181,7 +181,8 @@ def start_again(options: CheckpointConfig, saved: int | None = None, memory: str
 
 
 def died(options: CheckpointConfig, saved: int | None = None, memory: str = "") -> str:
-    """Return the advice for a process that ended silently. The arguments are the same as for `start_again`."""
+    """Return the advice for the case that a process ended without a report. The arguments are the same as for
+    `start_again`."""
     return ADVICE["died"].format(again=start_again(options, saved, memory)) + perhaps_open_files()
 
 

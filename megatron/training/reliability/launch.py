@@ -26,7 +26,8 @@ remains ignored."""
 
 RANGES = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")
 NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$)")
-"""Patterns of a range and of a comma-separated part in a SLURM node list."""
+"""Regular expressions for the parts of a SLURM node list. `RANGES` matches a range in brackets, and `NODE` matches a
+comma-separated part."""
 
 START = "START_IN_JOB"
 """Environment variable that counts the starts of a rank from 0. It is set if the process that the launcher started
@@ -118,7 +119,7 @@ class Launch:
             raise ValueError(
                 f"{rank}={launch.rank} must be from 0 to below {size}={launch.world_size}; the launcher sets both"
             )
-        # torchrun --master-port 0 passes the 0 on unchanged
+        # torchrun --master-port 0 sets MASTER_PORT to 0
         if launch.world_size > 1 and environ.get("MASTER_PORT") == "0":
             raise ValueError(
                 "MASTER_PORT=0 must be a port above 0, at which all ranks meet; give torchrun --standalone, or a port"
@@ -147,8 +148,8 @@ class Launch:
 
 
 def hold_ignored_signals() -> None:
-    """Block the signals that this process would ignore because of its launcher. The signals stay blocked until
-    `SignalListener.start` receives them.
+    """Block the signals that this process has inherited as ignored from its launcher. They stay blocked until
+    `SignalListener.start`, so that signals which arrive earlier are kept.
 
     A script that launches ranks may ignore signals that are meant for the ranks, and the ranks inherit this setting. If
     such signals were not blocked, those that arrive before the watchdog starts would be lost.
@@ -158,7 +159,8 @@ def hold_ignored_signals() -> None:
 
 
 def write_error_file(text: str, at: float | None = None) -> bool:
-    """Write torchrun's error file; torchrun prints the file's text last. Returns False without torchrun.
+    """Write torchrun's error file. At the end, torchrun prints the text of this file. Returns False if the launcher is
+    not torchrun.
 
     torchrun considers the failure with the earliest time, in whole seconds, to be the root cause. `at` is the time of
     the failure to report, by default the current time."""
@@ -176,8 +178,8 @@ def write_error_file(text: str, at: float | None = None) -> bool:
 def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
     """Make the root cause the last text on the screen. `at` is the time of the failure, by default the current time.
 
-    torchrun prints a worker's error file when all workers have ended. This function prints the text itself if torchrun
-    will restart the workers, or if `now` is True, which means that torchrun is ending too.
+    torchrun prints a worker's error file when all workers have ended. If torchrun will restart the workers, or if
+    torchrun is ending too (`now` is True), this function prints the text itself.
 
     The time in the error file is one second before the failure, so that torchrun reports this failure as the root
     cause. For a process that died without an error file, torchrun uses the second in which it noticed the end."""

@@ -38,7 +38,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Blame:
-    """Ranks that block the others, and a line that describes what these ranks did."""
+    """Ranks that block the other ranks, and a line that says what the blocking ranks did."""
 
     ranks: tuple[int, ...]
     title: str
@@ -64,7 +64,8 @@ class HangAnalysis:
         self.status = status
 
     def evidence(self) -> object:
-        """Return this rank's data, in JSON types. The reporting rank passes the data of all ranks to `blame`."""
+        """Return this rank's evidence for the analysis, in JSON types. The rank that writes the report passes the
+        evidence of all ranks to `blame`."""
         return None
 
     def blame(self, standings: Mapping[int, Standing]) -> Blame | None:

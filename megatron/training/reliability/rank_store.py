@@ -47,7 +47,7 @@ PERIOD = 0.4
 """Seconds between a rank's checks of the store."""
 
 MARGIN = 3.0
-"""Seconds after a connection's time limit within which torch reports the failed connection."""
+"""Seconds that torch may take, after the time limit of a connection, to report that the connection failed."""
 
 PATIENCE = 10.0
 """Seconds after which a rank that waits at start-up prints what it is waiting for."""
@@ -142,7 +142,7 @@ def store_refuses() -> bool:
         socket.create_connection(address, timeout=1.0).close()
     except ConnectionRefusedError:
         return True
-    except OSError:  # the host or the network to it may be down
+    except OSError:  # host or network may be down
         return False
     return False
 
@@ -231,7 +231,7 @@ class Request:
     """Request to stop or save. All ranks carry out the request after the same step or evaluation batch."""
 
     kind: str
-    """Kind of the request, one of `KINDS`: `save`, `stop`, or `resume` (stop for a restart)."""
+    """Kind of the request, one of `KINDS`: `save`, `stop`, or `resume` (stop so that the run can be restarted)."""
 
     why: str
 
@@ -275,7 +275,7 @@ class Board:
         """Counter of malformed values in the store; rank 0 reports the first such value."""
 
         self._malformed = dict[str, int]()
-        """Hash of the malformed value last counted for each key, so that no value is counted twice."""
+        """For each key, the hash of the malformed value that was counted last, so that no value is counted twice."""
 
         self.first_phase = ""
         """Phase of rank 0 when `watch_first` last read it."""
@@ -334,7 +334,7 @@ class Board:
         return {rank: value for rank, value in found.items() if value is not None}
 
     def complete(self, name: str) -> bool:
-        """Return True if all ranks have a value."""
+        """Return True if the store contains the value `name` of every rank."""
         return self.store.check([f"{name}/{rank}" for rank in self.ranks])
 
     def neighbours(self) -> dict[int, Peer]:
@@ -424,7 +424,8 @@ class Board:
             self.first_phase = self.last_phase(0)
 
     def known_neighbours(self) -> dict[int, Peer]:
-        """Return `neighbours` if this rank has already read them from the store; otherwise an empty dict."""
+        """Return the result of `neighbours()` if this rank has already read it from the store; otherwise, return an
+        empty dict."""
         return self.neighbours() if self.peers else {}
 
     def come(self, meeting: str) -> None:

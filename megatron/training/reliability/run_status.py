@@ -44,7 +44,8 @@ class Outcome:
     file: Path | None = None
     folders: dict[str, str] = field(default_factory=dict)
     recorded: bool = True
-    """True if the end of the run is recorded as an event in the --save folder; False if another run owns the folder."""
+    """True to record the end of the run as an event in the --save folder; False if the folder may belong to another
+    run."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Outcome:
@@ -96,9 +97,9 @@ def early_end_told(launch: Launch) -> Iterator[None]:
 
 
 def code_for_launcher(code: int, environ: Mapping[str, str] | None = None) -> int:
-    """Return the exit code for the launcher. If the run is to be resumed, the code is 0 in two cases: if the launching
-    script reads the status from OUTCOME_FILE, or if torchrun has restarts left, because torchrun would restart a
-    stopped run after any other code."""
+    """Return the exit code for the launcher. For a stopped run that is to be resumed later (`TO_BE_RESUMED`), the exit
+    code is 0 in two cases: if the launching script reads the status from OUTCOME_FILE instead, or if torchrun has
+    restarts left, because torchrun would restart the run after any other code."""
     environ = os.environ if environ is None else environ
     restarts = [environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
     if code == ExitCode.TO_BE_RESUMED and (environ.get(VARIABLE) or int(restarts[0]) < int(restarts[1])):

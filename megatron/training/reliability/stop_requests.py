@@ -3,8 +3,8 @@
 If a rank notices a signal, a time limit or a request file, it puts a request into the rank store. A tick is a step or
 an evaluation batch; all ranks perform the same ticks. Each rank answers a request with the number of ticks that the
 rank has begun, and begins no further tick until all answers are known. The highest answer is the agreed tick. All ranks
-therefore stop after the same tick. Without a request, a tick only tests a flag, without a collective and without
-waiting for the device. Signals arrive on a socket, so that a thread receives them while the main thread is inside a
+therefore stop after the same tick. If there is no request, a tick only tests a flag. It needs no collective and does
+not wait for the device. Signals arrive on a socket, so that a thread receives them while the main thread is inside a
 collective.
 """
 
@@ -29,12 +29,12 @@ UNANSWERED = 5.0
 
 class StopRequests:
     """Current request to stop or save, and this rank's queue of further requests. The training thread calls `tick` and
-    `done`; the watchdog calls `ask` and `look`."""
+    `done`, and the watchdog's thread calls `ask` and `look`."""
 
     def __init__(self) -> None:
         self.request: Request | None = None
-        """Request to carry out now. All ranks have agreed on the tick of this request and have performed all earlier
-        ticks."""
+        """Request to carry out now; None if there is none. All ranks carry out the request at the same point, after the
+        same number of ticks."""
 
         self.undecided = False
         """True while it is unknown whether the run starts from a state that is not on disk. The value is equal on all
@@ -95,7 +95,7 @@ class StopRequests:
             self._number += 1
 
     def ask(self, request: Request) -> None:
-        """Add a request of this rank to the queue, from which it is sent to the other ranks."""
+        """Add a request of this rank to the queue. `look` later sends the request to the other ranks."""
         if request not in self._wishes:
             self._wishes.append(request)
 
@@ -134,8 +134,8 @@ class StopRequests:
 
 
 REPEATED = 1.0
-"""Seconds after the first signal within which another signal counts as a repetition, because a launcher and SLURM may
-both deliver the same signal."""
+"""Seconds after the first signal within which a further signal is ignored. Both a launcher and SLURM may deliver the
+same signal."""
 
 
 class SignalListener:
@@ -197,5 +197,5 @@ def _forget_socket() -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing, because the watchdog's thread acts on the signal. Without any handler, the signal would end the
-    process."""
+    """Do nothing, because the watchdog's thread acts on the signal. If no handler were installed, the signal would end
+    the process."""

@@ -76,8 +76,9 @@ class Watchdog:
     def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]]) -> None:
         """Start the watchdog's thread. Call this method on the main thread, after `connect`.
 
-        `signals` is True if the watchdog must handle signals such as SIGTERM, which end the run. `deadlines` maps other
-        reasons to end or save to pairs (`time.monotonic()` value of the deadline, kind of request).
+        `signals` is True if the watchdog must handle signals such as SIGTERM, which end the run. `deadlines` contains
+        requests to stop or save at a given time. It maps the reason of each request to a pair (`time.monotonic()` value
+        of the deadline, kind of the request).
         """
         assert self.board is not None, "connect first"
         self._deadlines = deadlines
@@ -130,8 +131,8 @@ class Watchdog:
         status.meeting = replace(status.meeting, pending=False)
 
     def close(self) -> None:
-        """Stop watching the ranks. Rank 0 waits briefly for slower ranks, because its process may contain the store
-        that they need."""
+        """Stop watching the ranks. The process of rank 0 may host the store, so rank 0 waits briefly for slower ranks,
+        which still need the store."""
         board = self.board
         first = self.launch.rank == 0
         code = self.code
