@@ -1,4 +1,4 @@
-"""Self-attention with output gate biases and position-scaled queries."""
+"""Self-attention that adds a bias to output gates and scales queries by their positions."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class BiasedGateAttention(SelfAttention):
         return self._grown(q, context) if self.grows else q, gate, k, v
 
     def _grown(self, q: Tensor, context: BatchContext) -> Tensor:
-        """Scale queries q [s, b, heads/tp, d] at position p by (1 + (p + 1) / length)^exponent; 16-bit queries are
-        scaled in fp32."""
+        """Multiply the query at position p by (1 + (p + 1) / length)^exponent. The queries q are [s, b, heads/tp, d];
+        16-bit queries are scaled in fp32."""
         positions = context.position_ids if context.position_ids is not None else context.places
         positions = torch.arange(len(q), device=q.device) if positions is None else positions
         share = ((positions[None] if positions.ndim == 1 else positions).t().float() + 1) / self.length

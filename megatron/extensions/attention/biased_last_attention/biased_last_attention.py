@@ -10,8 +10,8 @@ from megatron.core.transformer.self_attention import SelfAttention
 
 
 class BiasedLastAttention(SelfAttention):
-    """`SelfAttention` whose linear_proj always has a bias in the last layer. In all other layers, the bias flags
-    apply."""
+    """`SelfAttention` whose linear_proj always has a bias in the last layer. In all other layers, the flags of the
+    model decide whether linear_proj has a bias."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         last = ctx.layer == config.num_layers - 1

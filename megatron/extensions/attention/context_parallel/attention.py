@@ -1,18 +1,18 @@
 """Context-parallel attention by all-gather of keys and values, or by all-to-all of heads.
 
 All-gather (as in Llama 3, arXiv:2407.21783): the forward pass all-gathers keys and values before attention. The
-backward pass reduce-scatters the gradients of keys and values. The fewer key groups there are, the fewer bytes are
-communicated. Communication does not overlap with computation.
+backward pass reduce-scatters the gradients of keys and values. The communication volume is proportional to the number
+of key-value heads. Communication does not overlap with computation.
 
 All-to-all (a2a, DeepSpeed Ulysses, arXiv:2309.14509): the first all-to-all exchanges sequence shards for head shards,
 so that each rank computes attention over the whole sequence for some of the heads. A second all-to-all restores the
-sequence shards of the output. The more ranks there are, the fewer bytes each rank sends. The number of ranks must
-divide both the heads and the key groups.
+sequence shards of the output. The number of bytes that each rank sends decreases as the number of ranks grows. The
+number of ranks must divide both the heads and the key groups.
 
 All-to-all combined with a ring (a2a+p2p, like LoongTrain's 2D attention, arXiv:2406.18485): groups of neighbouring
-ranks, such as the ranks of one node, exchange heads by an all-to-all. Ranks with the same index in their groups form a
-ring. Less data crosses node boundaries than with a single ring, and fewer heads are needed than with an all-to-all
-alone.
+ranks, such as the ranks of one node, exchange heads by an all-to-all. Ranks that have the same index within their
+groups form a ring, along which keys and values are passed. Less data crosses node boundaries than with a single ring,
+and fewer heads are needed than with an all-to-all alone.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def gathered_attention(
     """Attention after an all-gather of keys and values.
 
     Args:
-        q: [s/cp, b, heads, d], the queries of this rank's shard of `causal.shards`.
+        q: [s/cp, b, heads, d], queries at the positions that `causal.shards` assigns to this rank.
         k: [s/cp, b, groups, d].
         v: [s/cp, b, groups, dv].
         cp: Context-parallel ranks.
-        causal: Attention mask, and the sequence shards of the ranks.
+        causal: Causal mask, including the sequence shards of all ranks.
         sinks: [heads], logits of attention sinks.
 
     Returns:
@@ -56,8 +56,9 @@ def gathered_attention(
 def _gathered(
     q: Tensor, kv: Tensor, width: int, cp: Axis, causal: Causal, shards: Shards, sinks: Tensor | None
 ) -> Tensor:
-    """Attention for arbitrary sequence shards. `kv` [s/cp, b, groups, d + dv] contains the keys in its first `width`
-    channels, and the values in the other channels. Only keys that other ranks attend to are gathered."""
+    """Compute attention for arbitrary sequence shards. `kv` [s/cp, b, groups, d + dv] contains the keys in its first
+    `width` channels, and the values in the other channels. Each rank sends only the keys and values that queries of
+    other ranks attend to."""
     held, sent = shards.held[cp.rank], shards.sent[cp.rank]
     spans, parts = list(held), list(kv.split([len(span) for span in held]))
     if sent:
@@ -76,12 +77,12 @@ def _gathered(
 
 
 def _rows(x: Tensor, rows: Spans) -> Tensor:
-    """x [m, ...] -> [n, ...]: the selected rows"""
+    """Return the selected rows of x [m, ...] as one tensor [n, ...]."""
     return torch.cat([x[each.start : each.stop] for each in rows])
 
 
 def from_rank_order(x: Tensor, size: int) -> Tensor:
-    """x [s, ...] concatenated in rank order -> [s, ...] in sequence order"""
+    """Reorder x [s, ...], the concatenated shards of all ranks, to sequence order."""
     if size == 1:
         return x
     chunks, order = x.chunk(2 * size), chunk_order(size)
@@ -89,7 +90,7 @@ def from_rank_order(x: Tensor, size: int) -> Tensor:
 
 
 def to_rank_order(x: Tensor, size: int) -> Tensor:
-    """x [s, ...] in sequence order -> [s, ...] concatenated in rank order"""
+    """Reorder x [s, ...] from sequence order to the concatenated shards of all ranks."""
     if size == 1:
         return x
     chunks = x.chunk(2 * size)
@@ -99,10 +100,10 @@ def to_rank_order(x: Tensor, size: int) -> Tensor:
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
     """Attention that exchanges sequence shards for heads by an all-to-all (DeepSpeed Ulysses).
 
-    Rank r computes the heads from r * heads / cp to (r + 1) * heads / cp - 1.
+    Rank r computes heads r * heads / cp through (r + 1) * heads / cp - 1.
 
     Args:
-        q: [s/cp, b, heads, d], the queries of this rank's shard of `rank_spans`.
+        q: [s/cp, b, heads, d], queries at the positions that `rank_spans` assigns to this rank.
         k: [s/cp, b, groups, d].
         v: [s/cp, b, groups, dv].
         cp: Context-parallel ranks.
@@ -118,14 +119,14 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal,
 
 
 def nested_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
-    """Attention with an all-to-all of heads among inner ranks, and a ring of outer ranks.
+    """Attention over two levels of ranks: inner ranks exchange heads by an all-to-all, and outer ranks form a ring.
 
     Args:
-        q: [s/cp, b, heads, d], the queries of this rank's shard of `causal.shards`.
+        q: [s/cp, b, heads, d], queries at the positions that `causal.shards` assigns to this rank.
         k: [s/cp, b, groups, d].
         v: [s/cp, b, groups, dv].
-        cp: Context-parallel ranks; `cp.levels` are the inner and the outer ranks.
-        causal: Attention mask, and the sequence shards of the ranks.
+        cp: Context-parallel ranks; `cp.levels` contains the inner and the outer ranks.
+        causal: Causal mask, including the sequence shards of all ranks.
         sinks: [heads / inner], attention sink logits of the heads that this rank computes.
 
     Returns:
@@ -144,8 +145,9 @@ def nested_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, 
 
 
 def _by_rank(q: Tensor, k: Tensor, v: Tensor, ranks: Axis) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
-    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv] -> [s/cp, b, ranks, heads/ranks * d + ...]. The
-    returned function splits one rank's [s, b, heads/ranks * d + ...] into queries, keys and values."""
+    """Combine q [s/cp, b, heads, d], k [s/cp, b, groups, d] and v [s/cp, b, groups, dv] in one tensor [s/cp, b, ranks,
+    heads/ranks * d + ...], in which index i of dim 2 contains the heads of rank i. Also return a function that splits
+    the combined heads of one rank, [s, b, heads/ranks * d + ...], into queries, keys and values."""
     parts = [x.unflatten(2, (ranks.size, -1)).flatten(3) for x in (q, k, v)]
     widths, channels = [part.shape[3] for part in parts], [x.shape[3] for x in (q, k, v)]
 
@@ -160,25 +162,27 @@ def _start(span: range) -> int:
 
 
 def _ascending(x: Tensor, spans: Spans) -> Tensor:
-    """x [m, ...] with rows at the positions `spans` -> [m, ...] in ascending order of positions"""
+    """Sort the rows of x [m, ...] by position. On entry, the rows are in the order of `spans`."""
     parts = x.split([len(span) for span in spans])
     return torch.cat([parts[place] for place in sorted(range(len(spans)), key=lambda place: spans[place].start)])
 
 
 def _as_held(x: Tensor, spans: Spans) -> Tensor:
-    """x [m, ...] in ascending order of positions -> [m, ...] with rows at the positions `spans`: the inverse of
-    `_ascending`"""
+    """Reorder the rows of x [m, ...], which are sorted by position, to the order of `spans`. This function is the
+    inverse of `_ascending`."""
     order = sorted(range(len(spans)), key=lambda place: spans[place].start)
     parts = x.split([len(spans[place]) for place in order])
     return torch.cat([parts[order.index(place)] for place in range(len(spans))])
 
 
 def sequence_to_heads(x: Tensor, cp: Axis) -> Tensor:
-    """x [s/cp, b, cp, ...], sharded by `rank_spans` -> [s, b, ...]: the whole sequence of block cp.rank along dim 2"""
+    """Exchange sequence shards x [s/cp, b, cp, ...], assigned by `rank_spans`, for whole sequences [s, b, ...] at index
+    cp.rank of dim 2."""
     # dim 0 is the source rank of a block
     return from_rank_order(swap_blocks(x.movedim(2, 0), cp).flatten(0, 1), cp.size)
 
 
 def heads_to_sequence(x: Tensor, cp: Axis) -> Tensor:
-    """x [s, b, ...] -> [s/cp, b, cp, ...]: the inverse of `sequence_to_heads`"""
+    """Exchange whole sequences x [s, b, ...] for sequence shards [s/cp, b, cp, ...]: the inverse of
+    `sequence_to_heads`."""
     return swap_blocks(to_rank_order(x, cp.size).unflatten(0, (cp.size, -1)), cp).movedim(0, 2)

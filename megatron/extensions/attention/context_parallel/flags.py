@@ -13,9 +13,9 @@ from megatron.training.config.run_config import RunConfig
 
 
 def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the attention heads can be divided evenly between context-parallel ranks. With a2a, the heads of a
-    tensor-parallel rank are divided between all of its context-parallel ranks. With a2a+p2p, the heads are divided
-    between the ranks of each all-to-all group."""
+    """Check that the attention heads can be divided evenly between context-parallel ranks. a2a divides the heads of a
+    tensor-parallel rank among all context-parallel ranks; a2a+p2p divides them among the ranks of one all-to-all
+    group."""
     m, p = c.model, c.parallel
     cp, tp = p.ranks_by_heads, p.tensor_model_parallel_size
     if tp < 1:
@@ -32,7 +32,7 @@ def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def nested_ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check the two levels of context-parallel ranks that a2a+p2p needs."""
+    """Check that --hierarchical-context-parallel-sizes contains the two sizes that --cp-comm-type a2a+p2p needs."""
     cp, sizes = c.parallel.context_parallel_size, c.parallel.hierarchical_context_parallel_sizes
     flag, shown = "--hierarchical-context-parallel-sizes", " ".join(map(str, sizes or ()))
     if sizes is None:

@@ -24,12 +24,12 @@ VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 class DifferentialAttention(nn.Module):
-    """Attention with outputs (softmax(q1 k1ᵀ) - lambda softmax(q2 k2ᵀ)) [v1, v2] per pair of heads, divided by their
-    RMS.
+    """Attention in which each pair of heads outputs (softmax(q1 k1ᵀ) - lambda softmax(q2 k2ᵀ)) [v1, v2], divided by the
+    root mean square of this output.
 
-    Query groups p and p + pairs form a pair, where `pairs` is half the number of groups. linear_qkv is [pairs, 2,
-    q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value. lambda is one number per
-    layer: exp(q1 k1) - exp(q2 k2), computed from trained vectors, plus a constant that grows with the layer number.
+    Query groups p and p + pairs form a pair, where `pairs` is half the number of groups. The weight of linear_qkv is
+    [pairs, 2, q_per_group + 2, head_dim, h]; each group consists of its query heads, its key and its value. Each layer
+    has one lambda, exp(q1 k1) - exp(q2 k2) for four trained vectors, plus a constant that grows with the layer number.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -61,7 +61,7 @@ class DifferentialAttention(nn.Module):
         q, k = q.flatten(2, 4), k.flatten(2, 4)
         if self.rotation is not None:
             q, k = self.rotate(q, k, *context.rotary[self.rotation])
-        both = v.flatten(3, 5)  # [s, b, pairs/tp, 2 d]
+        both = v.flatten(3, 5)  # values of both heads of each pair, [s, b, pairs/tp, 2 d]
         out = self._attend(q, k, torch.stack((both, both), dim=3).flatten(2, 3), context)
         first, second = out.unflatten(-1, (-1, 2, self.queries, 2 * self.head_dim)).unbind(3)
         difference = first - self._factor().to(second.dtype) * second
@@ -74,7 +74,7 @@ class DifferentialAttention(nn.Module):
         return (HeadRows(self.linear_qkv, self.queries, tuple((kind, count * self.head_dim) for kind, count in kinds)),)
 
     def _factor(self) -> Tensor:
-        """Compute lambda from its four parameter vectors. The result is fp32 if the vectors are 16-bit."""
+        """Compute lambda from its four parameter vectors. Lambda is fp32 if the vectors are 16-bit."""
         q1, k1, q2, k2 = (each.float() if each.itemsize == 2 else each for each in self.lambdas)
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.first
 

@@ -53,7 +53,8 @@ class DifferentialAttentionFlags:
 
 
 def widths(config: TransformerConfig) -> HeadWidths:
-    """Return the widths of query, key and value heads. Each head of a pair attends to the values of both heads."""
+    """Return the head widths of queries, keys and values. Value heads are twice as wide, because each head of a pair
+    attends to the values of both heads."""
     key = config.kv_channels or config.hidden_size // config.num_attention_heads
     return HeadWidths(key, key, 2 * key)
 

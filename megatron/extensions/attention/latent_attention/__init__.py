@@ -2,7 +2,7 @@
 
 Flags: --multi-latent-attention, or --attention-module multi_latent_attention, with the widths --q-lora-rank,
 --kv-lora-rank, --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim. With --recompute-modules mla_up_proj, the
-backward pass recomputes the heads from the latents.
+backward pass recomputes queries, keys and values from the latents.
 
 Read first: `multi_latent_attention.py` contains the module and its weights.
 """

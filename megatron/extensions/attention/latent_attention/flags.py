@@ -76,7 +76,7 @@ def widths(config: TransformerConfig) -> HeadWidths:
 
 
 def latents(config: TransformerConfig) -> str:
-    """Describe the latent widths for a plan."""
+    """Describe the latent widths, for display in a plan."""
     own = config.options(LatentAttentionFlags)
     queries = f" for queries {own.q_lora_rank}," if own.q_lora_rank else ""
     return f", latents{queries} for keys and values {own.kv_lora_rank}"
@@ -144,7 +144,7 @@ def _aligned(c: RunConfig, facts: LinearFormatFacts) -> Iterator[Problem]:
     m = c.model
     own = c.options(LatentAttentionFlags)
     tp = c.parallel.tensor_model_parallel_size
-    if m.moe_latent_size is None:  # otherwise, the rule for experts checks the tokens
+    if m.moe_latent_size is None:  # with --moe-latent-size, the rule for experts checks the tokens
         yield from tokens_for_latents(c)
     heads = m.num_attention_heads // tp if tp > 0 and m.num_attention_heads % tp == 0 else 0
     if heads < 1:

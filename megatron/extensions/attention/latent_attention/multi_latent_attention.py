@@ -1,8 +1,8 @@
 """Multi-latent attention (MLA): DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437, section 2.1.
 
-Queries, and keys together with values, are projected down to one latent per token, and from there up to heads. Each
-query head and each key head consists of non-rotary channels and rotary channels. The rotary channels of the key are
-projected directly from the hidden states, and are shared by all heads.
+The hidden states of each token are projected down to a query latent and a key-value latent, and these latents are
+projected up to heads. Each query head and each key head consists of non-rotary channels and rotary channels. The rotary
+channels of the key are projected directly from the hidden states, and are shared by all heads.
 
 Every tensor-parallel rank computes the full latents and its own heads: the down-projections are replicated, and the
 up-projections are sharded by heads.
@@ -31,47 +31,51 @@ from megatron.core.transformer.self_attention import gated_output, head_wise_gat
 from megatron.extensions.attention.latent_attention.flags import LatentAttentionFlags
 
 Heads = tuple[Tensor, Tensor, Tensor]
-"""Queries and keys [s, b, heads/tp, qk_head_dim + qk_pos_emb_head_dim], values [s, b, heads/tp, v_head_dim]."""
+"""Queries and keys [s, b, heads/tp, qk_head_dim + qk_pos_emb_head_dim], followed by values [s, b, heads/tp,
+v_head_dim]."""
 
 
 class Latents(NamedTuple):
-    """Token latents, from which the heads are projected, and the rotary key channels of the tokens."""
+    """Latents from which the heads are projected, and rotary channels of the keys."""
 
     q: Tensor
-    """[s, b, q_lora_rank]: query latents, or the hidden states [s, b, h] if there is no query latent; [s/tp, ...] under
-    sequence parallelism. With --mla-latent-gate [s, b, 2 * q_lora_rank]: the normalized latent, then the latent before
-    normalization."""
+    """Query latents [s, b, q_lora_rank], or the hidden states [s, b, h] if there is no query latent; [s/tp, ...] under
+    sequence parallelism. With --mla-latent-gate, the shape is [s, b, 2 * q_lora_rank]: each normalized latent is
+    followed by the same latent before normalization."""
 
     kv: Tensor
-    """[s, b, kv_lora_rank]: key-value latents; [s/tp, ...] under sequence parallelism."""
+    """Key-value latents [s, b, kv_lora_rank]; [s/tp, ...] under sequence parallelism."""
 
     key: Tensor
-    """[s, b, 1, qk_pos_emb_head_dim]: rotary channels of the key, shared by all heads."""
+    """Rotary channels of the keys, [s, b, 1, qk_pos_emb_head_dim], shared by all heads."""
 
 
 @dataclass(frozen=True)
 class LatentLinears:
-    """Linear layers of multi-latent attention. Only linear_proj has a bias, and only if attention outputs have
-    biases."""
+    """Linear layers of multi-latent attention. Only linear_proj can have a bias, which `add_bias_linear` or
+    `add_attention_output_bias` enables."""
 
     q_down: ReplicatedLinear | None
-    """linear_q_down_proj; None if there is no query latent."""
+    """Layer linear_q_down_proj, which computes query latents; None if there is no query latent."""
 
     q: ColumnLinear
-    """linear_q_up_proj [heads, qk_head_dim + qk_pos_emb_head_dim, q_lora_rank], or [..., 2 * q_lora_rank] with
-    --mla-latent-gate; linear_q_proj [..., h] if there is no query latent."""
+    """Layer linear_q_up_proj with weight [heads, qk_head_dim + qk_pos_emb_head_dim, q_lora_rank], or [..., 2 *
+    q_lora_rank] with --mla-latent-gate. If there is no query latent, the layer is linear_q_proj with weight [...,
+    h]."""
 
     kv_down: ReplicatedLinear
-    """linear_kv_down_proj [kv_lora_rank + qk_pos_emb_head_dim, h]: the latent, then the rotary key of all heads."""
+    """Layer linear_kv_down_proj with weight [kv_lora_rank + qk_pos_emb_head_dim, h]. Its output is the key-value
+    latent, followed by the rotary key that all heads share."""
 
     kv_up: ColumnLinear
-    """linear_kv_up_proj [heads, qk_head_dim + v_head_dim, kv_lora_rank]: a head's key, then its value."""
+    """Layer linear_kv_up_proj with weight [heads, qk_head_dim + v_head_dim, kv_lora_rank]. The rows of each head
+    produce its key, then its value."""
 
     proj: RowLinear
-    """linear_proj [h, heads * v_head_dim]."""
+    """Layer linear_proj with weight [h, heads * v_head_dim]."""
 
     norms: dict[str, int]
-    """Width of each latent norm, by the norm's name; empty if there are no latent norms."""
+    """Mapping from the name of each latent norm to its width; empty if there are no latent norms."""
 
 
 def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
@@ -98,8 +102,9 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
 
 
 def gate_linear(name: str, config: TransformerConfig) -> ColumnLinear | None:
-    """Return linear_gate; None if the head outputs have no gates. The weight of linear_gate is [heads, h] for one gate
-    per head, or [heads, v_head_dim, 2 * q_lora_rank] for one gate per channel of each head."""
+    """Return the layer linear_gate, which computes gates of the head outputs; return None if there are no gates. The
+    weight of linear_gate is [heads, h] for one gate per head, or [heads, v_head_dim, 2 * q_lora_rank] for one gate per
+    channel of each head."""
     own, heads = config.options(LatentAttentionFlags), config.num_attention_heads
     if own.mla_latent_gate and own.q_lora_rank:
         return ColumnLinear(f"{name}.linear_gate", 2 * own.q_lora_rank, (heads, own.v_head_dim), False)
@@ -171,8 +176,8 @@ class MultiLatentAttention(nn.Module):
         return self.linear_proj(self.gated(out, gate, "sigmoid"))
 
     def logit_rows(self) -> tuple[HeadRows, ...]:
-        """Return the row kinds of the up-projection weights. The rotary key has no rows there, because all heads share
-        it."""
+        """Describe which weight rows of the up-projections produce queries, keys and values. The rotary key is not
+        included, because the down-projection produces it for all heads."""
         of_q = (RowKind.QUERY, self.key_width), (RowKind.QUERY_OF_SHARED_KEY, self.rotary_width)
         of_kv = (RowKind.KEY, self.key_width), (RowKind.OTHER, self.value_width)
         return HeadRows(self.linear_q, 1, of_q), HeadRows(self.linear_kv_up, 1, of_kv)
@@ -196,7 +201,8 @@ class MultiLatentAttention(nn.Module):
         return self.rotate(self._queries(latents, context), kv, latents.key, *self._tables(context))
 
     def _tables(self, context: BatchContext) -> tuple[Tensor, ...]:
-        """Return the cosines and sines; an empty tuple in a layer without rotary embedding."""
+        """Return the cosines and sines of the rotary embedding; return an empty tuple if the layer has no rotary
+        embedding."""
         return () if self.rotation is None else context.rotary[self.rotation]
 
     def _queries(self, latents: Latents, context: BatchContext) -> Tensor:
@@ -207,11 +213,11 @@ class MultiLatentAttention(nn.Module):
         return scaled_queries(q, context.query_scales)
 
     def _behind_cache(self, latents: Latents, cache: EarlierTokens, context: BatchContext) -> Tensor:
-        """Return the head outputs [s, b, heads/tp * v_head_dim] of attention with a latent cache.
+        """Compute attention to cached latents, and return the head outputs [s, b, heads/tp * v_head_dim].
 
-        The latents are the keys and values of one group that all heads share. The key up-projection is applied to the
-        queries, and the value up-projection to the output. Therefore, earlier tokens need not be projected again
-        (section 2.1.2).
+        All heads attend to the latents, which serve as both keys and values. The key up-projection is applied to the
+        queries, and the value up-projection is applied to the output, so that the latents of earlier tokens need not be
+        projected to heads again (section 2.1.2).
         """
         key = rotated(latents.key, *self._tables(context))
         kv = self.to_heads(latents.kv, self.tp).unsqueeze(2)
@@ -224,8 +230,9 @@ class MultiLatentAttention(nn.Module):
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
 
     def _absorbed(self, latents: Latents, context: BatchContext) -> tuple[Tensor, Tensor]:
-        """Return queries [s, b, heads/tp, kv_lora_rank + qk_pos_emb_head_dim] that attend to latents instead of keys,
-        and the up-projection of values [heads/tp, v_head_dim, kv_lora_rank]."""
+        """Return two tensors: queries [s, b, heads/tp, kv_lora_rank + qk_pos_emb_head_dim], which can attend to latents
+        because the key up-projection has been applied to them, and the value up-projection [heads/tp, v_head_dim,
+        kv_lora_rank]."""
         up_key, up_value = self.linear_kv_up.weight.split((self.key_width, self.value_width), dim=1)
         q, rotary = self._queries(latents, context).split((self.key_width, self.rotary_width), dim=-1)
         rotary = rotated(rotary, *self._tables(context))
@@ -233,21 +240,21 @@ class MultiLatentAttention(nn.Module):
 
 
 def rotated(x: Tensor, *tables: Tensor) -> Tensor:
-    """Rotate x [s, b, heads, r] by the cosines and sines; return x unchanged if there are no cosines and sines."""
+    """Apply the rotary embedding to x [s, b, heads, r]; return x unchanged if `tables` is empty."""
     return apply_rotary_interleaved(x, *tables) if tables else x
 
 
 def rotated_heads(q: Tensor, kv: Tensor, key: Tensor, *tables: Tensor) -> Heads:
-    """Assemble the heads and rotate their last channels.
+    """Assemble queries, keys and values, and rotate the last channels of queries and keys.
 
     Args:
         q: [s, b, heads, d + r], queries.
         kv: [s, b, heads, d + v], non-rotary channels of keys, followed by values.
         key: [s, b, 1, r], rotary channels of the keys, shared by all heads.
-        tables: Cosines and sines; none in a layer without rotary embedding.
+        tables: Cosines and sines of the rotary embedding; empty if the layer has no rotary embedding.
 
     Returns:
-        Queries and keys [s, b, heads, d + r], and values [s, b, heads, v]. The tensors do not share memory.
+        Queries and keys [s, b, heads, d + r], and values [s, b, heads, v], as three tensors that do not share memory.
     """
     rotary = key.shape[-1]
     plain = q.shape[-1] - rotary

@@ -22,10 +22,10 @@ from megatron.extensions.attention.normed_values.flags import NormedValuesFlags,
 class NormedValueAttention(SelfAttention):
     """`SelfAttention` that divides each value head by its root mean square.
 
-    With --global-keys-as-values, a layer without a window or chunks has linear_qk [groups, q_per_group + 1, head_dim,
-    h] instead of linear_qkv: the query heads of a group, then its key, which also serves as its value. A layer of
-    --kv-shared-layers has only linear_q [groups, q_per_group, head_dim, h], and attends to the keys and values of an
-    earlier layer.
+    With --global-keys-as-values, layers without a sliding window or attention chunks replace linear_qkv with linear_qk,
+    whose weight is [groups, q_per_group + 1, head_dim, h]. Each group consists of its query heads and its key, which
+    also serves as its value. The last --kv-shared-layers layers attend to the keys and values of an earlier layer. They
+    have only linear_q, whose weight is [groups, q_per_group, head_dim, h].
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:

@@ -4,11 +4,11 @@ A query attends to the last tokens of its document, and to compressed keys, each
 consecutive tokens. With a ratio of 4, each compressed key covers two windows of 4 tokens, and an indexer selects the
 keys that a query attends to. If the compression ratio is larger than 4, a query attends to all compressed keys without
 a selection. One key, which is also the value, serves all heads. The last channels of a key are rotated by the key's
-position. The position of a compressed key is the position of the first token that the key is computed from. Outputs are
-rotated back by the query's position. The formulas match Hugging Face's implementation of DeepSeek-V4.
+position. The position of a compressed key is the position of the first token that the key is computed from. The output
+of a query is rotated back by the query's position. The formulas match Hugging Face's implementation of DeepSeek-V4.
 
-Every tensor-parallel rank computes all keys and its own heads. Context-parallel ranks gather the keys and the inputs of
-the compressed keys. No compressed key spans two documents.
+Every tensor-parallel rank computes all keys and the queries of its own heads. Context-parallel ranks gather the keys
+and the inputs from which compressed keys are computed. No compressed key spans two documents.
 """
 
 from __future__ import annotations
@@ -56,30 +56,30 @@ from megatron.extensions.attention.sparse_attention.sparse_attention import Sele
 
 
 class Windows(NamedTuple):
-    """Windows of consecutive tokens from which compressed keys are computed. Tensors are sized for samples of one
-    document, because these samples have the most windows."""
+    """Windows of consecutive tokens from which compressed keys are computed. The number of windows is the number in a
+    sample of one document, which is the largest possible number; samples with fewer windows are padded."""
 
     first: Tensor
-    """[windows, 1 or b] int64: position of the first token; 0 for windows that do not exist."""
+    """Position of the first token of each window, [windows, 1 or b] int64; 0 for padding."""
 
     follows: Tensor
-    """[windows, 1 or b] bool: True if the previous window is in the same document."""
+    """Mask that is True for each window whose previous window is in the same document, [windows, 1 or b]."""
 
     begin: Tensor
-    """[s, 1 or b] int64: position of the first token of each token's document."""
+    """For each token, the position of the first token of its document, [s, 1 or b] int64."""
 
     before: Tensor
-    """[s, 1 or b] int64: number of windows in earlier documents."""
+    """For each token, the number of windows in the documents before its own document, [s, 1 or b] int64."""
 
 
 def windows_of(documents: Documents | None, length: int, ratio: int, device: torch.device) -> Windows:
-    """Divide whole samples into windows of `ratio` tokens. Tokens at the end of a document that do not fill a window
-    belong to no window.
+    """Divide the documents of each sample into windows of `ratio` tokens. Tokens at the end of a document that do not
+    fill a window belong to no window.
 
     Args:
-        documents: First tokens of the documents of each sample; None if every sample is one document.
+        documents: For each sample, the positions at which its documents begin; None if every sample is one document.
         length: Tokens per sample.
-        ratio: Tokens per window; 0 if there are no windows.
+        ratio: Number of tokens per window; 0 for no windows.
         device: Device of the results.
     """
     if documents is not None:
@@ -118,17 +118,17 @@ class Compressor(nn.Module):
         width: int,
         partial_over: tuple[str, ...],
     ) -> None:
-        """Create the projections. If a key covers two windows, each projection has two blocks of rows: the first block
-        for the key of the next window, and the second block for the key of the window itself.
+        """Create the projections. If each key covers two windows, each projection has two blocks of rows. The outputs
+        of the first block contribute to the key of the next window, and the outputs of the second block contribute to
+        the key of the window itself.
 
         Args:
             name: Prefix of the parameter names.
             config: Model configuration.
-            ctx: Context of the layer.
+            ctx: Tensor-parallel context of the layer.
             ratio: Tokens per window.
             width: Channels per key.
-            partial_over: Axes over which parameter gradients are partial sums, because the parameters act on whole
-            sequences.
+            partial_over: Axes over whose ranks the parameter gradients are partial sums.
         """
         super().__init__()
         rows = width * (2 if ratio == SELECTED else 1)
@@ -137,7 +137,7 @@ class Compressor(nn.Module):
         self.ape = make_parameter(
             ParamMeta(f"{name}.ape", (ratio, rows), {}, random, partial_over, role="convolution"), ctx
         )
-        """[ratio, rows]: position biases, added to the logits of the weights."""
+        """Biases [ratio, rows] of the positions in a window, added to the logits of the window's weights."""
         self.linear_wkv = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wkv", hidden, rows, False), ctx)
         self.linear_wgate = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wgate", hidden, rows, False), ctx)
         self.width = width
@@ -145,17 +145,17 @@ class Compressor(nn.Module):
         self.rotary_width = config.options(LatentAttentionFlags).qk_pos_emb_head_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, h] -> [s, b, 2 * rows]: the inputs of compressed keys"""
+        """Project hidden states x [s, b, h] to the inputs [s, b, 2 * rows] of compressed keys."""
         return torch.cat((self.linear_wkv(x), self.linear_wgate(x)), dim=-1)
 
     def keys(self, made_of: Tensor, windows: Windows, packed: bool, *tables: Tensor) -> Tensor:
-        """Compute compressed keys [windows, b, width] of whole samples.
+        """Compute the compressed keys [windows, b, width] of all windows.
 
         Args:
-            made_of: [s, b, 2 * rows], the inputs that `forward` returns.
-            windows: Windows of the samples.
-            packed: True if samples contain several documents, so that windows may begin at any token.
-            tables: Cosines and sines [s, b, r / 2].
+            made_of: [s, b, 2 * rows], outputs of `forward` for all tokens of the samples.
+            windows: Windows into which the samples are divided.
+            packed: True if samples may contain several documents; a window may then begin at any token.
+            tables: Cosines and sines of the rotary embedding, [s, b, r / 2].
         """
         ratio, (count, samples) = self.ape.shape[0], (len(windows.first), made_of.shape[1])
         if packed:
@@ -176,8 +176,8 @@ class Compressor(nn.Module):
 
 
 class CompressedIndexer(nn.Module):
-    """Indexer with its own query heads, head weights, and compressed keys. The inputs of the indexer receive no
-    gradient."""
+    """Indexer that scores its own compressed keys with its own query heads and head weights. The inputs of the indexer
+    receive no gradient."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -195,15 +195,16 @@ class CompressedIndexer(nn.Module):
         )
 
     def forward(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [s, b, h], q [s, b, q_lora_rank] or x if there is no query latent -> indexer queries, inputs of the
-        indexer's compressed keys, head weights"""
+        """Return the indexer queries, the inputs of the indexer's compressed keys, and the head weights. x is [s, b,
+        h]. q is [s, b, q_lora_rank], or x if there is no query latent."""
         x, q = x.detach(), q.detach()
         weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
         return self.linear_wq_b(q).unflatten(-1, (self.heads, self.width)), self.compressor(x), weights
 
 
 class CompressedKeys(SelectedKeys):
-    """Attention to the last tokens and to compressed keys, followed by the output projection of each head group."""
+    """Module that attends to the last tokens and to compressed keys, and then projects the outputs of each head
+    group."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         # Sinks start at zero, as in Megatron-LM.
@@ -218,19 +219,20 @@ class CompressedKeys(SelectedKeys):
         assert rotation is not None
         self.rotation: Rotation = rotation
         self.compressors: tuple[Compressor, ...] = ()
-        """The compressor of the attention keys and the compressor of the indexer keys, if the layer has them. These
-        compressors are submodules of other modules."""
+        """Compressors that the layer has: first for attention keys, then for indexer keys. Other modules own them as
+        submodules."""
 
     def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
         """Return the projected outputs of the head groups [s, b, groups/tp * o_lora_rank], with s/cp instead of s under
         context parallelism.
 
         Args:
-            q: [s, b, heads/tp, d], rotated.
-            kv: [s, b, d], rotated.
-            more: If the layer has compressed keys, the inputs of these keys. If the layer has an indexer, the inputs of
-                the indexer keys, then the indexer queries and head weights. Last, the context. Under sequence
-                parallelism, the indexer queries and head weights cover only this rank's tokens.
+            q: [s, b, heads/tp, d], queries after the rotary embedding.
+            kv: [s, b, d], keys after the rotary embedding; they are also the values.
+            more: Inputs of the compressed keys, if the layer has compressed keys; inputs of the indexer keys, indexer
+                queries and head weights, if the layer has an indexer; and the batch context, which is the last
+                argument. Under sequence parallelism, the indexer queries and head weights cover only this rank's
+                tokens.
         """
         operands, context = parted(more)
         made_of, index = operands[: len(self.compressors)], operands[len(self.compressors) :]
@@ -296,12 +298,11 @@ class CompressedKeys(SelectedKeys):
 
 
 class CompressedAttention(MultiLatentAttention):
-    """Compressed attention: query latent, query heads, one key, compressed keys, core attention, output projection.
-    Adjacent rotary channels form a pair, as in DeepSeek's weights. The query of each head is normalized without a
-    weight."""
+    """Compressed attention with one key per token, which all query heads share, and compressed keys. Adjacent rotary
+    channels form a pair, as in DeepSeek's weights. The RMSNorm of query heads has no weight."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        nn.Module.__init__(self)  # this layer's parameters differ from the base class's
+        nn.Module.__init__(self)  # the parameters of the base class are not created
         own, of_groups = config.options(LatentAttentionFlags), config.options(CompressedAttentionFlags)
         linears = latent_linears(name, config)
         self.tp = ctx.tp
@@ -312,7 +313,7 @@ class CompressedAttention(MultiLatentAttention):
         self.linear_q = column_parallel(linears.q, ctx)
         kv = ReplicatedLinear(f"{name}.linear_kv_proj", hidden, self.width, False)
         self.linear_kv = ReplicatedParallelLinear(kv, ctx)
-        """Projection to the single key that all heads share. This key is also the value of all heads."""
+        """Projection to one vector per token, which is both key and value for all heads."""
         self.linear_gate = None
         of_norms = replace(config, norm_epsilon=own.latent_norm_epsilon or config.norm_epsilon)
         self.eps = of_norms.norm_epsilon
@@ -352,7 +353,7 @@ class CompressedAttention(MultiLatentAttention):
         return q, self.kv_layernorm(self.linear_kv(x)), *made_of, *index
 
     def _heads(self, latents: tuple[Tensor, ...], context: BatchContext) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Return the operands of `CompressedKeys`."""
+        """Return the tensors that `CompressedKeys` expects as its arguments."""
         (q, kv, *more) = latents
         width = self.rotary_width
         tables = self._tables(context)

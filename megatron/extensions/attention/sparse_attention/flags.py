@@ -25,7 +25,8 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 
 MLA = "multi_latent_attention"
 COMPRESSED, SELECTED = "dsv4_hybrid", 4
-"""Name of the variant with compressed keys, and the compression ratio of layers that select among compressed keys."""
+"""Name of the attention variant with compressed keys, and the compression ratio of layers whose indexer selects among
+the compressed keys."""
 
 
 def has_indexer(config: RunConfig) -> bool:
@@ -110,8 +111,8 @@ class CompressedAttentionFlags:
 
 
 def ratios(config: TransformerConfig) -> tuple[int, ...]:
-    """Return the compression ratio of each layer and multi-token prediction module. Raise ValueError if the list cannot
-    be read."""
+    """Return the compression ratio of each layer and multi-token prediction module. Raise ValueError if
+    --csa-compress-ratios is invalid or too short."""
     found, layers = listed_ratios(config), config.num_layers
     if len(found) < layers:
         raise ValueError(f"the list must have a number for each of {layers} layers, but has {len(found)} entries")
@@ -119,13 +120,13 @@ def ratios(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def listed_ratios(config: TransformerConfig) -> tuple[int, ...]:
-    """Return the numbers in --csa-compress-ratios. Raise ValueError if the list cannot be read."""
+    """Parse --csa-compress-ratios and return its numbers. Raise ValueError if the value is not a valid list."""
     return layer_numbers(config.options(CompressedAttentionFlags).csa_compress_ratios or "", None, least=0)
 
 
 def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKind:
-    """Return the layer kind with the layer's rotary embedding and window. The window is treated as the attention range,
-    because compressed keys are few."""
+    """Return a copy of the layer kind with the rotary embedding and the sliding window of layer `number`. Only the
+    window counts as the attention range, because there are few compressed keys."""
     own, ratio = config.options(CompressedAttentionFlags), 0
     with suppress(ValueError):
         ratio = ratios(config)[number]
@@ -143,7 +144,7 @@ def selects(config: TransformerConfig, number: int) -> bool:
 
 
 def indexer(config: TransformerConfig) -> str:
-    """Describe the indexer for a plan."""
+    """Describe the indexer, for display in a plan."""
     own = config.options(SparseAttentionFlags)
     heads = f"{own.dsa_indexer_n_heads} indexer heads of {own.dsa_indexer_head_dim}"
     found = f", {own.dsa_indexer_topk} keys for each query by {heads}"
@@ -151,7 +152,7 @@ def indexer(config: TransformerConfig) -> str:
 
 
 def compressed_keys(config: TransformerConfig) -> str:
-    """Describe windows and compressed keys for a plan."""
+    """Describe the attention windows and compressed keys, for display in a plan."""
     window, kinds = config.options(CompressedAttentionFlags).csa_window_size, {*ratios(config)} - {0}
     found = f", windows of {window}" + "".join(f", keys of {ratio} tokens" for ratio in sorted(kinds))
     return found + (indexer(config) if SELECTED in kinds else "")
@@ -166,8 +167,8 @@ VARIANT = "--experimental-attention-variant"
 
 
 def with_head_dim(config: RunConfig) -> RunConfig:
-    """Derive --qk-head-dim as Megatron-LM does: keys of compressed attention serve as values, so both must have the
-    same width. If the user set --qk-head-dim to a value other than the default, keep this value."""
+    """As in Megatron-LM, set --qk-head-dim such that keys and values of compressed attention have the same width,
+    because the keys serve as values. A value other than the default is kept."""
     latent = config.options(LatentAttentionFlags)
     width = latent.v_head_dim - latent.qk_pos_emb_head_dim
     compressed = config.model.experimental_attention_variant == COMPRESSED
@@ -196,14 +197,14 @@ class SparseShape(NamedTuple):
     """Tokens per sample. Context parallelism gathers the keys of all these tokens."""
     heads: int
     width: int
-    """Channels per key. The first `values` channels are the value."""
+    """Number of channels per key. The first `values` channels of a key are also its value."""
     values: int
     sets: tuple[KeySet, ...]
     sinks: bool
 
 
 def sparse_shapes(config: RunConfig) -> list[SparseShape]:
-    """Return the shapes of attention to selected keys in a run, one per kind of layer."""
+    """Return the shape of attention to selected keys for each kind of layer in a run."""
     model, own = config.model, config.options(SparseAttentionFlags)
     latent, variants = config.options(LatentAttentionFlags), set(config.model.linear_attentions)
     length, heads = model.seq_length, model.num_attention_heads // config.parallel.tensor_model_parallel_size
@@ -226,7 +227,7 @@ def sparse_shapes(config: RunConfig) -> list[SparseShape]:
 
 
 def untrained_indexer(c: RunConfig) -> Iterator[Problem]:
-    """Report an indexer that stays untrained because its loss is disabled."""
+    """Report a problem if the model has an indexer, but the indexer loss that would train it is disabled."""
     if has_indexer(c) and not has_loss(c) and not c.training.skip_train:
         coeff, rule = c.options(SparseAttentionFlags).dsa_indexer_loss_coeff, "leaves the indexer untrained"
         remedy = "add --dsa-indexer-loss-coeff 1 to train it"
@@ -265,7 +266,8 @@ def sparse_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _shared_selections(c: RunConfig) -> Iterator[Problem]:
-    """Check that no pipeline stage needs keys that another stage selected."""
+    """Check that every layer that reuses selected keys is in the same pipeline stage as the layer that selected these
+    keys."""
     m = c.model
     if m.vocab_size is None:
         return  # stages need the vocabulary size; the rule is repeated once it is known

@@ -1,4 +1,4 @@
-"""Callback that scales the gradients of the indexer loss and logs its mean."""
+"""Callback that scales the gradients of the indexer loss and logs the mean loss."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from megatron.training.run import TrainingRun
 
 
 class IndexerLoss(Callback):
-    """Scale the gradients of the indexer loss, and log its mean."""
+    """Scale the gradients of the indexer loss, and log the mean loss."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         return (IndexerTallies(run),)
 
 
 class IndexerTallies(Tallies):
-    """Sum of the divergence over the tokens and layers of one rank. Under sequence parallelism, tensor-parallel ranks
-    have different tokens."""
+    """Indexer loss of one rank, summed over tokens and layers. Under sequence parallelism, the sums of all
+    tensor-parallel ranks count, because these ranks have different tokens."""
 
     def __init__(self, run: TrainingRun) -> None:
         modules = [module for model in run.stages.values() for module in model.modules()]
@@ -33,9 +33,9 @@ class IndexerTallies(Tallies):
         super().__init__(tallies, 1, counts, run.runtime.device)
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """Return the micro-batches with `scale` as the factor of auxiliary loss gradients."""
+        """Return copies of the micro-batches in which auxiliary loss gradients are multiplied by `scale`."""
         return [replace(batch, aux_scale=scale) for batch in batches]
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
-        """Return the mean divergence per token and layer, in nats. The mean is None if no indexer is trained."""
+        """Return the mean indexer loss per token and layer, in nats; the loss is None if no indexer is trained."""
         return {"indexer_loss": means(summed)[0]}

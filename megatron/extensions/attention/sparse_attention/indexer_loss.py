@@ -1,10 +1,10 @@
-"""The indexer loss, computed in chunks of queries. GPU kernels compute the loss over selected keys
+"""Computation of the indexer loss in chunks of queries. GPU kernels compute the loss over selected keys
 (`kernels/divergence.py`).
 
 Equation numbers refer to DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The loss of a token is KL(p, softmax(scores)).
-The target p is the mean of the attention weights over heads. The mean covers the selected keys or all keys that the
-query may attend to (equations 3 and 4). If attention has several key sets, p consists of the weights of the selected
-keys, divided by their sum.
+The target distribution p of a query is the mean of its attention weights over heads. p covers either the selected keys
+or all keys that the query may attend to (equations 3 and 4). If attention has several key sets, p consists of the
+weights of the selected keys, divided by their sum.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from megatron.extensions.attention.sparse_attention.selection import Index, Quer
 
 
 class Loss(NamedTuple):
-    """Attention whose weights are the training target of the indexer."""
+    """Operands of the attention whose weights are the training target of the indexer."""
 
     q: Tensor
-    """[n, b, h, w]: attention queries of the tokens in this rank's sequence shard and of the heads of this rank. `k` is
-    [s, b, w]."""
+    """Attention queries [n, b, h, w] for the tokens in this rank's sequence shard and the heads of this rank. The keys
+    `k` are [s, b, w]."""
     k: Tensor
     picked: Tensor | None
-    """[n, b, topk]: selected keys; None for all keys."""
+    """Indices of the selected keys, [n, b, topk]; None for all keys."""
     queries: Queries
     scale: float
     heads: Axis
     """Group of ranks over which the attention heads are sharded."""
     own: range
-    """Query rows that belong to this rank's indexer."""
+    """Range of queries for which this rank computes the loss."""
     beside: Tensor | None = None
-    """[n, b, h]: log-sum-exps of the scores of all other attended keys and sinks."""
+    """Log-sum-exps [n, b, h] of the scores of sinks and of attended keys outside `k`."""
     lse: Tensor | None = None
-    """[n, b, h]: log-sum-exps of the scores of all attended keys and sinks; None if the loss is not over `picked`
-    keys."""
+    """Log-sum-exps [n, b, h] of the scores of all attended keys and sinks; None if the loss covers all keys instead of
+    the keys in `picked`."""
 
 
 @operation
 @torch_function
 def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """Return the sum of KL(p, softmax(scores)) over this rank's queries, and the gradients of this sum. With G =
-    softmax(scores) - p, the gradients of the weights are G ReLU(q · k). The gradients of q · k are G w where q · k > 0,
-    and 0 elsewhere."""
+    """Return the indexer loss, the sum of KL(p, softmax(scores)) over this rank's queries, and the gradients of this
+    loss. Let G = softmax(scores) - p be the gradient of a score. The gradient of a head weight w is the sum of G ReLU(q
+    · k) over keys. The gradient of a product q · k is G w if the product is positive, and 0 otherwise."""
     wide = torch.promote_types(index.q.dtype, torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=index.q.device)
     found = Index(*(torch.zeros(x.shape, dtype=wide, device=x.device) for x in index))
@@ -69,12 +69,12 @@ def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
         mine = chunk.moved(loss.own.start)
         products = index_products(index, mine)
         logs = index_scores(index, mine, products).masked_fill(hidden, -torch.inf).log_softmax(-1)
-        logs.masked_fill_(hidden, -torch.inf)  # if a query has no keys, all its values are NaN
+        logs.masked_fill_(hidden, -torch.inf)  # log_softmax returns NaN for a query without keys
         total += (torch.xlogy(p, p) - p * logs.masked_fill(hidden, 0.0)).sum(dtype=torch.float64)
-        g = (logs.exp_() - p).transpose(0, 1).unsqueeze(2)  # [b, rows, 1, keys]
+        g = (logs.exp_() - p).transpose(0, 1).unsqueeze(2)  # gradients of the scores, [b, rows, 1, keys]
         found.weights[mine.rows] = (products @ g.mT).squeeze(-1).transpose(0, 1)
         of_products = products.gt_(0).mul_(g).mul_(index.weights[mine.rows].transpose(0, 1).unsqueeze(-1))
-        of_products = of_products.to(index.q.dtype).flatten(1, 2)  # [b, rows * indexer heads, keys]
+        of_products = of_products.to(index.q.dtype).flatten(1, 2)  # shape [b, rows * indexer heads, keys]
         q = index.q[mine.rows].transpose(0, 1)
         dq = of_products @ index.k[: chunk.keys].transpose(0, 1)
         found.q[mine.rows] = dq.unflatten(1, q.shape[1:3]).transpose(0, 1).to(wide)
@@ -90,8 +90,9 @@ class LossContext(AutogradContext):
 
 
 class AttachLoss(torch.autograd.Function):
-    """Return `out` unchanged. The backward pass returns the gradients of the indexer loss times `scale`; zeros if there
-    is no loss. The backward pass also adds the loss to the tally [sum of divergences, tokens]."""
+    """Return `out` unchanged. In the backward pass, the operands in `index` receive the gradients of the indexer loss
+    times `scale`, or zeros if `loss` is None. The backward pass also adds the loss and the number of tokens to
+    `tally`."""
 
     @staticmethod
     def forward(

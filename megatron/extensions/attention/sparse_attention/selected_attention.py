@@ -1,10 +1,10 @@
 """Attention to selected keys, in chunks of queries.
 
-Attention has one key group. As in multi-latent attention over latents, the first channels of a key are its value.
-Several key sets, such as the tokens and the compressed keys of DeepSeek-V4, may share one softmax.
+All heads share one key per token. As in multi-latent attention over latents, the first channels of a key are its value.
+One softmax may cover several key sets, such as the token keys and the compressed keys of DeepSeek-V4.
 
-GPU kernels (`kernels/attention.py`) compute the forward and backward passes if they are faster. Shapes: n queries of b
-samples, s keys, h heads.
+GPU kernels (`kernels/attention.py`) replace the forward and backward passes where the kernels are faster. Shapes: n
+queries of b samples, s keys, h heads.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from megatron.extensions.attention.sparse_attention.selection import Chunk, Quer
 
 
 class Rows:
-    """A chunk of queries with the keys that they attend to: keys selected for each query, or all keys before a
-    position."""
+    """Chunk of queries together with the keys that they attend to. These keys are either selected for each query or are
+    all keys in a range of positions."""
 
     def __init__(self, q: Tensor, k: Tensor, queries: Queries, chunk: Chunk, picked: Tensor | None) -> None:
-        """Select the queries of a chunk, and locate the keys that they attend to.
+        """Slice the queries of a chunk, and locate the keys that these queries attend to.
 
         Args:
             q: [n, b, h, w], all queries.
             k: [s, b, w], all keys.
             queries: Positions of the keys that the queries may attend to.
-            chunk: Chunk of the queries.
+            chunk: Chunk of queries to slice.
             picked: [n, b, topk], indices of selected keys, or -1; None for all keys.
         """
         self.rows = chunk.rows
@@ -58,25 +58,27 @@ class Rows:
 
     @cached_property
     def k(self) -> Tensor:
-        """Keys of the chunk [keys, b, w], or selected keys [rows, b, topk, w]."""
+        """All keys in the range of the chunk [keys, b, w], or the selected keys of each query [rows, b, topk, w]."""
         return self.all_keys[self.keys] if self.flat is None else self.all_keys.flatten(0, 1)[self.flat]
 
     def scores(self, scale: float) -> Tensor:
-        """Return the scores [rows, b, h, keys or topk] in fp32 or fp64; the scores of hidden keys are -infinity."""
+        """Return the attention scores [rows, b, h, keys or topk] in fp32 or fp64. The score is -infinity if a query may
+        not attend to the key."""
         q = self.q * scale
         wide = torch.promote_types(q.dtype, torch.float32)
         return self.with_keys(q, self.k).to(wide).masked_fill_(self.hidden.unsqueeze(2), -torch.inf)
 
     def with_keys(self, x: Tensor, keys: Tensor) -> Tensor:
-        """x [rows, b, h, w] times keys [..., w] -> [rows, b, h, keys or topk]"""
+        """Multiply x [rows, b, h, w] by the keys [..., w], and return the products [rows, b, h, keys or topk]."""
         return x @ keys.mT if self.flat is not None else self._by_sample(x, keys.permute(1, 2, 0))
 
     def of_keys(self, weights: Tensor, keys: Tensor) -> Tensor:
-        """weights [rows, b, h, keys or topk] times keys [..., w] -> [rows, b, h, w]"""
+        """Return the sums [rows, b, h, w] of the keys [..., w], weighted by `weights` [rows, b, h, keys or topk]."""
         return weights @ keys if self.flat is not None else self._by_sample(weights, keys.transpose(0, 1))
 
     def add_to_keys_(self, out: Tensor, weights: Tensor, rows: Tensor) -> None:
-        """out [s, b, w] += weights [rows, b, h, keys or topk] times rows [rows, b, h, w], for each key."""
+        """For each key, add the sum of `rows` [rows, b, h, w], weighted by `weights` [rows, b, h, keys or topk], to
+        `out` [s, b, w]."""
         if self.flat is not None:
             add_rows_(out.flatten(0, 1), self.flat.flatten(), (weights.mT @ rows).flatten(0, 2))
         else:
@@ -84,8 +86,8 @@ class Rows:
             out[self.keys] += (next(both).mT @ next(both)).transpose(0, 1)
 
     def distribution(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """weights [rows, b, keys or topk] of the attended keys -> weights [rows, b, keys], and a mask that is True for
-        all other keys"""
+        """Scatter the weights of attended keys, [rows, b, keys or topk], to weights of all keys, [rows, b, keys]. Also
+        return a mask that is True for keys without attention."""
         if self.flat is None:
             return weights, self.hidden
         assert self.picked is not None
@@ -94,13 +96,13 @@ class Rows:
         return weights.new_zeros(shape).scatter_add_(-1, at, weights), seen == 0
 
     def _by_sample(self, x: Tensor, matrices: Tensor) -> Tensor:
-        """x [rows, b, h, w], matrices [b, w, v] -> [rows, b, h, v]"""
+        """Multiply x [rows, b, h, w] by one matrix per sample, [b, w, v], and return [rows, b, h, v]."""
         x = x.transpose(0, 1)
         return (x.flatten(1, 2) @ matrices).unflatten(1, x.shape[1:3]).transpose(0, 1)
 
 
 class Keys(NamedTuple):
-    """One key set, and the queries that attend to its keys."""
+    """Bounds and selected indices of the keys that queries attend to in one key set."""
 
     queries: Queries
     picked: Tensor | None = None
@@ -115,13 +117,13 @@ class Attended(NamedTuple):
     """Attention outputs and log-sum-exps for a rank's queries."""
 
     out: Tensor
-    """[n, b, h, width]"""
+    """Attention outputs [n, b, h, width]."""
     lse: Tensor
-    """[n, b, h]: log-sum-exps of all scores and sinks, in fp32 for 16-bit inputs."""
+    """Log-sum-exps of all scores and sinks, [n, b, h], in fp32 for 16-bit inputs."""
     of_first: Tensor
-    """[n, b, h]: log-sum-exps of the scores of the first key set and of the sinks."""
+    """Log-sum-exps of the sinks and of the scores in the first key set, [n, b, h]."""
     highest: Tensor | None
-    """[h]: largest score of each head; None if it is not requested."""
+    """Largest score of each head, [h]; None if it was not requested."""
 
 
 @operation
@@ -144,7 +146,7 @@ def attend_to_selected(
         k: Keys [s, b, w] of each set.
         scale: Factor of the scores.
         width: Number of value channels, which are the first channels of a key.
-        notes: True to return the largest scores.
+        notes: Whether to return the largest score of each head.
     """
     out = q.new_empty(*q.shape[:3], width)
     lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
@@ -178,9 +180,9 @@ def selected_attention_gradients(
     scale: float,
     width: int,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of q and of each key set. The gradients of key sets have the dtype of `lse`.
+    """Return the gradients of q and of the keys in each key set. The key gradients have the dtype of `lse`.
 
-    With attention weights P: dS = P * (dO vᵀ - rowsum(dO * O)), and dV = Pᵀ dO.
+    For attention weights P, score gradients are dS = P * (dO vᵀ - rowsum(dO * O)), and value gradients are dV = Pᵀ dO.
 
     Args:
         grad: [n, b, h, width], output gradients.
@@ -214,13 +216,14 @@ def selected_attention_gradients(
 @operation
 @torch_function
 def attended_weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
-    """Return attention weights, summed over heads [rows, b, keys or topk].
+    """Return the attention weights, summed over heads, [rows, b, keys or topk].
 
     Args:
         q: [rows, b, h, w], queries of `rows`.
-        rows: Queries and keys.
+        rows: Chunk of queries and its keys.
         scale: Factor of the scores.
-        beside: [rows, b, h], log-sum-exps of the scores of all other attended keys and sinks; None if there are none.
+        beside: [rows, b, h], log-sum-exps of the scores of sinks and of attended keys outside `rows`; None if there are
+            no such keys or sinks.
         lse: [rows, b, h], log-sum-exps of all scores and sinks, if known. Only the Triton implementation uses `lse`.
     """
     scores = rows.scores(scale)
@@ -234,9 +237,9 @@ class SelectedContext(AutogradContext):
 
 
 class AttentionToSelected(torch.autograd.Function):
-    """`attend_to_selected` with gradients. Return the outputs, and the log-sum-exps over all scores and over the scores
-    of the first key set. Save the operands, outputs and log-sum-exps for the backward pass. Report the largest score of
-    each head [h] by calling `note`."""
+    """Autograd function of `attend_to_selected`. Return the outputs, the log-sum-exps over all key sets, and the
+    log-sum-exps over the first key set. Save the operands, outputs and log-sum-exps for the backward pass. If `note` is
+    a function, it is called with the largest score of each head [h]."""
 
     @staticmethod
     def forward(
@@ -274,7 +277,7 @@ class AttentionToSelected(torch.autograd.Function):
 
 
 def _parts(q: Tensor, k: Sequence[Tensor], seen: tuple[Keys, ...]) -> Iterator[list[Rows]]:
-    """Yield the rows of each query chunk, for each key set."""
+    """For each chunk of queries, yield a list with one `Rows` per key set."""
     hardware, of_sets = seen[0].queries.hardware, list(zip(*(each.queries.chunks for each in seen), strict=True))
     for chunks in hardware.each(of_sets):
         sets = zip(k, seen, chunks, strict=True)

@@ -1,8 +1,7 @@
 """Key selection by an indexer, in chunks of queries.
 
 Equation numbers refer to DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The indexer has queries q in heads h, one key k
-per token, and head weights w. The score of token j for the query of token i is the sum over h of w_ih ReLU(q_ih · k_j)
-(equation 1).
+per token, and head weights w. Token j has the score sum_h w_ih ReLU(q_ih · k_j) for the query of token i (equation 1).
 
 Only one chunk of scores is in memory at a time. Shapes: n queries of b samples, s keys, h heads.
 """
@@ -21,10 +20,10 @@ from megatron.core.kernels import operation
 from megatron.core.tensor_parallel.layers import Hardware
 
 CHUNK = 2**27
-"""Largest number of elements of a tensor computed for one chunk of queries."""
+"""Largest number of elements in any tensor that is computed for one chunk of queries."""
 
 MERGED, MERGED_ROWS = 2**26, 1024
-"""Largest number of scores per chunk, and largest number of queries per chunk, that kernels compute."""
+"""Limits of the chunks that GPU kernels process: the number of scores and the number of queries per chunk."""
 
 
 class Chunk(NamedTuple):
@@ -32,18 +31,18 @@ class Chunk(NamedTuple):
 
     rows: slice
     keys: int
-    """Position after the last key that any of the queries may attend to."""
+    """Position after the last key that any query in the chunk may attend to."""
     first: int = 0
-    """Position of the first key that any of the queries may attend to."""
+    """Position of the first key that any query in the chunk may attend to."""
 
     def moved(self, start: int) -> Chunk:
-        """Return this chunk with its rows counted from `start`."""
+        """Return a copy of this chunk in which `start` is subtracted from the row numbers."""
         return self._replace(rows=slice(self.rows.start - start, self.rows.stop - start))
 
 
 class Queries(NamedTuple):
-    """First and last positions of the keys that queries may attend to, [n, 1 or b] int64, and the chunks in which the
-    queries are computed."""
+    """Chunks of queries, and the positions of the first and the last key that each query may attend to, [n, 1 or b]
+    int64."""
 
     first: Tensor
     last: Tensor
@@ -59,24 +58,24 @@ class Queries(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Operands of the indexer scores."""
+    """Queries, keys and head weights from which the indexer scores are computed."""
 
     q: Tensor
-    """[n, b, indexer heads, d]"""
+    """Indexer queries [n, b, indexer heads, d]."""
     k: Tensor
-    """[s, b, d]"""
+    """Indexer keys [s, b, d]."""
     weights: Tensor
-    """[n, b, indexer heads]"""
+    """Head weights [n, b, indexer heads]."""
 
 
 def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) -> tuple[Chunk, ...]:
-    """Divide queries into chunks that do not cross shards of the rows.
+    """Divide queries into chunks, each of which lies within one tensor-parallel shard of the queries.
 
     Args:
         spans: Positions of the queries.
-        shards: Number of equal shards of the rows.
+        shards: Number of equal shards into which the queries are divided.
         longest: Largest number of queries per chunk.
-        keys: Total number of tokens, if the queries follow cached tokens.
+        keys: Number of cached and new tokens, if there are cached tokens; otherwise None.
     """
     shard = sum(map(len, spans)) // shards
     found = list[Chunk]()
@@ -91,9 +90,9 @@ def chunks_of(spans: Spans, shards: int, longest: int, keys: int | None = None) 
 
 
 def merged(chunks: Sequence[Chunk], samples: int) -> tuple[Chunk, ...]:
-    """Merge chunks of queries at adjacent positions, up to `MERGED_ROWS` queries and `MERGED` scores. Kernels can
-    process larger chunks than plain PyTorch, because scores are the only intermediate results that they store. They
-    also need large chunks to keep a GPU busy."""
+    """Merge adjacent chunks as long as a merged chunk has at most `MERGED_ROWS` queries and `MERGED` scores. Kernels
+    need large chunks to keep a GPU busy. They can process larger chunks than plain PyTorch, because they store no
+    intermediate results except scores."""
     found = list[Chunk]()
     for chunk in chunks:
         if found:
@@ -108,30 +107,30 @@ def merged(chunks: Sequence[Chunk], samples: int) -> tuple[Chunk, ...]:
 
 
 def index_products(index: Index, chunk: Chunk) -> Tensor:
-    """Return ReLU(q · k) [b, rows, indexer heads, keys], in fp32 for 16-bit inputs."""
+    """Return the products ReLU(q · k) of each query and key, [b, rows, indexer heads, keys]. The products are fp32 for
+    16-bit inputs."""
     q = index.q[chunk.rows].transpose(0, 1)
     products = (q.flatten(1, 2) @ index.k[: chunk.keys].permute(1, 2, 0)).unflatten(1, q.shape[1:3])
     return products.to(torch.promote_types(q.dtype, torch.float32)).relu_()
 
 
 def index_scores(index: Index, chunk: Chunk, products: Tensor) -> Tensor:
-    """Return the scores [rows, b, keys], which are sums of the products over indexer heads, weighted by the head
-    weights."""
+    """Return the scores [rows, b, keys]: the products, multiplied by the head weights and summed over indexer heads."""
     weights = index.weights[chunk.rows].transpose(0, 1).to(products.dtype)
     return (weights.unsqueeze(2) @ products).squeeze(2).transpose(0, 1)
 
 
 def largest(scores: Tensor, topk: int) -> Tensor:
-    """Return the keys with the largest scores, in ascending order: scores [rows, b, keys] -> [rows, b, topk] int32. -1
-    replaces keys with a score of -inf. Ties are broken in favor of later keys. An explicit rule is needed because ReLU
-    produces many equal scores, and the selection must be the same for any division of queries into chunks."""
+    """Return the ascending indices [rows, b, topk] of the keys with the largest scores [rows, b, keys], as int32. The
+    index is -1 for keys whose score is -inf. Ties are broken in favor of later keys. ReLU produces many equal scores,
+    and a fixed rule for ties makes the selection independent of the division of queries into chunks."""
     least = scores.topk(topk, sorted=False).values.amin(-1, keepdim=True)
     above, equal = scores > least, scores == least
     wanted = topk - above.sum(-1, keepdim=True)
     latest = equal.flip(-1).cumsum(-1).flip(-1) <= wanted
     keys, last = torch.arange(scores.shape[-1], device=scores.device), scores.shape[-1] - 1
     chosen = torch.where(above | (equal & latest), keys, last + 1).topk(topk, largest=False, sorted=True).values
-    chosen = chosen.clamp_(max=last)  # NaN scores reduce the number of selected keys
+    chosen = chosen.clamp_(max=last)  # with NaN scores, fewer than topk keys are selected
     return chosen.masked_fill_(scores.gather(-1, chosen) == -torch.inf, -1).to(torch.int32)
 
 
@@ -147,8 +146,8 @@ def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 @operation
 @torch_function
 def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """Return the keys with the largest scores among the keys that a query may attend to, in the form that `largest`
-    returns.
+    """Return the indices of the keys with the largest scores, as `largest` does, but only among the keys that a query
+    may attend to.
 
     Args:
         scores: [n, b, keys].
@@ -164,16 +163,16 @@ def largest_scores(scores: Tensor, first: Tensor, last: Tensor, topk: int) -> Te
 @operation
 @torch_function
 def keys_of_chunks(index: Index, queries: Queries, topk: int) -> Tensor:
-    """Return the keys that `selected` returns, computed in the chunks of `queries`."""
+    """Compute the result of `selected` chunk by chunk, for the chunks in `queries`."""
     return selected_in(queries.chunks, index, queries, topk)
 
 
 def selected_in(chunks: Sequence[Chunk], index: Index, queries: Queries, topk: int) -> Tensor:
-    """Return the keys that `selected` returns, computed in the given chunks.
+    """Compute the result of `selected` chunk by chunk, for the given chunks.
 
     Args:
         chunks: Chunks that cover all queries.
-        index: Operands of the scores.
+        index: Operands of the indexer scores.
         queries: Positions of the keys that the queries may attend to.
         topk: Number of keys to select for each query.
     """
@@ -194,5 +193,6 @@ def selected_in(chunks: Sequence[Chunk], index: Index, queries: Queries, topk: i
 
 @torch.no_grad()
 def selected(index: Index, queries: Queries, topk: int) -> Tensor:
-    """Return the keys that each query attends to, [n, b, topk] int32, in ascending order and padded with -1."""
+    """Return the indices of the keys that each query attends to, [n, b, topk] int32, in ascending order and padded with
+    -1."""
     return keys_of_chunks(index, queries, topk)

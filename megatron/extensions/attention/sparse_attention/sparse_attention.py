@@ -2,11 +2,12 @@
 
 In this variant of multi-latent attention, queries attend only to the keys that an indexer selects. Attention is
 computed over latents: the key up-projection is applied to the queries, and the value up-projection to the output.
-Therefore, all heads share the keys that are gathered for a query.
+All heads of a query can therefore use the same gathered keys.
 
-The indexer is replicated on all tensor-parallel ranks. Under sequence parallelism, each indexer selects keys for the
-queries of its rank's tokens, and ranks gather the selections. Under context parallelism, ranks gather the latents and
-the indexer keys of the whole sequence, which are both narrow. --cp-comm-type applies only to other layers.
+The indexer is replicated on all tensor-parallel ranks. Under sequence parallelism, each rank's indexer selects keys for
+the queries of its own tokens, and the ranks then gather the selected indices. Under context parallelism, ranks gather
+the latents and the indexer keys of the whole sequence, because both have few channels. --cp-comm-type applies only to
+other layers.
 """
 
 from __future__ import annotations
@@ -42,17 +43,18 @@ from megatron.extensions.attention.sparse_attention.selection import CHUNK, Inde
 
 
 class IndexerLinears(NamedTuple):
-    """Linear layers of the indexer, with Megatron-LM's names. These layers are replicated on every rank and have no
+    """Linear layers of the indexer, named as in Megatron-LM. These layers are replicated on every rank and have no
     biases."""
 
     q: ReplicatedLinear
-    """linear_wq_b [indexer heads * channels, q_lora_rank], or [..., h] if there is no query latent."""
+    """Layer linear_wq_b, which computes the indexer queries. The weight is [indexer heads * channels, q_lora_rank], or
+    [indexer heads * channels, h] if there is no query latent."""
 
     k: ReplicatedLinear
-    """linear_wk [channels, h]: one key for all heads."""
+    """Layer linear_wk with weight [channels, h], which computes the key that all indexer heads share."""
 
     weights: ReplicatedLinear
-    """linear_weights_proj [indexer heads, h]."""
+    """Layer linear_weights_proj with weight [indexer heads, h], which computes the head weights."""
 
 
 def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
@@ -69,8 +71,8 @@ def indexer_linears(name: str, config: TransformerConfig) -> IndexerLinears:
 
 
 def of_key_norm(config: TransformerConfig) -> TransformerConfig:
-    """Return a configuration for the LayerNorm of indexer keys. This LayerNorm does not depend on the model's norms,
-    and has the epsilon of the latent norms."""
+    """Return a configuration for the LayerNorm of indexer keys. The type of the model's norms has no effect on this
+    LayerNorm, and its epsilon is the epsilon of the latent norms."""
     epsilon = config.options(LatentAttentionFlags).latent_norm_epsilon or config.norm_epsilon
     return replace(config, norm_epsilon=epsilon, apply_layernorm_1p=False, norm_parameters="all")
 
@@ -91,7 +93,7 @@ class Indexer(nn.Module):
         self.k_norm = LayerNorm(f"{name}.k_norm", self.width, of_key_norm(config), ctx, partial_over)
 
     def forward(self, x: Tensor, q: Tensor) -> Index:
-        """Compute the operands of the indexer scores. Rotary embeddings are not applied yet. x is [s, b, h], and q is
+        """Compute the operands of the indexer scores, before rotary embeddings are applied. x is [s, b, h], and q is
         [s, b, q_lora_rank], or x if there is no query latent. Under sequence parallelism, x and q are [s/tp, ...]."""
         x, q = x.detach(), q.detach()
         weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
@@ -112,14 +114,14 @@ class SparseLatents(NamedTuple):
 
 
 def parted(operands: Sequence[Tensor | BatchContext]) -> tuple[list[Tensor], BatchContext]:
-    """Return the tensors among the arguments of a call, and the batch context, which is the last argument."""
+    """Split the arguments of a module into its input tensors and the batch context, which is the last argument."""
     *tensors, context = operands
     assert isinstance(context, BatchContext)
     return [x for x in tensors if isinstance(x, Tensor)], context
 
 
 class SelectedKeys(CoreAttention):
-    """Attention to the keys that the indexer selects, and the up-projection of values."""
+    """Module that computes attention to the selected keys and applies the value up-projection."""
 
     def __init__(
         self, name: str, config: TransformerConfig, ctx: TPContext, width: int, sinks: Sequence[ParamMeta] = ()
@@ -131,7 +133,7 @@ class SelectedKeys(CoreAttention):
             config: Model configuration.
             ctx: Tensor-parallel context of the layer.
             width: Number of key channels that are values.
-            sinks: Parameters of attention sinks.
+            sinks: Metadata of the parameters for attention sinks.
         """
         super().__init__(name, config, ctx, sinks)
         own = config.options(SparseAttentionFlags)
@@ -142,11 +144,11 @@ class SelectedKeys(CoreAttention):
         self.index_heads, self.shares = own.dsa_indexer_n_heads, own.dsa_indexer_topk_freq > 1
         self.sparse_loss = own.dsa_indexer_use_sparse_loss
         self.rows = ctx.tp if ctx.sequence_parallel else Axis()
-        """Ranks over which the rows of the indexer's operands are sharded."""
+        """Ranks over which the tokens of the indexer's operands are sharded."""
         self.kernel = self.varlen_kernel = TorchKernel(self.scale)
         self.always_tiles, self.sink_heads = True, slice(0, self.local_heads)
         self.tally = torch.zeros(2, dtype=torch.float64, device=ctx.device)
-        """Sum of divergences and number of tokens since the tally was last reset."""
+        """Two sums since the last reset: the indexer losses of all tokens, and the number of tokens."""
 
     def forward(
         self,
@@ -161,9 +163,9 @@ class SelectedKeys(CoreAttention):
             q: [s, b, heads/tp, w], queries.
             k: [s, b, w], keys.
             up_value: [heads/tp, v_head_dim, kv_lora_rank], up-projection of values.
-            index_and_context: In a layer with an indexer, index_q [s, b, indexer heads, d], index_k [s, b, d] and
-                index_weights [s, b, indexer heads], with s/(cp * tp) instead of s under sequence parallelism. In every
-                layer, the context comes last.
+            index_and_context: Batch context, which is the last argument. In a layer with an indexer, the operands of
+                the indexer scores come before it: index_q [s, b, indexer heads, d], index_k [s, b, d] and index_weights
+                [s, b, indexer heads], with s/(cp * tp) instead of s under sequence parallelism.
         """
         operands, context = parted(index_and_context)
         index = Index(*operands) if operands else None
@@ -199,12 +201,13 @@ class SelectedKeys(CoreAttention):
         return AttentionToSelected.apply(q, self._sinks, seen, self.scale, self.width, self.note, *k)
 
     def _own(self, index: Index) -> range:
-        """Return the query rows that belong to this rank's indexer."""
+        """Return the range of queries for which this rank's indexer selects keys."""
         rows = len(index.q)
         return range(self.rows.rank * rows, (self.rows.rank + 1) * rows)
 
     def _select(self, index: Index, queries: Queries) -> Tensor | None:
-        """Return the keys that each query attends to [n, b, topk]; None if every query attends to all earlier keys."""
+        """Return the indices of the keys that each query attends to, [n, b, topk]; return None if every query attends
+        to all earlier keys."""
         if max(chunk.keys for chunk in queries.chunks) <= self.topk:
             return None
         own = self._own(index)
@@ -224,7 +227,7 @@ class SelectedKeys(CoreAttention):
         lse: Tensor,
         beside: Tensor | None = None,
     ) -> Tensor:
-        """Return `out`. In training, the backward pass adds the indexer loss."""
+        """Return `out` unchanged. In training, the backward pass also computes the gradients of the indexer loss."""
         if not self.training:
             return out
         trained = index.q.requires_grad and self.coeff > 0 and context.aux_scale is not None
@@ -251,7 +254,8 @@ class SelectedKeys(CoreAttention):
 
 @lru_cache(maxsize=64)
 def document_begins(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """Return the position [s, b] of the first token of each token's document, for whole samples of `length` tokens."""
+    """For each token of samples with `length` tokens, return the position of the first token of its document, [s,
+    b]."""
     begins = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
         begins[list(places), sample] = places
@@ -259,10 +263,10 @@ def document_begins(documents: Documents, length: int, device: torch.device) -> 
 
 
 class SparseAttention(MultiLatentAttention):
-    """Multi-latent attention to the keys that an indexer selects.
+    """Multi-latent attention in which queries attend only to the keys that an indexer selects.
 
-    Adjacent rotary channels form a pair in the indexer, too. The rotary channels are the first channels of an indexer
-    head.
+    In the indexer, as in attention, adjacent rotary channels form a pair. The rotary channels are the first channels of
+    an indexer head.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:

@@ -1,16 +1,16 @@
 """Attention to selected keys with Triton kernels, which replace `attend_to_selected` and
 `selected_attention_gradients`.
 
-The keys of all key sets are concatenated into one tensor. For each query, the indices of the keys that the query
-selected in each key set are also concatenated into one list. Keys that are attended to without selection, such as the
-keys of a window, are also listed. An index of -1 marks an unused entry.
+The kernels read one tensor that contains the keys of all key sets. For each query, one list contains the indices of the
+keys that the query attends to in all key sets. Keys that are attended to without selection, such as the keys of a
+window, are also listed. An index of -1 marks an unused entry.
 
 Gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass, in a
 fixed order. The second pass is used in deterministic runs, and on GPUs without vectorized atomic additions (all except
-data center Hopper and Blackwell). The second pass is also used if lists contain at least the fraction `DENSE` of all
-keys. For each block of keys, the second pass multiplies all pairs of a query and a key, from the first to the last
-query that selected a key of the block. The second pass is faster than atomic additions if queries have selected many
-keys.
+data center Hopper and Blackwell). The second pass is also used if each query lists at least the fraction `DENSE` of all
+keys, because the second pass is then faster than atomic additions. For each block of keys, the second pass processes
+all queries between the first and the last query that lists a key of the block, and multiplies each of them by all keys
+of the block.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from megatron.extensions.attention.sparse_attention.selection import CHUNK, Quer
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 WIDEST_VALUES, WIDEST_REST = 512, 64
-"""Largest number of value channels per key, and largest number of other channels per key, that the kernels support."""
+"""Limits of the kernels: the number of value channels per key, and the number of other channels per key."""
 
 DENSE = 0.16
-"""A second pass sums the gradients of keys if lists contain at least this fraction of all keys. At this fraction, both
-methods take the same time at the rates assumed for an H200 in `plan/planner/devices/h200.yaml`. The assumed rates are
-not measurements."""
+"""Smallest fraction of all keys, listed per query, for which a second pass sums the key gradients instead of atomic
+additions. At this fraction, both methods take the same time according to the H200 rates in
+`plan/planner/devices/h200.yaml`, which are assumptions and not measurements."""
 
 _plain_attend, _plain_gradients = unwrap(attend_to_selected), unwrap(selected_attention_gradients)
 
 SAMPLED = 1024
-"""Largest number of queries in the samples used to check kernels."""
+"""Largest number of queries in the inputs with which kernels are checked."""
 
 TOLERANCE = 2.0**-6
 
@@ -61,8 +61,9 @@ def listed(queries: Queries, picked: Tensor | None, samples: int) -> Tensor:
 
 
 def joined_sets(seen: Sequence[Keys], k: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
-    """Concatenate the key sets. Returns all keys [s, b, w] and the indices [n, b, count] of the keys that each query
-    attends to. The third result is the number of indices of the first key set, which come first."""
+    """Concatenate the key sets. Return three values: all keys [s, b, w], the indices [n, b, count] of the keys that
+    each query attends to, and the number of these indices that belong to the first key set. The indices of the first
+    key set come first."""
     samples = k[0].shape[1]
     places = list[Tensor]()
     before = first = 0
@@ -75,25 +76,25 @@ def joined_sets(seen: Sequence[Keys], k: Sequence[Tensor]) -> tuple[Tensor, Tens
 
 
 def adds_gradients(device: torch.device, keys: int, count: int) -> bool:
-    """Return True if key gradients are accumulated by atomic additions."""
+    """Return True if key gradients are accumulated by atomic additions instead of a second pass."""
     several = torch.cuda.get_device_capability(device)[0] in (9, 10)
     return several and not torch.are_deterministic_algorithms_enabled() and count < DENSE * keys
 
 
 def fits(q: Tensor, width: int) -> bool:
-    """Return True if the kernels support queries [n, b, h, w] and values of this width."""
+    """Return True if the kernels support the dtype and shape of q [n, b, h, w] and values with `width` channels."""
     half = q.dtype in (torch.float16, torch.bfloat16)
     narrow = width <= WIDEST_VALUES and q.shape[-1] - width <= WIDEST_REST
     return half and narrow and not (width % 8 or q.shape[-1] % 8) and q.shape[0] > 0
 
 
 def suits(q: Tensor, width: int) -> bool:
-    """Return True if the kernels can process these queries."""
+    """Return True if the kernels can run on the device of q and support q and values with `width` channels."""
     return runs_triton(q) and fits(q, width)
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Return a tensor whose channels are contiguous. Copy `x` only if necessary."""
+    """Return a tensor whose channels are contiguous. Copy `x` only if its channels are not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -130,13 +131,13 @@ def gradients(
 
 
 def weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
-    """Triton implementation of `attended_weights` for selected keys. The arguments are the same."""
+    """Implement `attended_weights` with a Triton kernel, with the same arguments."""
     assert rows.picked is not None and lse is not None
     return listed_weights(q, rows.all_keys.contiguous(), rows.picked.to(torch.int32).contiguous(), lse, scale)
 
 
 def listed_weights(q: Tensor, k: Tensor, places: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """Return the attention weights [n, b, count] of the listed keys. The weights are summed over heads.
+    """Return the attention weights [n, b, count] of the listed keys, summed over heads.
 
     Args:
         q: [n, b, h, w], queries.
@@ -145,13 +146,13 @@ def listed_weights(q: Tensor, k: Tensor, places: Tensor, lse: Tensor, scale: flo
         lse: [n, b, h], log-sum-exps of the scores of all attended keys and sinks.
         scale: Factor of the scores.
     """
-    # The kernel does not read values, so any division of the channels is correct.
+    # The kernel does not read values, so the number of value channels is arbitrary.
     return _weights(_dense(q), k, places, lse.contiguous(), scale, min(q.shape[-1], WIDEST_VALUES))
 
 
 def weights_suit(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> bool:
-    """Return True if the kernel supports these arguments of `attended_weights`. The kernel needs selected keys and
-    `lse`."""
+    """Return True if the kernel supports these arguments of `attended_weights`. The kernel requires that keys are
+    selected and that `lse` is not None."""
     return rows.picked is not None and lse is not None and suits(q, min(q.shape[-1], WIDEST_VALUES))
 
 
@@ -175,8 +176,8 @@ _attend = gpu_operator(
     _fake_attend,
     __package__,
 )
-"""Outputs [n, b, h, values], and three tensors [n, b, h]: log-sum-exps over all listed keys, log-sum-exps over the keys
-of the first set, and the largest scores."""
+"""Operator that returns the outputs [n, b, h, values] and three tensors [n, b, h]: the log-sum-exps over all listed
+keys, the log-sum-exps over the keys of the first set, and the largest scores."""
 
 _weights = gpu_operator(
     "attention_triton:weights_of_selected",
@@ -184,7 +185,7 @@ _weights = gpu_operator(
     lambda q, k, picked, lse, scale, values: lse.new_empty(picked.shape),
     __package__,
 )
-"""Weights [n, b, count] of listed keys, summed over heads."""
+"""Operator that returns the attention weights [n, b, count] of listed keys, summed over heads."""
 
 _gradients = gpu_operator(
     "attention_triton:selected_gradients",
@@ -193,8 +194,8 @@ _gradients = gpu_operator(
     _fake_gradients,
     __package__,
 )
-"""Gradients of q and of k; the gradients of k are fp32. If `adds` is True, the gradients of k are accumulated by atomic
-additions."""
+"""Operator that returns the gradients of q and of k. The gradients of k are fp32. If `adds` is True, the gradients of k
+are accumulated by atomic additions."""
 
 
 BackwardOperands = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Keys, ...], tuple[Tensor, ...], float, int]
@@ -202,28 +203,29 @@ BackwardOperands = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Keys, ...], tuple
 
 
 class Gathers(Protocol):
-    """Interface of a plan's `Launches` for kernels that gather rows."""
+    """Interface of the object `Launches`, which records the kernels of a plan that gather keys."""
 
     any_order: bool
-    """True if kernels may use atomic additions, whose order varies."""
+    """True if kernels may use atomic additions, whose order varies between runs."""
 
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None: ...
 
 
 HEADS, PARTS = 32, 4
 """Block sizes that a plan assumes: the number of heads per program of the kernel that gathers keys, and the number of
-programs of the second pass that divide the queries between them."""
+programs among which the second pass divides the queries of one block of keys."""
 
 BLOCK_OF_KEYS, SLICE = 128, 192
-"""Numbers assumed in plans: keys and channels per program of the second pass."""
+"""Block sizes that a plan assumes: the number of keys and the number of channels per program of the second pass."""
 
 MOST_BYTES = 2**28
-"""Maximum number of bytes of weights and score gradients that are stored for the second pass. Queries are processed in
-chunks that stay below this limit."""
+"""Maximum size in bytes of the weights and score gradients that are stored for the second pass. Queries are processed
+in chunks small enough for this limit."""
 
 
 def pairs_of(seen: Sequence[Keys], samples: int) -> tuple[float, float]:
-    """Return the number of (query, key) pairs that are computed, and the number of pairs that could be selected."""
+    """Return two numbers of query-key pairs: the pairs that are computed, and the pairs among which the computed pairs
+    were selected."""
     some = every = 0.0
     for each in seen:
         for chunk in each.queries.chunks:
@@ -244,8 +246,8 @@ def planned_attend(
     width: int,
     notes: bool,
 ) -> Attended:
-    """Plan a call of `attend`: allocate its tensors and record its kernels in `launches`. The other arguments are the
-    arguments of `attend`."""
+    """Simulate `attend` for a plan: allocate its tensors, and record its kernels in `launches`. The arguments after
+    `launches` are the arguments of `attend`."""
     if not fits(q, width):
         return _plain_attend(q, sinks, seen, k, scale, width, notes)
     joined_sets(seen, k)
@@ -257,8 +259,8 @@ def planned_attend(
 
 
 def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[Tensor, ...]:
-    """Allocate the tensors of `gradients` and record its kernels in `launches`, for a plan. The GPU is assumed to have
-    fast atomic additions."""
+    """Simulate `gradients` for a plan: allocate its tensors, and record its kernels in `launches`. The GPU is assumed
+    to have fast atomic additions."""
     grad, q, out, lse, *_ = operands
     seen, k = operands[4:6]
     scale, width = operands[6:]
@@ -280,8 +282,9 @@ def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[
 
 
 def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, some: float, every: float) -> None:
-    """Record the second pass for a plan: tensors stored for a chunk of queries, and the kernels of all chunks. For each
-    slice of channels, a program reads the positions of its keys in the lists, and the listed rows."""
+    """Simulate the second pass for a plan: allocate the tensors stored for one chunk of queries, and record the kernels
+    of all chunks. For each slice of channels, a program looks up its keys in the list of each query, and reads the
+    stored weights and score gradients of the keys that it finds."""
     (n, b, heads, w), count = q.shape, picked.shape[-1]
     rows = min(n, max(1, MOST_BYTES // (2 * b * count * heads * q.element_size())))
     kept = q.new_empty(2, rows, b, count, heads)
@@ -296,21 +299,21 @@ def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, s
 def planned_weights(
     launches: Gathers, q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None
 ) -> Tensor:
-    """Plan a call of `weights`: allocate its tensors and record its kernel in `launches`. The other arguments are the
-    arguments of `weights`."""
+    """Simulate `weights` for a plan: allocate its tensors, and record its kernel in `launches`. The arguments after
+    `launches` are the arguments of `weights`."""
     if rows.picked is None or lse is None or not fits(q, min(q.shape[-1], WIDEST_VALUES)):
         return unwrap(attended_weights)(q, rows, scale, beside, lse)
     return planned_listed_weights(launches, q, rows.picked, rows.picked.numel())
 
 
 def planned_listed_weights(launches: Gathers, q: Tensor, places: Tensor, pairs: float) -> Tensor:
-    """Plan a call of `listed_weights`: allocate its tensors and record its kernel.
+    """Simulate `listed_weights` for a plan: allocate its tensors, and record its kernel.
 
     Args:
         launches: Recorder of kernel launches.
         q: [n, b, h, w], queries.
         places: [n, b, count], indices of keys.
-        pairs: Number of (query, key) pairs.
+        pairs: Number of query-key pairs to compute.
     """
     heads, width = q.shape[2:]
     launches.gathered(2.0 * pairs * heads * width, pairs * -(-heads // HEADS) * width * q.element_size())
@@ -321,7 +324,8 @@ WeightsOperands = tuple[Tensor, Rows, float, Tensor | None, Tensor]
 
 
 def weight_samples(shapes: RunShapes) -> Iterator[WeightsOperands]:
-    """Yield arguments of `attended_weights`: the first chunk of each sample with selected keys."""
+    """Yield arguments of `attended_weights` for the first chunk of queries in each item of `samples` that has selected
+    keys."""
     for q, sinks, seen, k, scale, width, notes in samples(shapes):
         found = _plain_attend(q, sinks, seen, k, scale, width, notes)
         chunk = seen[-1].queries.chunks[0]
@@ -336,7 +340,7 @@ Operands = tuple[Tensor, Tensor | None, tuple[Keys, ...], tuple[Tensor, ...], fl
 
 
 def samples(shapes: RunShapes) -> Iterator[Operands]:
-    """Yield arguments of `attend_to_selected` for the last queries of a sequence, for each kind of layer in a run."""
+    """For each kind of layer in a run, yield arguments of `attend_to_selected` with the last queries of a sequence."""
     if shapes.config is None:
         return
     for shape in sparse_shapes(shapes.config):
@@ -344,7 +348,7 @@ def samples(shapes: RunShapes) -> Iterator[Operands]:
 
 
 def sample_of(shape: SparseShape, shapes: RunShapes) -> Operands:
-    """Return random queries and keys, with lists of random keys."""
+    """Return arguments of `attend_to_selected`: random queries and keys, and random selections of keys."""
     n, b = min(SAMPLED, shapes.length), max(1, shapes.tokens // shapes.length)
     last = torch.arange(shape.length - n, shape.length, device=shapes.device)[:, None]
     longest = max(1, CHUNK // (b * shape.heads * max(shape.width, sum(each.most for each in shape.sets))))
@@ -375,7 +379,7 @@ def sample_of(shape: SparseShape, shapes: RunShapes) -> Operands:
 
 
 def backward_samples(shapes: RunShapes) -> Iterator[BackwardOperands]:
-    """Yield arguments of `selected_attention_gradients` for the queries of `samples`."""
+    """Yield arguments of `selected_attention_gradients` for each item of `samples`."""
     for q, sinks, seen, k, scale, width, notes in samples(shapes):
         found = _plain_attend(q, sinks, seen, k, scale, width, notes)
         yield shapes.random(*found.out.shape), q, found.out, found.lse, seen, k, scale, width

@@ -1,12 +1,12 @@
 """Triton kernels for attention to selected keys (`attention.py`).
 
-A program computes one query of a sample for some heads. The program gathers the query's keys in blocks, and uses each
-block for all of these heads. Scores are stored transposed, [keys, heads], so that the rows of matrix products are keys
-or channels, and as few as 16 heads fill the tensor cores. The value channels are divided into four parts, so that the
-gradients of one part fit in registers.
+Each program processes one query of a sample and a group of its heads. The program gathers the query's keys in blocks,
+and multiplies each block by all heads of the group. Scores have the transposed layout [keys, heads]. The rows of matrix
+products are therefore keys or channels, and 16 heads suffice to fill the tensor cores. The value channels are divided
+into four parts, so that the gradients of one part fit in registers.
 
 The gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass
-(`key_sums_triton.py`). For the second pass, the weights of listed keys and their score gradients are stored.
+(`key_sums_triton.py`). For the second pass, the first pass stores the weights and the score gradients of listed keys.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -55,9 +55,9 @@ def selected_forward(
 ):
     """Compute attention to listed keys.
 
-    q [n, b, heads, w], k [s, b, w], picked [n, b, count], sinks [heads] or None -> out [n, b, heads, values], and three
-    `sums` [n, b, heads]: log-sum-exps over all scores, log-sum-exps over the keys of the first set, and the largest
-    scores.
+    The inputs are q [n, b, heads, w], k [s, b, w], picked [n, b, count] and sinks [heads] or None. The outputs are out
+    [n, b, heads, values] and three `sums` [n, b, heads]: the log-sum-exps over all listed keys, the log-sum-exps over
+    the listed keys of the first set, and the largest scores.
     """
     samples, heads, count, first = sizes
     PART: tl.constexpr = WIDTHS[2]
@@ -101,8 +101,8 @@ def selected_forward(
 
 @triton.jit
 def _add_to_keys(dk, at, inside, values, start: tl.constexpr, size: tl.constexpr):
-    """Add values [keys, HELD] atomically to the rows of dk that begin at the elements `at`, in the `size` channels from
-    `start`."""
+    """Add values [keys, HELD] atomically to channels `start` to `start + size` of those rows of dk that begin at the
+    offsets `at`."""
     c = tl.arange(0, values.shape[1])
     where = dk + at[:, None] + (start + c)[None, :]
     tl.atomic_add(where, values, mask=inside[:, None] & (c < size)[None, :], sem="relaxed")
@@ -110,13 +110,14 @@ def _add_to_keys(dk, at, inside, values, start: tl.constexpr, size: tl.constexpr
 
 @triton.jit
 def _of_keys(ds, queries, p, grads):
-    """Return the gradients of rows [keys, PART]: the sum of their gradients as keys and as values."""
+    """Return the gradients [keys, PART] of one part of the channels: the gradients as keys plus the gradients as
+    values."""
     return dot(p, grads, tl.dot(ds, queries, input_precision="ieee"))
 
 
 @triton.jit
 def _add_gradients(dk, at, inside, ds, queries, of_queries, p, grads, WIDTHS: tl.constexpr):
-    """Add gradients atomically to all channels of keys."""
+    """Add the gradients of all channels of the keys atomically to dk."""
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
     _add_to_keys(dk, at, inside, _of_keys(ds, queries[0], p, grads[0]), 0, VALUES)
@@ -144,9 +145,9 @@ def selected_backward(
     BLOCKS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """Compute dq [n, b, heads, w], the query gradients of attention to the listed keys. The gradients of keys are added
-    to `dk` [s, b, w]. If `dk` is None, the weights of listed keys and the gradients of their scores [n, b, count,
-    heads] are stored in `kept` instead. `delta` [n, b, heads] is the sum of grad * out over channels."""
+    """Compute the query gradients dq [n, b, heads, w], and add the key gradients to dk [s, b, w]. If `dk` is None, the
+    kernel does not compute key gradients, but stores the weights and the score gradients of listed keys, [n, b, count,
+    heads], in `kept`. The input delta [n, b, heads] is grad * out, summed over channels."""
     samples, heads, count = sizes
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
@@ -192,7 +193,7 @@ def selected_backward(
 
 @triton.jit
 def selected_delta(grad, out, delta, samples, heads, values, HELD: tl.constexpr, HEADS: tl.constexpr):
-    """Compute delta [n, b, heads], the sums of grad * out over channels."""
+    """Compute delta [n, b, heads], which is grad * out, summed over channels."""
     row, sample, h, in_h, before = place_of(samples, heads, HEADS)
     c = tl.arange(0, HELD)
     mask = in_h[:, None] & (c < values)[None, :]
@@ -206,7 +207,8 @@ def selected_delta(grad, out, delta, samples, heads, values, HELD: tl.constexpr,
 def selected_weights(
     q, k, picked, lse, out, sizes, to_log2, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, SCAN: tl.constexpr
 ):
-    """Compute the weights of the listed keys, summed over heads: out [n, b, count], initially zero."""
+    """Compute the attention weights of the listed keys, summed over heads, in `out` [n, b, count], which must be zero
+    initially."""
     samples, heads, count = sizes
     HEADS: tl.constexpr = BLOCKS[0]
     KEYS: tl.constexpr = BLOCKS[1]
@@ -231,7 +233,7 @@ def selected_weights(
             if h0 > 0:
                 total += tl.load(into, mask=start + j < count, other=0.0)
             tl.store(into, total, mask=start + j < count)
-        tl.debug_barrier()  # the next heads read values that other threads stored
+        tl.debug_barrier()  # the next iteration reads sums that other threads stored
 
 
 class Tiling(NamedTuple):
@@ -248,18 +250,18 @@ HOPPER = Tiling(Blocks(32, 64, 8, 2), Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2)
 """Block sizes for compute capability 9, with 227 KiB of shared memory per program."""
 
 BLACKWELL = Tiling(Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Tile(128, 64, (128, 64), 8, 2))
-"""Block sizes for compute capability 10. Larger blocks would exceed the shared memory of GPUs with this compute
-capability."""
+"""Block sizes for compute capability 10. Larger blocks would need more shared memory than these GPUs have."""
 
 SMALL = Tiling(Blocks(32, 32, 8, 2), Blocks(16, 32, 8, 1), Blocks(16, 32, 8, 1), Tile(64, 32, (128, 64), 8, 2))
 """Block sizes for other GPUs, with 99 KiB of shared memory per program."""
 
 SCAN = 1024
-"""Number of list entries that are read at once to find the end of the list."""
+"""Number of list entries that a program reads at once when it searches for the end of the list."""
 
 
 def tiling(device: torch.device) -> Tiling:
-    """Return the block sizes for a GPU. Raises RuntimeError if the GPU's compute capability is below 8.0."""
+    """Return the block sizes for a GPU according to its compute capability. Raises RuntimeError if the GPU's compute
+    capability is below 8.0."""
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         raise RuntimeError(f"no kernel for compute capability {capability[0]}.{capability[1]}")

@@ -5,7 +5,8 @@ Each query is multiplied by its selected keys only. The plain PyTorch implementa
 all keys, and stores the products of all indexer heads.
 
 Gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed by a second kernel, in a
-fixed order. For the second kernel, the score gradients of a chunk of queries are stored, [rows, b, keys] in fp32.
+fixed order. The second kernel reads the score gradients [rows, b, keys] of a chunk of queries, which the first kernel
+stores in fp32.
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ from megatron.extensions.attention.sparse_attention.selection import Chunk, Inde
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 KEYS, PARTS = 128, 4
-"""Numbers assumed in plans: keys per program of the second pass, and programs that share the queries of these keys."""
+"""Block sizes that a plan assumes: the number of keys per program of the second kernel, and the number of programs
+among which the queries of these keys are divided."""
 
 MOST_HEADS = 64
 """Largest number of indexer heads per program."""
 
 SLOW_ADDITIONS = 150
-"""Matrix product FLOPs that take an H200 as long as one byte of fp32 atomic additions. The FLOP rate and the rate of
-atomic additions are assumptions from `plan/planner/devices/h200.yaml`, not measurements."""
+"""Number of matrix product FLOPs that an H200 computes in the time in which it adds one byte of fp32 atomically. Both
+rates are assumptions from `plan/planner/devices/h200.yaml`, not measurements."""
 
 
 def fits(index: Index, loss: Loss) -> bool:
-    """Return True if the kernels support this loss. The kernels need selected keys and the log-sum-exps of
-    attention."""
+    """Return True if the kernels support the given operands. They require selected keys (`picked`) and the log-sum-exps
+    of attention (`lse`)."""
     listed = loss.picked is not None and loss.lse is not None
     narrow = index.q.shape[-1] <= WIDEST and index.q.shape[2] <= MOST_HEADS
     half = index.q.dtype in (torch.float16, torch.bfloat16) and index.q.dtype == index.weights.dtype
@@ -49,14 +51,15 @@ def fits(index: Index, loss: Loss) -> bool:
 
 
 def sums_later(keys: int, count: int, heads: int) -> bool:
-    """Return True if a second pass over all pairs of a query and a key takes less time than atomic additions. The
-    second pass computes 4 FLOPs for each pair and channel of a head; atomic additions add 4 bytes for each channel of a
-    selected key."""
+    """Return True if it is faster to sum key gradients in a second pass over all query-key pairs than by atomic
+    additions. The second pass computes 4 FLOPs per pair, head and channel. Atomic additions add 4 bytes per selected
+    key and channel."""
     return count * SLOW_ADDITIONS >= keys * heads
 
 
 def loss_chunks(loss: Loss, samples: int) -> tuple[Chunk, ...]:
-    """Return the query chunks of the loss. Chunks are merged, but only with chunks of the same rank's indexer."""
+    """Return the chunks of queries in which the loss is computed. Adjacent chunks are merged if they belong to the
+    indexer of the same rank."""
     size = len(loss.own)
     shards = (loss.queries.chunks[0].rows.start, len(loss.q))
     found = list[Chunk]()
@@ -91,8 +94,8 @@ def by_kernels(index: Index, loss: Loss) -> tuple[Tensor, Index]:
 
 
 def _results(index: Index) -> tuple[Tensor, Index]:
-    """Allocate the sum of divergences and the gradients. The sum of divergences and the fp32 key gradients are
-    initialized to zero."""
+    """Allocate the results of the loss computation: the loss and the gradients of the operands. The loss and the fp32
+    key gradients are initialized to zero."""
     of_keys = torch.zeros(index.k.shape, dtype=torch.float32, device=index.k.device)
     found = Index(torch.empty_like(index.q), of_keys, torch.empty_like(index.weights))
     return torch.zeros((), dtype=torch.float64, device=index.k.device), found
@@ -112,14 +115,15 @@ _gradients = gpu_operator(
     _fake_gradients,
     __package__,
 )
-"""Operator that returns the divergences [n, b] of queries, the gradients of `q` and of `weights`, and the gradients of
-the first `keys` rows of `k`. Key gradients are fp32. `attended` [n, b, count] contains the attention weights of the
-listed keys, summed over heads. If `adds` is True, the gradients of keys are accumulated by atomic additions."""
+"""Operator that returns the divergences [n, b] of queries, the gradients of `q` and of `weights`, and the fp32
+gradients of the first `keys` rows of `k`. `attended` [n, b, count] contains the attention weights of the keys in
+`picked`, summed over heads. If `adds` is True, key gradients are accumulated by atomic additions; otherwise, a second
+kernel sums them."""
 
 
 def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """Allocate the tensors of `by_kernels` and record its kernels, for a plan. The GPU is assumed to have fast atomic
-    additions."""
+    """Simulate `by_kernels` for a plan: allocate its tensors, and record its kernels in `launches`. The GPU is assumed
+    to have fast atomic additions."""
     if not fits(index, loss):
         return unwrap(divergence)(index, loss)
     assert loss.picked is not None
@@ -140,7 +144,7 @@ def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tens
 def _planned_gradients(
     launches: attention.Gathers, index: Index, rows: slice, keys: int, pairs: float, adds: bool
 ) -> Tensor:
-    """Record the one or two kernels that compute the gradients of keys; return these gradients."""
+    """Record the one or two kernels that compute the gradients, and return a tensor in place of the key gradients."""
     q, k = index.q[rows], index.k
     heads, width = q.shape[2:]
     channels, read = float(heads * width), 2 * pairs * width * q.element_size()
@@ -155,7 +159,7 @@ def _planned_gradients(
 
 
 def samples(shapes: RunShapes) -> Iterator[tuple[Index, Loss]]:
-    """Yield arguments of `divergence` for the queries of `attention.samples`."""
+    """Yield arguments of `divergence` for each item of `attention.samples` that has selected keys."""
     if shapes.config is None:
         return
     own = shapes.config.options(SparseAttentionFlags)
@@ -173,7 +177,7 @@ def samples(shapes: RunShapes) -> Iterator[tuple[Index, Loss]]:
 
 
 def _log_sums(q: Tensor, seen: Keys, k: Tensor, scale: float) -> Tensor:
-    """Return the log-sum-exps [n, b, h] of the scores of one key set."""
+    """Return the log-sum-exps [n, b, h] of the attention scores in one key set."""
     chunks = seen.queries.chunks
     return torch.cat([Rows(q, k, seen.queries, chunk, seen.picked).scores(scale).logsumexp(-1) for chunk in chunks])
 

@@ -1,12 +1,12 @@
 """Triton kernels for the gradients of the indexer loss (`divergence.py`).
 
 A program computes one query for all indexer heads at once. The program gathers the query's keys twice: first to compute
-the log-sum-exp of their scores, then to compute the gradients of the query and of the head weights. Products are stored
-transposed, [keys, heads], as in `attention_triton.py`.
+the log-sum-exp of their scores, then to compute the gradients of the query and of the head weights. The products of
+keys and queries have the transposed layout [keys, heads], as in `attention_triton.py`.
 
 The gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed by a second kernel. A
 program of the second kernel processes a block of keys and visits the queries in order. The program multiplies each
-query by all keys of the block. The gradient of a score is zero if the query did not select the key.
+query by all keys of the block; the score gradients of keys that the query did not select are zero.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -30,17 +30,18 @@ class Blocks(NamedTuple):
     """Block sizes of the kernels."""
 
     listed: int = 64
-    """Number of keys that the program of a query gathers at once."""
+    """Number of keys that a program of the first kernel gathers at once."""
     keys: int = 128
     """Number of keys per program of the second kernel."""
     columns: int = 64
-    """Number of query heads that a program of the second kernel multiplies by its keys at a time."""
+    """Number of query heads, over one or more queries, by which a program of the second kernel multiplies its keys at a
+    time."""
 
 
 BLOCKS = Blocks()
 
 SCAN = 1024
-"""Number of list entries that are read at once to find the end of the list."""
+"""Number of list entries that a program reads at once when it searches for the end of the list."""
 
 
 @triton.jit
@@ -63,9 +64,10 @@ def _sums_of_list(
     HELD: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Return the log-sum-exp of the scores of listed keys, and the sum of their attention weights."""
+    """Return the log-sum-exp of the indexer scores of listed keys, and the sum of the attention weights of these
+    keys."""
     samples, sample, count = sizes
-    # Each element of a block has its own sum: a reduction over every block would synchronize all threads.
+    # Each position in a block has its own sum, because a reduction per block would synchronize all threads.
     top = tl.full([KEYS], float("-inf"), tl.float32)
     total = tl.zeros([KEYS], tl.float32)
     mass = tl.zeros([KEYS], tl.float32)
@@ -102,13 +104,14 @@ def divergence_of_row(
     KEYS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """Compute the divergence of one query, and its gradients: q [n, b, heads, d], k [s, b, d], weights [n, b, heads],
-    picked and attended [n, b, count] -> `found`: divergences [n, b], gradients of q, of weights, and of scores [n, b,
-    keys]. The gradients of scores are None if the gradients of keys are added to `dk` [keys, b, d] instead."""
+    """Compute the divergence of one query and the gradients of this divergence. The inputs are q [n, b, heads, d], k
+    [s, b, d], weights [n, b, heads], and picked and attended [n, b, count]. The outputs in `found` are the divergences
+    [n, b] and the gradients of q, of weights and of scores [n, b, keys]. If key gradients are added to `dk` [keys, b,
+    d], the output for score gradients is None."""
     samples, heads, count, keys = sizes
     sums, dq, dw, dense = found
     sample = tl.program_id(1).to(tl.int64)
-    # Rows with the most keys come first.
+    # The first programs process the last rows, which have the most keys.
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * samples + sample
     lists, of_attention = picked + row * count, attended + row * count
     h, j = tl.arange(0, HEADS), tl.arange(0, KEYS)
@@ -163,7 +166,8 @@ def divergence_of_keys(
 ):
     """Sum the gradients of keys over queries in ascending order.
 
-    dense [n, b, keys], the gradients of scores -> dk [parts, keys, b, d] in fp32, one sum for each part of the queries.
+    The queries are divided into parts. From the score gradients `dense` [n, b, keys], the kernel computes one sum per
+    part in dk [parts, keys, b, d], in fp32.
     """
     n, samples, heads, count = sizes
     KEYS: tl.constexpr = BLOCKS[0]
@@ -197,7 +201,7 @@ def divergence_of_keys(
 
 
 def warps_of(heads: int, adds: bool) -> int:
-    """Return the number of warps per query program: enough for the sums to fit in registers."""
+    """Return the number of warps per program of the first kernel, such that its sums fit in registers."""
     return 8 if adds or heads > 16 else 4
 
 

@@ -1,8 +1,9 @@
-"""Second backward pass of attention to selected keys: gradients of keys, summed in a fixed order.
+"""Second backward pass of attention to selected keys, which sums the key gradients in a fixed order.
 
-The first pass stores the weights of listed keys and the gradients of their scores, one chunk of queries at a time. A
-program processes some channels of a block of keys. The program multiplies the stored values by the queries and by the
-output gradients, in ascending order of queries. Keys of the block that a query did not select contribute zeros.
+The first pass stores the attention weights and the score gradients of listed keys, for one chunk of queries at a time.
+In the second pass, each program computes the gradients of a slice of channels for a block of keys. In ascending order
+of queries, the program multiplies the stored score gradients by the queries and the stored weights by the output
+gradients. For keys that a query did not list, the factors are zero.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,17 +21,17 @@ from megatron.extensions.attention.sparse_attention.kernels.rows_triton import d
 from megatron.extensions.speed.fusions.attention.row_blocks_triton import Rows
 
 PARTS = 4
-"""Number of programs that share the queries of one block of keys."""
+"""Number of programs among which the queries of one block of keys are divided."""
 
 
 class Tile(NamedTuple):
-    """Block sizes of a program."""
+    """Block sizes of the kernel that sums key gradients."""
 
     keys: int
     columns: int
-    """Number of query heads that a program multiplies at a time."""
+    """Number of query heads, over one or more queries, that a program multiplies at a time."""
     channels: tuple[int, int]
-    """Number of channels per program, in two parts: a power of two, and half that number."""
+    """Channels per program, as two sizes: a power of two, and half of this power of two."""
     warps: int
     stages: int
 
@@ -53,9 +54,11 @@ def selected_sum(
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Add the sums over the queries of a part, in ascending order, to dk [parts, s, b, w] in fp32.
+    """Divide the queries into parts, sum the key gradients over the queries of each part in ascending order, and add
+    the sums to dk [parts, s, b, w] in fp32.
 
-    `weights` and `ds` are [n, b, count, heads]. `readers` contains the fields of `Readers`.
+    `weights` and `ds` are the attention weights and score gradients [n, b, count, heads]. `readers` is a tuple of the
+    tensors in `Readers`.
     """
     samples, heads, count, s = sizes
     places, firsts, ends = readers
@@ -67,7 +70,7 @@ def selected_sum(
     found = tl.maximum(stop - first, 0)
     begin = first + found * part // tl.num_programs(1)
     end = first + found * (part + 1) // tl.num_programs(1)
-    # The channels are processed in two parts.
+    # The channels of a program are divided into two ranges, because block sizes are powers of two.
     c = tl.program_id(0) % SLICES * (WIDE + NARROW) + tl.arange(0, WIDE)
     d = tl.program_id(0) % SLICES * (WIDE + NARROW) + WIDE + tl.arange(0, NARROW)
     acc = tl.zeros([KEYS, WIDE], tl.float32)
@@ -114,16 +117,16 @@ class Readers(NamedTuple):
     int32."""
 
     places: Tensor
-    """[n, b, blocks * block]: position of a key in a query's list, or -1."""
+    """Position of each key in each query's list, [n, b, blocks * block]; -1 if the query does not list the key."""
     firsts: Tensor
-    """[b, blocks]: first query that lists a key of a block."""
+    """First query that lists a key of each block, [b, blocks]."""
     ends: Tensor
-    """[b, blocks]: last query that lists a key of a block, plus one."""
+    """One plus the last query that lists a key of each block, [b, blocks]."""
 
 
 def readers_of(picked: Tensor, s: int, block: int) -> Readers:
     """Find the queries that list at least one key of each block of keys. This function does not synchronize with the
-    device. `picked` [n, b, count] contains indices of s keys, or -1."""
+    device. `picked` [n, b, count] contains key indices below s; -1 marks unused entries."""
     n, b, count = picked.shape
     blocks = triton.cdiv(s, block)
     places = torch.full((n, b, blocks * block + 1), -1, dtype=torch.int32, device=picked.device)
@@ -137,10 +140,10 @@ def readers_of(picked: Tensor, s: int, block: int) -> Readers:
 
 
 def sum_of_keys_(dk: Tensor, grad: Tensor, q: Tensor, picked: Tensor, weights: Tensor, ds: Tensor, tile: Tile) -> None:
-    """Add the gradients of keys from a chunk of queries to `dk`, always in the same order.
+    """Add the key gradients that a chunk of queries contributes to `dk`, always in the same order.
 
     Args:
-        dk: [parts, s, b, w] in fp32.
+        dk: [parts, s, b, w], fp32 key gradients, one sum for each part of the queries.
         grad: [n, b, heads, values], output gradients.
         q: [n, b, heads, w], queries.
         picked: [n, b, count], indices of the listed keys, or -1.

@@ -12,15 +12,15 @@ import triton.language as tl
 
 
 class Widths(NamedTuple):
-    """Numbers of channels per key, and the powers of two to which these numbers are padded."""
+    """Numbers of channels per key, and the block sizes to which these numbers are padded."""
 
     values: int
-    """Number of value channels, which come first."""
+    """Number of value channels, which are the first channels of a key."""
     rest: int
     part: int
-    """Smallest power of two that is at least a quarter of the number of value channels."""
+    """Size of one of the four parts of the value channels: a quarter of their number, rounded up to a power of two."""
     held_rest: int
-    """Smallest power of two that is at least the number of other channels; 0 if there are no other channels."""
+    """Number of channels other than value channels, rounded up to a power of two; 0 if there are none."""
 
     @classmethod
     def of(cls, width: int, values: int) -> Widths:
@@ -30,7 +30,7 @@ class Widths(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Block sizes of a program."""
+    """Block sizes of a program, and its numbers of warps and pipeline stages."""
 
     heads: int
     keys: int
@@ -40,8 +40,8 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def load_rows(x, at, inside, start: tl.constexpr, size: tl.constexpr, HELD: tl.constexpr):
-    """Load [rows, HELD]: the `size` channels from `start` of the rows that begin `at` elements after x. Elements out of
-    bounds are zero."""
+    """Load channels `start` to `start + size` of the rows that begin at the offsets `at` in x, padded to [rows, HELD].
+    Elements out of bounds are zero."""
     c = tl.arange(0, HELD)
     where = x + at[:, None] + (start + c)[None, :]
     if size >= HELD:
@@ -51,7 +51,7 @@ def load_rows(x, at, inside, start: tl.constexpr, size: tl.constexpr, HELD: tl.c
 
 @triton.jit
 def load_values(x, at, inside, WIDTHS: tl.constexpr):
-    """Load the value channels of rows, in four parts."""
+    """Load the value channels of each row as four parts of equal size."""
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
     return (
@@ -64,8 +64,8 @@ def load_values(x, at, inside, WIDTHS: tl.constexpr):
 
 @triton.jit
 def load_rest(x, at, inside, values, WIDTHS: tl.constexpr):
-    """Load the channels that follow the value channels of rows. If no channels follow the value channels, the result is
-    arbitrary."""
+    """Load the channels after the value channels of each row. If a row has no such channels, the result is arbitrary
+    and must not be used."""
     found = values[0]
     if WIDTHS[3]:
         found = load_rows(x, at, inside, WIDTHS[0], WIDTHS[1], WIDTHS[3])
@@ -79,14 +79,15 @@ def dot(a, b, sums):
 
 @triton.jit
 def products(a, b):
-    """Return the products [rows of a, rows of b], summed over all value parts in fp32."""
+    """Return the matrix product of a and the transpose of b in fp32, summed over the four parts of the value
+    channels."""
     found = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     return dot(a[3], tl.trans(b[3]), dot(a[2], tl.trans(b[2]), dot(a[1], tl.trans(b[1]), found)))
 
 
 @triton.jit
 def scores_of(keys, rest, queries, of_queries, WIDTHS: tl.constexpr):
-    """Return the scores [keys, heads] in fp32."""
+    """Return the attention scores [keys, heads] in fp32."""
     found = products(keys, queries)
     if WIDTHS[3]:
         found = dot(rest, tl.trans(of_queries), found)
@@ -95,7 +96,8 @@ def scores_of(keys, rest, queries, of_queries, WIDTHS: tl.constexpr):
 
 @triton.jit
 def add_rows(sums, keys, weights):
-    """Add the products of keys [keys, PART] and weights [keys, heads] to sums [PART, heads], part by part."""
+    """For each of the four parts of the value channels, add the product of keys [keys, PART] and weights [keys, heads]
+    to sums [PART, heads]."""
     return (
         dot(tl.trans(keys[0]), weights, sums[0]),
         dot(tl.trans(keys[1]), weights, sums[1]),
@@ -112,7 +114,7 @@ def scaled(sums, factors):
 
 @triton.jit
 def end_of_list(lists, count, SCAN: tl.constexpr):
-    """Return the position after the last key of a list."""
+    """Return the position after the last used entry of a query's list."""
     found = 0
     j = tl.arange(0, SCAN)
     for start in range(0, count, SCAN):
@@ -123,9 +125,9 @@ def end_of_list(lists, count, SCAN: tl.constexpr):
 
 @triton.jit
 def place_of(samples, heads, BLOCK: tl.constexpr):
-    """Return the row, the sample and the heads of a program, a mask of the heads that exist, and the offset of the
-    first head in [n, b, heads]. Rows with the most keys come first. The programs of one row are adjacent, because they
-    read the same keys."""
+    """Return the row, the sample and the heads that a program processes, a mask of heads that exist, and the offset of
+    the row's first head in [n, b, heads]. The first programs process the last rows, which have the most keys. Adjacent
+    programs process heads of the same row, because they read the same keys."""
     blocks = tl.cdiv(heads, BLOCK)
     row = (tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks).to(tl.int64)
     sample = tl.program_id(1).to(tl.int64)
@@ -135,7 +137,7 @@ def place_of(samples, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_heads(x, values, before, h, in_h, start: tl.constexpr, size: tl.constexpr, WIDTH: tl.constexpr):
-    """Store values [HELD, heads] in the `size` channels from `start` of x [n, b, heads, WIDTH]."""
+    """Store values [HELD, heads] in channels `start` to `start + size` of x [n, b, heads, WIDTH]."""
     c = tl.arange(0, values.shape[0])
     at = x + (before + h)[None, :] * WIDTH + (start + c)[:, None]
     tl.store(at, values.to(x.dtype.element_ty), mask=in_h[None, :] & (c < size)[:, None])

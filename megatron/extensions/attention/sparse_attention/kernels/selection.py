@@ -1,8 +1,8 @@
 """Triton kernels for key selection, which replace `scores_of_keys` and `largest_scores`.
 
-The kernels store neither the products of individual heads nor sorted rows. Scores equal the scores of plain PyTorch up
-to rounding. Plain PyTorch first rounds 16-bit products to 16 bits. Among keys with equal scores, both the kernels and
-plain PyTorch select the later keys.
+The kernels do not store the products of individual heads, and do not sort the scores. The scores differ from those of
+plain PyTorch only by rounding, because plain PyTorch rounds 16-bit products to 16 bits. Among keys with equal scores,
+both the kernels and plain PyTorch select the later keys.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megatron.extensions.attention.sparse_attention.selection import (
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 WIDEST, SAMPLED = 128, 64
-"""Largest number of channels per indexer head that the kernel supports, and number of queries in the samples that check
-kernels."""
+"""Two limits: the largest number of channels per indexer head that the kernel supports, and the number of queries in
+the inputs with which kernels are checked."""
 
 
 def fits(q: Tensor) -> bool:
-    """Return True if the kernels support queries [n, b, heads, d]."""
+    """Return True if the score kernel supports the queries q [n, b, heads, d]."""
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= WIDEST and q.numel() > 0
 
 
@@ -50,8 +50,8 @@ def largest(found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
 
 
 def keys(index: Index, queries: Queries, topk: int) -> Tensor:
-    """Implement `keys_of_chunks` with Triton kernels. Chunks are merged, because the kernels store only the scores of
-    keys."""
+    """Implement `keys_of_chunks` with Triton kernels. The kernels need little memory per query, so adjacent chunks are
+    merged."""
     return selected_in(merged(queries.chunks, index.q.shape[1]), index, queries, topk)
 
 
@@ -75,7 +75,7 @@ _largest = gpu_operator(
 
 
 class Multiplies(Protocol):
-    """Interface of a plan's `Launches` that records matrix products."""
+    """Interface of the object `Launches`, which records the matrix products of a plan."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
 
@@ -83,8 +83,8 @@ class Multiplies(Protocol):
 
 
 def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Allocate the tensors of `scores` and record its kernel in `launches`, for a plan. All other arguments are the
-    same as for `scores`."""
+    """Simulate `scores` for a plan: allocate its tensors, and record its kernel in `launches`. The arguments after
+    `launches` are the arguments of `scores`."""
     if not fits(q):
         return unwrap(scores_of_keys)(q, k, weights)
     out = _fake_scores(q, k, weights)
@@ -95,8 +95,9 @@ def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) 
 
 
 def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """Allocate the tensors of `largest` and record its kernel, for a plan. All other arguments are the same as for
-    `largest`. The first read of a row is from memory; later reads hit the cache."""
+    """Simulate `largest` for a plan: allocate its tensors, and record its reads. The arguments after `launches` are the
+    arguments of `largest`. The kernel reads each row of scores several times, but only the first read is from memory;
+    later reads hit the cache."""
     if found.dtype != torch.float32:
         return unwrap(largest_scores)(found, first, last, topk)
     for _ in range(2):
@@ -105,14 +106,13 @@ def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Te
 
 
 def planned_keys(launches: Multiplies, index: Index, queries: Queries, topk: int) -> Tensor:
-    """Allocate the tensors of `keys` and record its kernels in `launches`, for a plan. All other arguments are the same
-    as for `keys`."""
+    """Simulate `keys` for a plan: allocate its tensors, and record its kernels in `launches`. The arguments after
+    `launches` are the arguments of `keys`."""
     return keys(index, queries, topk) if fits(index.q) else unwrap(keys_of_chunks)(index, queries, topk)
 
 
 def _score_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield arguments of `scores_of_keys`: queries of one sample and all keys, for each kind of layer with an
-    indexer."""
+    """Yield the arguments of one call of `scores_of_keys` for each kind of layer with an indexer."""
     if shapes.config is None:
         return
     own = shapes.config.options(SparseAttentionFlags)
@@ -123,7 +123,7 @@ def _score_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor]]
 
 
 def _largest_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
-    """Yield arguments of `largest_scores` with many tied scores."""
+    """Yield arguments of `largest_scores` in which many scores are equal."""
     for q, k, _ in _score_samples(shapes):
         assert shapes.config is not None
         topk = min(len(k), shapes.config.options(SparseAttentionFlags).dsa_indexer_topk)
@@ -147,7 +147,7 @@ KEYS = FusedKernel(
     keys,
     keys_of_chunks,
     lambda index, *_: kernel_for("scores_of_keys", *index) is not None,
-    lambda shapes: (),  # the kernels that it launches are checked separately
+    lambda shapes: (),  # the kernels that `keys` launches are checked separately
     0.0,
     planned_keys,
 )

@@ -1,9 +1,9 @@
 """Triton kernels for selection (`selection.py`): the indexer scores, and the keys with the largest scores.
 
-Scores: each program keeps a block of keys and visits the queries in turn. The program multiplies the keys by all
-indexer heads of a query, applies ReLU and head weights, and sums over heads without storing the products. Selection: a
-program finds the smallest selected score of a query, digit by digit from the most significant one (radix select), and
-then lists the keys.
+Scores: each program loads a block of keys and processes the queries one by one. For each query, the program multiplies
+the keys by the vectors of all indexer heads, applies ReLU and head weights, and sums over heads without storing the
+products. Selection: a program finds the smallest selected score of a query, digit by digit from the most significant
+one (radix select), and then lists the keys.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,7 +19,7 @@ KEYS, QUERIES = 128, 16
 """Numbers of keys and queries per program of the score kernel."""
 
 PLACES = 1024
-"""Number of scores that are read at once."""
+"""Number of scores that the selection kernel reads at once."""
 
 
 @triton.jit
@@ -59,11 +59,12 @@ def _ordered(x):
 
 @triton.jit
 def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, PLACES: tl.constexpr):
-    """List the keys with the largest scores, in ascending order; among equal scores, the later keys.
+    """List the indices of the keys with the largest scores, in ascending order. Among equal scores, later keys are
+    preferred.
 
     scores [n, b, keys], and the first and last key [n, 1 or b] that a query may attend to -> out [n, b, topk]. If a
-    query may attend to fewer than topk keys, the list is padded with -1. Each existing key after the last allowed key
-    adds one padding entry at the end, until the list is full. If more padding is needed, it is at the start of the
+    query may attend to fewer than topk keys, the list is padded with -1. The end of the list has one padding entry for
+    each existing key after the last allowed key, as long as there is room; all other padding is at the start of the
     list.
     """
     samples, count, topk = sizes
@@ -76,7 +77,8 @@ def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, P
     into = out + (row * samples + sample) * topk
     i = tl.arange(0, PLACES)
     digits = tl.arange(0, 256)
-    # `prefix`: leading digits of the smallest selected score. `wanted`: number of selected scores with these digits.
+    # `prefix` contains the leading digits of the smallest selected score. `wanted` is the number of selected scores
+    # that begin with these digits.
     prefix = tl.full([], 0, tl.uint32)
     wanted = tl.minimum(topk, seen)
     equal = seen
