@@ -18,21 +18,21 @@ from megatron.core.datasets.mock import SPLITS
 from megatron.core.datasets.sample_format import SampleFormat
 
 WINDOW = 1024
-"""Largest number of skipped samples to keep. A request for a later sample skips these samples, but other ranks or
-threads may still request them."""
+"""Largest number of samples that are kept after they were read but not requested. When a later sample is requested
+first, other ranks or threads may still request the samples before it."""
 
 Stream = Callable[[int], Iterator[Sequence[int] | NDArray]]
-"""Function that maps `first` to an iterator over the samples from number `first` on. Each sample has seq_length + 1
-token ids; every call must return the same samples."""
+"""Function that returns an iterator over the samples of a stream, starting with sample number `first`. Each sample has
+seq_length + 1 token ids. Every call must yield the same samples."""
 
 
 class GeneratorDataset(TextDataset):
-    """Data set of `samples` samples of a stream, accessed by number, so that a run resumes exactly and under any
-    layout.
+    """Data set that returns any of the first `samples` samples of a stream by number, so that a run resumes exactly and
+    under any layout.
 
-    The stream is read sequentially. Every data-parallel rank reads the whole stream and keeps only its own samples. A
-    request for an earlier sample, or for a sample more than `WINDOW` ahead, restarts the stream at that sample.
-    Different streams must have different values of `fingerprint`."""
+    The stream is read sequentially. Every data-parallel rank reads the whole stream and keeps only its own samples. The
+    stream is restarted at the requested sample if that sample is earlier than the current one or more than `WINDOW`
+    samples later. `fingerprint` must be different for different streams."""
 
     def __init__(self, stream: Stream, samples: int, format: SampleFormat, fingerprint: str) -> None:
         self.stream = stream
@@ -86,16 +86,17 @@ def stream_splits(
     sizes: Sequence[int | None],
     fingerprint: str,
 ) -> Datasets:
-    """Return the splits of a run, read from a stream. A data set registered in `DATASETS` may return this value.
+    """Return data sets that read the splits of a run from a stream. Functions registered in `DATASETS` may return the
+    result.
 
     Raises ValueError if the length of a split is not given, because a stream has no epoch.
 
     Args:
-        stream: Function that maps (split, first) to an iterator over the samples from number `first` on. split is
-            "train", "valid" or "test".
+        stream: Function (split, first) that returns an iterator over the samples of a split, starting with sample
+            number `first`. The split is "train", "valid" or "test".
         format: Format of the samples.
         sizes: Number of samples of each split; 0 for a split that is not used.
-        fingerprint: Text that differs for different streams.
+        fingerprint: Text that identifies the stream; different streams need different texts.
     """
     found: list[GeneratorDataset | None] = []
     for split, size in zip(SPLITS, sizes, strict=True):

@@ -24,7 +24,7 @@ SUMS = ".sums.json"
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
-    """Return the dtype that Megatron-LM uses for a vocabulary of this size."""
+    """Return the dtype in which Megatron-LM stores token ids of a vocabulary with `vocab_size` tokens."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -45,7 +45,7 @@ def read_sums(prefix: str) -> dict[str, object] | None:
 
 def damages_of(prefix: str) -> list[str] | None:
     """Return a message for each file of a dataset that differs from its checksum; None if the dataset has no checksums.
-    Both files of the dataset are read completely."""
+    This function reads the `.bin` and `.idx` files completely."""
     try:
         found = read_sums(prefix)
     except ValueError as error:
@@ -57,7 +57,7 @@ def damages_of(prefix: str) -> list[str] | None:
 
 
 class IndexedDatasetBuilder:
-    """Write a `.bin/.idx` pair as a stream, in constant memory.
+    """Writer that appends documents to a pair of `.bin` and `.idx` files, with constant memory use.
 
     Files have temporary names until `finalize` syncs them to disk and renames them. The index is renamed last. A
     dataset is therefore either complete or absent. As a context manager, the writer finalizes the dataset on success
@@ -89,8 +89,8 @@ class IndexedDatasetBuilder:
         self._boundaries.write(np.zeros(1, "<i8").tobytes())
 
     def add_document(self, tokens: Sequence[int] | NDArray, lengths: Sequence[int] | None = None) -> None:
-        """Append a document. `lengths` divides the document into sequences; by default, the document is a single
-        sequence. An empty document adds a boundary but no sequence."""
+        """Append a document. `lengths` contains the lengths of the sequences that make up the document; by default, the
+        document is a single sequence. If the document is empty, only a document boundary is stored."""
         values = _checked(tokens, self.dtype)
         if lengths is None:
             lengths = [len(values)] if len(values) else []
@@ -199,7 +199,7 @@ class IndexedDatasetBuilder:
                 write(block)
 
     def _remove_old(self) -> None:
-        """Remove an old index and old checksums, which must never be combined with new data."""
+        """Remove the index and the checksums of an old dataset, so that they are never combined with the new data."""
         for suffix in (SUMS, ".idx"):
             path = located(self.prefix + suffix)
             with suppress(FileNotFoundError):

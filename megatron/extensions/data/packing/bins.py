@@ -1,8 +1,8 @@
 """Best-fit decreasing: a heuristic that packs items into few bins of equal capacity. This module does not import torch.
 
-Items are placed from the longest to the shortest, each into the fullest bin with room for it (Ding et al., "Fewer
-Truncations Improve Language Modeling", ICML 2024, section 3). Items of equal length are placed together, so that a
-million documents are packed in a fraction of a second.
+Items are placed in descending order of length. Each item is placed into the fullest bin that has room for it (Ding et
+al., "Fewer Truncations Improve Language Modeling", ICML 2024, section 3). Items of equal length are placed together, so
+that a million documents are packed in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Bins = deque[NDArray[np.int64]]
 def best_fit_decreasing(lengths: NDArray, capacity: int) -> NDArray[np.int64]:
     """Return the bin number of each item, [n]; bins are numbered from 0 in the order in which they are opened.
 
-    Each length must be between 1 and `capacity`. If several bins are equally full, the next item goes into the bin that
-    reached this level first.
+    Each item must have a length between 1 and `capacity`. If several bins are equally full, the next item goes into the
+    bin that reached this level first.
     """
     bins = np.empty(len(lengths), np.int64)
     if not len(lengths):
@@ -35,19 +35,19 @@ def best_fit_decreasing(lengths: NDArray, capacity: int) -> NDArray[np.int64]:
 
 
 class _Room:
-    """Open bins, grouped by remaining room."""
+    """Bins that can still receive items, grouped by their remaining room."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.opened = 0
         self.bins: defaultdict[int, Bins] = defaultdict(deque)
-        """Arrays of bins by their remaining room, in the order in which the bins reached this room."""
+        """Mapping from each remaining room to the bins that have this room, in the order in which they reached it."""
 
         self.rooms = 0
-        """Bit mask: bit r is set if any bin has room r."""
+        """Bit mask of remaining rooms: bit r is set if there is a bin with room r."""
 
     def place(self, length: int, items: int) -> NDArray[np.int64]:
-        """Place several items of the same length; return the bin of each item, [items]."""
+        """Place `items` items that have the same length, and return the bin number of each item, [items]."""
         found = []
         while items:
             above = self.rooms >> length
@@ -68,7 +68,8 @@ class _Room:
         return np.arange(self.opened - wanted, self.opened)
 
     def _take(self, room: int, wanted: int) -> NDArray[np.int64]:
-        """Remove and return up to `wanted` bins with this room, in the order in which the bins reached this room."""
+        """Remove up to `wanted` bins whose remaining room is `room`, and return them in the order in which they reached
+        this room."""
         parts = self.bins[room]
         first = parts.popleft()
         taken, rest = first[:wanted], first[wanted:]

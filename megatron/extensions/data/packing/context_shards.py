@@ -1,17 +1,18 @@
 """Division of packed documents over context-parallel ranks, with equal numbers of query-key pairs per rank. This module
 does not import torch.
 
-The default shards, an early and a late chunk of the sample for each rank, have equal work only if the sample is a
-single document. This module assigns different tokens to the ranks, but the same number of tokens per rank, so that
-shapes and padding do not change. The module evaluates several divisions of the documents, and uses the division with
-the lowest `Score`:
+By default, each rank receives an early and a late chunk of the sample. The work of these shards is equal only if the
+sample is a single document. This module assigns different tokens to the ranks, but the same number of tokens per rank,
+so that shapes and padding do not change. The module evaluates several divisions of the documents, and uses the division
+with the lowest `Score`:
 
-- pairs of chunks of the sample, the default division;
-- pairs of chunks of each document (zig-zag per document), whose work is equal by construction, but which fragments
-short documents;
-- chunks of equal size of the sample, assigned by their work (number partitioning), with several numbers of chunks;
-- whole documents, assigned by their work. Only documents above a length limit, and documents that fit on no rank, are
-divided.
+- the default division, in which each rank receives a pair of chunks of the sample;
+- a division in which each rank receives a pair of chunks of every document (zig-zag per document), so that all ranks
+have equal work, but short documents are fragmented;
+- divisions of the sample into chunks of equal size, which are assigned by their work (number partitioning), for several
+  numbers of chunks;
+- divisions in which whole documents are assigned by their work. Only documents above a length limit, and documents that
+fit on no rank, are divided.
 
 The keys of a document are sent to other ranks only if the document is divided.
 """
@@ -30,37 +31,38 @@ from megatron.core.attention.tiles import Documents, Shards, Spans, rank_spans
 from megatron.extensions.data.packing.dealing import equal_groups
 
 TILE = 64 * 64
-"""Fixed cost of a tile, as the number of query-key pairs that a kernel computes in the same time."""
+"""Fixed cost of a tile, expressed as the number of query-key pairs that a kernel computes in the same time."""
 
 EQUAL = 1.02
-"""Divisions whose time is within this factor of the lowest time are considered equal. Among the divisions that are
-considered equal, the division that sends the fewest keys is used."""
+"""Divisions count as equally fast if their time is at most this factor times the lowest time. Among these divisions,
+the division that sends the fewest keys is used."""
 
 CHUNKS = (1, 2, 4, 8)
-"""Numbers of chunk pairs per rank to evaluate when chunks of the sample are assigned by work."""
+"""Numbers of chunk pairs per rank for which a division into chunks, assigned by work, is evaluated."""
 
 WHOLE = (1.0, 0.5, 0.25, 0.125)
-"""Length limits of whole documents to evaluate, as fractions of a rank's tokens."""
+"""Length limits for undivided documents that are evaluated, as fractions of a rank's tokens."""
 
 Owners = NDArray[np.int64]
-"""[seq_length]: rank that holds each position."""
+"""Rank that holds each position, [seq_length]."""
 
 
 class Score(NamedTuple):
-    """Cost of a division of the sequence over context-parallel ranks."""
+    """Estimated cost of dividing a sequence over context-parallel ranks in a given way."""
 
     time: float
-    """Query-key pairs of the busiest rank, plus `TILE` for each of its tiles."""
+    """Estimated time of the slowest rank, in query-key pairs: the number of its pairs, plus `TILE` for each of its
+    tiles."""
 
     work: float
-    """Query-key pairs of the busiest rank, divided by the mean."""
+    """Ratio of the busiest rank's number of query-key pairs to the mean over ranks."""
 
     travelling: int
-    """Number of keys that each rank sends to other ranks."""
+    """Number of keys that each rank sends to the other ranks."""
 
 
 def score(owners: Owners, documents: Documents, ranks: int) -> Score:
-    """Compute the cost of a division for the samples of a micro-batch."""
+    """Compute the cost of the division `owners` for the samples of a micro-batch."""
     works = np.bincount(owners, seen_keys(documents, len(owners)), ranks)
     changes = np.flatnonzero(np.diff(owners, prepend=-1))
     tiles = np.zeros(ranks)
@@ -74,7 +76,8 @@ def score(owners: Owners, documents: Documents, ranks: int) -> Score:
 
 
 def seen_keys(documents: Documents, seq_length: int) -> NDArray[np.int64]:
-    """Return the number of keys that the query at each position attends to, summed over samples, [seq_length]."""
+    """For each position, return the number of keys that the query at this position attends to, summed over samples,
+    [seq_length]."""
     places = np.arange(seq_length)
     counts = np.zeros(seq_length, np.int64)
     for starts in documents:
@@ -85,7 +88,7 @@ def seen_keys(documents: Documents, seq_length: int) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=64)
 def balanced_shards(documents: Documents, seq_length: int, ranks: int) -> Shards:
-    """Return the division with the lowest cost, which applies to all samples of a micro-batch."""
+    """Return the division with the lowest cost. All samples of a micro-batch are divided in the same way."""
     alike = tuple(dict.fromkeys(documents))
     found = [even_chunks(seq_length, ranks), *dealt_chunks(alike, seq_length, ranks)]
     if len(alike) == 1:
@@ -96,11 +99,11 @@ def balanced_shards(documents: Documents, seq_length: int, ranks: int) -> Shards
 
 @lru_cache(maxsize=64)
 def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: int | None) -> Shards:
-    """Return the cheapest division of one sample that keeps each short document on one rank, provided that the document
-    fits.
+    """Return the division with the lowest cost among those that keep each short document on one rank, if it fits on
+    one.
 
     Args:
-        documents: Positions at which the documents of the single sample begin.
+        documents: Positions at which the documents begin; exactly one sample.
         seq_length: Tokens per sample.
         ranks: Number of context-parallel ranks.
         longest: Length limit of documents that stay on one rank; None to choose it by cost.
@@ -114,8 +117,8 @@ def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: in
 
 
 def _best(found: list[Owners], documents: Documents, ranks: int) -> Owners:
-    """Return the fastest division. Among divisions of about equal time, return the first division that sends the fewest
-    keys."""
+    """Return the fastest division. If several divisions are about equally fast, return the one among them that sends
+    the fewest keys; ties are broken in favor of earlier divisions."""
     scores = [score(owners, documents, ranks) for owners in found]
     least = min(each.time for each in scores)
     fair = [place for place, each in enumerate(scores) if each.time <= EQUAL * least]
@@ -132,7 +135,8 @@ def even_chunks(seq_length: int, ranks: int) -> Owners:
 
 
 def dealt_chunks(documents: Documents, seq_length: int, ranks: int) -> Iterator[Owners]:
-    """Yield divisions into chunks of equal size that are assigned by work, with increasing numbers of chunks."""
+    """Divide the sample into chunks of equal size and assign them by work. Yield one division per number of chunks, in
+    ascending order of this number."""
     seen = seen_keys(documents, seq_length)
     for pairs in CHUNKS:
         chunks = 2 * ranks * pairs
@@ -145,10 +149,10 @@ def dealt_chunks(documents: Documents, seq_length: int, ranks: int) -> Iterator[
 
 
 def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
-    """Divide each document into 2 * ranks chunks, and assign an early and a late chunk to each rank.
+    """Divide each document into 2 * ranks chunks, and assign one early and one late chunk to each rank.
 
-    The lengths of a document's chunks differ by at most one token. Ranks receive the longer chunks in turn, so that all
-    ranks have the same number of tokens."""
+    The lengths of a document's chunks differ by at most one token. Successive ranks, across documents, receive the
+    chunks that are longer by one token, so that all ranks have the same number of tokens."""
     order = np.array([*range(ranks), *range(ranks - 1, -1, -1)])
     parts, turn = [], 0
     for length in lengths.tolist():
@@ -157,7 +161,7 @@ def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
         late = 0
         for extra in range(more):
             rank = (turn + extra) % ranks
-            late = extra // ranks  # a rank's second extra token goes to its other chunk
+            late = extra // ranks  # a second extra token of a rank extends its late chunk
             sizes[2 * ranks - 1 - rank if late else rank] += 1
         turn = (turn + more) % ranks
         parts.append(np.repeat(order, sizes))
@@ -165,12 +169,12 @@ def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
 
 
 def whole_documents(lengths: NDArray[np.int64], ranks: int, share: float) -> Owners:
-    """Keep each document whole if it has at most the fraction `share` of a rank's tokens and fits on a rank. Divide all
-    other documents.
+    """Assign a document to one rank if its length is at most the fraction `share` of a rank's tokens and if it fits on
+    the rank. Divide longer documents into chunks.
 
-    Pieces are assigned in descending order of pairs per token. A piece is assigned to the rank with the most missing
-    work per missing token, among the ranks with room for the piece. Finally, chunks of the busiest rank are exchanged
-    for chunks with less work."""
+    Documents and chunks are assigned in descending order of query-key pairs per token. Among the ranks with enough
+    room, the rank that still needs the most work per free token receives the document or chunk. Finally, chunks of the
+    busiest rank are exchanged for chunks with less work."""
     length = int(lengths.sum())
     deal = _Deal(lengths, ranks, max(1, length // (32 * ranks)), share * length / ranks)
     deal.run()
@@ -179,7 +183,7 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, share: float) -> Own
 
 
 class _Deal:
-    """Assignment of document pieces to ranks."""
+    """Assignment of whole documents and of document chunks to ranks."""
 
     def __init__(self, lengths: NDArray[np.int64], ranks: int, chunk: int, longest: float) -> None:
         length = int(lengths.sum())
@@ -187,13 +191,14 @@ class _Deal:
         self.owners = np.full(length, -1)
         starts = np.cumsum(lengths) - lengths
         self.before = np.concatenate([[0], np.cumsum(np.arange(length) - np.repeat(starts, lengths) + 1)])
-        """[length + 1]: number of query-key pairs of all positions before each position."""
+        """Total number of query-key pairs of the queries before each position, [length + 1]."""
 
         self.room = np.full(ranks, length // ranks)
-        """Number of tokens that each rank can still accept."""
+        """Number of tokens that can still be assigned to each rank."""
 
         self.missing = np.full(ranks, self.before[-1] / ranks)
-        """Number of query-key pairs by which each rank falls short of the mean."""
+        """For each rank, the mean number of query-key pairs per rank minus the number of pairs assigned to this
+        rank."""
 
         self.pieces: list[tuple[int, int]] = []
         for start, size in zip(starts.tolist(), lengths.tolist(), strict=True):
@@ -204,8 +209,8 @@ class _Deal:
         return int(self.before[stop] - self.before[start])
 
     def run(self) -> None:
-        """Assign every document, or every chunk of a long document, to a rank. If no rank has enough room for a
-        document or chunk, divide it between ranks."""
+        """Assign every short document and every chunk of a long document to a rank. A document or chunk for which no
+        rank has enough room is divided between ranks."""
         waiting = sorted(self.pieces, key=lambda piece: self.work(*piece) / (piece[1] - piece[0]))
         self.pieces = []
         while waiting:
@@ -235,7 +240,8 @@ class _Deal:
             if not len(mine) or not len(others):
                 return
             moved = works[mine][:, None] - works[others]
-            left = np.maximum(moved, gap - moved)  # work of the busier rank, relative to the least work so far
+            # resulting work of the busier rank minus the present work of the idle rank
+            left = np.maximum(moved, gap - moved)
             give, take = np.unravel_index(int(left.argmin()), left.shape)
             if left[give, take] >= gap:
                 return
@@ -246,8 +252,8 @@ class _Deal:
 
 
 def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]:
-    """Return a mask [seq_length]. The element of a position is True if, in at least one sample, the document at this
-    position is divided between ranks."""
+    """Return a mask of positions, [seq_length]. A position is True if it belongs to a document that is divided between
+    ranks in at least one sample."""
     found = np.zeros(len(owners), bool)
     for starts in documents:
         begins = np.asarray(starts, np.int64)
@@ -257,13 +263,13 @@ def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]
 
 
 def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
-    """Convert a division to shards, with the keys to send. Each rank sends the same number of keys. Some of these keys
-    may therefore belong to documents that are on a single rank."""
+    """Convert a division to shards, including the keys that each rank sends. All ranks send the same number of keys. A
+    rank may therefore also send some keys of documents that are not divided."""
     held = [np.flatnonzero(owners == rank) for rank in range(ranks)]
     shared = _in_cut_documents(owners, documents)
     most = max(int(shared[places].sum()) for places in held)
     spans = tuple(as_spans(places) for places in held)
-    if 4 * most > 3 * len(held[0]):  # sending all keys costs little more, and needs no copy of selected keys
+    if 4 * most > 3 * len(held[0]):  # sending all keys costs little more and avoids a copy of the selected keys
         return Shards(spans, spans)
     sent = []
     for places in held:
@@ -282,7 +288,7 @@ def owners_of(shards: Shards, seq_length: int) -> Owners:
 
 
 def as_spans(places: NDArray[np.int64]) -> Spans:
-    """Convert ascending positions to ranges."""
+    """Convert ascending positions to ranges of consecutive positions."""
     if not len(places):
         return ()
     breaks = np.flatnonzero(np.diff(places) != 1) + 1

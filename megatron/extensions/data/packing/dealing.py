@@ -3,7 +3,8 @@ module does not import torch.
 
 Replicas wait for each other at the end of a step, so the slowest replica determines the step time. The work of a sample
 of packed documents is its number of query-key pairs: a document of n tokens has n (n + 1) / 2 pairs. All other costs
-are equal for every sample. A step still trains on the same samples, so the sum of the gradients does not change.
+are the same for every sample. The assignment does not change which samples a step trains on, so the sum of the
+gradients is unchanged.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from megatron.core.datasets.dataset import Dataset
 from megatron.core.datasets.sample_order import documents_of
 
 SWAPS = 4
-"""Largest number of swaps per group when balancing the work of the groups."""
+"""Limit of the number of swaps that balance the work of groups: this factor times the number of groups."""
 
 
 def pairs_of(counts: Sequence[int], seq_length: int) -> int:
-    """Return the number of query-key pairs in a sample. The seq_length + 1 tokens of the sample are documents of
-    `counts` tokens, followed by padding. The last token is only a label."""
+    """Return the number of query-key pairs in a sample. The sample has seq_length + 1 tokens: documents with the token
+    counts `counts`, followed by padding. The last token is only a label and not an input."""
     sizes = [*counts, seq_length + 1 - sum(counts)]
     last = max(place for place, size in enumerate(sizes) if size)
     sizes[last] -= 1
@@ -33,9 +34,9 @@ def pairs_of(counts: Sequence[int], seq_length: int) -> int:
 def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
     """Divide items into groups of equal size and approximately equal work; return the item numbers, [groups, size].
 
-    Items are assigned to groups in descending order of work. Each item is assigned to the group with the least work so
-    far that contains fewer than `size` items. Afterwards, items of the group with the most work are swapped with items
-    of other groups while a swap reduces the larger sum."""
+    Items are assigned to groups in descending order of work. Among the groups with fewer than `size` items, each item
+    is assigned to the group with the least work. Afterwards, items of the group with the most work are swapped with
+    items of other groups, as long as a swap reduces the larger work of the two groups."""
     size = len(works) // groups
     assert size * groups == len(works)
     members: list[list[int]] = [[] for _ in range(groups)]
@@ -52,8 +53,8 @@ def equal_groups(works: NDArray[np.int64], groups: int) -> NDArray[np.int64]:
 
 
 def _swap(groups: NDArray[np.int64], works: NDArray[np.int64]) -> bool:
-    """Swap an item of the group with the most work for an item of another group, choosing the swap that minimizes the
-    larger sum. Return False if no swap reduces this sum."""
+    """Swap one item of the group with the most work for an item of another group. The chosen swap minimizes the larger
+    work of the two groups. Return False if no swap reduces the work of the group with the most work."""
     of_items = works[groups]
     sums = of_items.sum(1)
     heaviest = int(sums.argmax())
@@ -80,7 +81,7 @@ def deal(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> NDAr
 
 
 def imbalance(works: NDArray[np.int64], dealt: NDArray[np.int64]) -> float:
-    """Return the work of the busiest replica, divided by the mean."""
+    """Return the ratio of the busiest replica's work to the mean work per replica."""
     sums = works[dealt].sum((0, 2))
     return float(sums.max() / max(float(sums.mean()), 1.0))
 
@@ -92,18 +93,19 @@ class WorkDealer:
     seq_length: int
 
     def works(self, dataset: Dataset, samples: range) -> NDArray[np.int64]:
-        """Return the work of each sample, [samples]. All samples have equal work if the data set does not report its
-        documents."""
+        """Return the work of each sample, [samples]. If the data set does not report its documents, each sample counts
+        as a single document."""
         parts = (documents_of(dataset, number) for number in samples)
         lengths = ([count for _, _, count in each] for each in parts)
         return np.array([pairs_of(counts or [self.seq_length + 1], self.seq_length) for counts in lengths], np.int64)
 
     def __call__(self, dataset: Dataset, samples: range, replicas: int, micro_batch_size: int) -> NDArray[np.int64]:
-        """Return the sample numbers of each micro-batch of each replica, [micro-batches, replicas, micro_batch_size].
+        """Return the numbers of the samples in each micro-batch of each replica, [micro-batches, replicas,
+        micro_batch_size].
 
         Args:
-            dataset: Data set of the samples.
-            samples: Samples of a step.
+            dataset: Data set that contains the samples.
+            samples: Sample numbers of a step.
             replicas: Number of data-parallel replicas.
             micro_batch_size: Samples per micro-batch.
         """

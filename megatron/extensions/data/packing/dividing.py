@@ -1,5 +1,5 @@
-"""Division of training samples between context-parallel ranks. The division depends on the documents in the samples.
-This module also computes statistics of the work balance."""
+"""Division of training samples among context-parallel ranks, according to the documents in the samples. This module
+also computes statistics of the work balance."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class Imbalance(NamedTuple):
 
 class Divider:
     """Divider of micro-batches over context-parallel ranks (`megatron.core.attention.tiles.DividesSequences`). If
-    `hybrid` is True, documents of at most `longest` tokens stay on one rank. If `longest` is None, the limit is chosen
-    by cost. `inner` adjacent ranks share heads, so work is balanced only between groups of `inner` ranks."""
+    `hybrid` is True, documents with at most `longest` tokens stay on one rank. If `longest` is None, the limit with the
+    lowest estimated cost is used. Work is balanced only between groups of `inner` adjacent ranks, because the ranks of
+    a group exchange heads and therefore have the same work."""
 
     def __init__(self, hybrid: bool = False, longest: int | None = None, inner: int = 1) -> None:
         self.hybrid, self.longest = hybrid, longest
@@ -51,7 +52,7 @@ class Divider:
         return among_neighbours(found, self.inner)
 
     def divided(self, documents: Documents, seq_length: int, groups: int) -> Shards:
-        """Divide samples with these documents between groups of ranks, and return one shard per group."""
+        """Divide samples, given by their documents, among groups of ranks, and return one shard per group."""
         if self.hybrid:
             return hybrid_shards(documents, seq_length, groups, self.longest)
         return balanced_shards(documents, seq_length, groups)
@@ -59,7 +60,7 @@ class Divider:
 
 @lru_cache(maxsize=64)
 def imbalance_of(shards: Shards, documents: Documents, seq_length: int) -> Imbalance:
-    """Return the work imbalance of a division."""
+    """Return the work imbalance between the context-parallel ranks that hold the given shards."""
     ranks = len(shards.held)
     usual, owners = even_chunks(seq_length, ranks), owners_of(shards, seq_length)
     before, after = (score(each, documents, ranks).work for each in (usual, owners))
@@ -77,7 +78,7 @@ def among_neighbours(shards: Shards, inner: int) -> Shards:
 
 
 def equal_parts(spans: Spans, parts: int) -> Iterator[Spans]:
-    """Divide the positions in `spans`, which are in ascending order, into consecutive parts of equal size."""
+    """Divide the ascending positions in `spans` into parts of equal size."""
     size = sum(map(len, spans)) // parts
     rows = list(chain.from_iterable(spans))
     for part in range(parts):
@@ -85,5 +86,6 @@ def equal_parts(spans: Spans, parts: int) -> Iterator[Spans]:
 
 
 def mean_imbalances(told: Sequence[Imbalance]) -> Imbalance:
-    """Return the mean over micro-batches, because ranks synchronize in each micro-batch."""
+    """Return the mean of the imbalances of micro-batches. The mean is meaningful because ranks synchronize in each
+    micro-batch."""
     return Imbalance(*(fmean(each) for each in zip(*told, strict=True)))

@@ -25,8 +25,8 @@ WINDOW = 1 << 17
 
 
 def divides_by_documents(config: RunConfig) -> bool:
-    """Return True if all layers that mix tokens of different context-parallel ranks support arbitrary divisions of the
-    tokens."""
+    """Return True if tokens may be divided arbitrarily over context-parallel ranks in all layers that mix the tokens of
+    different ranks."""
     try:
         kinds = (*config.model.layers, *config.model.mtp_layers)
     except ValueError:  # another rule reports invalid layer patterns
@@ -109,7 +109,7 @@ class PackingConfig:
 
     @property
     def packs(self) -> bool:
-        """True if samples consist of whole documents."""
+        """Whether samples consist of whole documents."""
         return self.sequence_packing != "greedy"
 
     def sample_maker(self) -> SampleMaker | None:
@@ -140,7 +140,7 @@ class PackingConfig:
 
     def dealer(self, seq_length: int) -> Dealer | None:
         """Create the object that assigns samples of `seq_length` tokens to replicas so that their work is balanced.
-        Return None without --balance-packed-samples."""
+        Return None if --balance-packed-samples is not set."""
         if not self.balance_packed_samples:
             return None
         made: Dealer = imported(f"{__package__}.dealing:WorkDealer")(seq_length)

@@ -18,7 +18,7 @@ from megatron.training.run import TrainingRun
 
 
 class WorkOfReplicas(Callback, Meter):
-    """Log the work of the busiest replica, divided by the mean (--balance-packed-samples).
+    """Log the ratio of the busiest replica's attention work to the mean work per replica (--balance-packed-samples).
 
     The work depends only on document lengths, so the first rank computes it for all replicas.
     """
@@ -38,8 +38,8 @@ class WorkOfReplicas(Callback, Meter):
             self.steps[step.iteration] = imbalances(works, train.dp_size, train.micro_batch_size)
 
     def take(self) -> Tensor:
-        """Return [sum of imbalances in order, sum of imbalances as assigned, steps] in float64; all ranks except the
-        first return zeros."""
+        """Return a float64 tensor with three values, which are zero on all ranks except the first: the sum of work
+        imbalances if samples were assigned in order, the sum of the actual work imbalances, and the number of steps."""
         sums = [sum(values) for values in zip(*self.steps.values(), strict=True)] or [0.0, 0.0]
         sums.append(float(len(self.steps)))
         self.steps = {}
@@ -57,8 +57,9 @@ class WorkOfReplicas(Callback, Meter):
 
 
 class WorkOfContextRanks(Callback, Meter):
-    """Log the work of the busiest context-parallel rank, divided by the mean, and the fraction of keys that are sent
-    (--balance-packed-samples and --hybrid-context-parallel). Each replica counts its own micro-batches."""
+    """Log the ratio of the busiest context-parallel rank's attention work to the mean work per rank, and the fraction
+    of keys that are sent to other ranks (--balance-packed-samples and --hybrid-context-parallel). The values are
+    averaged over the micro-batches of all replicas."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.data, self.device = run.data, run.runtime.device
@@ -67,7 +68,8 @@ class WorkOfContextRanks(Callback, Meter):
         return (self,)
 
     def take(self) -> Tensor:
-        """Return [sums of the fields of `Imbalance`, micro-batches] of a replica in float64."""
+        """Return a float64 tensor with the sum of each field of `Imbalance` over this replica's micro-batches, followed
+        by the number of micro-batches."""
         divider, sums = self.data.divide, [0.0] * 4
         if isinstance(divider, Divider):
             told, divider.told = divider.told, []

@@ -1,11 +1,10 @@
-"""Samples of packed documents as a function of the seed and the document lengths. This module uses only numpy, and no
-files.
+"""Computation of packed samples from the seed and the document lengths. This module uses numpy, and reads no files.
 
 Documents are shuffled in each epoch and divided into windows of equal size. Best-fit decreasing packs the documents of
 a window into bins, which are shuffled and become samples. A document with more tokens than a sample is divided into
 full samples, and only the remainder is packed. Adjacent parts of a document share one token, as in Megatron-LM's
-samples: the last label of one part is the first input of the next part. Every token except a document's first is
-therefore predicted once per epoch. A document of a single token has no predictions and is left out.
+samples: the last label of one part is the first input of the next part. Every token except the first token of a
+document is therefore predicted once per epoch. A document of a single token has no predictions and is left out.
 """
 
 from __future__ import annotations
@@ -21,28 +20,29 @@ from numpy.typing import NDArray
 from megatron.extensions.data.packing.bins import best_fit_decreasing
 
 FEWEST_BINS = 16
-"""Smallest number of full samples that the documents of one window should fill. Smaller data sets are repeated within a
-window."""
+"""Smallest number of samples that the documents of one window should fill. If a data set is too small for this number,
+its documents are repeated within a window."""
 
 
 class Packed(NamedTuple):
-    """Samples and their document parts."""
+    """Packed samples, as lists of document parts."""
 
     ends: NDArray[np.int64]
-    """[samples]: cumulative number of document parts, up to and including each sample."""
+    """Cumulative number of document parts, up to and including each sample, [samples]."""
 
     documents: NDArray[np.int64]
-    """[parts]: document number of each part. Parts are ordered by sample, then by position in the sample."""
+    """Document number of each document part, [parts]. Document parts are sorted by sample, then by position in the
+    sample."""
 
     starts: NDArray[np.int64]
-    """[parts]: position of each part's first token in its document."""
+    """Position in the document at which each document part begins, [parts]."""
 
     lengths: NDArray[np.int64]
-    """[parts]: number of tokens of each part."""
+    """Number of tokens in each document part, [parts]."""
 
     @classmethod
     def joined(cls, parts: list[Packed]) -> Packed:
-        """Concatenate the samples of several orders."""
+        """Concatenate several `Packed` objects, such as those of several windows."""
         before = np.cumsum([0, *(len(part.documents) for part in parts)])
         ends = [part.ends + first for part, first in zip(parts, before, strict=False)]
         fields = zip(*(part[1:] for part in parts), strict=True)
@@ -51,23 +51,23 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounds:
-    """Division of a run's epochs into rounds, and of each round into windows of documents to pack together."""
+    """Division of a run into rounds of one or more epochs, and of each round into windows. The documents of a window
+    are packed together."""
 
     documents: range
     epochs: int
-    """Number of epochs in each round except the first round, which has one epoch. Small data sets have several epochs
-    per round."""
+    """Number of epochs per round, which is larger than 1 for small data sets. The first round always has one epoch."""
 
     windows: int
     """Number of windows of documents into which each round is divided."""
 
     @classmethod
     def of(cls, lengths: NDArray, documents: range, seq_length: int, window: int) -> Rounds:
-        """Create the rounds of a data set.
+        """Choose the number of epochs and windows per round for a data set.
 
         Args:
             lengths: Lengths of all documents of the data set.
-            documents: Range of the documents to use.
+            documents: Range of document numbers to use.
             seq_length: Number of input tokens per sample. The label of the last token is not counted.
             window: Largest number of documents per window.
         """
@@ -81,10 +81,11 @@ def round_of(lengths: NDArray, rounds: Rounds, seq_length: int, seed: int, numbe
 
     Args:
         lengths: Lengths of all documents of the data set.
-        rounds: Rounds of the data set, which may use only some of its documents.
-        seq_length: Number of input tokens per sample. The label of the last token is not counted.
+        rounds: Division of the run into rounds, for all or some of the documents.
+        seq_length: Number of input tokens
+        per sample. The label of the last token is not counted.
         seed: Seed of the order.
-        number: Number of the round.
+        number: Number of the round, starting at 0.
     """
     digest = blake2b(f"packing {seed} {number}".encode(), digest_size=4).digest()
     random = np.random.RandomState(int.from_bytes(digest, "little"))
@@ -108,8 +109,9 @@ def _window(lengths: NDArray, documents: NDArray, seq_length: int, random: np.ra
 def cut(
     documents: NDArray[np.int64], lengths: NDArray[np.int64], seq_length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Divide documents into parts of at most seq_length + 1 tokens. Return the document, first token and length of each
-    part. Documents with at most this many tokens are not divided."""
+    """Divide documents into parts of at most seq_length + 1 tokens. Return three arrays with one element per part: the
+    document number, the position of the first token in the document, and the length. Documents with at most seq_length
+    + 1 tokens are not divided."""
     parts = np.maximum(0, -(-(lengths - 1) // seq_length))  # a document of n tokens has n - 1 predictions
     firsts = np.repeat(np.cumsum(parts) - parts, parts)
     starts = (np.arange(int(parts.sum())) - firsts) * seq_length
@@ -123,14 +125,14 @@ class Waste:
 
     samples: int
     places: int
-    """Number of tokens in all samples; each sample has seq_length + 1 tokens."""
+    """Number of tokens in all samples together, including padding; each sample has seq_length + 1 tokens."""
 
     padding: int
-    """Number of padded positions."""
+    """Number of padding tokens in all samples."""
 
     documents: int
     cut: int
-    """Number of documents that are divided between samples."""
+    """Number of documents that are divided among several samples."""
 
     @classmethod
     def of(cls, packed: Packed, seq_length: int) -> Waste:
@@ -154,8 +156,8 @@ class Waste:
 
 
 def blocks() -> Iterator[range]:
-    """Yield the blocks of rounds that are cached together: 0, 1, 2-3, 4-7, ... Block sizes double, so that even a run
-    of many rounds needs few blocks."""
+    """Yield blocks of round numbers whose rounds are cached together: 0, 1, 2-3, 4-7, ... The number of rounds per
+    block doubles, so that a run with many rounds still has few blocks."""
     yield range(1)
     first = 1
     while True:

@@ -18,8 +18,8 @@ class PackedDataset(DocumentSamples):
     """Data set of at least `samples` samples, or of one epoch if `samples` is None. Samples consist of whole documents,
     and of parts of documents that are longer than a sample.
 
-    The order of samples does not depend on the requested number of samples. Raises ValueError if no document has two
-    tokens, or if a token id is outside the vocabulary.
+    The order of samples is the same for any value of `samples`. Raises ValueError if no document has two tokens, or if
+    a token id is outside the vocabulary.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class PackedDataset(DocumentSamples):
         return [(*self._place(number, start), count) for number, start, count in numbers]
 
     def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
-        """Return the documents, starts and lengths of the parts in all samples except the first `taken`."""
+        """Return the document numbers, start positions and lengths of all document parts after the first `taken`
+        samples."""
         first = int(self.index.ends[taken - 1]) if taken else 0
         documents, starts, lengths = (field[first:] for field in self.index[1:])
         if self.pieces is not None:

@@ -1,4 +1,4 @@
-"""Flag settings that packing implies. This module does not import torch."""
+"""Changes that packing makes to other flags. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from megatron.training.config.run_config import RunConfig
 
 
 def with_documents_apart(config: RunConfig) -> RunConfig:
-    """Return the configuration with attention and positions that restart at each document, if documents are packed.
-    Otherwise, return the configuration unchanged."""
+    """If documents are packed, return a configuration in which attention and positions restart at each document;
+    otherwise, return the configuration unchanged."""
     if not config.options(PackingConfig).packs or config.tokenizer.tokenizer_type is None:
         return config
     table = config.model.position_table

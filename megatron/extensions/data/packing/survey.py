@@ -15,24 +15,24 @@ from megatron.extensions.data.packing.flags import PackingConfig
 from megatron.extensions.data.packing.order import Packed, Rounds, Waste, round_of
 
 MICRO_BATCHES = 32
-"""Largest number of micro-batches whose division over context-parallel ranks is evaluated."""
+"""Largest number of micro-batches for which the division over context-parallel ranks is evaluated."""
 
 SURVEYED = 1 << 17
-"""Number of documents, from the beginning of a data set, whose packing is evaluated."""
+"""Number of documents at the beginning of a data set for which packing is evaluated."""
 
 STEPS = 8
-"""Largest number of steps whose work is evaluated."""
+"""Largest number of steps for which the work balance is evaluated."""
 
 
 def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str:
-    """Return a log line about packing: the share of padding, the documents that are split between samples, and the work
-    balance between replicas. These values are measured on the first `SURVEYED` documents.
+    """Return a log line with the share of padding, the number of documents that are split between samples, and the work
+    balance between replicas. The line describes only the first `SURVEYED` documents.
 
     Args:
         options: Packing options.
         lengths: Document lengths; None if the documents are not tokenized yet.
         seq_length: Number of input tokens per sample. The label of the last token is not counted.
-        step: Number of samples, number of replicas, and micro-batch size of a step; None if they are unknown.
+        step: Shape of a step, such as its number of samples and its micro-batch size; None if it is unknown.
     """
     if lengths is None:
         return "best-fit packing: the share of padding is unknown until the documents are tokenized"
@@ -58,14 +58,14 @@ def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int
 def context_imbalances(
     packed: Packed, seq_length: int, step: StepShape, divider: Divider, most: int
 ) -> list[Imbalance]:
-    """Return two work imbalances between context-parallel ranks: the imbalance of the default division and the
-    imbalance of `divider`.
+    """For each micro-batch, return the work imbalance between context-parallel ranks, both for the default division and
+    for the division by `divider`.
 
     Args:
         packed: Samples.
         seq_length: Number of input tokens per sample. The label of the last token is not counted.
         step: Number of samples, number of replicas, and micro-batch size of a step.
-        divider: Division of micro-batches.
+        divider: Object that divides micro-batches over context-parallel ranks.
         most: Largest number of micro-batches to evaluate.
     """
     size = step.micro_batch_size
@@ -85,19 +85,19 @@ def starts_of(counts: Sequence[int], seq_length: int) -> tuple[int, ...]:
 
 
 def context_line(before: float, after: float, how: str = "as divided") -> str:
-    """Describe the work of the busiest context-parallel rank, divided by the mean."""
+    """Return the log text about the ratio of the busiest context-parallel rank's work to the mean work per rank."""
     chunks = f"{before:.4g} times the mean in chunks of samples"
     return f"attention work of the busiest context rank: {chunks}, {after:.4g} {how}"
 
 
 def work_line(before: float, after: float, how: str = "as dealt") -> str:
-    """Describe the work of the busiest replica, divided by the mean."""
+    """Return the log text about the ratio of the busiest replica's work to the mean work per replica."""
     return f"attention work of the busiest replica: {before:.4g} times the mean in order, {after:.4g} {how}"
 
 
 def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None = None) -> tuple[float, float] | None:
-    """Return the mean work imbalance between replicas, for samples in order and for samples as assigned. Return None if
-    there are fewer samples than one step needs.
+    """Return two mean work imbalances between replicas: one for samples assigned in order, and one for samples assigned
+    by work. Return None if there are not enough samples for one step.
 
     Args:
         packed: Samples.
@@ -117,7 +117,7 @@ def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None =
 
 
 def imbalances(works: NDArray[np.int64], replicas: int, micro_batch_size: int) -> tuple[float, float]:
-    """Return the work of the busiest replica of a step, divided by the mean, for samples in order and for samples as
-    assigned."""
+    """Return two ratios of the busiest replica's work to the mean work per replica in a step: one for samples assigned
+    in order, and one for samples assigned by work."""
     in_order = np.arange(len(works)).reshape(-1, replicas, micro_batch_size)
     return imbalance(works, in_order), imbalance(works, deal(works, replicas, micro_batch_size))

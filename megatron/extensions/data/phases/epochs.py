@@ -15,7 +15,7 @@ from megatron.training.plan import RunPlan
 from megatron.training.run import TrainingRun
 
 PART = 1 << 20
-"""Number of samples that are counted at once."""
+"""Number of samples whose tokens are counted at once."""
 
 
 class EpochLines(Callback):
@@ -41,8 +41,8 @@ def epochs_so_far(run: TrainingRun) -> str:
 
 
 class Epochs:
-    """Counter of the tokens used from each source, as a function of consumed samples. `sizes` contains the number of
-    tokens in one epoch of each source."""
+    """Counter of the tokens that a run uses from each data source up to a given number of consumed samples. `sizes`
+    contains the number of tokens in one epoch of each source."""
 
     def __init__(self, plan: RunPlan, dataset: Dataset, names: Sequence[str], sizes: Sequence[int]) -> None:
         self.plan = plan
@@ -52,8 +52,8 @@ class Epochs:
         self._at, self._tokens = 0, np.zeros(len(names), np.int64)
 
     def at(self, consumed_samples: int) -> NDArray[np.float64]:
-        """Return the number of epochs over each source in the first `consumed_samples` samples of the run, [sources].
-        If `consumed_samples` is smaller than in the last call, counting restarts from the beginning."""
+        """Return how many epochs of each data source the first `consumed_samples` samples of the run contain,
+        [sources]. If `consumed_samples` is smaller than in the last call, counting restarts from the beginning."""
         if consumed_samples < self._at:
             self._at, self._tokens = 0, np.zeros_like(self._tokens)
         for phase in self.plan.phases if self.names else ():
@@ -74,6 +74,6 @@ class Epochs:
                 yield f"epoch {int(epochs)} of {name} has ended by sample {consumed_samples:,}: {epochs:.3f} epochs"
 
     def line(self, consumed_samples: int) -> str:
-        """Describe the epochs so far over each source that was used."""
+        """Return a text with the number of epochs so far for each data source that was used."""
         pairs = zip(self.names, self.at(consumed_samples).tolist(), strict=True)
         return ", ".join(f"{name} {epochs:.3g}" for name, epochs in pairs if epochs)

@@ -2,8 +2,8 @@
 iteration. If the sequence length changes, this module also divides the rest of the training source into samples of the
 new length. This module does not import torch.
 
-A phase begins with the first step at or after the position in the file, because steps are not divided. Tokens that were
-not inputs of any sample of the previous phase come first in the new samples.
+A phase begins with the first step at or after the position given in the file, because steps are not divided. The
+samples of the new phase begin with the tokens that no earlier sample used as input.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from megatron.training.plan import Phase
 
 
 def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
-    """Divide the remainder of a source again if the phase's sequence length differs from the earlier phases' length."""
+    """Divide the unused rest of a data source into samples of the new sequence length, if the new phase changes the
+    sequence length."""
     if not source.segments or source.segments[0].format.seq_length == format.seq_length:
         return
     rest = _rest(source)
@@ -46,7 +47,8 @@ def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
 
 
 def _rest(source: SourceOrder) -> Pieces | None:
-    """Return the remainder of the partly consumed segment; None if no segment is partly consumed."""
+    """Return the unused rest of the segment of which only some samples have been used; return None if there is no such
+    segment."""
     taken = source.taken
     for segment in source.segments:
         if taken < len(segment):
@@ -56,8 +58,8 @@ def _rest(source: SourceOrder) -> Pieces | None:
 
 
 def rest_of(segment: DocumentSamples, taken: int, cache: IndexCache) -> Pieces:
-    """Return `DocumentSamples.rest` as pieces. One process per node computes the pieces and stores them in index
-    files."""
+    """Return the result of `DocumentSamples.rest` as `Pieces`. One process per node computes the pieces and caches them
+    in index files."""
     made_of = {"segment": segment.fingerprint, "taken": taken}
     names = ("documents", "starts", "lengths")
     documents, starts, lengths = cache.arrays(names, "Pieces", made_of, lambda: segment.rest(taken))
@@ -65,7 +67,7 @@ def rest_of(segment: DocumentSamples, taken: int, cache: IndexCache) -> Pieces:
 
 
 COMPARED = (*DATA, *POSITIONS, "global_batch_size")
-"""Fields that must not change in a phase that has begun."""
+"""Fields that must not change once a phase has begun."""
 
 NO_LENGTHS: Mapping[str, float | None] = dict.fromkeys(LR_LENGTHS) | {
     "lr_warmup_iters": 0,
@@ -75,8 +77,8 @@ NO_LENGTHS: Mapping[str, float | None] = dict.fromkeys(LR_LENGTHS) | {
 
 
 def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, object]:
-    """Return the properties of a phase that must not change once the phase has begun. If the run has no phases, `entry`
-    is None. Data sets may move to a different folder."""
+    """Return the properties of a phase that must not change once the phase has begun. `entry` is None for a run without
+    phases. Data sets may move to a different folder."""
     values = flat_values(config)
     found: dict[str, object] = {field: values[field] for field in COMPARED if field in values}
     found["data_path"] = [Path(word.rstrip("/")).name for word in values["data_path"] or ()]
@@ -90,7 +92,7 @@ class FilePhase(Phase):
     """Part of a run with one data blend, sequence length, batch size and learning-rate schedule."""
 
     entry: PhaseEntry
-    """Entry of the phase in the file."""
+    """Entry of the --data-phases file that defines this phase."""
 
     first_iteration: int
     """Number of iterations before the phase."""
@@ -115,8 +117,8 @@ class FilePhase(Phase):
 
 
 def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], BatchSizes] | None, list[Problem]]:
-    """Return the phases and batch sizes of a resolved configuration, and the problems with the phases. Return None for
-    the phases and batch sizes if they cannot be determined."""
+    """Return a pair: first the phases and the batch sizes of a resolved configuration, then the problems with the
+    phases. The first element is None if the phases cannot be determined."""
     path = config.options(PhasesConfig).data_phases
     assert path is not None
     entries, wrong = read_phases(path)
@@ -159,7 +161,8 @@ def _in_units(config: RunConfig, entry: PhaseEntry) -> PhaseEntry:
 
 
 def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePhase], BatchSizes, list[Problem]]:
-    """Return the phases, without their ends and schedules, the batch sizes of the run, and the problems found."""
+    """Return the phases, the batch sizes of the run, and the problems found. The ends and the learning-rate schedules
+    of the phases are not set yet."""
     phases: list[FilePhase] = []
     problems: list[Problem] = []
     own_sizes = any(entry.whole("global_batch_size") for entry in entries)
@@ -200,7 +203,7 @@ def _beginning(before: FilePhase, entry: PhaseEntry, sizes: BatchSizes) -> FileP
 
 
 def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
-    """Return the run's configuration with the changes of a phase, except the phase's learning rate."""
+    """Apply the changes of a phase, except its learning rate, to the run's configuration, and return the result."""
     new = {field: value for field, value in entry.values if field in (*DATA, *SIZES, *POSITIONS)}
     if "data_path" in new:
         config = config.without("data_args_path")
@@ -219,7 +222,8 @@ def _config_of(config: RunConfig, entry: PhaseEntry) -> RunConfig:
 
 
 def _with_schedule(phase: FilePhase, config: RunConfig) -> FilePhase:
-    """Return the phase with its own learning-rate schedule, if it has one. Schedule lengths are in samples."""
+    """Return the phase with its own learning-rate schedule, if it has one. The lengths in this schedule are given in
+    samples."""
     if not phase.entry.own_lr:
         return phase
     given = dict(phase.entry.values)

@@ -21,7 +21,7 @@ UNITS = {
 }
 
 FRACTION = "from-fraction"
-"""Key of a start position that is given as a fraction of the run's length."""
+"""Key under which the start of a phase is given as a fraction of the run's length."""
 
 DATA = ("data_path",)
 SIZES = ("micro_batch_size", "global_batch_size")
@@ -70,16 +70,18 @@ class PhaseEntry:
     run."""
 
     values: tuple[tuple[str, object], ...]
-    """(field, value) pairs of the flags that the phase changes."""
+    """Flags that the phase changes, as (field, value) pairs."""
 
     anew: bool | tuple[str, ...] = False
-    """True if all data sources restart in this phase; otherwise, the names of the sources that restart."""
+    """Whether all data sources restart from their beginning in this phase, or a tuple with the names of the data
+    sources that restart."""
 
     def value(self, field: str) -> object:
         return dict(self.values).get(field)
 
     def whole(self, field: str) -> int | None:
-        """Return the value of an integer field; None if the phase does not change the field."""
+        """Return the value that the phase gives to an integer field; return None if the phase does not change the
+        field."""
         value = self.value(field)
         assert value is None or isinstance(value, int)
         return value

@@ -13,9 +13,10 @@ from megatron.core.datasets.sample_order import SampleOrder, sources_of
 
 
 class PhasedDataset(SampleOrder):
-    """Training samples of a run, indexed by sample number in the run. Sample i of the run, in phase k, is sample i -
-    `firsts[k]` of `parts[k]`. If `numbered_by_run` is True, sample i of the run is sample i of `parts[k]`. Samples of
-    different phases may have different lengths. `end` is the number of samples of the run."""
+    """Training samples of a run, indexed by sample number in the run. `parts[k]` is the data set of phase k, and
+    `firsts[k]` is the first sample of this phase. Sample i of the run is sample i - `firsts[k]` of `parts[k]`, or
+    sample i of `parts[k]` if `numbered_by_run` is True. Samples of different phases may have different lengths. `end`
+    is the total number of samples in the run."""
 
     def __init__(self, firsts: Sequence[int], parts: Sequence[Dataset], end: int, numbered_by_run: bool) -> None:
         assert firsts[0] == 0 and len(firsts) == len(parts)
@@ -26,15 +27,16 @@ class PhasedDataset(SampleOrder):
         self.fingerprint = parts[0].fingerprint
 
     def place(self, index: int) -> tuple[Dataset, int]:
-        """Return the data set of a sample's phase, and the sample's number in this data set. Raises IndexError if
-        `index` is not a sample number of the run."""
+        """Return the data set of the phase to which sample `index` belongs, and the number of the sample in this data
+        set. Raises IndexError if `index` is not a sample number of the run."""
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} of {self.samples}")
         phase = bisect_right(self.firsts, index) - 1
         return self.parts[phase], index - self.zeros[phase]
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
-        """Return the number of the data source of each sample. A source has the same number in all phases."""
+        """Return the number of the data source from which each sample is read. The number of a data source is the same
+        in all phases."""
         stops = [*self.firsts[1:], self.samples]
         found = [
             sources_of(part, range(max(samples.start, first) - zero, min(samples.stop, stop) - zero))

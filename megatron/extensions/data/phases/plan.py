@@ -1,4 +1,5 @@
-"""Plan of a run with phases: the interface through which the trunk reads the phases and their learning rates.
+"""Plan of a run with phases, from which `megatron.core` and `megatron.training` read the phases and their learning
+rates.
 
 This module does not import torch.
 """
@@ -39,7 +40,7 @@ class PhaseScheduler(OptimizerParamScheduler):
 
 @dataclass(frozen=True)
 class PhasePlan(RunPlan):
-    """Plan of the phases in a file."""
+    """Plan of a run whose phases are defined in a --data-phases file."""
 
     phases: tuple[FilePhase, ...]
     flag: ClassVar[str] = "--data-phases"
@@ -71,8 +72,8 @@ class PhasePlan(RunPlan):
         return self.sizes
 
     def changed_batch(self, saved: RunConfig, past: Sequence[Point]) -> None:
-        """Return None. A resumed run has no changed batch sizes to describe, because phases that have begun keep their
-        batch sizes."""
+        """Return None: no message is needed, because phases that have begun keep their batch sizes when a run is
+        resumed."""
 
     def schedule_of(self, phase: FilePhase) -> OptimizerParamScheduler:
         """Return the phase's own schedule if it has one; otherwise, return the run's schedule."""

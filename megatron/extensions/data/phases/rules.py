@@ -32,9 +32,9 @@ def findings(
     Args:
         config: Configuration that the flags specify.
         resolved: Resolved configuration.
-        judge: Function that returns the problems with a configuration.
-        phases: Phases of the file; None if they cannot be determined.
-        problems: Problems found so far.
+        judge: Function that checks a configuration and returns the problems with it.
+        phases: Phases that the file defines; None if the file is invalid.
+        problems: Problems that were found before this function is called.
     """
     problems = [*problems, *phase_rules(resolved, phases or ())]
     if phases is None:
@@ -49,8 +49,8 @@ def findings(
 
 
 def _without_phases(config: RunConfig, first: FilePhase) -> RunConfig:
-    """Return the configuration of the same run without phases, so that the rules for flags can check it. If the flags
-    name no data, the configuration uses the data of the first phase."""
+    """Return the configuration of the run without its phases, so that the rules for flags can check it. If no flag
+    specifies data, the data of the first phase is used."""
     data = config.data
     if data.dataset == "gpt" and not (data.data_path or data.per_split or listed(config)):
         data = replace(data, data_path=first.config.data.data_path)
@@ -119,15 +119,15 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
 
 
 def changes(phases: Sequence[FilePhase], history: History) -> Iterator[str]:
-    """Yield messages about phases that already began with different values, and about phases that would begin before
-    the run's current sample."""
+    """Yield a message for each phase that began with different values before the run was resumed, and for each new
+    phase that would begin before the run's current sample."""
     for saved, phase in zip(history.phases, phases, strict=False):
         where = phase.entry.where
         if saved["first_sample"] != phase.first_sample:
             rule = f"began at sample {saved['first_sample']} in the checkpoint, but now begins at {phase.first_sample}"
             yield f"{where} {rule}"
         now, before = phase.values, saved["values"]
-        if before is None:  # saved by a run without phases
+        if before is None:  # the checkpoint is from a run without phases
             before = values_of(history.config) if history.config is not None else {}
         for field, value in before.items():
             if value != now.get(field):

@@ -17,41 +17,41 @@ from megatron.core.dist_checkpointing.file_storage import UrlPath, located, stor
 from megatron.extensions.data.text_data.inputs import TextFile, files_below
 
 Value = str | bytes | NDArray | ValueError
-"""Content of a record: its text (str or bytes), its token ids [n], or the ValueError that describes why the record is
-invalid."""
+"""Content of a record: a text (str or bytes), token ids [n], or a ValueError that says why the record is invalid."""
 
 DEFAULT_KEY = "text"
 TOKEN_KEYS = ("input_ids", "tokens")
-"""Columns that are used if there is no column with the default name."""
+"""Columns of token ids that are used if the data set has no column "text" and --text-key is not set."""
 
 
 class Documents(ABC):
-    """Documents of a data set, in the order of the data set's files. User errors raise ValueError."""
+    """Documents of a data set, in the order of the data set's files. Methods raise ValueError if the data set or a flag
+    is invalid."""
 
     unit = "row"
-    """Name of a record in messages."""
+    """Word for a record in error messages, such as "row" or "sample"."""
 
     name: str
     """Name of the data set, as passed to the flag."""
 
     key: str
-    """Column, or member of a sample, that contains the documents."""
+    """Name of the column or of the sample member that contains the documents."""
 
     files: list[str]
     """Files that determine the documents: paths, or URLs of object storage."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Value]:
-        """Yield the value of `key` in each record."""
+        """Yield the document in each record, which is the value under `key`."""
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
-        """Yield (cursor, document) pairs, starting at a cursor; None is the beginning. Cursors are
-        JSON-serializable."""
+        """Yield pairs of a cursor and a document, starting at the document to which `cursor` refers, or at the first
+        document if `cursor` is None. Cursors are JSON-serializable."""
         number = cursor if isinstance(cursor, int) else 0
         yield from enumerate(islice(self, number, None), number)
 
     def first(self) -> Value:
-        """Return the first document. Raises ValueError if there are no documents."""
+        """Return the first document of the data set. Raises ValueError if there are no documents."""
         for value in self:
             return value
         raise ValueError("it has no document")
@@ -66,8 +66,8 @@ def library(module: str, extra: str) -> ModuleType:
 
 
 def chosen_key(wanted: str, names: Collection[str]) -> str:
-    """Return the column of the documents: the column that --text-key names or, if the default column does not exist, a
-    column of token ids."""
+    """Return the name of the column that contains the documents: the column that --text-key names or, if --text-key is
+    not set and there is no column "text", a column of token ids."""
     if wanted in names:
         return wanted
     for key in TOKEN_KEYS if wanted == DEFAULT_KEY else ():
@@ -77,7 +77,7 @@ def chosen_key(wanted: str, names: Collection[str]) -> str:
 
 
 def document_of(value: object) -> Value:
-    """Convert a value of a column to a document."""
+    """Convert a value from the data set to a document."""
     if isinstance(value, str | bytes):
         return value
     if isinstance(value, np.ndarray | list | tuple):
@@ -89,8 +89,8 @@ def document_of(value: object) -> Value:
 
 
 def local_path(path: str) -> str:
-    """Return the path of a local file, or of a URL's local copy. The processes of a host share this copy. Raises
-    OSError."""
+    """Return a local path unchanged. For a URL, return the path of a local copy, which all processes on a host share.
+    Raises OSError."""
     place = located(path)
     return str(storage_of(place).local_file(place)) if isinstance(place, UrlPath) else path
 
@@ -111,7 +111,7 @@ def stored_names(folder: UrlPath, pattern: str = "*") -> list[str]:
 
 
 def text_files(paths: Sequence[str]) -> list[TextFile]:
-    """Return local files, or local copies of URLs, in the form that `Digests` expects."""
+    """Describe local files, or local copies of URLs, as the `TextFile` objects that `Digests` expects."""
     places = (os.path.realpath(local_path(path)) for path in paths)  # resolve process-specific links
     states = [(path, os.stat(path)) for path in places]
     return [TextFile(path, None, "", state.st_size, str(state.st_mtime_ns)) for path, state in states]

@@ -27,16 +27,17 @@ SCHEME = "datasets:"
 """Path prefix that selects `datasets` as the reader of files, instead of the reader of text files."""
 
 ROWS = 1024
-"""Number of rows that are read at once."""
+"""Number of rows per batch that is read from the library."""
 
 READERS = {"parquet": "parquet", "arrow": "arrow", "jsonl": "json", "json": "json", "csv": "csv", "text": "text"}
-"""Names of the readers in `datasets`, by file format."""
+"""Mapping from file format to the name of the reader in `datasets`."""
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}")
 """Name of a data set on the hub, such as allenai/c4, allenai/c4:en or allenai/c4:en:validation."""
 
 ONE_SET, SEVERAL_SETS = ("state.json", "dataset_info.json"), "dataset_dict.json"
-"""Files that identify folders of `save_to_disk`: folders of one data set, and folders with one subfolder per split."""
+"""Names of files by which folders written by `save_to_disk` are recognized. The first two are in a folder with a single
+data set, and the last is in a folder with one subfolder per split."""
 
 
 class Rows(Protocol):
@@ -65,8 +66,8 @@ def is_saved(path: str) -> bool:
 
 
 def _copied(path: str) -> str:
-    """Return a local path unchanged. For a URL, copy its files, and return the folder or glob of these local copies,
-    which the processes of a host share."""
+    """Return a local path unchanged. For a URL, copy the files to a local folder, which all processes on a host share,
+    and return this folder or a glob of the copies."""
     place = located(path)
     if not isinstance(place, UrlPath):
         if "://" in path:
@@ -83,7 +84,7 @@ def _is_shown(name: str, pattern: str = "*") -> bool:
 
 class HuggingFaceDocuments(Documents):
     """Rows from a folder of `save_to_disk`, from Parquet, Arrow, JSON, CSV or text files, or from a data set on the
-    Hugging Face hub. A data set on the hub is streamed and not stored. `named` is True for such a data set."""
+    Hugging Face hub. A data set on the hub is streamed and not stored; the attribute `named` is then True."""
 
     def __init__(self, path: str, wanted: str) -> None:
         self._library = library("datasets", "datasets")
@@ -133,8 +134,8 @@ class HuggingFaceDocuments(Documents):
             yield from map(document_of, batch[self.key])
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
-        """Yield (cursor, document) pairs, starting at `cursor`. A cursor is a row number or, if rows are streamed,
-        [state of the library, number of rows after that state]."""
+        """Yield pairs of a cursor and a document, starting at the document to which `cursor` refers. A cursor is a row
+        number or, if rows are streamed, a list of the library's state and the number of rows after this state."""
         rows = self._opened().select_columns([self.key])
         if self._saved:
             first = cursor if isinstance(cursor, int) else 0

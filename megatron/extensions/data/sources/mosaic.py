@@ -13,7 +13,7 @@ from megatron.extensions.data.sources.documents import Documents, Value, chosen_
 INDEX = "index.json"
 
 DEFAULTS = {"split": "", "download_retry": 2, "download_timeout": 60, "validate_hash": None, "keep_zip": False}
-"""Settings of the library's streams."""
+"""Default settings that are applied to each stream of the library."""
 
 
 def is_mosaic(path: str) -> bool:
@@ -27,8 +27,8 @@ def is_mosaic(path: str) -> bool:
 
 
 class MosaicDocuments(Documents):
-    """Documents read from MosaicML shards. Each sample contains one document. The library refuses pickle columns, which
-    could run code."""
+    """Documents that are read from MosaicML shards. Each sample contains one document. The library rejects columns that
+    contain pickles, because a pickle could run code."""
 
     unit = "sample"
 
@@ -48,8 +48,8 @@ class MosaicDocuments(Documents):
         return (value for _, value in self.read_from(None))
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
-        """Yield (cursor, document) pairs, starting at a cursor. A cursor is [shard number, sample number in the
-        shard]."""
+        """Yield pairs of a cursor and a document, starting at the document to which `cursor` refers. A cursor is a list
+        of the shard number and the sample number in the shard."""
         first, begin = cursor if isinstance(cursor, list) else (0, 0)
         with ExitStack() as folders:
             stream = self._streams.Stream(local=self._path)

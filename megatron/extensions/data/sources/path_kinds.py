@@ -1,5 +1,5 @@
-"""Path kinds for data sets of the three libraries. This module does not import torch, and imports a library only when
-it is used."""
+"""Path kinds for data sets that the libraries `datasets`, `webdataset` and `mosaicml-streaming` read. This module does
+not import torch, and imports a library only when it is used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SourceKind(DataKind):
-    """Path kind for data sets that a library reads. `documents` is the name of the class that reads the data sets.
+    """Path kind for data sets that one library reads. `documents` is the name of the class that reads these data sets.
     `holds` is a function that returns True if the library can read a given path."""
 
     urls = True
@@ -44,8 +44,9 @@ class SourceKind(DataKind):
         return found
 
     def opened(self, flag: str, path: str, wanted: str) -> Documents:
-        """Return the documents of a path; `wanted` is the value of --text-key. Raises ValueError with the name of the
-        flag if the library is missing, or if files are missing, damaged or in a different format."""
+        """Open the data set at `path` and return its documents; `wanted` is the value of --text-key. Raises ValueError
+        with the name of the flag if the library is missing, or if files are missing, damaged or in a different
+        format."""
         opens: Callable[[str, str], Documents] = imported(f"{__package__}.{self.documents}")
         try:
             documents = opens(path.removeprefix(self.scheme), wanted)
@@ -57,8 +58,8 @@ class SourceKind(DataKind):
 
 
 def _has_shards(path: str) -> bool:
-    """Return True if a path refers to tar files. Files of a range in braces need not exist yet: the reader reports
-    missing shards. URLs are recognized by their names, without a request."""
+    """Return True if a path refers to tar files. If the path contains a range in braces, the files are not required to
+    exist here, because the reader reports missing shards. URLs are recognized by their names, without a request."""
     if "://" in path:
         return isinstance(located(path), UrlPath) and is_shard(path)
     return is_shard(path.partition("}")[2]) if "{" in path else bool(shards_of(path))

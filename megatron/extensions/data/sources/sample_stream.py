@@ -1,10 +1,10 @@
-"""Samples that are built from documents during training. The documents are read and tokenized as they are needed, and
-the start position of each sample is recorded.
+"""Samples that are built from documents during training. Documents are read and tokenized only when they are needed,
+and the position at which each sample starts is recorded.
 
 Documents are shuffled within windows of the stream, by a permutation that depends on the seed, the epoch and the window
 number. The shuffled documents are concatenated and cut into samples as in Megatron-LM, where adjacent samples share one
-token. A start position determines all following samples. If the position of a sample is unknown, the samples before it
-are read again.
+token. The start position of a sample determines this sample and all following samples. To read a sample whose start
+position is unknown, the stream reads forward from the nearest earlier sample with a known position.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from numpy.typing import NDArray
 from megatron.extensions.data.sources.documents import Documents, Value
 
 KEPT = 1 << 16
-"""Largest number of sample positions that are kept."""
+"""Largest number of samples whose start positions are kept."""
 
 
 class Place(NamedTuple):
-    """Position at which a sample starts."""
+    """Position in the stream at which a sample starts."""
 
     epoch: int = 0
     window: int = 0
-    """Window number in the epoch."""
+    """Number of the window within the epoch."""
 
     cursor: object = None
     """Cursor of the first document of the window."""
 
     document: int = 0
-    """Number of documents of the shuffled window that have been consumed."""
+    """Number of documents that have been consumed, in shuffled order, from the window."""
 
     token: int = 0
     """Number of tokens of the current document that have been consumed."""
 
 
 class SampleStream:
-    """Samples of a stream, with `length` + 1 tokens each."""
+    """Stream of samples that are built from documents and have `length` + 1 tokens each."""
 
     def __init__(
         self, documents: Documents, encode: Callable[[Value], NDArray[np.int64]], length: int, seed: str, window: int
@@ -59,8 +59,8 @@ class SampleStream:
         self._places = {0: Place()}
 
     def place(self, sample: int) -> Place:
-        """Return the position at which a sample starts. If the position is not known yet, read the stream up to the
-        sample."""
+        """Return the position at which a sample starts. If this position has not been recorded yet, read the stream up
+        to the sample."""
         with self._lock:
             found = self._places.get(sample)
         if found is None:
@@ -79,7 +79,7 @@ class SampleStream:
                 del self._places[self._numbers.pop(1)]
 
     def __call__(self, first: int) -> Iterator[NDArray[np.int64]]:
-        """Yield the samples, starting with number `first`."""
+        """Yield the samples of the stream, starting with sample number `first`."""
         with self._lock:
             number = self._numbers[bisect_right(self._numbers, first) - 1]
             place = self._places[number]
@@ -101,7 +101,8 @@ class SampleStream:
             self.know(number, held[0][0]._replace(token=offset))
 
     def _documents_from(self, place: Place) -> Iterator[tuple[Place, NDArray[np.int64]]]:
-        """Yield positions and token ids of documents, starting at a position, epoch after epoch."""
+        """Yield the position and the token ids of each document, starting at the document of `place` and continuing
+        over all later epochs."""
         epoch, window, cursor, behind, _ = place
         while True:
             some = False

@@ -1,5 +1,5 @@
-"""Documents that a library reads and that are tokenized during training. Checkpoints store the position in the
-stream."""
+"""Data sets whose documents a library reads and which are tokenized during training. Checkpoints store the position in
+the stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron.training.run import TrainingRun
 
 
 class StreamedDataset(GeneratorDataset):
-    """Data set of `samples` samples, whose documents are read during training."""
+    """Data set with `samples` samples that are built from documents during training."""
 
     def __init__(
         self, documents: Documents, samples: int, format: SampleFormat, seed: str, config: DatasetConfig
@@ -55,7 +55,8 @@ class StreamedDataset(GeneratorDataset):
 
 
 def build_stream(config: object, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
-    """Return the splits of a run, each of which is a stream. `sizes` contains the number of samples of each split."""
+    """Return the data sets of the splits of a run, each of which reads its own stream. `sizes` contains the number of
+    samples in each split."""
     assert isinstance(config, DatasetConfig)
     paths = (config.train_data_path or config.data_path, config.valid_data_path, config.test_data_path)
     found: list[StreamedDataset | None] = []
@@ -80,7 +81,7 @@ def build_stream(config: object, format: SampleFormat, seed: int, sizes: Sequenc
 
 
 def stream_in(dataset: object) -> StreamedDataset:
-    """Return the stream underlying the data set views of a run."""
+    """Return the streamed data set that a data set of the run wraps, possibly in several layers."""
     while not isinstance(dataset, StreamedDataset):
         dataset = vars(dataset)["inner"]
     return dataset
@@ -97,7 +98,7 @@ class PlaceInStream(Callback):
     """Callback that stores the position of the next training sample in checkpoints, so that a resumed run need not read
     earlier data.
 
-    Every rank computes the same position.
+    All ranks compute the same position, so any rank can write it to the checkpoint.
     """
 
     known: Mapping[str, object] = MappingProxyType({})

@@ -23,7 +23,7 @@ from megatron.extensions.data.text_data.identity import Digests, identity_of, st
 from megatron.extensions.data.text_data.tokenized import Source, TextData
 
 RECORDS = 1024
-"""Number of token id records that are read at once."""
+"""Number of records with token ids that are read at once."""
 
 
 def dtype_of(job: Job) -> np.dtype:
@@ -45,7 +45,7 @@ class DocumentSource(Source):
         """Create the source of documents.
 
         Args:
-            documents: Documents that a library reads.
+            documents: Documents to convert, which a library reads.
             path: Path of the data set, for messages.
             job: Settings of tokenization.
             folder: Folder that stores the digests of files.
@@ -109,13 +109,13 @@ class DocumentSource(Source):
 
 @dataclass(frozen=True)
 class SourceData(TextData):
-    """Converter of documents read by a library to the datasets of this run."""
+    """Converter that turns documents read by a library into indexed datasets."""
 
     kind: SourceKind
 
     def prefix(self, flag: str, value: str) -> str:
-        """Return the prefix of the indexed dataset that contains the documents of `value`. Create the dataset if it
-        does not exist. Raises ValueError if the documents cannot be read."""
+        """Return the path prefix of the indexed dataset that contains the documents at `value`. Create the dataset if
+        it does not exist. Raises ValueError if the documents cannot be read."""
         documents = self.kind.opened(flag, value, self.options.key_of(value))
         if not documents.files:
             raise ValueError(f"{flag} {value}: is not on this machine; stream it with --dataset-type stream")

@@ -38,7 +38,8 @@ def is_shard(name: str) -> bool:
 
 def shards_of(path: str) -> list[str]:
     """Return the sorted shards of a folder, file, glob, or range in braces such as shard-{000..131}.tar; empty if there
-    are no shards. Files of a range are listed even if they do not exist, so that a missing shard is noticed."""
+    are no shards. For a range in braces, the result also contains files that do not exist, so that missing shards are
+    noticed."""
     place = located(path)
     if isinstance(place, UrlPath):
         return _stored_shards(path, place)
@@ -60,7 +61,8 @@ def _stored_shards(url: str, place: UrlPath) -> list[str]:
 
 
 def missing_shard(files: Sequence[str]) -> str | None:
-    """Return the first shard that does not exist. For URLs, one request per folder is sent. Raises OSError."""
+    """Return the first shard that does not exist; return None if all exist. For URLs, the function lists each folder
+    with one request. Raises OSError."""
     places = [located(file) for file in files]
     folders = {place.parent for place in places if isinstance(place, UrlPath)}
     stored = {folder / name for folder in folders for name in stored_names(folder)}
@@ -80,11 +82,11 @@ def _intact(samples: Iterable[T], shard: str) -> Iterator[T]:
 
 
 class WebDocuments(Documents):
-    """Documents read from WebDataset shards. Each sample contains one document.
+    """Documents that are read from WebDataset shards. Each sample contains one document.
 
     --text-key names the extension of the member that contains the document, such as `txt` or `npy`, or a field of the
-    member `json`. By default, the document is read from the member `txt`, from the field `text`, or from the token ids
-    `input_ids`."""
+    member `json`. Without --text-key, the document is the member `txt` of the sample, the field `text` of the member
+    `json`, or the token ids in the field `input_ids`."""
 
     unit = "sample"
 
@@ -106,8 +108,8 @@ class WebDocuments(Documents):
         return (value for _, value in self.read_from(None))
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
-        """Yield (cursor, document) pairs, starting at a cursor. A cursor is [shard number, sample number in the
-        shard]."""
+        """Yield pairs of a cursor and a document, starting at the document to which `cursor` refers. A cursor is a list
+        of the shard number and the sample number in the shard."""
         first, begin = cursor if isinstance(cursor, list) else (0, 0)
         for place, shard in enumerate(self.files[first:], first):
             # An absolute path, because the library treats other names, such as pipe:COMMAND, specially.

@@ -1,4 +1,4 @@
-"""Conversion of record chunks to token ids, in this process or in several worker processes."""
+"""Tokenization of chunks of records, in this process or in several worker processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHUNKS_IN_FLIGHT = 3  # in each worker
 
 @dataclass(frozen=True)
 class Job:
-    """Tokenization settings in one process."""
+    """Settings with which one process tokenizes chunks."""
 
     tokenizer: TokenizerConfig
     vocab_size: int | None
@@ -41,12 +41,12 @@ class Job:
     """Function that each worker process calls first, to register the user's tokenizers."""
 
     stand_in: bool = False
-    """True to use gigatoken instead of the tokenizer."""
+    """Whether to tokenize with the package gigatoken in place of the configured tokenizer."""
 
 
 @dataclass
 class Encoded:
-    """Tokenized documents of a chunk. For each key, there is one array of concatenated tokens and one array of document
+    """Result of tokenizing a chunk. For each key, there is one array of concatenated tokens and one array of document
     lengths."""
 
     tokens: list[NDArray]
@@ -170,7 +170,7 @@ def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tupl
     try:
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
         for chunk in chunks:
-            with _undisturbed():  # submitting may start a worker, and an interrupted pool would lose that worker
+            with _undisturbed():  # a signal while the pool starts a worker would leave that worker running
                 pending.append((chunk, pool.submit(_encode_in_worker, chunk)))
             if len(pending) >= CHUNKS_IN_FLIGHT * workers:
                 first, future = pending.popleft()

@@ -31,8 +31,8 @@ PROBES = (
 )
 BYTE_PAIR_TOKENIZERS = "HuggingFaceTokenizer and GPT2BPETokenizer"
 ALWAYS_COMPARED, SHARE_COMPARED = 1 << 16, 200
-"""Amount of text whose token ids are compared with the ids of the original tokenizer. Every text is compared until
-`ALWAYS_COMPARED` bytes have been compared, and about one in `SHARE_COMPARED` bytes after that."""
+"""Numbers that determine how many token ids are compared with the ids of the original tokenizer. The ids of the first
+`ALWAYS_COMPARED` bytes are all compared; after that, the ids of about one in `SHARE_COMPARED` bytes are compared."""
 
 
 class DifferentIds(Exception):
@@ -40,7 +40,8 @@ class DifferentIds(Exception):
 
 
 class StandIn:
-    """Gigatoken replacement for a tokenizer, for the texts of one process. `stand_in_for` constructs instances."""
+    """Tokenizer that uses the package gigatoken in place of `reference` and compares some of the ids. `stand_in_for`
+    constructs instances."""
 
     def __init__(self, reference: HuggingFaceTokenizer | GPT2BPETokenizer) -> None:
         from gigatoken import Tokenizer as Gigatoken
@@ -49,14 +50,15 @@ class StandIn:
         self._fast = Gigatoken.from_json(reference.to_json())
         self.prefix, self.suffix = (np.array(ids, np.uint32) for ids in reference.added_around())
         self.seen = self.compared = 0
-        """Number of bytes encoded and compared so far. Each character counts as one byte, even outside ASCII."""
+        """Two counters: the number of bytes encoded so far, and the number of bytes whose ids were compared. Each
+        character counts as one byte, even outside ASCII."""
 
         for text in (*PROBES, *(f"before{name}after {name}" for name in reference.special_names())):
             self._compare(text, self._encode(text))
 
     def tokenize(self, text: str) -> NDArray[np.uint32]:
-        """Return the token ids of a text. Raises DifferentIds if the ids are checked against the reference tokenizer
-        and differ."""
+        """Return the token ids of a text. Raises DifferentIds if the text is chosen for comparison and the reference
+        tokenizer returns different ids."""
         ids = self._encode(text)
         self.seen += len(text)
         if self.compared < ALWAYS_COMPARED or self.compared * SHARE_COMPARED < self.seen:
@@ -75,8 +77,8 @@ class StandIn:
 
 
 def stand_in_for(tokenizer: Tokenizer) -> StandIn:
-    """Return a replacement for a tokenizer. Raises DifferentIds with the reason if gigatoken cannot replace the
-    tokenizer."""
+    """Return a `StandIn` that replaces the given tokenizer. Raises DifferentIds with the reason if gigatoken cannot
+    replace the tokenizer."""
     if not isinstance(tokenizer, HuggingFaceTokenizer | GPT2BPETokenizer):
         raise DifferentIds(f"gigatoken supports {BYTE_PAIR_TOKENIZERS}, not {type(tokenizer).__name__}")
     if importlib.util.find_spec("gigatoken") is None:

@@ -25,8 +25,8 @@ from megatron.extensions.data.text_data.flags import FillInMiddleConfig, of_user
 from megatron.training.config.flags import dashed
 
 REPLACEMENT = "\ufffd"
-"""Character that decoders insert for invalid bytes. A document that is cut at the end of a sample may begin or end
-within a character."""
+"""Character that decoders insert in place of invalid bytes. A document that is cut at the end of a sample may begin or
+end within a character."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class SpecialTokens:
 
     @classmethod
     def of(cls, config: FillInMiddleConfig, tokenizer: Tokenizer) -> SpecialTokens:
-        """Look up the tokens that the flags name. Raises a ValueError that lists every flag whose token is missing from
-        the tokenizer."""
+        """Look up the ids of the special tokens that the --fim-*-token flags and --fim-split-sample name. Raises a
+        ValueError that lists every flag whose token is missing from the tokenizer."""
         fields = {part: f"fim_{part}_token" for part in ("prefix", "middle", "suffix", "pad", "eod")}
         fields["split"] = "fim_split_sample"
         names = {part: name for part, field in fields.items() if (name := getattr(config, field)) is not None}
@@ -114,7 +114,8 @@ class FillInMiddle(TextDataset):
         text = self.tokenizer.detokenize(ids.tolist())
         if self.config.fim_no_prefix is not None and text.startswith(self.config.fim_no_prefix):
             return ids.tolist()
-        # Text that is cut within a character would be tokenized differently.
+        # Token ids are cut instead of text if the text contains incomplete characters, which would be tokenized
+        # differently.
         content: str | list[int] = ids.tolist() if REPLACEMENT in text else text
         first, second = sorted(draws.integers(0, len(content) + 1, size=2).tolist())
         prefix, middle, suffix = (
@@ -135,7 +136,7 @@ class FillInMiddle(TextDataset):
 
 
 def _cut(ids: NDArray[np.int64], at: int) -> list[NDArray[np.int64]]:
-    """Split ids at each token `at`, and remove these tokens."""
+    """Split the token ids at each occurrence of `at`, and leave out these occurrences."""
     ends = [*np.flatnonzero(ids == at).tolist(), len(ids)]
     starts = [0, *(end + 1 for end in ends[:-1])]
     return [ids[start:end] for start, end in zip(starts, ends, strict=True)]

@@ -148,7 +148,7 @@ PATH_KINDS.register("text", f"{__package__}.path_kind:TEXT", about="is text", or
 
 
 def of_users(section: Section) -> dict[str, list[dict[str, object]]]:
-    """Return the flag values of user extensions, which become part of data hashes. The flags of built-in extensions are
-    left out, because they do not change the token ids."""
+    """Return the flag values of user extensions, so that hashes of data depend on them. The flags of built-in
+    extensions are left out, because they do not change the token ids."""
     own = (each.cls for each in EXTENSION_SECTIONS.values() if not each.cls.__module__.startswith("megatron."))
     return {"extension_options": [asdict(section.options(cls)) for cls in own]}

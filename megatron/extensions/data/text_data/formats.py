@@ -1,7 +1,8 @@
 """Readers that yield the documents of a file in chunks, with memory use that does not grow with the file size.
 
-Readers keep most records as bytes. `texts_of` decodes the records in the process that tokenizes them. An error in one
-record affects only that record. An error that makes the rest of a file unreadable is reported for the file."""
+Readers yield most records as undecoded bytes; `texts_of` decodes these bytes in the process that tokenizes them. If a
+single record is invalid, only this record is affected. If the rest of a file cannot be read, an error with the file
+name is raised."""
 
 from __future__ import annotations
 
@@ -25,51 +26,51 @@ if TYPE_CHECKING:
 
 BOM = codecs.BOM_UTF8
 ROWS, ROWS_BYTES = 1024, 1 << 20
-"""Number of table rows that are read at once, and number of bytes that `read_rows` reads at once."""
+"""Two sizes: the number of table rows that are read at once, and the number of bytes per chunk in `read_rows`."""
 
 LONGEST_ESCAPE = 16
-"""Distance in characters from the end of the text read so far. More text is read before a JSON error within this
-distance is reported, because a truncated escape sequence may cause such an error."""
+"""Length of the end of a text, in characters, in which a JSON error is not reported before more text has been read. The
+error may be caused by an escape sequence that is cut off."""
 
 Record = bytes | tuple[bytes | str | None, ...] | dict[str, object] | ValueError
-"""Content of a record: a line, the values of the keys in a row, a JSON object, a whole row, or the error in the
-record."""
+"""Content of a record: a line as bytes, a tuple with one value per key, a JSON object or whole table row as a dict, or
+the error in the record."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Flag settings for reading files."""
+    """Settings that determine how documents are read from files."""
 
     keys: tuple[str, ...] = ("text",)
-    """JSON keys or table columns, each of which contains a document; empty to read whole rows."""
+    """JSON keys or table columns that contain documents; an empty tuple to read whole rows."""
 
     text_documents: str = "file"
     """Unit of a document in a plain text file: "file" or "line"."""
 
     flag: str = "--json-keys"
-    """Flag that names the keys, for messages."""
+    """Name of the flag that sets the keys, for error messages."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive records of a file."""
+    """Group of consecutive records of one file."""
 
     path: str
     unit: str
-    """Kind of records: "line", "row", "record" or "document"."""
+    """Word for a record in messages: "line", "row", "record" or "document"."""
 
     first: int
-    """Number of the first record, counted from 1."""
+    """Number of the chunk's first record in the file, starting at 1."""
 
     records: list[Record]
     size: int
-    """Approximate number of bytes of all records."""
+    """Approximate size of all records in the chunk, in bytes."""
 
     consumed: int
     """Position in the stored file, in bytes, after the chunk was read."""
 
     of_json: bool
-    """True if lines are JSON."""
+    """Whether each line of the file is a JSON value."""
 
 
 def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -> Iterator[Chunk]:
@@ -111,7 +112,7 @@ def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -
 
 
 def texts_of(record: Record, chunk: Chunk, reading: Reading) -> list[str]:
-    """Return the texts of a record, one for each key. Raises ValueError if the record is invalid."""
+    """Return the texts in a record, one for each key of `reading`. Raises ValueError if the record is invalid."""
     if isinstance(record, tuple):
         return [_text(value, key) for key, value in zip(reading.keys, record, strict=True)]
     row = _row(record, chunk)
@@ -125,7 +126,8 @@ def texts_of(record: Record, chunk: Chunk, reading: Reading) -> list[str]:
 
 
 def read_rows(file: TextFile) -> list[dict[str, object]]:
-    """Return all rows of a small file; values keep their types. Lines of plain text are returned as {"text": line}.
+    """Return all rows of a small file as dicts whose values keep their types. A line of plain text is returned as
+    {"text": line}.
 
     Raises ValueError with the file name and the position if the file is damaged or does not have the format that its
     name implies.
@@ -218,9 +220,9 @@ LOOKS_LIKE = (
     (rb"\xfd7zXZ\0", "compressed; name it .xz"),
     (rb"\x28\xb5\x2f\xfd", "compressed; name it .zst"),
 )
-"""Pairs of a pattern that matches the beginning of a file and a description of the file format. A pattern contains
-bytes that do not occur in text, or the structure of a header, because text may begin with the letters of a format's
-signature."""
+"""Pairs of a pattern and a description of a file format. The pattern matches the first bytes of files in this format.
+Letters alone are not sufficient, because a text may begin with them, so each pattern also contains bytes that do not
+occur in text or the structure of a header."""
 
 
 def format_of(file: TextFile, stream: IO[bytes]) -> str:
@@ -391,7 +393,8 @@ def _columns(batches: Iterable[pa.RecordBatch], reading: Reading) -> Iterator[Re
 
 
 def _text_bytes(column: pa.Array) -> pa.Array | None:
-    """Convert an Arrow array of texts, in any Arrow layout, to bytes. Return None if the array does not contain text.
+    """Convert an Arrow array of texts, in any Arrow layout, to bytes. Return None if the array contains values other
+    than text.
 
     Lengths and offsets are validated, because an Arrow stream has no checksum for these values."""
     import pyarrow as pa
@@ -429,4 +432,4 @@ READERS: dict[str, tuple[str, Callable[[IO[bytes], Reading], Iterator[Record]]]]
     "parquet": ("row", _parquet),
     "arrow": ("row", _arrow),
 }
-"""Record unit and reader of each format."""
+"""Mapping from each format to the word for its records and the function that reads them."""

@@ -1,9 +1,9 @@
-"""Inputs that determine the tokens of text files: the content of the files, the tokenizer's files and code, and its ids
-for test texts.
+"""Description of everything that determines the token ids of text files: the content of the files, the files and the
+code of the tokenizer, and the ids that the tokenizer returns for test texts.
 
-Names in the Hugging Face cache, paths and modification times do not determine the content of files, so the content is
-hashed. The digests are stored next to the tokens, together with the state of each file, so that later runs need not
-read the files again.
+Files are identified by a hash of their content, because files with the same path, modification time or name in the
+Hugging Face cache may have different content. The digests are stored next to the tokens, together with the state of
+each file, so that later runs need not read the files again.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class Digests:
 
 
 def identity_of(config: TokenizerConfig, vocab_size: int | None) -> dict[str, object]:
-    """Return a description of everything that determines a tokenizer's ids: digests of the files that it reads, its ids
-    for some texts, the flags of the user's extensions, and the code of a user's own tokenizer. The description contains
-    no paths, because only content matters."""
+    """Return a description of everything that determines the ids of a tokenizer: digests of its files, its ids for test
+    texts, the flags of the user's extensions, and a digest of the code if the tokenizer is the user's own. Paths are
+    left out, because the ids do not depend on them."""
     kind = str(config.tokenizer_type)
     files = {path.name: file_digest(path) for path in tokenizer_inputs(config)}
     options = of_users(config)["extension_options"]
@@ -113,7 +113,7 @@ def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | Non
         for text in PROBES:
             try:
                 found.append([int(id) for id in tokenizer.tokenize(text)])
-            except Exception as error:  # a user's tokenizer may reject some probe texts, which is part of its identity
+            except Exception as error:  # the identity of a tokenizer includes its errors
                 found.append(type(error).__name__)
         _PROBED[identity] = content_hash({"ids": found})
     return _PROBED[identity]
@@ -141,8 +141,8 @@ def describe_tokens(
         folder: Folder of the tokens.
         described: Everything that determines the tokens.
         files: Input files.
-        digests: Digests of the input files, by path.
-        bad: Records that could not be read and were skipped.
+        digests: Mapping from the path of each input file to its digest.
+        bad: Descriptions of the records that were skipped because they could not be read.
     """
     inputs = [{"path": file.path, "bytes": file.size, "content": digests[file.path]} for file in files]
     written = {
@@ -162,8 +162,8 @@ def left_out(folder: Path) -> list[str]:
 def damage_of(folder: Path) -> str | None:
     """Return a message if the tokens in a folder have changed since they were written; otherwise, return None.
 
-    The small .idx file is always read. The token ids are read only if the size or modification time of their file has
-    changed."""
+    The content of the small .idx file is always checked. The content of the .bin file is checked only if its size or
+    modification time has changed."""
     try:
         written = json.loads((folder / DESCRIPTION).read_text())["written"]
         for name, expected in written.items():

@@ -1,7 +1,8 @@
-"""Input files given by paths, globs, folders or URLs, and their decompressed bytes. All damage is reported as an error.
+"""Input files given by paths, globs, folders or URLs, and their decompressed bytes. An error is raised for every
+damaged file.
 
 Python's readers of bz2 and xz drop everything after a damaged stream, and a zstd reader may end silently in the middle
-of a frame. The readers in this module raise Damaged unless the file ends with a complete stream.
+of a frame. The readers in this module raise `Damaged` if the file does not end with a complete stream.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ class _Decompressed(io.RawIOBase):
 
 @contextmanager
 def opened(path: str) -> Iterator[IO[bytes]]:
-    """Open a local or remote file without decompressing it. Raises OSError, or ValueError if a package is missing."""
+    """Open a local or remote file without decompressing it. Raises OSError if the file cannot be opened, and ValueError
+    if a package for the URL is missing."""
     if "://" in path:
         filesystem, inside = remote(path)
         with filesystem.open(inside, "rb") as stream:
@@ -179,7 +181,7 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class TextFile:
-    """Input file that contains documents."""
+    """Input file from which documents are read."""
 
     path: str
     """Path or URL."""
@@ -298,7 +300,7 @@ def _remote_files(url: str) -> Iterator[TextFile]:
 
 
 def _known(paths: Sequence[str], folder: str) -> Iterator[str]:
-    """Yield the files of known formats. Raises ValueError if there are no such files."""
+    """Yield the files in `paths` whose suffix is a known format. Raises ValueError if there are no such files."""
     inside = [path.removeprefix(folder) for path in paths]
     shown = [path for path, place in zip(paths, inside, strict=True) if "/." not in f"/{place}"]
     known = [path for path in shown if by_name(path)[0] is not None]

@@ -15,8 +15,8 @@ def _integer(digits: str) -> int | Decimal:
 
 _QUICK = json.JSONDecoder()
 _PATIENT = json.JSONDecoder(parse_int=_integer)
-"""JSON decoder without a limit on the length of integers. This decoder is slower than the decoder of `json.loads`,
-which refuses integers of more than 4,300 digits."""
+"""JSON decoder without a limit on the length of integers. It is slower than `json.loads`, which rejects integers with
+more than 4,300 digits, and is therefore used only for these integers."""
 
 
 def from_json(text: str) -> object:
@@ -40,9 +40,9 @@ def next_value(text: str, at: int) -> tuple[object, int]:
 
 
 def is_indented(start: bytes) -> bool:
-    """Return True if a file begins with an object that spans several lines. In such a file, the first line ends inside
-    an object, and the second line is not a complete value. A truncated line before a complete line counts as a bad line
-    instead."""
+    """Return True if a file begins with an object that spans several lines. The first line of an indented file ends
+    inside an object, and the second line is not a complete JSON value. If the second line is a complete value, the
+    first line is a truncated JSON line instead."""
     lines = [line.strip() for line in start.split(b"\n")[:-1] if line.strip()][:2]
     if len(lines) < 2 or not lines[0].startswith(b"{"):
         return False

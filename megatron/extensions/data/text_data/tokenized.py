@@ -3,8 +3,8 @@
 The dataset is identical to the output of tools/preprocess_data.py for the same files, so samples are bit-equal. The
 dataset name contains a hash of everything that determines the dataset: the content of the files, the tokenizer (see
 `identity`), and the options for reading documents. If several processes share a folder, one process tokenizes while the
-other processes wait. The file made_from.json, next to the tokens, describes the inputs of the tokens and contains
-checksums. If the tokens have changed, the files are tokenized again.
+other processes wait. The file made_from.json in the folder of the tokens describes the inputs from which the tokens
+were computed, and contains checksums. If the tokens have changed, the files are tokenized again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron.extensions.data.text_data.identity import (
 from megatron.extensions.data.text_data.inputs import TextFile, find_inputs
 
 logger = logging.getLogger(__name__)
-logger.setLevel(logging.WARNING)  # on every rank, because any rank may tokenize and report progress
+logger.setLevel(logging.WARNING)  # warnings are logged on every rank, because any rank may tokenize
 
 REPORT_EVERY = 10.0
 """Seconds between progress messages during tokenization."""
@@ -50,14 +50,14 @@ SHOWN_BAD = 5
 
 @dataclass(frozen=True)
 class Source:
-    """Text files, together with everything else that determines the token ids."""
+    """Text files to tokenize, and a description of everything that determines the token ids."""
 
     files: Sequence[TextFile]
     states: dict[str, list[int]]
-    """State of each local file, by path, when its digest was computed."""
+    """Mapping from the path of each local file to the state that the file had when its digest was computed."""
 
     digests: dict[str, str]
-    """Digests of files, by path."""
+    """Mapping from the path of each file to its digest."""
 
     described: dict[str, object]
     """Inputs that determine the tokens. The hash of these inputs is part of the dataset name, and the inputs are saved
@@ -107,8 +107,8 @@ class TextData:
         return self.data.options(TextDataConfig)
 
     def prefix(self, flag: str, value: str) -> str:
-        """Return the prefix of the indexed dataset that contains the tokens of the text files at `value`. If the
-        dataset does not exist, tokenize the files.
+        """Return the path prefix of the indexed dataset that contains the tokens of the text files at `value`. If this
+        dataset does not exist, it is created by tokenizing the files.
 
         Raises ValueError if files are missing or damaged, or if they contain more than --max-bad-lines bad records."""
         files = find_inputs([value], flag)
@@ -123,7 +123,8 @@ class TextData:
             flag: Flag that the data was passed to. Error messages contain the flag.
             value: Path or URL of the data.
             job: Settings of tokenization.
-            source_of: Function that returns the source, given a folder that may store digests of files.
+            source_of: Function that returns the source; its argument is a folder in which digests of files may be
+                stored.
         """
         folder = self._folder(flag, value)
         try:

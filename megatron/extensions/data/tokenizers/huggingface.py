@@ -31,12 +31,12 @@ HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 MOST_IDS = 1 << 24
-"""Upper bound of token ids: sixty times the size of the largest vocabularies in use."""
+"""Upper bound of token ids, about sixty times the size of the largest vocabularies in use."""
 
 
 MOST_GROWTH = 1000
-"""Upper bound of the factor by which normalization may lengthen a text. Normalizers in use lengthen a text by a small
-factor."""
+"""Largest factor by which a normalizer or decoder may lengthen a text. Common normalizers lengthen a text by a much
+smaller factor."""
 
 CHARSMAP = re.compile(rb'"precompiled_charsmap"\s*:\s*"([^"]*)"')
 
@@ -47,7 +47,7 @@ class _OverTokenizers:
     _tokenizer: FastTokenizer
 
     _flags: str
-    """Flags that name the tokenizer's files, mapped to the flag values."""
+    """Flags that specify the tokenizer's files, together with their values, as text for messages."""
 
     vocab_size: int
 
@@ -100,8 +100,8 @@ class _OverTokenizers:
         return before, behind
 
     def _encodable_text(self) -> tuple[str, list[int]]:
-        """Return a text with at least one token, and the ids of this text. Raises ValueError if there is no such
-        text."""
+        """Return a text that the tokenizer encodes to at least one token, and the ids of this text. Raises ValueError
+        if there is no such text."""
         problem = ValueError(f"{self._flags}: the tokenizer encodes no text; use another file")
         for text in itertools.chain("a0 ", itertools.islice(self._tokenizer.get_vocab(), 1000)):
             try:
@@ -130,8 +130,9 @@ def _size_of(vocab: Mapping[str, int], flags: str) -> int:
 
 def tokenizer_file(name: str) -> Path:
     """Return the tokenizer.json that `name` refers to. `name` is the file, its folder, or the name of a model in the
-    local Hugging Face cache (HF_HUB_CACHE, HF_HOME). The model's main branch is used. An existing path takes
-    precedence. Nothing is downloaded. Raises ValueError if there is no such file."""
+    local Hugging Face cache (HF_HUB_CACHE, HF_HOME). In the cache, the revision `main` of the model is used. If `name`
+    is an existing path, the cache is not searched. Nothing is downloaded. Raises ValueError if there is no such
+    file."""
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
     if file.is_file():
@@ -156,8 +157,8 @@ def tokenizer_file(name: str) -> Path:
 
 
 def tokenizer_inputs(config: TokenizerConfig) -> list[Path]:
-    """Return the existing files that a tokenizer reads. For `HuggingFaceTokenizer`, these are the tokenizer.json and
-    the configuration files in its folder; for other tokenizers, the files that the flags name."""
+    """Return the existing files that a tokenizer reads. `HuggingFaceTokenizer` reads the tokenizer.json and the
+    configuration files in its folder. Other tokenizers read the files that the flags specify."""
     config = with_local_files(config)
     if config.tokenizer_type == "HuggingFaceTokenizer":
         file = tokenizer_file(str(config.tokenizer_model))
@@ -170,9 +171,9 @@ def tokenizer_inputs(config: TokenizerConfig) -> list[Path]:
 class HuggingFaceTokenizer(_OverTokenizers):
     """Tokenizer read from the tokenizer.json that `tokenizer_file` finds.
 
-    Special and added tokens are those that `read_special_tokens` returns. EOD is the EOS token. Texts are encoded
-    according to the file. Special tokens that occur in a text are recognized. Only truncation, padding and random
-    segmentation are disabled.
+    The special and added tokens are read by `read_special_tokens`. EOD is the EOS token. Texts are encoded as the
+    tokenizer.json specifies, except that truncation, padding and random segmentation are disabled. Special tokens that
+    occur in a text are encoded as special tokens.
     """
 
     def __init__(self, config: TokenizerConfig, vocab_size: int | None = None) -> None:
@@ -240,8 +241,9 @@ def _from_file(file: Path) -> FastTokenizer:
 
 
 def _check_charsmaps(file: Path) -> None:
-    """Raise ValueError if the length field in the table of a Precompiled normalizer exceeds the length of the data.
-    Otherwise, the package would abort the process when it allocates memory for the table."""
+    """Raise ValueError if the table of a Precompiled normalizer is damaged such that its length field exceeds the
+    length of the data. This check is needed because the package would abort the process when it allocates memory for
+    the table."""
     for found in CHARSMAP.finditer(file.read_bytes()):
         try:
             table = base64.b64decode(found[1])
@@ -255,8 +257,8 @@ def _check_charsmaps(file: Path) -> None:
 
 
 def _growth(part: object) -> float:
-    """Return the largest factor by which the replacements of a normalizer or decoder in tokenizer.json can lengthen a
-    text."""
+    """Return the largest factor by which a normalizer or decoder in tokenizer.json can lengthen a text when it replaces
+    parts of the text."""
     if not isinstance(part, dict):
         raise TypeError(f"{str(part)[:80]!r} is not a normalizer or decoder")
     growth = prod([_growth(each) for each in (*part.get("normalizers", ()), *part.get("decoders", ()))])

@@ -39,13 +39,13 @@ class SpecialTokens:
     """Tokens that the files next to a tokenizer.json define."""
 
     roles: dict[str, Token] = field(default_factory=dict)
-    """Tokens, as AddedToken or text, by their role, such as "eos_token"."""
+    """Mapping from roles, such as "eos_token", to tokens, each of which is an AddedToken or a text."""
 
     extra: list[Token] = field(default_factory=list)
-    """Special tokens without a role, as AddedToken or text."""
+    """Special tokens that have no role, each of which is an AddedToken or a text."""
 
     added: dict[int, AddedToken] = field(default_factory=dict)
-    """Tokens by id. New tokens are added in the order of these ids."""
+    """Mapping from ids to added tokens. Tokens that the tokenizer lacks are added in ascending order of these ids."""
 
     split: bool = False
     """True to encode special tokens that occur in a text as ordinary text."""
@@ -66,7 +66,7 @@ class SpecialTokens:
         by_role = set(filter(None, map(self.role, self.roles)))
         for token in (*self.roles.values(), *self.extra):
             if _text(token) not in names and token not in new:
-                new.append(token)  # if several tokens have the same text, the last token takes precedence
+                new.append(token)  # of several tokens with the same text, the last one takes precedence
         made = [AddedToken(token, special=True) if isinstance(token, str) else token for token in new]
         for token in made:
             token.special = token.special or token.content in by_role
@@ -101,7 +101,8 @@ def role_texts(folder: Path) -> dict[str, str]:
 
 
 class _Settings(dict[str, object]):
-    """Values of the configuration files by key, and the file from which each value was read."""
+    """Mapping from keys to values of the configuration files. The attribute `files` contains the file from which each
+    value was read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +151,7 @@ class _Settings(dict[str, object]):
         return found
 
     def extra(self) -> list[Token]:
-        """Return the special tokens without a role."""
+        """Return the special tokens to which no role, such as "eos_token", is assigned."""
         key = "extra_special_tokens" if EXTRA in self else LEGACY_EXTRA
         found = self.get(key) or []
         if not isinstance(found, list):
@@ -220,7 +221,7 @@ def _shown(value: object) -> str:
 
 def _object(file: Path) -> dict[str, object]:
     """Read the JSON object in a file; return an empty object if the file does not exist. Raises ValueError if the file
-    contains anything else."""
+    does not contain a JSON object."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
