@@ -55,7 +55,8 @@ class DifferentialAttention(nn.Module):
         self.rotate = rotate_queries_and_keys_interleaved if config.rotary_interleaved else rotate_queries_and_keys
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
-        """x [s, b, h] -> [s, b, h]. Sequence parallelism divides s by tp, and context parallelism divides s by cp."""
+        """Return the attention output for the input x. Both are [s, b, h]; sequence parallelism divides s by tp, and
+        context parallelism divides s by cp."""
         qkv = self.linear_qkv(x).unflatten(-1, (-1, 2, self.queries + 2, self.head_dim))
         q, k, v = qkv.split((self.queries, 1, 1), dim=4)
         q, k = q.flatten(2, 4), k.flatten(2, 4)

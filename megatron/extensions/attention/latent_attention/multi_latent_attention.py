@@ -150,7 +150,8 @@ class MultiLatentAttention(nn.Module):
         self.recompute_heads = config.recomputes("mla_up_proj")
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, h] -> [s, b, h]. Sequence parallelism divides s by tp, and context parallelism divides s by cp."""
+        """Return the attention output for the input x. Both are [s, b, h]; sequence parallelism divides s by tp, and
+        context parallelism divides s by cp."""
         latents = self._latents(x)
         if context.cache is not None:
             return self._projected_back(self._behind_cache(latents, context.cache, context), latents, x)

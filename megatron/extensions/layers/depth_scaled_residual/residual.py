@@ -13,8 +13,9 @@ from megatron.core.tensor_parallel.layers import TPContext
 
 
 class DepthScaledResidual(nn.Module):
-    """sqrt((n - 1) / n) x + sqrt(1 / n) f(x), where f(x) is the n-th term of the stream and the embeddings are the
-    first term. If all terms are independent and have the same variance, the stream also has this variance."""
+    """Residual connection with the output sqrt((n - 1) / n) x + sqrt(1 / n) f(x). The stream is a weighted sum of n
+    terms: the embeddings are the first term, and f(x) is the n-th term. If the terms are independent and have equal
+    variance, the stream has the same variance in every layer."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -30,5 +31,5 @@ class DepthScaledResidual(nn.Module):
         return nn.Identity()
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        """Return the output for the input x. Both are [s, b, h], or [s/tp, b, h] under sequence parallelism."""
         return self.of_stream * x + self.of_output * sublayer(x, context)

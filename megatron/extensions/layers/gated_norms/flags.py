@@ -26,7 +26,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = "gates input norms, but the model has none"
         yield Problem("--layer-module", NAME, rule, "remove it, or use --norm-placement pre")
     if (chosen := linear_format(config.parallel)) is not None:
-        if m.moe_latent_size is None and m.attention != "multi_latent_attention":  # latents have their own rules
+        if m.moe_latent_size is None and m.attention != "multi_latent_attention":  # other rules check the latents
             yield from tokens_for_latents(config)
         rank = config.options(GatedNormFlags).gated_norm_rank
         whole, under = LINEAR_FORMATS.facts(chosen).alignment(config.parallel, 1)

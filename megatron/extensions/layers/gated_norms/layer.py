@@ -26,7 +26,7 @@ class GatedNorm(nn.Module):
         self.gate_up = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.gate_up", rank, hidden, False), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        """Return the output for the input x. Both are [s, b, h], or [s/tp, b, h] under sequence parallelism."""
         y: Tensor = self.norm(x)
         return y * torch.sigmoid(self.gate_up(F.silu(self.gate_down(y))))
 

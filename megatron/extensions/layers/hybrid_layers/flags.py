@@ -1,4 +1,5 @@
-"""Flag for layers with one sublayer each, and the condition under which linear attention flags have an effect.
+"""Flag that specifies layers with one sublayer each, and the condition under which the flags of linear attention have
+an effect.
 
 This module does not import torch.
 """
@@ -15,7 +16,7 @@ from megatron.training.extensions import extension_flags
 
 PATTERN = "--hybrid-layer-pattern"
 DENSE, EXPERTS = "-", "E"
-"""Letters for a dense MLP and for a mixture of experts."""
+"""Letters of a layer with a dense MLP and of a layer with a mixture of experts."""
 
 
 def has_linear_attention(name: str, letter: str) -> Condition:

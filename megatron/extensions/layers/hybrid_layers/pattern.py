@@ -15,17 +15,17 @@ from megatron.training.config.rules.model import without_attention
 from megatron.training.config.run_config import RunConfig
 
 LAYOUT = "pipeline_model_parallel_layout"
-"""Configuration field of the pipeline layout, which the extension pipeline_split defines."""
+"""Name of the configuration field for the pipeline layout. The extension pipeline_split defines this field."""
 
 
 class LayerPattern(NamedTuple):
     """Letters of a parsed pattern."""
 
     stages: tuple[str, ...]
-    """Letters of the layers, by pipeline stage; a single entry if the pattern does not divide stages."""
+    """Letters of the layers in each pipeline stage; a single entry if the pattern does not contain stage borders."""
 
     modules: tuple[str, ...]
-    """Letters of each multi-token prediction module."""
+    """Letters of the layers in each multi-token prediction module."""
 
     @property
     def layers(self) -> str:
@@ -33,7 +33,7 @@ class LayerPattern(NamedTuple):
 
     @property
     def without_stages(self) -> str:
-        """Text of the pattern without stage borders."""
+        """The pattern as text, without the stage borders."""
         return "/".join((self.layers, *self.modules))
 
 
@@ -44,7 +44,7 @@ def read_pattern(text: str) -> LayerPattern:
 
 
 def attention_letter(config: TransformerConfig) -> str:
-    """Return the letter of layers with the model's attention."""
+    """Return the letter that stands for a layer with the attention module of the model."""
     return config.attention_mixer.letter or "*"
 
 
@@ -57,9 +57,9 @@ def letters(config: TransformerConfig) -> dict[str, Sublayers]:
 
 
 def hybrid_layers(config: TransformerConfig) -> tuple[Sublayers, ...]:
-    """Return the sublayers of all layers of a model with a pattern, followed by the sublayers of the model's
-    multi-token prediction modules. A multi-token prediction module without letters equals the last layer. Raises
-    ValueError if the pattern is invalid."""
+    """Return the sublayers of each layer that --hybrid-layer-pattern specifies, followed by the sublayers of each
+    multi-token prediction module. A module without letters has the sublayers of the last layer. Raises ValueError if
+    the pattern is invalid."""
     known, pattern = letters(config), read_pattern(config.options(HybridConfig).hybrid_layer_pattern or "")
     unknown = next((letter for letter in "".join((pattern.layers, *pattern.modules)) if letter not in known), None)
     if unknown is not None:

@@ -1,4 +1,4 @@
-"""Configuration checks for use by several mixers. This module does not import torch."""
+"""Configuration checks that several mixers share. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default
         c: Configuration.
         flag: Name of the flag that sets the number.
         value: Value of the flag; None if the flag is not set.
-        what: Description of what is shared.
+        what: Text for the error message that says what the ranks share, such as "the heads of lightning attention".
         default: Number that applies if the flag is not set.
     """
     tp = c.parallel.tensor_model_parallel_size
@@ -35,16 +35,18 @@ def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default
 def unless_aligned(
     c: RunConfig, flag: str, value: int | None, each: int, what: str, default: int = 0, *, cut: bool = True
 ) -> Iterator[Problem]:
-    """Report a flag that gives the matrices of a rank dimensions without the alignment that the linear format needs.
+    """Report a problem if a flag gives a rank's matrices dimensions that are not multiples of the size that the linear
+    format requires.
 
     Args:
         c: Configuration.
         flag: Name of the flag that sets the number.
         value: Value of the flag; None if the flag is not set.
-        each: Number of rows or columns of the matrix for each unit of `value`, such as the channels per head.
-        what: Description of the rows or columns.
+        each: Number of rows or columns of a matrix per unit of `value`. If `value` is a number of heads, this is the
+            number of channels per head.
+        what: Text for the error message that names the rows or columns, such as "channels of Mamba-1".
         default: Number that applies if the flag is not set.
-        cut: True if the number is divided over tensor-parallel ranks.
+        cut: Whether the rows or columns are divided over tensor-parallel ranks.
     """
     tp, count = c.parallel.tensor_model_parallel_size, value or default
     parts = tp if cut else 1

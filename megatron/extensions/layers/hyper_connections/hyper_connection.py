@@ -1,8 +1,8 @@
 """Manifold-constrained hyper-connections (mHC, arXiv 2512.24880; hyper-connections: arXiv 2409.19606).
 
 The residual stream consists of n concatenated streams, [s, b, n * h]. A sublayer f reads a weighted sum of the streams
-and updates each stream: x'_k = sum_j res[j, k] x_j + post_k f(sum_j pre_j x_j). The weights pre and post, and the
-doubly stochastic matrix res, are functions of the token's streams. The formulas match Hugging Face's implementation of
+and updates each stream: x'_k = sum_j res[j, k] x_j + post_k f(sum_j pre_j x_j). The weights pre and post and the doubly
+stochastic matrix res are computed from the streams of the token. The formulas match Hugging Face's implementation of
 DeepSeek-V4. Each token is computed independently, so tensor parallelism replicates the weights, and sequence and
 context parallelism need no communication.
 """
@@ -33,14 +33,14 @@ Sublayer = Callable[[Tensor, BatchContext], Tensor]
 
 
 class PendingMix:
-    """Operands from which the streams after a sublayer will be mixed. The backward pass of the layer's next sublayer
-    recomputes the mixed streams."""
+    """Operands of a deferred mix: the next sublayer of the layer computes the mixed streams from them, and recomputes
+    the mixed streams in its backward pass."""
 
     def __init__(self, parts: Mix, compiled: bool) -> None:
         self.parts, self.compiled = parts, compiled
 
     def added(self) -> Tensor:
-        """Return the mixed streams [s, b, n * h]."""
+        """Compute and return the mixed streams [s, b, n * h]."""
         return self.made(self.parts)
 
     def made(self, parts: Mix) -> Tensor:
@@ -48,8 +48,9 @@ class PendingMix:
 
 
 class TokenWeights(nn.Module):
-    """Weights that depend on the streams of a token: a normalized projection of the streams, with factors and a bias.
-    Only the streams are saved; the backward pass recomputes everything else from the streams.
+    """Base class of modules that compute weights for each token from its streams. The weights are a normalized
+    projection of the streams, multiplied by factors, plus a bias. Only the streams are saved; the backward pass
+    recomputes everything else from the streams.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
@@ -59,32 +60,33 @@ class TokenWeights(nn.Module):
         self.epsilons, self.compiled = Epsilons(config.norm_epsilon, own.mhc_epsilon), ctx.compiled
 
     def of_kept(self, function: Callable[[Tensor], T], x: Tensor) -> T:
-        """Return function(x). In training, save only x for the backward pass."""
+        """Return function(x). In training, only x is saved for the backward pass."""
         return recomputed(function, x) if self.training else function(x)
 
     def projected(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [s, b, n * h] -> [s, b, rows], in fp32 if x is 16-bit"""
+        """Project the streams x [s, b, n * h] to [s, b, rows]. The result is fp32 if x is 16-bit."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.linear(x.to(wide), weight.to(wide))
 
     def split(self, x: Tensor) -> Tensor:
-        """[s, b, n * h] -> [s, b, n, h]"""
+        """Split the concatenated streams x [s, b, n * h] into [s, b, n, h]."""
         return x.unflatten(-1, (self.streams, -1))
 
 
 class HyperConnection(TokenWeights):
-    """Hyper-connection: compute the input of a sublayer from the streams, mix the streams, and add the sublayer's
-    output.
+    """Residual connection of a sublayer that computes the sublayer's input from the streams, mixes the streams, and
+    adds the sublayer's output to each stream.
 
-    With --recompute-modules mhc, the first of a layer's two sublayers defers mixing to the second sublayer, which does
-    not save the mixed streams.
+    With --recompute-modules mhc, the first sublayer of a layer leaves the mixing of the streams to the second sublayer,
+    which recomputes the mixed streams in the backward pass instead of saving them.
     """
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(config, ctx)
         width, name = config.residual_size, f"{sublayer}_hyper_connection"
         rows = self.streams * (self.streams + 2)
-        """Number of rows: weights of a sublayer's input, weights of its output, and the mixing matrix."""
+        """Number of weights per token: n for the sublayer's input, n for its output, and n * n for the mixing
+        matrix."""
         bound = sqrt(6 / (rows + width))
         factor = Init("constant", value=config.options(HyperConnectionFlags).mhc_init_gating_factor)
 
@@ -103,7 +105,7 @@ class HyperConnection(TokenWeights):
 
     @staticmethod
     def enter(x: Tensor, config: TransformerConfig) -> Tensor:
-        """x [s, b, h] -> [s, b, n * h]: each stream starts as a copy of the hidden states"""
+        """Return n streams [s, b, n * h], each of which is a copy of the hidden states x [s, b, h]."""
         return x.repeat(1, 1, config.residual_size // config.hidden_size)
 
     @staticmethod
@@ -112,7 +114,8 @@ class HyperConnection(TokenWeights):
         return SumOfStreams(norm, config, ctx) if learned else MeanOfStreams(config, ctx)
 
     def forward(self, x: Stream, sublayer: Sublayer, context: BatchContext) -> Stream:
-        """x [s, b, n * h] -> [s, b, n * h]; [s/tp, b, n * h] under sequence parallelism"""
+        """Return the streams after the sublayer for the streams x before it. Both are [s, b, n * h], or [s/tp, b, n *
+        h] under sequence parallelism."""
         if isinstance(x, PendingMix):
             return with_input_recomputed(x.made, x.parts, self._mixed, sublayer, context)
         left = self.recompute and self.training
@@ -126,7 +129,8 @@ class HyperConnection(TokenWeights):
         return PendingMix(Mix(self.split(x), post, res, sublayer(read, context)), self.compiled)
 
     def _weights(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [s, b, n * h] -> the sublayer's input [s, b, h], post [s, b, n], res [s, b, n, n]"""
+        """Return the sublayer's input [s, b, h] and the weights post [s, b, n] and res [s, b, n, n] for the streams x
+        [s, b, n * h]."""
         factors = self.alpha_pre, self.alpha_post, self.alpha_res
         projected = self.projected(x, self.mapping_proj)
         weights = region(stream_weights, self.compiled)
@@ -142,7 +146,8 @@ class MeanOfStreams(TokenWeights):
 
 
 class SumOfStreams(TokenWeights):
-    """Module that returns the sum of the streams after the last layer, with token-dependent weights."""
+    """Module that returns a weighted sum of the streams after the last layer. The weights are computed from the streams
+    of each token."""
 
     def __init__(self, norm: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(config, ctx)

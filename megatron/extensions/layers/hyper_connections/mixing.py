@@ -1,7 +1,7 @@
-"""Formulas of hyper-connections: stream weights and stream mixing.
+"""Formulas of hyper-connections for the stream weights and for mixing the streams.
 
-Shapes: x [..., n, h] has n streams. For 16-bit streams, weights and sums are computed in fp32, and the sums are then
-rounded."""
+Shapes: x [..., n, h] contains n streams of h channels. For 16-bit streams, weights and sums are computed in fp32, and
+the sums are then rounded."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Epsilons(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """Operands for computing the streams after a sublayer."""
+    """Operands from which the streams after a sublayer are computed."""
 
     x: Tensor
-    """[..., n, h]: streams before the sublayer."""
+    """Streams before the sublayer, [..., n, h]."""
 
     post: Tensor
-    """[..., n]: weights of the output in each stream."""
+    """For each stream, the factor of the sublayer's output, [..., n]."""
 
     res: Tensor
-    """[..., n, n]: mixing matrix. Column k contains the weights of the new stream k."""
+    """Mixing matrix [..., n, n]. Column k contains the weights of the old streams in the new stream k."""
 
     y: Tensor
-    """[..., h]: output of the sublayer."""
+    """Output of the sublayer, [..., h]."""
 
 
 def doubly_stochastic(logits: Tensor, iterations: int, eps: float) -> Tensor:
@@ -54,22 +54,23 @@ def doubly_stochastic(logits: Tensor, iterations: int, eps: float) -> Tensor:
 
 
 def weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
-    """weights [..., n], x [..., n, h] -> [..., h]"""
+    """Return the sum [..., h] of the streams x [..., n, h], weighted by `weights` [..., n]."""
     return _sum([w.unsqueeze(-1) * stream for w, stream in _pairs(weights, x)]).to(x.dtype)
 
 
 def stream_weights(
     x: Tensor, projected: Tensor, factors: tuple[Tensor, ...], bias: Tensor, iterations: int, epsilons: Epsilons
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the weights of a sublayer (arXiv 2512.24880, equations 7 and 8).
+    """Compute the input of a sublayer and the weights of its streams (arXiv 2512.24880, equations 7 and 8).
 
     Args:
         x: [..., n, h], streams.
         projected: [..., n * (n + 2)], projection of the streams.
-        factors: Factors of the projections for the sublayer's input, its output, and the mixing matrix.
+        factors: Three scalars, by which the weights of the sublayer's input, the weights of its output and the mixing
+            matrix are multiplied.
         bias: [n * (n + 2)].
         iterations: Number of Sinkhorn-Knopp iterations.
-        epsilons: Epsilons of the norm and of the weights.
+        epsilons: Epsilon of the norm and epsilon of the weights.
 
     Returns:
         The sublayer's input [..., h], and `post` and `res` of a `Mix`.
@@ -87,14 +88,15 @@ def stream_weights(
 
 
 def contracted(x: Tensor, projected: Tensor, factor: Tensor, bias: Tensor, epsilons: Epsilons) -> Tensor:
-    """x, projected [..., n] -> hidden states [..., h] after the last layer"""
+    """Return the hidden states [..., h] after the last layer, a weighted sum of the streams x. The weights are computed
+    from `projected` [..., n]."""
     dtype = projected.dtype
     normed = projected * _inverse_norm(x, dtype, epsilons.norm)
     return weighted_sum((normed * factor.to(dtype) + bias.to(dtype)).sigmoid() + epsilons.weights, x)
 
 
 def mixed_streams(x: Tensor, post: Tensor, res: Tensor, y: Tensor) -> Tensor:
-    """Return the streams after a sublayer: stream k is the sum over j of res[j, k] x[j], plus post[k] y."""
+    """Return the streams after a sublayer. The new stream k is sum_j res[j, k] x[j] + post[k] y."""
     streams = (
         _sum([w.unsqueeze(-1) * stream for w, stream in _pairs(column, x)]) + of_y.unsqueeze(-1) * y
         for column, of_y in zip(res.unbind(-1), post.unbind(-1), strict=True)
@@ -120,7 +122,7 @@ class _MixContext(AutogradContext):
 
 
 class MixFunction(torch.autograd.Function):
-    """`mixed_streams` as an autograd function that saves each operand once."""
+    """Autograd function of `mixed_streams` that saves each operand only once for the backward pass."""
 
     @staticmethod
     def forward(ctx: _MixContext, x: Tensor, post: Tensor, res: Tensor, y: Tensor, compiled: bool) -> Tensor:

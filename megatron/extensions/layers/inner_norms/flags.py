@@ -28,7 +28,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @extension_flags("norms before output projections", part_of="model", rules=rules, always=True)
 @dataclass(frozen=True)
 class InnerNormFlags:
-    """Norms before output projections. This extension has no flags of its own."""
+    """RMSNorms before the output projections of attention and MLP. This extension has no flags of its own."""
 
 
 MIXERS.register(ATTENTION, f"{__package__}.inner_norms:NormedOutputAttention", attention=AttentionFacts())

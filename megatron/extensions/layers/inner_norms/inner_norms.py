@@ -22,9 +22,10 @@ class ShardedRMSNorm(nn.Module):
         self.weight = make_parameter(ParamMeta(f"{name}.weight", (size,), {"tp": 0}, role="norm"), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, size/tp] -> [s, b, size/tp]"""
+        """Normalize the sharded channels x [s, b, size/tp] over all ranks, and multiply them by the weight."""
         wide = x.float() if x.itemsize == 2 else x
-        # Every rank uses the sum over all ranks, so the gradient of the sum is also summed over ranks.
+        # The output of every rank depends on the sum over all ranks, so the gradient of this sum is summed over ranks,
+        # too.
         squares = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.tp), self.tp)
         return (wide * torch.rsqrt(squares / self.size + self.eps) * self.weight.to(wide.dtype)).to(x.dtype)
 
@@ -39,7 +40,7 @@ class NormedOutputAttention(SelfAttention):
         self.linear_proj.register_forward_pre_hook(self._normed)
 
     def _normed(self, linear: nn.Module, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Forward pre-hook of linear_proj that normalizes its input."""
+        """Normalize the input of linear_proj; registered as its forward pre-hook."""
         return self.output_layernorm(operands[0]), *operands[1:]
 
 
@@ -51,7 +52,8 @@ class NormedSquaredReGLU(nn.Module):
         self.norm = ShardedRMSNorm(f"{name}.norm", config.ffn_size, config, ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, 2 ffn/tp], gate before up -> [s, b, ffn/tp]"""
+        """Return the normalized activations [s, b, ffn/tp] of x [s, b, 2 ffn/tp], which contains the gate channels,
+        then the up channels."""
         gate, up = x.chunk(2, dim=-1)
         normed: Tensor = self.norm(gate.relu().square() * up)
         return normed

@@ -18,8 +18,8 @@ class Half(nn.Module):
 
 class MeanOfExpertsLayer(TransformerLayer):
     """`TransformerLayer` in which the output of an MoE layer is (shared expert + weighted sum of the chosen experts) /
-    2 instead of the sum. If the layer has an output norm, the norm is applied to this mean. The parameters are the same
-    as in `TransformerLayer`."""
+    2 instead of the sum. An output norm, if the layer has one, is applied after the division by 2. The parameters are
+    the same as in `TransformerLayer`."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)

@@ -10,8 +10,8 @@ from megatron.core.transformer.layer import TransformerLayer
 
 
 class NoFirstNormLayer(TransformerLayer):
-    """`TransformerLayer` without a norm before attention in layer 0. The embeddings that layer 0 reads are already
-    normalized."""
+    """`TransformerLayer` without a norm before attention in layer 0. Layer 0 needs no such norm, because its input
+    embeddings are already normalized."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)

@@ -1,10 +1,11 @@
 """Residual stream of models with per-layer embeddings, [s, b, 2h + e].
 
-The stream consists of hidden states, word embeddings, and the weight of a norm. Each layer projects the word embeddings
-to the channels of its own embeddings, so the stream contains the word embeddings. All layers normalize these
-projections with the same weight, which is a parameter of layer 0. Layer 0 writes the weight to each token of the
-stream, and the other layers read the weight from the stream. The gradient of the weight returns the same way, so
-pipeline stages need no additional messages. Tensor-parallel ranks share the channels of tables and projections.
+The stream carries the hidden states (h channels), the word embeddings (h channels) and the weight of a norm (e
+channels), because every layer needs all of them. Each layer projects the word embeddings to the e channels of its own
+embeddings, and normalizes the projection with the weight, which all layers share. The weight is a parameter of layer 0,
+which copies it to each token of the stream; the other layers read it from the stream. In the backward pass, the
+gradient of the weight flows through the stream to layer 0. Pipeline stages therefore need no additional messages.
+Tensor-parallel ranks share the channels of tables and projections.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from megatron.extensions.layers.per_layer_embeddings.flags import GATES, size_of
 
 
 class PerLayerEmbeddings(nn.Module):
-    """Residual connection of a sublayer. The residual connection of the MLP also adds the layer's embeddings."""
+    """Residual connection that adds the output of a sublayer to the hidden states. After an MLP, it also adds the
+    embeddings of the layer."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -39,7 +41,7 @@ class PerLayerEmbeddings(nn.Module):
 
     @staticmethod
     def enter(x: Tensor, config: TransformerConfig) -> Tensor:
-        """[s, b, h] -> [s, b, 2h + e]"""
+        """Return the stream [s, b, 2h + e] for the word embeddings x [s, b, h]."""
         return torch.cat((x, F.pad(x, (0, size_of(config)))), dim=-1)
 
     @staticmethod
@@ -55,7 +57,8 @@ class PerLayerEmbeddings(nn.Module):
     def forward(
         self, stream: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext
     ) -> Tensor:
-        """stream [s, b, 2h + e] -> [s, b, 2h + e]; [s/tp, b, 2h + e] under sequence parallelism"""
+        """Return the stream after the sublayer for the stream before it. Both are [s, b, 2h + e], or [s/tp, b, 2h + e]
+        under sequence parallelism."""
         x, carried = stream.split((self.hidden, stream.shape[-1] - self.hidden), dim=-1)
         x = x + sublayer(x, context)
         if self.embeddings is not None:
@@ -71,12 +74,13 @@ class HiddenStates(nn.Module):
         self.hidden = hidden
 
     def forward(self, stream: Tensor) -> Tensor:
-        """[s, b, 2h + e] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""
+        """Return the hidden states [s, b, h] in the stream [s, b, 2h + e]. Under sequence parallelism, the first
+        dimension is s/tp."""
         return stream[..., : self.hidden].contiguous()
 
 
 class LayerEmbeddings(nn.Module):
-    """Add norm(W (act(G x) * p)) to the hidden states x of a layer.
+    """Module that adds norm(W (act(G x) * p)) to the hidden states x of a layer.
 
     p = (norm(P v / sqrt(h)) + sqrt(e) r) / sqrt(2), where r is the token's row of the embedding table, and v is the
     token's word embedding.
@@ -97,14 +101,16 @@ class LayerEmbeddings(nn.Module):
         self.approximate = GATES.get(config.activation, "none")
         self.scales = hidden**-0.5, rounded(sqrt(size), ctx.dtype)
         self.context_layernorm = None
-        """Weight of the projection norm that all layers share; None except in layer 0."""
+        """Weight of the norm that all layers apply to their projections. Only layer 0 has this parameter; it is None in
+        other layers."""
         if ctx.layer == 0:
             partial_over = sequence_partial(ctx.sequence_parallel)
             weight = ParamMeta(f"{name}.context_layernorm.weight", (size,), partial_over=partial_over, role="norm")
             self.context_layernorm = make_parameter(weight, ctx)
 
     def forward(self, x: Tensor, carried: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
-        """x [s, b, h] and carried [s, b, h + e] -> the same; [s/tp, b, ...] under sequence parallelism"""
+        """Return updated hidden states x [s, b, h] and the rest of the stream, `carried` [s, b, h + e]. Under sequence
+        parallelism, the first dimension is s/tp."""
         words, weight = carried.split((carried.shape[-1] - self.size, self.size), dim=-1)
         if self.context_layernorm is not None:
             weight = self.context_layernorm.expand_as(weight)
@@ -116,17 +122,19 @@ class LayerEmbeddings(nn.Module):
         return F.silu(gate) if self.approximate == "silu" else F.gelu(gate, approximate=self.approximate)
 
     def _inputs(self, words: Tensor, weight: Tensor, context: BatchContext) -> Tensor:
-        """words [s, b, h], [s/tp, b, h] under sequence parallelism, and the norm weight [e] -> p [s, b, e/tp]"""
+        """Compute p [s, b, e/tp] from the norm weight [e] and the word embeddings `words`, which are [s, b, h], or
+        [s/tp, b, h] under sequence parallelism."""
         of_words, of_rows = self.scales
         assert context.tokens is not None
         rows = EmbeddingFunction.apply(context.tokens.t(), self.table, LOCAL, Axis())
         return (self._normed(self.context_proj(words) * of_words, weight) + rows * of_rows) * 2**-0.5
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Normalize x [s, b, e/tp] over the channels of all ranks, and multiply it by this rank's part of the weight
-        [e]."""
+        """Normalize x [s, b, e/tp] over the channels of all ranks, and multiply the result by this rank's shard of the
+        weight [e]."""
         wide = x.float() if x.itemsize == 2 else x
-        # every rank's computation uses the sum over all ranks, so the sum's gradient is also a sum over ranks
+        # the output of every rank depends on the sum over all ranks, so the gradient of this sum is summed over ranks,
+        # too
         squares = copy_to(reduce_from(wide.square().sum(-1, keepdim=True), self.tp), self.tp)
         # under sequence parallelism, each rank's stream has different tokens, and the ranks' gradients are summed
         weight = weight if self.sequence_parallel else copy_to(weight, self.tp)

@@ -1,4 +1,4 @@
-"""Layer whose output is multiplied by a stored number."""
+"""Layer whose output is multiplied by a scalar that is stored in the checkpoint."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megatron.core.transformer.layer import TransformerLayer
 
 
 class ScaledLayer(TransformerLayer):
-    """`TransformerLayer` whose output is multiplied by layer_scalar. The scalar is initialized to 1, or read from a
-    converted model. The scalar is saved in checkpoints, but not trained."""
+    """`TransformerLayer` whose output is multiplied by layer_scalar. The scalar is 1 in a new model, or is read from
+    the checkpoint of a converted model. The scalar is saved in checkpoints, but not trained."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
@@ -28,10 +28,10 @@ class ScaledLayer(TransformerLayer):
         residual = None if config.residual is None else RESIDUALS[config.residual]
         of_stream = getattr(residual, "scaled", None)
         self.scaled = None if of_stream is None else partial(of_stream, config=config)
-        """Function that scales the hidden states in a stream that also has other channels; None if all channels of the
-        stream are hidden states."""
+        """Function that scales only the hidden states in a stream with additional channels; None if the stream has no
+        additional channels."""
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism"""
+        """Return the output for the input x. Both are [s, b, h], or [s/tp, b, h] under sequence parallelism."""
         stream, factor = super().forward(x, context), self.layer_scalar.to(x.dtype)
         return stream * factor if self.scaled is None else self.scaled(stream, factor)

@@ -12,14 +12,15 @@ from megatron.extensions.layers.scaled_swiglu.flags import ScaledSwiGLUFlags
 
 
 class ScaledSwiGLU:
-    """Activation function silu(m gate) * n up, for --swiglu-multipliers m n. The function scales both halves of the
-    input, gate and up, and applies SwiGLU to them. Only the scaled halves are saved for the backward pass."""
+    """Activation function silu(m gate) * n up, where m and n are the values of --swiglu-multipliers. The function
+    multiplies the gate channels by m and the up channels by n, and then applies SwiGLU. Only the scaled channels are
+    saved for the backward pass."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         self.of_gate, self.of_output = config.options(ScaledSwiGLUFlags).swiglu_multipliers or (1.0, 1.0)
         self.plain = FusedActivation("swiglu", ctx.compiled)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [..., 2f], gate before up -> [..., f]"""
+        """Return the activations [..., f] of x [..., 2f], which contains the gate channels, then the up channels."""
         gate, up = x.chunk(2, dim=-1)
         return self.plain(torch.cat((gate * self.of_gate, up * self.of_output), dim=-1))

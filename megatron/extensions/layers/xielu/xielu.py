@@ -27,7 +27,7 @@ class XIELU(nn.Module):
         super().__init__()
 
         def scalar(key: str, value: float) -> nn.Parameter:
-            # Tensor-parallel ranks share the width, so each rank's gradient is a partial sum.
+            # The channels are sharded over tensor-parallel ranks, so the gradient on each rank is a partial sum.
             init = Init("constant", value=value)
             return make_parameter(ParamMeta(f"{name}.{key}", (1,), {}, init, ("tp",), role="vector"), ctx)
 

@@ -1,9 +1,9 @@
 """Kimi Delta Attention (arXiv 2510.26692), the mixer of Kimi Linear.
 
-Kimi Delta Attention is a gated delta net with a separate decay for each channel of the state. Low-rank projections,
-each a product of two matrices, produce the decays and the output gates. The first matrix is replicated on all
-tensor-parallel ranks. Ling 3.0 uses one full matrix instead of two. The gates are sigmoids. Everything else works as in
-`GatedDeltaNet`, with one value head for each key head.
+Kimi Delta Attention is a gated delta net with a separate decay for each channel of the state. The decays and the output
+gates are computed by low-rank projections, each of which is a product of two matrices. The first matrix is replicated
+on all tensor-parallel ranks. In Ling 3.0, a single full-rank matrix replaces the two matrices. The gates are sigmoids.
+Everything else works as in `GatedDeltaNet`, with one value head for each key head.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from megatron.extensions.mixers.linear_attention.gated_delta_net import (
 
 
 class KimiDeltaAttention(GatedDeltaNet):
-    """Kimi Delta Attention: projections, convolution, delta rule with a decay per channel, gated norm, output
-    projection.
+    """Kimi Delta Attention, which consists of projections, a convolution, the delta rule with a decay per channel, a
+    gated norm, and an output projection.
 
     in_proj is [heads, 3 * channels + 1, h], ordered by head: all channels of the first head come first."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        nn.Module.__init__(self)  # this layer's parameters differ from the base class's
+        nn.Module.__init__(self)  # the parameters of the base class are not created
         own, hidden = config.options(KimiDeltaFlags), config.hidden_size
         heads, taps = own.kda_num_heads, own.kda_conv_kernel_dim
         self.cp = ctx.state.cp
@@ -70,12 +70,12 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.f_b_proj, self.g_b_proj = up("f"), up("g")
         self.conv1d = make_sharded_parameter(f"{name}.conv1d.weight", (heads, 3 * width, taps), ctx, role="convolution")
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads, width), ctx, role="bias", init=steps)
-        """Bias of the projected decay."""
+        """Bias that is added to the projected decay."""
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
         """Logarithm of the decay rate."""
         out_norm = ParamMeta(f"{name}.out_norm.weight", (width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm")
         self.out_norm = make_parameter(out_norm, ctx)
-        """[channels of a head]: norm weight, shared by all heads."""
+        """Weight of the output norm, [channels of a head], shared by all heads."""
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False), ctx)
         self.kernel = None
         self.recompute = True
@@ -83,7 +83,8 @@ class KimiDeltaAttention(GatedDeltaNet):
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(sigmoid_gated_norm, ctx.compiled)
 
     def _projected(self, x: Tensor) -> Tensor:
-        """Return the query, key, value, gate, write strength and decay of each head, [s/cp, b, heads/tp * channels]."""
+        """Project x to [s/cp, b, heads/tp * channels], where the channels of a head are its query, key, value, gate,
+        write strength and decay."""
         width = self.value_width
         mixed, gate = self.in_proj(x).unflatten(-1, (-1, 3 * width + 1)), self.g_b_proj(self.g_a_proj(x))
         decay = self.f_b_proj(self.f_a_proj(x))
@@ -101,7 +102,8 @@ class KimiDeltaAttention(GatedDeltaNet):
 
 
 def sigmoid_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head's output, times the sigmoid of its gate. 16-bit inputs are computed in fp32.
+    """Apply RMSNorm to the output of each head, and multiply the result by the sigmoid of the head's gate. 16-bit
+    inputs are computed in fp32.
 
     Args:
         x: [s, b, heads, d], head outputs.

@@ -1,8 +1,8 @@
 """Lightning attention (arXiv 2401.04658), the mixer of MiniMax-Text-01 (arXiv 2501.08313, section 2.2).
 
-One projection produces queries, keys, values and gates. SiLU is applied to queries, keys and values, which are mixed
-without a softmax. The outputs of all heads are normalized together, multiplied by the gates, and projected to hidden
-states. A head's state S decays at a fixed rate:
+One projection produces queries, keys, values and gates. SiLU is applied to queries, keys and values, and attention is
+computed without a softmax. The outputs of all heads are normalized together, multiplied by the gates, and projected to
+hidden states. A head's state S decays at a fixed rate:
 
     S_t = exp(-rate) S_{t-1} + k_t v_tᵀ         y_t = S_tᵀ q_t
 
@@ -35,12 +35,12 @@ from megatron.extensions.mixers.linear_attention.gated_delta_rule import Chunks
 from megatron.extensions.mixers.mamba.ssd import ssd_chunks, ssd_steps
 
 EPSILON = 1e-6
-"""Epsilon of the output norm. The epsilon is fixed, as in MiniMax-Text-01, and does not depend on --norm-epsilon."""
+"""Epsilon of the output norm. As in MiniMax-Text-01, this value is fixed and does not depend on --norm-epsilon."""
 
 
 class LightningAttention(nn.Module):
     """Lightning attention: projection, linear attention, norm, gate, output projection. The backward pass recomputes
-    the activations between the two projections, except the head outputs."""
+    all activations between the input projection and the output projection except the head outputs."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -55,14 +55,15 @@ class LightningAttention(nn.Module):
         self.chunk, self.heads = config.options(LightningFlags).lightning_chunk_size, heads // ctx.tp.size
         first = ctx.tp.rank * self.heads + self.cp.rank * (self.heads // self.cp.size)
         self.rates = partial(decay_rates, range(first, first + self.heads // self.cp.size), ctx.layer, config)
-        # Rows are ordered by head; each head has its query, key, value and gate. Neither projection
+        # The rows of a head are its query, key, value and gate; all rows of the first head come first. Neither
+        # projection
         # has a bias.
         self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", hidden, (heads, 4 * width), False), ctx)
         self.norm = WideRMSNorm(f"{name}.norm", heads, of_heads, ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", heads * width, hidden, False), ctx)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
+        """Return the output for the input x. Both are [s/cp, b, h], or [s/(cp*tp), b, h] under sequence parallelism."""
         mixed = self.in_proj(x).unflatten(-1, (self.heads, 4 * self.width))
         mixed, gate = mixed.split((3 * self.width, self.width), dim=-1)
         mixed = sequence_to_heads(mixed.unflatten(2, (self.cp.size, -1)), self.cp)
@@ -73,7 +74,8 @@ class LightningAttention(nn.Module):
         return self.out_proj(recomputed(self._gated, y, gate) if again else self._gated(y, gate))
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """mixed [s, b, heads/(tp*cp), 3 * channels] -> [s, b, heads/(tp*cp), channels]"""
+        """Return the head outputs [s, b, heads/(tp*cp), channels] for the projected queries, keys and values, `mixed`
+        [s, b, heads/(tp*cp), 3 * channels]."""
         q, k, v = F.silu(mixed).chunk(3, dim=-1)
         wide = torch.promote_types(mixed.dtype, torch.float32)
         rule: Callable[..., tuple[Tensor, Tensor]] = partial(
@@ -92,19 +94,20 @@ class LightningAttention(nn.Module):
         return y.to(mixed.dtype)
 
     def _gated(self, y: Tensor, gate: Tensor) -> Tensor:
-        """y, gate [s/cp, b, heads/tp, channels] -> [s/cp, b, heads/tp * channels]"""
+        """Normalize y and multiply the result by the sigmoid of the gate. y and gate are [s/cp, b, heads/tp, channels];
+        the result is [s/cp, b, heads/tp * channels]."""
         return (self.norm(y) * gate.sigmoid()).flatten(2)
 
 
 def decay_rates(
     heads: range, layer: int, config: TransformerConfig, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return the decay rates [n] of heads. In the first layer of a model with 8 heads, the rates are the slopes of
-    ALiBi, from 1/2 to 1/256. The rates decrease with the layer number to nearly 0 in the last layer.
+    """Return the decay rate of each head in `heads`, [n]. In the first layer of a model with 8 heads, the rates are the
+    slopes of ALiBi, from 1/2 to 1/256. The rates decrease with the layer number to nearly 0 in the last layer.
 
     Args:
         heads: Head numbers.
-        layer: Layer number; multi-token prediction layers use the rates of the last layer.
+        layer: Layer number. Layers of multi-token prediction modules use the rates of the model's last layer.
         config: Model configuration.
         dtype: Dtype of the result.
         device: Device of the result.

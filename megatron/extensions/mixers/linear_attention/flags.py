@@ -59,9 +59,9 @@ class LinearAttentionFlags:
 
     @property
     def linear_channels(self) -> tuple[int, int, int, int, int, int]:
-        """Numbers of channels that a gated delta net projects for each key head: query, keys, values, value gates,
-        write strengths beta, and one decay per value head. With several keys per token, all keys come first, then all
-        values."""
+        """Number of projected channels per key head, as a tuple with one number for each of: the query, keys, values,
+        value gates, write strengths beta, and decays (one per value head). If a token has several keys, all keys come
+        before all values."""
         heads, steps = self.linear_num_value_heads // self.linear_num_key_heads, self.linear_num_householder
         key, value = self.linear_key_head_dim, self.linear_value_head_dim
         return key, steps * key, steps * heads * value, heads * value, steps * heads, heads
@@ -76,7 +76,8 @@ def heads(config: TransformerConfig) -> str:
 
 
 def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKind:
-    """Return the layer kind with the norm placement of gated delta nets, if it differs from the model's."""
+    """Return the layer kind with --linear-norm-placement as its norm placement, or unchanged if this flag is not
+    set."""
     placement = config.options(LinearAttentionFlags).linear_norm_placement
     return replace(kind, own=(*kind.own, ("norm_placement", placement))) if placement else kind
 

@@ -1,15 +1,16 @@
 """Gated delta net (arXiv 2412.06464, section 3.4), the linear attention of Qwen3-Next.
 
 One projection produces queries, keys, values, gates, write strengths and decays. A short convolution and SiLU are
-applied to queries, keys and values, and queries and keys are normalized. The gated delta rule mixes tokens. Each head's
-output is normalized, multiplied by the head's gate and projected to hidden states. Key heads, together with their value
-heads, are sharded over the tensor-parallel ranks.
+applied to queries, keys and values, and queries and keys are normalized. The gated delta rule, a recurrence over
+tokens, computes the head outputs. Each head's output is normalized, multiplied by the head's gate and projected to
+hidden states. Key heads, together with their value heads, are sharded over the tensor-parallel ranks.
 
-Under context parallelism, an all-to-all before the convolution converts from sequence shards of all heads to whole
-sequences of some key heads. A second all-to-all converts the outputs back to sequence shards. --cp-comm-type applies
-only to attention. Each rank convolves and scans whole sequences for its heads. Therefore convolution, documents, chunks
-and kernels work as in one process, and all ranks compute at the same time. If ranks instead sent the state from rank to
-rank, the state would have to cross every border between zig-zag shards, one after another.
+Under context parallelism, an all-to-all before the convolution exchanges sequence shards for key heads, so that each
+rank has the whole sequence for some of the key heads. A second all-to-all converts the outputs back to sequence shards.
+--cp-comm-type applies only to attention. Each rank convolves and scans whole sequences for its heads. Convolution,
+documents, chunks and kernels therefore work as in one process, and all ranks compute at the same time. The alternative,
+to pass the state from rank to rank, would be sequential: the state would cross the borders between zig-zag shards one
+after another.
 """
 
 from __future__ import annotations
@@ -51,24 +52,25 @@ from megatron.extensions.mixers.linear_attention.gated_delta_rule import (
 )
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""The operands q, k, v, g and beta of the gated delta rule."""
+"""Operands of the gated delta rule: q, k, v, g and beta."""
 
 FEW_TOKENS = 4
-"""Largest number of tokens that generation computes step by step, which takes fewer operations than computing one
-chunk."""
+"""Largest number of tokens for which generation applies the rule token by token, because this takes fewer operations
+than one chunk."""
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated delta net: projection, convolution, gated delta rule, gated norm, output projection.
+    """Gated delta net, which consists of a projection, a convolution, the gated delta rule, a gated norm, and an output
+    projection.
 
     in_proj is [key heads, channels, h], ordered by key head: all channels of the first key head come first. See
     `linear_channels`. The backward pass starts from the saved output of in_proj, and recomputes all activations between
-    in_proj and the output projection. If a kernel computes the rule, activations are recomputed only with
-    `--recompute-modules core_attn`."""
+    in_proj and the output projection. If a kernel of flash-linear-attention computes the gated delta rule, activations
+    are recomputed only with `--recompute-modules core_attn`."""
 
     steps = 1
-    """Number of key-value pairs that each token writes to the state. The gated delta rule processes one row per pair;
-    see `in_steps`."""
+    """Number of key-value pairs that each token writes to the state. Each pair is one row of the operands of the gated
+    delta rule; see `in_steps`."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -91,9 +93,9 @@ class GatedDeltaNet(nn.Module):
         self.conv1d = make_sharded_parameter(
             f"{name}.conv1d.weight", (groups, sum(self.channels[:3]), taps), ctx, role="convolution"
         )
-        """[key heads, channels of query, key and values, taps]"""
+        """Weight of the convolution, [key heads, channels of query, keys and values, taps]."""
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads,), ctx, role="bias", init=Init("ones"))
-        """Bias of the projected decay."""
+        """Bias that is added to the projected decay."""
         decays = Init("log_of_uniform", low=1.0, high=16.0)
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
         """Logarithm of the decay rate."""
@@ -101,7 +103,7 @@ class GatedDeltaNet(nn.Module):
             f"{name}.out_norm.weight", (self.value_width,), {}, Init("ones"), HEAD_NORM_PARTIAL_OVER, role="norm"
         )
         self.out_norm = make_parameter(out_norm, ctx)
-        """[channels of a value head]: norm weight, shared by all heads."""
+        """Weight of the output norm, [channels of a value head], shared by all heads."""
         out_proj = RowLinear(f"{name}.out_proj", heads * self.value_width, hidden, False)
         self.out_proj = row_parallel(out_proj, ctx)
         self.kernel, self.hardware = flash_rule(ctx.dtype, ctx.device), ctx.hardware
@@ -109,7 +111,7 @@ class GatedDeltaNet(nn.Module):
         self.prepare, self.gated = region(delta_operands, ctx.compiled), region(gated_norm, ctx.compiled)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
+        """Return the output for the input x. Both are [s/cp, b, h], or [s/(cp*tp), b, h] under sequence parallelism."""
         mixed = self._projected(x).unflatten(-1, (self.cp.size, -1, sum(self.channels)))
         mixed = sequence_to_heads(mixed, self.cp)
         number = None if context.documents is None else documents_begun(context.documents, len(mixed), mixed.device)
@@ -122,11 +124,12 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(heads_to_sequence(out, self.cp).flatten(2))
 
     def _projected(self, x: Tensor) -> Tensor:
-        """Return the projected channels, [s/cp, b, key heads/tp * channels]."""
+        """Project x to the channels of all key heads, [s/cp, b, key heads/tp * channels]."""
         return self.in_proj(x)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, context: BatchContext) -> Tensor:
-        """mixed [s, b, key heads/(tp*cp), channels] -> [s, b, heads/(tp*cp) * dv]"""
+        """Return the gated and normalized head outputs [s, b, heads/(tp*cp) * dv] for the projected channels `mixed`
+        [s, b, key heads/(tp*cp), channels]."""
         operands, gate, _ = self._operands(mixed, number, None)
         if self.kernel is not None:
             out = self.kernel(*operands, documents_in_steps(context.documents, self.steps))
@@ -136,8 +139,8 @@ class GatedDeltaNet(nn.Module):
         return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
-        """Mix tokens that follow cached tokens. The cache contains the state and the last convolution inputs. Padding
-        does not change the state."""
+        """Compute the head outputs of tokens that follow cached tokens, and update the cache. The cache contains the
+        state and the last inputs of the convolution. Padding does not change the state."""
         before, state = cache.states(self.layer) or (None, None)
         before = None if before is None else before.transpose(0, 1)
         (q, k, v, g, beta), gate, last = self._operands(mixed, None, before)
@@ -155,8 +158,8 @@ class GatedDeltaNet(nn.Module):
         return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor, Tensor]:
-        """Return the operands of the gated delta rule, the gates [s, b, heads/(tp*cp), dv], and the last inputs of the
-        convolution."""
+        """Return three values: the operands of the gated delta rule, the gates [s, b, heads/(tp*cp), dv], and the last
+        inputs of the convolution."""
         *qkv, gate, beta, decay = self.channels
         inputs, gate, beta, decay = mixed.split((sum(qkv), gate, beta, decay), dim=-1)
         conv1d, dt_bias, a_log = (local_slice(weight, self.cp) for weight in (self.conv1d, self.dt_bias, self.a_log))
@@ -167,8 +170,8 @@ class GatedDeltaNet(nn.Module):
 
 @lru_cache(maxsize=64)
 def documents_begun(documents: Documents, length: int, device: torch.device) -> Tensor:
-    """Return the number of documents that began at or before each token, [s, b], not counting the first document. All
-    samples have `length` tokens. The result is cached, because all layers and passes of a micro-batch need the same
+    """For each token, return the index of its document within its sample, starting at 0, [s, b]. All samples have
+    `length` tokens. This function caches its results, because all layers and passes of a micro-batch need the same
     tensor."""
     starts = np.zeros((length, len(documents)), dtype=np.int64)
     for sample, places in enumerate(documents):
@@ -177,7 +180,7 @@ def documents_begun(documents: Documents, length: int, device: torch.device) -> 
 
 
 def last_rows(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) -> Tensor:
-    """Return the last rows [count, b, ...] of each sample that are not padding.
+    """Return the last `count` rows of each sample, not counting padding, [count, b, ...].
 
     Args:
         x: [s, b, ...], rows.
@@ -191,7 +194,7 @@ def last_rows(x: Tensor, before: Tensor | None, lengths: Tensor, count: int) -> 
 
 
 class DeltaWeights(NamedTuple):
-    """Parameters that `delta_operands` reads."""
+    """Parameters from which `delta_operands` computes the operands of the gated delta rule."""
 
     conv1d: Tensor
     dt_bias: Tensor
@@ -199,19 +202,20 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaRows(NamedTuple):
-    """Shape and bounds of the rows per token in the gated delta rule."""
+    """Number, widths and bounds of the rows that the gated delta rule processes per token."""
 
     widths: tuple[int, int]
-    """Channels of a key and of a value."""
+    """Number of channels per key and number of channels per value."""
 
     strength: float = 1.0
-    """Upper bound of beta."""
+    """Upper bound of the write strength beta."""
 
     steps: int = 1
-    """Number of keys that a token writes."""
+    """Number of keys that each token writes to the state."""
 
     least_decay: float | None = None
-    """Lower bound of g. With a bound, g is computed with a sigmoid; None for a softplus without a bound."""
+    """Lower bound of the log decay g, which is then computed with a sigmoid. If None, g is computed with a softplus and
+    has no lower bound."""
 
 
 def delta_operands(
@@ -223,18 +227,19 @@ def delta_operands(
     number: Tensor | None,
     before: Tensor | None,
 ) -> tuple[Operands, Tensor]:
-    """Compute the operands of the gated delta rule, with s * steps rows each, and the last inputs of the convolution.
+    """Return the operands of the gated delta rule, each of which has s * steps rows, and the last inputs of the
+    convolution.
 
     g = -exp(A_log) softplus(decay + dt_bias) is fp32 even if the other operands are 16-bit, because it is summed over
-    tokens. beta is at most `rows.strength`. If each token writes several keys, the rule runs several rows per token. In
-    this case, the first row of a token applies the decay, and the last row reads the state.
+    tokens. beta is at most `rows.strength`. If each token writes several keys, it has one row per key: the first row of
+    a token applies the decay, and the last row reads the state.
 
     Args:
         inputs: [s, b, key heads, dk + steps (dk + dv per value head)], projected queries, keys and values.
         beta: [s, b, steps * heads], projected write strengths.
         decay: [s, b, heads], projected decays; [s, b, heads, dk] for a decay per channel.
-        weights: Parameters.
-        rows: Widths, number and bounds of the rows that the gated delta rule processes for each token.
+        weights: Parameters of the convolution and of the decay.
+        rows: Number, widths and bounds of the rows per token.
         number: [s, b], index of each token's document within its sample, from 0; None if there is only one document.
         before: [taps - 1, b, key heads, ...], earlier inputs of the convolution; None for zeros.
     """
@@ -256,12 +261,14 @@ def delta_operands(
 
 
 def in_steps(x: Tensor, steps: int) -> Tensor:
-    """x [s, b, n, steps * c] -> [s * steps, b, n, c], ordered by token: all steps of the first token come first"""
+    """Split the channels of each token in x [s, b, n, steps * c] into `steps` rows, and return all rows, [s * steps, b,
+    n, c]. The rows of the first token come first."""
     return x.unflatten(-1, (steps, -1)).movedim(-2, 1).flatten(0, 1)
 
 
 def at_step(x: Tensor, step: int, steps: int) -> Tensor:
-    """x [s, ...] -> [s * steps, ...]: a token's value in one of the token's steps, and zeros in the other steps"""
+    """Expand each token of x [s, ...] to `steps` rows, [s * steps, ...]. Row `step` of a token contains its value, and
+    its other rows are zero."""
     if steps == 1:
         return x
     zeros = torch.zeros_like(x)
@@ -269,25 +276,26 @@ def at_step(x: Tensor, step: int, steps: int) -> Tensor:
 
 
 def documents_in_steps(documents: Documents | None, steps: int) -> Documents | None:
-    """Return the first rows of documents when each token has `steps` rows."""
+    """Convert the first tokens of documents to the first rows of documents, if each token has `steps` rows."""
     return documents and tuple(tuple(steps * start for start in starts) for starts in documents)
 
 
 def short_convolution(
     x: Tensor, weight: Tensor, number: Tensor | None = None, before: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Depthwise causal convolution that does not cross document borders. y_t is the sum over j of weight_j x_{t - taps
-    + 1 + j}. 16-bit inputs are computed in fp32.
+    """Apply a depthwise causal convolution that does not cross document borders: y_t = sum_j weight_j x_{t - taps + 1 +
+    j}. 16-bit inputs are computed in fp32.
 
     Args:
         x: [s, b, n, c], inputs.
         weight: [n, c, taps].
         number: [s, b], index of each token's document within its sample, from 0; 0 for tokens that continue the
-            document of `before`; None if there is only one document. Tokens of other documents are replaced by zeros.
+            document of `before`; None if there is only one document. The convolution reads zeros in place of tokens
+            from other documents.
         before: [taps - 1, b, n, c], inputs before x; None for zeros.
 
     Returns:
-        The outputs [s, b, n, c], and the last taps - 1 inputs, which are `before` for the following tokens.
+        The outputs [s, b, n, c], and the last taps - 1 inputs, to be passed as `before` for the tokens that follow.
     """
     taps = weight.shape[-1]
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -305,7 +313,7 @@ def short_convolution(
 
 
 L2_EPSILON = 1e-6
-"""Epsilon added to the squared norm of a query or key."""
+"""Epsilon that is added to the squared norm when queries and keys are normalized."""
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

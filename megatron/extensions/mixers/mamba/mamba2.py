@@ -1,14 +1,14 @@
 """Mamba-2 (arXiv 2405.21060, section 7), as in Nemotron-H and Megatron-LM.
 
-One projection produces gates, inputs x, B, C and step sizes dt. A short convolution and SiLU are applied to x, B and C.
-The state-space model mixes tokens. The output of the state-space model is multiplied by the SiLU of the gates,
-normalized within each group of heads, and projected to hidden states. Groups, together with their heads, are sharded
-over the tensor-parallel ranks.
+One projection produces the gates, the inputs x, the vectors B and C, and the step sizes dt. A short convolution and
+SiLU are applied to x, B and C. The state-space model, a recurrence over tokens, computes the outputs, which are
+multiplied by the SiLU of the gates, normalized within each group of heads, and projected to hidden states. Groups,
+together with their heads, are sharded over the tensor-parallel ranks.
 
 Under context parallelism, one all-to-all exchanges sequence shards for groups. If there are fewer groups than ranks,
 sequence shards are exchanged for heads of a group, and several ranks receive the group's B and C. A second all-to-all
 restores the sequence shards of the outputs. Each rank convolves and scans whole sequences for its heads, so documents
-and chunks are the same as in one process. The gates are not exchanged.
+and chunks are the same as in one process. The gates stay sequence shards and are not exchanged.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from megatron.extensions.mixers.mamba.flags import MambaFlags, group_channels, n
 from megatron.extensions.mixers.mamba.ssd import operands_in_chunks, ssd_chunks, ssd_of_chunks, ssd_steps
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The operands x, dt, B and C of `ssd_chunks`."""
+"""Operands x, dt, B and C of the function `ssd_chunks`."""
 
 OF_GROUP = (1, 2)
-"""Positions of B and C in the order x, B, C, dt. All heads of a group share B and C."""
+"""Positions of B and C in the sequence x, B, C, dt. All heads of a group share B and C."""
 
 
 STEPS = Init("inverse_softplus", low=1e-3, high=0.1)
@@ -50,10 +50,11 @@ STEPS = Init("inverse_softplus", low=1e-3, high=0.1)
 
 
 class Mamba2(nn.Module):
-    """Mamba-2: projection, convolution, state-space model, gated norm, output projection.
+    """Mamba-2 mixer, which consists of a projection, a convolution, the state-space model, a gated norm, and an output
+    projection.
 
     in_proj is [groups, channels, h], ordered by group: all channels of the first group come first. See
-    `group_channels`. The backward pass recomputes the activations between the projection and the norm."""
+    `group_channels`. The backward pass recomputes the activations between the input projection and the gated norm."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class Mamba2(nn.Module):
         self.a_log = make_sharded_parameter(f"{name}.A_log", (heads,), ctx, role="vector", init=decays)
         """Logarithm of the decay rate per unit of step size."""
         self.d = make_sharded_parameter(f"{name}.D", (heads,), ctx, role="vector", init=Init("ones"))
-        """Factors of the inputs. The scaled inputs are added to the outputs."""
+        """Factors D. The inputs x, multiplied by D, are added to the outputs of the state-space model."""
         self.normed_first = own.mamba_norm_before_gate
         gain = (f"{name}.norm.weight", (width,), ctx)
         self.norm = make_sharded_parameter(*gain, role="norm", init=Init("ones")) if own.mamba_norm else None
@@ -95,7 +96,7 @@ class Mamba2(nn.Module):
         self.prepare_chunks = region(mamba_operands_in_chunks, ctx.compiled)
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
+        """Return the output for the input x. Both are [s/cp, b, h], or [s/(cp*tp), b, h] under sequence parallelism."""
         projected = self._scaled(self.in_proj(x).unflatten(-1, (self.groups, -1)))
         gate, mixed = projected.split((self.gates, sum(self.channels)), dim=-1)
         mixed = sequence_to_heads(self._of_ranks(mixed, 2), self.cp)
@@ -106,19 +107,21 @@ class Mamba2(nn.Module):
             y = recomputed(self._mix, mixed, number)
         else:
             y = self._mix(mixed, number)
-        y = heads_to_sequence(y, self.cp).flatten(2)  # [s/cp, b, heads/tp * p]
+        y = heads_to_sequence(y, self.cp).flatten(2)  # shape [s/cp, b, heads/tp * p]
         return self.out_proj(self.gated(y, gate, self.norm, self.eps, self.normed_first))
 
     def _scaled(self, projected: Tensor) -> Tensor:
-        """Scale the gates, x, B, C and dt in projected [s/cp, b, groups/tp, channels] by --mamba-multipliers."""
+        """Multiply the gates, x, B, C and dt in `projected` [s/cp, b, groups/tp, channels] by the factors in
+        --mamba-multipliers."""
         if self.factors is None:
             return projected
         parts = projected.split((self.gates, *self.channels), dim=-1)
         return torch.cat([part * factor for part, factor in zip(parts, self.factors, strict=True)], dim=-1)
 
     def _of_ranks(self, x: Tensor, dim: int) -> Tensor:
-        """x [..., groups/tp, channels, ...], whose dim + 1 contains x, B, C and optionally dt -> [..., cp,
-        groups/(tp*cp) or 1, channels of a rank, ...]: the part of x for each context-parallel rank"""
+        """Divide x [..., groups/tp, channels, ...] among context-parallel ranks, and return [..., cp, groups/(tp*cp) or
+        1, channels of a rank, ...]. Dimension dim contains the groups, and dimension dim + 1 contains the channels of
+        x, B, C and optionally dt."""
         parts = self.cp.size // self.groups
         if parts <= 1:
             return x.unflatten(dim, (self.cp.size, -1))
@@ -130,7 +133,8 @@ class Mamba2(nn.Module):
         return torch.cat(own, dim + 2).flatten(dim, dim + 1).unsqueeze(dim + 1)
 
     def _mix(self, mixed: Tensor, number: Tensor | None) -> Tensor:
-        """mixed [s, b, groups/(tp*cp), channels] -> [s, b, heads/(tp*cp) * p]"""
+        """Return the head outputs [s, b, heads/(tp*cp) * p] for the projected channels `mixed` [s, b, groups/(tp*cp),
+        channels]."""
         weights, (widths, dt_bias) = self._convolution(), self._widths_and_bias()
         chunk, decay = min(self.chunk, len(mixed)), self._decay()
         prepared = mixed, *weights, dt_bias, widths, self.min_step, number, None
@@ -140,8 +144,8 @@ class Mamba2(nn.Module):
         return (y if len(y) == len(mixed) else y[: len(mixed)]).flatten(2)
 
     def _behind_cache(self, mixed: Tensor, cache: EarlierTokens) -> Tensor:
-        """Mix tokens that follow cached tokens. The cache contains the state and the last convolution inputs. Padding
-        does not change the state."""
+        """Compute the head outputs of tokens that follow cached tokens, and update the cache. The cache contains the
+        state and the last inputs of the convolution. Padding does not change the state."""
         before, state = cache.states(self.layer) or (None, None)
         before = None if before is None else before.transpose(0, 1)
         (x, dt, B, C), last = self._operands(mixed, None, before)
@@ -157,30 +161,31 @@ class Mamba2(nn.Module):
         return self.with_input(y, x, local_slice(self.d, self.cp))
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor]:
-        """Return the operands of the state-space model, and the last inputs of the convolution."""
+        """Return the operands of the state-space model and the last inputs of the convolution for the projected
+        channels `mixed`."""
         widths, dt_bias = self._widths_and_bias()
         return self.prepare(mixed, *self._convolution(), dt_bias, widths, self.min_step, number, before)
 
     def _convolution(self) -> tuple[Tensor, Tensor]:
-        """Return the weight and bias of the convolution for this context-parallel rank."""
+        """Return the part of the convolution's weight and bias that this context-parallel rank uses."""
         weight, bias = (self._of_ranks(each, 0)[self.cp.rank] for each in (self.conv_weight, self.conv_bias))
         return weight, bias
 
     def _widths_and_bias(self) -> tuple[tuple[int, int, int], Tensor]:
-        """Return the widths of x and B of a group and of x of a head, and the bias of the step sizes, for this
-        context-parallel rank."""
+        """Return a tuple of three channel counts on this context-parallel rank (x per group, B per group, x per head),
+        and this rank's part of the bias for step sizes."""
         parts = max(1, self.cp.size // self.groups)
         widths = self.channels[0] // parts, self.channels[1], self.head_dim
         return widths, local_slice(self.dt_bias, self.cp)
 
     def _decay(self) -> Tensor:
-        """Return the decay rates a [heads/(tp*cp)], which are multiplied by the step sizes."""
+        """Return the negative decay rates a [heads/(tp*cp)] per unit of step size."""
         a_log = local_slice(self.a_log, self.cp)
         return -a_log.to(torch.promote_types(a_log.dtype, torch.float32)).exp()
 
 
 def with_input(y: Tensor, x: Tensor, d: Tensor) -> Tensor:
-    """Return y + D x [s, b, heads * p] in the dtype of x."""
+    """Return y + d x, [s, b, heads * p], in the dtype of x."""
     return (y + d.to(y.dtype).unsqueeze(-1) * x).to(x.dtype).flatten(2)
 
 
@@ -203,7 +208,7 @@ def mamba_operands(
         weight: [groups, channels of x, B and C, taps], weight of the convolution.
         bias: [groups, channels of x, B and C], bias of the convolution.
         dt_bias: [heads], bias of the step sizes.
-        widths: Three channel counts: x of a group, B of a group, and x of a head.
+        widths: Three channel counts: for x per group, for B per group, and for x per head.
         min_step: Lower bound of step sizes.
         number: [s, b], index of each token's document within its sample, from 0; None if there is only one document.
         before: [taps - 1, b, groups, channels of x, B and C], earlier inputs of the convolution; None for zeros.
@@ -220,21 +225,21 @@ def mamba_operands(
 
 
 def mamba_operands_in_chunks(prepared: tuple[Any, ...], decay: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Return the operands `mamba_operands(*prepared)`, divided into chunks; see `operands_in_chunks`."""
+    """Compute the operands with `mamba_operands(*prepared)`, and divide them into chunks with `operands_in_chunks`."""
     (x, dt, B, C), _ = mamba_operands(*prepared)
     return operands_in_chunks(x, dt, decay, B, C, chunk)
 
 
 def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float, normed_first: bool = False) -> Tensor:
-    """RMSNorm, over the channels of each group, of y times the SiLU of the gates. 16-bit inputs are computed in fp32.
+    """Multiply y by the SiLU of the gates, and apply RMSNorm over the channels of each group. 16-bit inputs are
+    computed in fp32.
 
     Args:
         y: [s, b, groups * c].
         gate: [s, b, groups, c].
         weight: [groups * c], norm weight; None for no norm.
         eps: Epsilon of the norm.
-        normed_first: True to multiply the gates with the output of the norm; False to multiply the gates with the input
-            of the norm.
+        normed_first: Whether to apply the norm before the multiplication by the gates instead of after it.
 
     Returns:
         [s, b, groups * c] in the dtype of `gate`.

@@ -5,8 +5,9 @@ added, and the state is read with the token's C:
 
     S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_tᵀ         y_t = S_tᵀ C_t
 
-The chunked form computes the same results with matrix products. Let L_ij = exp(sum of dt A over tokens j + 1 .. i) for
-j <= i, and r_i = exp(sum of dt A from the chunk's first token to token i). The outputs of a chunk are
+The chunked form computes the same results with matrix products. Let L_ij be the decay from token j to token i: L_ij =
+exp(sum of dt A over tokens j + 1 .. i) for j <= i. Let r_i be the decay from the start of the chunk to token i: r_i =
+exp(sum of dt A from the chunk's first token to token i). The outputs of a chunk are
 
     Y = ((C Bᵀ) * L) diag(dt) X + diag(r) C S
 
@@ -17,11 +18,12 @@ Shapes: x [s, b, heads, p]; dt [s, b, heads] > 0; a [heads] < 0; B, C [s, b, gro
 adjacent.
 
 fp16 operands are computed in fp32. bf16 operands are multiplied in bf16 and summed in fp32, as in the kernels of arXiv
-2405.21060: x, B and C are exact. The following quantities are rounded, with a relative error of u = 2^-8: the weights
-of tokens in a chunk, ((C Bᵀ) * L) diag(dt), with the factor of a token's own input on the diagonal; the inputs diag(dt)
-X that a chunk adds to the state; the states that tokens read; and both terms of Y. States and their decays are kept in
-fp32. Therefore the error of an output is at most ((1 + u)^3 - 1) Y*, and the error of a state is at most u S*, in
-addition to fp32 rounding. Y* and S* are the outputs and states for |x|, |B| and |C|.
+2405.21060. The operands x, B and C enter the products without rounding. Four quantities are rounded to bf16, with a
+relative error of u = 2^-8: the weights of tokens in a chunk, ((C Bᵀ) * L) diag(dt), which also contain the factor D on
+the diagonal; the inputs diag(dt) X that a chunk adds to the state; the states that tokens read; and both terms of Y.
+States and their decays are kept in fp32. Let Y* and S* be the outputs and states that result from |x|, |B| and |C|. The
+error of an output is then at most ((1 + u)^3 - 1) Y*, and the error of a state is at most u S*, in addition to fp32
+rounding.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ CHUNKS = Chunks(128)
 def ssd_steps(
     x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the state-space model one token at a time. This function is used for short inputs, and as a reference for
+    """Apply the state-space model one token at a time. This function is used for short inputs, and as a reference for
     `ssd_chunks`. Arguments and results are the same as for `ssd_chunks`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     x = x.to(wide)
@@ -108,15 +110,15 @@ def ssd_of_chunks(
     direct: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Run the state-space model on operands that are already divided into chunks. Return y, for whole chunks, and the
-    state after the last token.
+    """Run the state-space model on operands that are already divided into chunks. Return y, which includes the padding
+    of the last chunk, and the state after the last token.
 
     Args:
         operands: Operands that `operands_in_chunks` returns.
         number: [s, b], index of each token's document within its sample, from 0; None if there is only one document.
         state: [b, heads, n, p], initial state; None for zeros.
-        hardware: Hardware settings.
-        direct: [heads], factors of the inputs, which are added to y; None for no addition.
+        hardware: Settings for compiled regions and for loops over chunks.
+        direct: [heads], factors D; the inputs x, multiplied by D, are added to y. None to add nothing.
         dtype: Dtype of y.
     """
     x, dt, g, B, C = operands
@@ -138,8 +140,8 @@ def ssd_of_chunks(
 
 
 def operands_in_chunks(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Return x, dt, dt a, B and C in chunks; see `in_chunks`. x, B and C stay in bf16 if x is bf16; all other operands
-    are fp32 or fp64.
+    """Divide x, dt, dt * a, B and C into chunks, as described in `in_chunks`. x, B and C stay bf16 if x is bf16; all
+    other results are fp32 or fp64.
 
     Args:
         x: [s, b, heads, p], inputs.
@@ -159,16 +161,17 @@ def operands_in_chunks(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, c
 
 
 def _weighted_columns(x: Tensor, dt: Tensor, left: Tensor) -> Tensor:
-    """Multiply x [chunks, b, groups, heads of a group, chunk, p] by dt and the decay `left` -> [chunks, b, groups,
-    chunk, heads * p] in the dtype of x"""
+    """Multiply x [chunks, b, groups, heads of a group, chunk, p] by dt and by the decay `left`. Return the product
+    [chunks, b, groups, chunk, heads * p] in the dtype of x."""
     return _columns(x * (dt * left)).flatten(-2).to(x.dtype)
 
 
 def _scores(
     products: Tensor, total: Tensor, dt: Tensor, direct: Tensor | None, number: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return ((C Bᵀ) * L) diag(dt) + diag(direct) [..., heads, i, j] in `dtype`, from the products C Bᵀ [..., 1, i, j]
-    of a group, `total` [..., heads, i] as `decays` returns it, and dt [..., heads, j, 1]."""
+    """Return the weight of token j in the output of token i, ((C Bᵀ) * L) diag(dt) + diag(direct) [..., heads, i, j],
+    in `dtype`. The inputs are the products C Bᵀ of a group [..., 1, i, j], `total` [..., heads, i] from `decays`, and
+    dt [..., heads, j, 1]."""
     later = torch.ones(products.shape[-2:], dtype=torch.bool, device=products.device).triu(1)
     change = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf)
     if number is not None:
@@ -182,16 +185,17 @@ def _scores(
 
 
 def _summed(out: Tensor, read: Tensor, reach: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add the outputs from a token's own chunk [chunks, b, groups, heads of a group, chunk, p] and from the state
-    before the chunk [chunks, b, groups, chunk, heads of a group, p] -> [chunks * chunk, b, heads, p]"""
+    """Add the two terms of the outputs, and return the sums [chunks * chunk, b, heads, p]. `out` [chunks, b, groups,
+    heads of a group, chunk, p] is the term from the tokens of the same chunk. `read` [chunks, b, groups, chunk, heads
+    of a group, p] is the term from the state before the chunk."""
     out, read = (_ContiguousGradient.apply(term) for term in (out, read))
     out = _columns(out) + read * reach.transpose(3, 4)
     return out.permute(0, 3, 1, 2, 4, 5).flatten(0, 1).flatten(2, 3).to(dtype)
 
 
 class _ContiguousGradient(torch.autograd.Function):
-    """Return the operand unchanged, and make its gradient contiguous. A compiled region then writes the gradient in the
-    order in which matrix products read it."""
+    """Return the operand unchanged, and make its gradient contiguous. As a result, a compiled region writes the
+    gradient in the memory layout that the following matrix products need."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor) -> Tensor:
@@ -204,8 +208,8 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def _columns(x: Tensor) -> Tensor:
-    """x [..., heads of a group, chunk, p] -> [..., chunk, heads of a group, p]: the heads are columns of one product
-    per group"""
+    """Transpose x [..., heads of a group, chunk, p] to [..., chunk, heads of a group, p], so that the heads of a group
+    become columns of a single matrix product."""
     return x.transpose(3, 4)
 
 
@@ -214,8 +218,8 @@ class ScanContext(AutogradContext):
 
 
 class _Scan(torch.autograd.Function):
-    """Recurrence of states over chunks: S_{c+1} = r_c S_c + Bᵀ X. Return all S except the last, in the dtype of B, and
-    the last S."""
+    """Recurrence of states over chunks: S_{c+1} = r_c S_c + Bᵀ X. Return two tensors: the states before each chunk, in
+    the dtype of B, and the state after the last chunk."""
 
     # Bᵀ [chunks, b, groups, n, chunk], X [chunks, b, groups, chunk, heads of a group * p] in the dtype of B, carried r
     # [chunks, b, groups, 1, heads of a group, 1], state S [b, groups, n, heads of a group, p]
@@ -248,7 +252,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _of_kept(grads: Tensor, states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the states after each chunk, [chunks, b, groups, n, heads of a group, p], as columns in
-    `dtype`, [chunks, b, groups, n, heads of a group * p], and the gradients of the carried factors, [chunks, b, groups,
-    1, heads of a group, 1]."""
+    """Return two tensors. The first contains the gradients of the states after each chunk, flattened to columns,
+    [chunks, b, groups, n, heads of a group * p], in `dtype`. The second contains the gradients of the decays that carry
+    the states across chunks, [chunks, b, groups, 1, heads of a group, 1]."""
     return grads.flatten(-2).to(dtype), (grads * states).sum((3, 5), keepdim=True)

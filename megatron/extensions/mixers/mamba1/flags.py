@@ -54,7 +54,7 @@ def channels_of(config: TransformerConfig) -> int:
 
 
 def low_rank_widths(config: TransformerConfig) -> tuple[int, int, int]:
-    """Return the numbers of step size, B and C features that are projected from a token's channels."""
+    """Return how many features are projected from the channels of a token for the step sizes, for B and for C."""
     own = config.options(Mamba1Flags)
     return own.mamba1_step_rank or ceil(config.hidden_size / 16), own.mamba1_state_dim, own.mamba1_state_dim
 

@@ -1,14 +1,14 @@
 """Mamba-1 (arXiv 2312.00752, section 3.4).
 
 One projection produces the inputs x and gates of each channel. A depthwise causal convolution and SiLU are applied to
-x. A second projection, from all channels, produces B, C and a low-rank vector. A third projection maps this vector to
-the step sizes of the channels. The selective scan mixes tokens. The output of the scan, multiplied by the SiLU of the
-gates, is projected to hidden states.
+x. A second projection maps all channels to B, C and a low-rank vector. A third projection maps the low-rank vector to
+the step sizes of the channels. The selective scan, a recurrence over tokens, computes the outputs. The output of the
+scan, multiplied by the SiLU of the gates, is projected to hidden states.
 
-Channels are sharded over the tensor-parallel ranks. B, C and the low-rank step sizes are sums over these ranks. Under
-context parallelism, one all-to-all exchanges sequence shards for channels, and a second all-to-all restores the
-sequence shards of the outputs. Each rank convolves and scans whole sequences for its channels. The gates are not
-exchanged.
+Channels are sharded over the tensor-parallel ranks. B, C and the low-rank vector depend on all channels and are
+therefore summed over the tensor-parallel ranks. Under context parallelism, one all-to-all exchanges sequence shards for
+channels, and a second all-to-all restores the sequence shards of the outputs. Each rank convolves and scans whole
+sequences for its channels. The gates stay sequence shards and are not exchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from megatron.extensions.mixers.short_convolution.short_convolution import Betwe
 
 
 class Mamba1(BetweenProjections):
-    """Mamba-1: projection, convolution, selective scan, gate, output projection."""
+    """Mamba-1 mixer, which consists of a projection, a convolution, the selective scan, gates, and an output
+    projection."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -61,17 +62,17 @@ class Mamba1(BetweenProjections):
         self.conv_bias = make_sharded_parameter(f"{name}.conv1d.bias", (channels,), ctx, role="bias", init=of_taps)
         x_proj = ParamMeta(f"{name}.x_proj.weight", (sum(self.widths), channels), {"tp": 1}, role="hidden")
         self.x_proj = make_parameter(x_proj, ctx)
-        """Projection to low-rank step sizes, B and C."""
+        """Weight of the projection that produces the low-rank step sizes, B and C."""
         self.dt_weight = make_sharded_parameter(
             f"{name}.dt_proj.weight", (channels, rank), ctx, role="hidden", init=of_rank
         )
         steps = Init("inverse_softplus", low=1e-3, high=0.1)
         self.dt_bias = make_sharded_parameter(f"{name}.dt_proj.bias", (channels,), ctx, role="bias", init=steps)
         self.a_log = make_sharded_parameter(f"{name}.A_log", (channels * states,), ctx, role="vector", init=decays)
-        """Logarithms of the decay rates per unit of step size. The parameter is one-dimensional, so the optimizer does
-        not treat it as a matrix and applies no weight decay."""
+        """Logarithms of the decay rates per unit of step size. This parameter is one-dimensional, so that the optimizer
+        does not treat it as a matrix and does not apply weight decay to it."""
         self.d = make_sharded_parameter(f"{name}.D", (channels,), ctx, role="vector", init=Init("ones"))
-        """Factors of the inputs. The scaled inputs are added to the outputs."""
+        """Factors D. The inputs of the scan, multiplied by D, are added to its outputs."""
         norms = zip(("dt", "b", "c"), self.widths if own.mamba1_norm == "weighted" else (), strict=False)
         self.norms = nn.ParameterList(
             make_parameter(ParamMeta(f"{name}.{of}_layernorm.weight", (width,), {}, Init("ones"), role="norm"), ctx)
@@ -84,7 +85,8 @@ class Mamba1(BetweenProjections):
         self.convolved = region(convolved, ctx.compiled)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """mixed [s/cp, b, 2 * channels/tp] -> [s/cp, b, channels/tp]"""
+        """Return the gated outputs [s/cp, b, channels/tp] for the projected inputs and gates, `mixed` [s/cp, b, 2 *
+        channels/tp]."""
         x, gate = mixed.unflatten(-1, (2, -1)).unbind(-2)
         x = sequence_to_heads(x.unflatten(-1, (self.cp.size, -1)), self.cp)  # [s, b, channels/(tp*cp)]
         before, state = (None if cache is None else cache.states(self.layer)) or (None, None)
@@ -103,15 +105,16 @@ class Mamba1(BetweenProjections):
         return heads_to_sequence(y, self.cp).flatten(2) * F.silu(gate)
 
     def _own(self, parameter: Tensor, dim: int = 0) -> Tensor:
-        """Return the channels of a parameter that belong to this context-parallel rank."""
+        """Return the slice of a parameter for the channels that this context-parallel rank computes."""
         return local_slice(parameter, self.cp, dim)
 
     def _steps(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the step sizes of u [s, b, channels/(tp*cp)], in fp32 or wider, and B and C [s, b, states].
+        """Return the step sizes for the inputs u, [s, b, channels/(tp*cp)] in fp32 or wider, and B and C, [s, b,
+        states].
 
         B, C and the low-rank step sizes are sums over all channels, and therefore over ranks. In the backward pass,
         each rank computes only a partial gradient of B, C, the low-rank step sizes and the norm weights.
-        Context-parallel ranks sum the gradients of norms in the same way as data-parallel ranks.
+        The gradients of norm weights are summed over context-parallel ranks together with data-parallel ranks.
         """
         sums = reduce_from(reduce_from(F.linear(u, self._own(self.x_proj, 1)), self.tp), self.cp)
         parts = copy_to(sums, self.cp).split(self.widths, dim=-1)

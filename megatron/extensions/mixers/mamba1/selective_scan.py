@@ -1,15 +1,15 @@
 """The selective scan of Mamba-1 (arXiv 2312.00752, section 3).
 
-Each channel has a state h [n]. For each token, every element of the state decays at its own rate, the product of the
-token's B and input x is added, and the state is read with the token's C:
+Each channel has a state h [n]. For each token, every element of the state is multiplied by its own decay, the product
+of the token's B and input x is added to the state, and the product of the state and the token's C is the output:
 
     h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t         y_t = C_t . h_t
 
-The rates within a channel differ, so matrix products cannot compute the recurrence. Therefore, tokens are divided into
-chunks. The recurrence first runs in all chunks in parallel, with a zero state at the start of each chunk. A sequential
-pass over the chunks then adds the contribution of earlier chunks. For s tokens, about 2 sqrt(s) sequential operations
-are needed. The backward pass recomputes the states, for a few channels at a time, and runs the adjoint recurrence from
-the last token to the first.
+The decay rates within a channel differ, so the recurrence cannot be computed by matrix products. Instead, the tokens
+are divided into chunks. The recurrence first runs in all chunks in parallel, with a zero state at the start of each
+chunk. A sequential pass over the chunks then adds the contributions of earlier chunks. In total, s tokens need about 2
+sqrt(s) sequential operations. The backward pass processes a few channels at a time: it recomputes their states, and
+then runs the adjoint recurrence from the last token to the first.
 
 Shapes: x, dt [s, b, c]; a [c, n] < 0; B, C [s, b, n]; state [b, c, n]. 16-bit operands are computed in fp32.
 """
@@ -26,13 +26,13 @@ from torch.autograd.function import once_differentiable
 from megatron.core.torch_private import AutogradContext
 
 MOST_STATES = 2**26
-"""Largest number of state elements, over all tokens, that are in memory at the same time."""
+"""Largest number of state elements that are kept in memory at the same time, counted over all tokens."""
 
 
 def selective_scan(
     x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, number: Tensor | None = None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run the selective scan.
+    """Compute the outputs of the selective scan and the state after the last token.
 
     Args:
         x: [s, b, c], inputs.
@@ -55,7 +55,8 @@ def selective_scan(
 
 
 def recurrence(decay: Tensor, written: Tensor, state: Tensor) -> Tensor:
-    """Compute h_t = decay_t h_{t-1} + written_t: decay, written [s, ...], initial state [...] -> h [s, ...]"""
+    """Return h [s, ...] with h_t = decay_t h_{t-1} + written_t, for decay and written [s, ...] and the initial state
+    [...]."""
     size = next(size for size in range(isqrt(len(decay)), 0, -1) if len(decay) % size == 0)
     reach, found = (x.unflatten(0, (-1, size)).clone() for x in (decay, written))
     for t in range(1, size):
@@ -68,8 +69,8 @@ def recurrence(decay: Tensor, written: Tensor, state: Tensor) -> Tensor:
 
 
 def adjoint(decay: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of `written` from the gradients of the states, by the recurrence from the last token to the
-    first."""
+    """Return the gradient of `written`. `grad` is the gradient of the states h, from which the result is computed by a
+    recurrence from the last token to the first."""
     later = torch.cat((torch.zeros_like(decay[:1]), decay[1:].flip(0)))
     return recurrence(later, grad.flip(0), torch.zeros_like(grad[0])).flip(0)
 
@@ -107,7 +108,7 @@ class _SelectiveScan(torch.autograd.Function):
             own = grad_y[..., part, None] * C.unsqueeze(-2)
             own[-1] += grad_final[:, part]
             of_written = adjoint(decay, own)
-            read = (of_written @ B.unsqueeze(-1)).squeeze(-1)  # the gradient of the product dt x
+            read = (of_written @ B.unsqueeze(-1)).squeeze(-1)  # gradient with respect to dt * x
             of_decay = of_written * decay * torch.cat((state[:, part].unsqueeze(0), states[:-1]))
             of_x[..., part] = read * dt[..., part]
             of_dt[..., part] = read * x[..., part] + (of_decay * a[part]).sum(-1)
@@ -119,7 +120,7 @@ class _SelectiveScan(torch.autograd.Function):
 
 
 def _parts(x: Tensor, C: Tensor) -> Iterator[slice]:
-    """Yield slices of channels whose states are computed together."""
+    """Yield slices of the channels. The states of all channels in a slice are computed together."""
     size = max(1, MOST_STATES // max(1, C.numel()))
     return (slice(first, first + size) for first in range(0, x.shape[-1], size))
 
@@ -127,7 +128,8 @@ def _parts(x: Tensor, C: Tensor) -> Iterator[slice]:
 def _states(
     part: slice, x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, begins: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the decays of some channels, and their states after each token, both [s, b, c of the part, n]."""
+    """Return the decays of the channels in the slice `part`, and the states of these channels after each token. Both
+    are [s, b, channels in part, n]."""
     decay = (dt[..., part, None] * a[part]).exp()
     if begins is not None:
         decay = decay.masked_fill(begins[..., None, None], 0.0)

@@ -1,15 +1,16 @@
 """RG-LRU, the real-gated linear recurrent unit of Griffin (arXiv 2402.19427, section 2.4).
 
 One projection produces the inputs and output gates of each channel. A depthwise causal convolution is applied to the
-inputs. From the convolution's output x, each block of channels computes two gates, i for the input and r for the
-recurrence:
+inputs. Two gates, i for the input and r for the recurrence, are computed from the convolution output x, separately for
+each block of channels. The state h is computed by the recurrence
 
     a_t = exp(-8 softplus(L) r_t)         h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
 
 At the first token of a document, the square root is replaced with 1. The product of h and the GeLU of the output gates
 is projected to hidden states. Blocks are sharded over the tensor-parallel ranks. Under context parallelism, an
-all-to-all before the convolution converts from sequence shards of all blocks to whole sequences of some blocks. A
-second all-to-all converts the outputs back to sequence shards. The output gates are not exchanged.
+all-to-all before the convolution exchanges sequence shards for blocks, so that each rank has the whole sequence for
+some of the blocks. A second all-to-all converts the outputs back to sequence shards. The output gates are not
+exchanged.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from megatron.extensions.mixers.rg_lru.flags import RgLruFlags, shape_of
 from megatron.extensions.mixers.short_convolution.short_convolution import BetweenProjections, convolved
 
 SHARPNESS = 8.0
-"""Constant factor in the logarithm of the decay."""
+"""Constant factor of the log decay (8 in the formula for a_t)."""
 
 STEEPEST = 1000.0
-"""Upper bound of the derivative of the square root in the recurrence, sqrt(1 - a_t^2). The exact derivative is infinite
-at 0."""
+"""Upper bound of the derivative of the square root in sqrt(1 - a_t^2). Without a bound, the derivative would be
+infinite at 0."""
 
 
 class RgLru(BetweenProjections):
-    """RG-LRU layer: projection, convolution, gated recurrence, gate, output projection."""
+    """RG-LRU layer, which consists of a projection, a convolution, the gated recurrence, output gates, and an output
+    projection."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -68,14 +70,15 @@ class RgLru(BetweenProjections):
         # with these rates, a state is multiplied by 0.9 to 0.999 per token if its gate is 1/8
         decays = Init("inverse_softplus", low=1e-3, high=0.105)
         self.decay = make_sharded_parameter(f"{name}.recurrent_param", (channels,), ctx, role="vector", init=decays)
-        """Inverse softplus of the decay rate."""
+        """Parameter L, whose softplus is the decay rate."""
         # The projection produces output gates and inputs.
         self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", hidden, (2, channels), True, shard_dim=1), ctx)
         self.out_proj = row_parallel(RowLinear(f"{name}.out_proj", channels, hidden, True), ctx)
         self.convolved, self.gated = region(convolved, ctx.compiled), region(gated_inputs, ctx.compiled)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """mixed [s/cp, b, 2 * channels/tp] -> [s/cp, b, channels/tp]"""
+        """Return the gated outputs [s/cp, b, channels/tp] for the projected gates and inputs, `mixed` [s/cp, b, 2 *
+        channels/tp]."""
         gate, x = mixed.unflatten(-1, (2, -1)).unbind(-2)
         x = sequence_to_heads(x.unflatten(-1, (self.cp.size, -1)), self.cp)  # [s, b, channels/(tp*cp)]
         before, state = (None if cache is None else cache.states(self.layer)) or (None, None)
@@ -105,8 +108,8 @@ class RgLru(BetweenProjections):
 def gated_inputs(
     u: Tensor, i: Tensor, r: Tensor, input_bias: Tensor, state_bias: Tensor, decay: Tensor, begins: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the decay factors of the states, and the terms that are added to the states. Both tensors have shape [s,
-    b, c] and are in fp32 or wider.
+    """For each token, return the factor a_t by which the state is multiplied and the term that is added to the state.
+    Both tensors are [s, b, c] in fp32 or wider.
 
     Args:
         u: [s, b, c], inputs.
@@ -114,7 +117,7 @@ def gated_inputs(
         r: [s, b, blocks, w], projection to recurrence gates.
         input_bias: [blocks, w], bias of input gates.
         state_bias: [blocks, w], bias of recurrence gates.
-        decay: [c], inverse softplus of the decay rates.
+        decay: [c], parameter L, whose softplus is the decay rate.
         begins: [s, b], True for the first tokens of documents.
     """
     wide, first = torch.promote_types(u.dtype, torch.float32), begins.unsqueeze(-1)
@@ -127,14 +130,14 @@ def gated_inputs(
 
 
 def bounded_root(x: Tensor) -> Tensor:
-    """Return the square root. Its derivative is limited to `STEEPEST`."""
+    """Return the square root of x. In the backward pass, the derivative of the square root is at most `STEEPEST`."""
     value = x.detach()
     return value.sqrt() + (x - value) * (4 * value).clamp(min=STEEPEST**-2).rsqrt()
 
 
 class _Recurrence(torch.autograd.Function):
-    """Autograd function that implements `recurrence`. The function saves the decays and the results for the backward
-    pass."""
+    """Autograd function that implements `recurrence`. Only the decays, the states h and the initial state are saved for
+    the backward pass."""
 
     @staticmethod
     def forward(ctx: AutogradContext, decay: Tensor, written: Tensor, state: Tensor) -> Tensor:

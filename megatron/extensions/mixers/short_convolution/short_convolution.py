@@ -1,12 +1,12 @@
 """Short convolution between two gates, as in LFM2 (arXiv 2511.23404).
 
-One projection produces gates B and C and inputs x of each channel. A depthwise causal convolution with a short kernel
-is applied to the elementwise product B x. The convolution output, multiplied by C, is projected to hidden states.
-Channels are sharded over the tensor-parallel ranks.
+For each channel, one projection produces an input gate B, an output gate C, and an input x. A depthwise causal
+convolution with a short kernel is applied to the elementwise product B x. The convolution output, multiplied by C, is
+projected to hidden states. Channels are sharded over the tensor-parallel ranks.
 
 Under context parallelism, an all-to-all converts B x from sequence shards of all channels to whole sequences of some
 channels. A second all-to-all converts the outputs back to sequence shards. Each rank convolves whole sequences for its
-channels. Neither gate is exchanged.
+channels. The gates B and C stay sequence shards and are not exchanged.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from megatron.extensions.mixers.short_convolution.flags import ShortConvolutionF
 
 
 class BetweenProjections(nn.Module):
-    """Base class of mixers composed of `in_proj`, `_mix` and `out_proj`. The backward pass recomputes the activations
-    of `_mix`."""
+    """Base class of mixers that apply `in_proj`, `_mix` and `out_proj` in this order. The backward pass recomputes the
+    activations inside `_mix`."""
 
     in_proj: nn.Module
     out_proj: nn.Module
     cp: Axis
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s/cp, b, h] -> [s/cp, b, h]; [s/(cp*tp), b, h] under sequence parallelism"""
+        """Return the output for the input x. Both are [s/cp, b, h], or [s/(cp*tp), b, h] under sequence parallelism."""
         mixed = self.in_proj(x)
         length = len(mixed) * self.cp.size
         documents = context.documents
@@ -46,13 +46,14 @@ class BetweenProjections(nn.Module):
         return self.out_proj(recomputed(self._mix, mixed, number, None) if again else self._mix(mixed, number, cache))
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """Return the input of the second projection. `mixed` [s/cp, b, features/tp] is the output of the first
-        projection. `number` [s, b] is the index of each token's document within its sample, from 0."""
+        """Return the input of `out_proj`. `mixed` [s/cp, b, features/tp] is the output of `in_proj`. `number` [s, b] is
+        the index of each token's document within its sample, from 0."""
         raise NotImplementedError
 
 
 class ShortConvolution(BetweenProjections):
-    """Short convolution layer: projection, gate, convolution, gate, output projection."""
+    """Short convolution layer, which consists of a projection, an input gate, a convolution, an output gate, and an
+    output projection."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class ShortConvolution(BetweenProjections):
         self.convolved = region(convolved, ctx.compiled)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """mixed [s/cp, b, 3 * h/tp] -> [s/cp, b, h/tp]"""
+        """Return the gated outputs [s/cp, b, h/tp] for the projected gates and inputs, `mixed` [s/cp, b, 3 * h/tp]."""
         before_gate, behind_gate, x = mixed.unflatten(-1, (3, -1)).unbind(-2)
         x = sequence_to_heads((before_gate * x).unflatten(-1, (self.cp.size, -1)), self.cp)
         weight = local_slice(self.conv_weight, self.cp)
@@ -88,8 +89,8 @@ class ShortConvolution(BetweenProjections):
 def convolved(
     x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor | None, before: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Depthwise causal convolution with a bias. The convolution does not cross document borders. 16-bit inputs are
-    computed in fp32.
+    """Apply a depthwise causal convolution with an optional bias. The convolution does not cross document borders.
+    16-bit inputs are computed in fp32.
 
     Args:
         x: [s, b, c], inputs.
@@ -99,7 +100,7 @@ def convolved(
         before: [taps - 1, b, c], inputs before x; None for zeros.
 
     Returns:
-        The outputs [s, b, c], and the inputs of the last taps - 1 tokens [taps - 1, b, c].
+        The outputs [s, b, c], and the inputs of the last taps - 1 tokens, [taps - 1, b, c].
     """
     before = None if before is None else before.unsqueeze(-1)
     y, last = short_convolution(x.unsqueeze(-1), weight, number, before)

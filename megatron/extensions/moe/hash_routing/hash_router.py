@@ -24,7 +24,7 @@ class HashRouter(TopKRouter):
         super().__init__(name, config, ctx)
         shape, init = (config.vocab_size or 0, config.moe_router_topk), Init("choices", high=self.num_experts)
         self.tid2eid = make_state(ParamMeta(f"{name}.tid2eid", shape, init=init, role="state"), torch.int64, ctx)
-        """[vocabulary, k]: experts of each token id. Megatron-LM uses the same parameter name."""
+        """Table with the k experts of each token id, [vocabulary, k]. Megatron-LM uses the same parameter name."""
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor, context: BatchContext) -> Tensor:
         assert context.tokens is not None

@@ -1,8 +1,8 @@
-"""Residual stream of shortcut-connected experts (ScMoE, arXiv 2404.05019; LongCat-Flash).
+"""Residual stream for shortcut-connected experts (ScMoE, arXiv 2404.05019; LongCat-Flash).
 
-The stream [s, b, 2h] contains the hidden states and the output of the previous layer's experts. The output of a layer's
-experts is added to the hidden states only after the MLP of the next layer. Each token is computed independently, so no
-layout needs additional communication.
+The stream [s, b, 2h] consists of the hidden states and the output of the previous layer's experts. The output of a
+layer's experts is added to the hidden states only after the MLP of the next layer. Each token is computed
+independently, so no layout needs additional communication.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel.layers import TPContext
 
 
 class DelayedExperts(nn.Module):
-    """Residual stream that adds the output of experts to the hidden states only after the next MLP. Outputs of other
-    sublayers are added immediately."""
+    """Residual stream that adds the output of experts to the hidden states only after the next MLP. The outputs of
+    attention and of dense MLPs are added without this delay."""
 
     def __init__(self, sublayer: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class DelayedExperts(nn.Module):
 
     @staticmethod
     def enter(x: Tensor, config: TransformerConfig) -> Tensor:
-        """[s, b, h] -> [s, b, 2h]"""
+        """Return the stream [s, b, 2h] for the embeddings x [s, b, h]."""
         return F.pad(x, (0, config.hidden_size))
 
     @staticmethod
@@ -38,7 +38,8 @@ class DelayedExperts(nn.Module):
     def forward(
         self, stream: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext
     ) -> Tensor:
-        """stream [s, b, 2h] -> [s, b, 2h]; [s/tp, b, 2h] under sequence parallelism"""
+        """Return the stream after the sublayer for the stream before it. Both are [s, b, 2h], or [s/tp, b, 2h] under
+        sequence parallelism."""
         x, waiting = stream.chunk(2, dim=-1)
         y = sublayer(x, context)
         if not self.is_mlp:
@@ -50,9 +51,10 @@ class DelayedExperts(nn.Module):
 
 
 class SumOfBoth(nn.Module):
-    """Module that returns the hidden states after the last layer, which are the sum of both halves of the stream."""
+    """Module that returns the hidden states after the last layer: the sum of both halves of the stream."""
 
     def forward(self, stream: Tensor) -> Tensor:
-        """[s, b, 2h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""
+        """Return the hidden states [s, b, h] for the stream [s, b, 2h]. Under sequence parallelism, the first dimension
+        is s/tp."""
         x, waiting = stream.chunk(2, dim=-1)
         return x + waiting

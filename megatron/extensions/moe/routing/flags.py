@@ -39,7 +39,8 @@ class RoutingFlags:
 
 
 def balances_choices(config: MoEConfig) -> bool:
-    """Return True if the router balances the load of experts without a loss."""
+    """Return True if the router uses Sinkhorn's algorithm, which balances the load of experts without an auxiliary
+    loss."""
     return "sinkhorn" in config.moe_router_load_balancing_type
 
 

@@ -51,9 +51,9 @@ class SpecialRouter(TopKRouter):
 
 @dataclass(frozen=True)
 class SparseMixerScores(SoftmaxScores):
-    """SparseMixer weights (arXiv 2409.12136, section 2.1.2), without random expert selection in training. Experts are
-    weighted in the order in which they were chosen. The weight of an expert is a softmax over the experts that were not
-    chosen before and whose logits are near the largest remaining logit."""
+    """SparseMixer weights (arXiv 2409.12136, section 2.1.2), without random expert selection in training. The weights
+    are computed one after another, in the order in which the experts were chosen. The weight of an expert is a softmax
+    over the experts that were not chosen before and whose logits are near the largest remaining logit."""
 
     eps: float
 
@@ -72,8 +72,8 @@ class RandomLogits(nn.Module):
     sample, position in the sample, and expert. Experts therefore receive about the same number of tokens for any router
     weights.
 
-    The numbers are uniform in [-2, 2). Gradients are passed unchanged to the logits, so that a step costs the same as
-    without random numbers.
+    The random numbers are uniformly distributed in [-2, 2). Their gradients are passed on to the logits, so that a step
+    costs as much as with real logits.
     """
 
     def __init__(self, name: str, seed: int) -> None:
@@ -81,13 +81,14 @@ class RandomLogits(nn.Module):
         self.key = site_key(seed, name)
 
     def forward(self, logits: Tensor, places: Tensor, context: BatchContext) -> Tensor:
-        """logits [s, b, E] and positions [s] of this rank's tokens -> [s, b, E]"""
+        """Return random numbers [s, b, E] for the logits [s, b, E] and the positions `places` [s] of this rank's
+        tokens."""
         bits = random_bits(self.key, context.sample_index, places, logits.shape[-1])
         return _StraightThrough.apply(logits, bits.to(logits.dtype) * 2.0**-30)
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Return the second operand. In the backward pass, the first operand receives the gradient of the result."""
+    """Return `value`. In the backward pass, the gradient of the result is passed to `x`, as if the result were `x`."""
 
     @staticmethod
     def forward(ctx: AutogradContext, x: Tensor, value: Tensor) -> Tensor:
@@ -100,23 +101,25 @@ class _StraightThrough(torch.autograd.Function):
 
 
 SINKHORN_ITERATIONS = 16
-"""Number of Sinkhorn iterations. The number of iterations is fixed, because a convergence test would synchronize with
-the device, and could depend on the layout."""
+"""Number of Sinkhorn iterations. There is no convergence test, because it would synchronize with the device, and its
+outcome could depend on the layout."""
 
 
 @torch.no_grad()
 def sinkhorn_bias(logits: Tensor, places: Tensor, sequence: Axis) -> Tensor:
-    """Return the log Sinkhorn factors of the experts: logits [s, b, E] of this rank's tokens -> [b, E].
+    """Return the logarithms of the Sinkhorn factors of the experts, [b, E], for the logits [s, b, E] of this rank's
+    tokens.
 
     The rows (tokens) and columns (experts) of exp(logits) are scaled until all rows have equal sums and all columns
     have equal sums. Each token then chooses the experts with its k largest entries, so that experts receive about the
     same number of tokens from each sequence (S-BASE, Clark et al., arXiv 2202.01169). Sinkhorn scaling also multiplies
-    all entries of a token by one factor, which does not change the order of the token's entries. Therefore, only the
-    log factors of the experts are returned. They act as biases of the logits.
+    all entries of a token by one factor. This factor does not change the order of the entries, so only the factors of
+    the experts are needed. Their logarithms are added to the logits as biases.
 
     Each sequence is scaled separately, over all ranks that have tokens of the sequence. The choice of experts therefore
-    depends neither on the layout nor on the micro-batch size. `places` [s] contains the positions of the tokens in
-    their sequences, which are sharded along `sequence`. This function is a collective over `sequence`.
+    depends neither on the layout nor on the micro-batch size. `places` [s] contains the position of each token in its
+    sequence. Sequences are sharded over the ranks of `sequence`, and all of these ranks must call this function
+    together.
     """
     whole = all_gather(logits, sequence)[all_gather(places, sequence).argsort()]  # the same order under every layout
     bias = whole.new_zeros(whole.shape[1:])

@@ -75,8 +75,9 @@ class DenseWeights:
     """Weights of an MoE model, computed from the weights of a dense model.
 
     The outputs of a token's k experts are summed with weights that sum to the scaling factor s. If each MLP is divided
-    along its width into G parts, the weights of a token's experts that are copies of the same part sum to s / G.
-    Therefore, the linear_fc2 weight of each expert is multiplied by G / s, and the linear_fc2 bias by 1 / s.
+    along its width into G parts, every part has copies among the experts of a token, and the weights of these copies
+    sum to s / G. The sum over experts equals the output of the dense MLP if the linear_fc2 weight of each expert is
+    multiplied by G / s and the linear_fc2 bias by 1 / s.
     """
 
     def __init__(self, source: Source, config: RunConfig) -> None:
@@ -90,9 +91,9 @@ class DenseWeights:
         self._last: tuple[str, Tensor] | None = None
 
     def fill(self, name: str, offset: tuple[int, ...], box: Tensor) -> None:
-        """Fill `box`, the slice of a parameter that begins at `offset`. Optimizer states, and parameters that only the
-        MoE model has, keep their initial values. Raises ValueError if the dense model lacks a parameter that both
-        models should have."""
+        """Fill the tensor `box`, which is the slice of parameter `name` that begins at index `offset`. Optimizer
+        states, and parameters that only the MoE model has, keep their initial values. Raises ValueError if the dense
+        model lacks a parameter that both models should have."""
         slices = tuple(slice(start, start + size) for start, size in zip(offset, box.shape, strict=True))
         if EXPERTS in name:
             self._fill_experts(name, slices, box)
@@ -109,8 +110,8 @@ class DenseWeights:
             raise ValueError(f"the dense model has no {name}")
 
     def _fill_experts(self, name: str, slices: Box, box: Tensor) -> None:
-        """Copy the weights of a dense MLP to the experts of the same layer. Expert e receives part e % G of the MLP's
-        width."""
+        """Copy the weights of a dense MLP to the experts of the same layer. If the MLP is divided along its width into
+        G parts, expert e receives part e % G."""
         kind = name.partition(EXPERTS)[2]
         dense_name = name.replace(EXPERTS, ".mlp.")
         if name.startswith(MULTI_TOKEN) and dense_name not in self.source.metas:
@@ -127,16 +128,16 @@ class DenseWeights:
             own.copy_(part[slices[1:]] * self.factors.get(kind, 1.0) + started)
 
     def _router_of_parts(self, meta: ParamMeta) -> Tensor:
-        """Return initial router weights. If each MLP is divided into several experts, the experts that together form
-        one copy of the MLP have the same router weights."""
+        """Return the initial router weights if each MLP is divided into several experts. Experts that together form one
+        copy of the MLP have the same router weights."""
         whole = torch.empty(meta.global_shape)
         whole.meta = meta  # type: ignore[attr-defined]
         initialize_parameters_([whole], self.seed, ParallelState().coords)
         return whole[:: self.parts].repeat_interleave(self.parts, dim=0)
 
     def _dense(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Read a parameter of the dense model. The most recently read parameter is cached, because the slices of a
-        parameter are filled one after another."""
+        """Read a parameter of the dense model and convert it to `dtype`. The parameter that was read last is cached,
+        because the slices of a parameter are filled one after another."""
         if self._last is None or self._last[0] != f"{name} {dtype}":
             self._last = f"{name} {dtype}", self.source.read(name, dtype)
         return self._last[1]

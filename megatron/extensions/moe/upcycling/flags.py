@@ -58,7 +58,7 @@ class UpcyclingFlags:
 
 
 def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
-    """Check that a token's experts can cover all parts of each MLP."""
+    """Check that the experts of each token can cover all parts into which an MLP is divided."""
     name = "--moe-upcycling-granularity"
     assert m.num_experts is not None
     for flag_name, value in (("--num-experts", m.num_experts), ("--moe-router-topk", m.moe_router_topk)):
@@ -73,8 +73,8 @@ def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
 
 
 def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
-    """Yield the settings that may change the model's output when an MLP is replaced by experts that are copies of the
-    MLP. A setting consists of the flag, its value, True if the setting applies, and the effect on the outputs of
+    """Yield the settings under which a model with experts, as copies of an MLP, may have other outputs than the dense
+    model. A setting is a tuple of the flag, its value, whether the setting applies, and its effect on the outputs of
     experts."""
     m, scores = config.model, config.model.moe_router_scores
     unequal = "the weights of a token's experts do not sum to a constant"

@@ -26,7 +26,8 @@ PLACES = 1024
 def score_keys(
     q, k, weights, out, sizes, WIDTH: tl.constexpr, HELD: tl.constexpr, HEADS: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """q [n, b, heads, d], k [keys, b, d], weights [n, b, heads] -> out [n, b, keys]"""
+    """Compute the indexer scores `out` [n, b, keys] from q [n, b, heads, d], k [keys, b, d] and weights [n, b,
+    heads]."""
     n, samples, heads, count = sizes
     KEYS: tl.constexpr = BLOCKS[0]
     sample = tl.program_id(2).to(tl.int64)
