@@ -6,11 +6,12 @@ The factors follow table 8 of muP (arXiv 2203.03466), which also permits tied em
 weights therefore follow table 3, an equivalent parametrization without output factors.
 
 The scaling rules of all optimizers follow from two numbers, `change` and `gradient`, both relative to the base model.
-`change` is the size that the update of a weight element must have so that the layer's output changes as much as in the
-base model. `gradient` is the size of a gradient element. Adam's updates are proportional to the learning rate, so
-`change` multiplies Adam's learning rate. Adam's epsilon is added to gradient magnitudes, so `gradient` multiplies
-epsilon. SGD's updates are proportional to the learning rate times the gradient, so `change / gradient` multiplies SGD's
-learning rate. The weight decay of one step (learning rate times decay) is the same as in the base model.
+An optimizer step must change a layer's output as much as in the base model. `change` is the size of the weight update,
+per element, that has this effect. `gradient` is the size of a gradient element. Adam's updates are proportional to the
+learning rate, so `change` multiplies Adam's learning rate. Adam's epsilon is added to gradient magnitudes, so
+`gradient` multiplies epsilon. SGD's updates are proportional to the learning rate times the gradient, so `change /
+gradient` multiplies SGD's learning rate. The weight decay of one step (learning rate times decay) is the same as in the
+base model.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron.core.param_meta import ParamMeta
 
 OF_HEADS = (".q_layernorm.", ".k_layernorm.", ".out_norm.")
 """Parts of the names of norms over a single head. These norms have the same width in all models, because the head width
-does not grow. Norms over all heads have the same names but are sharded."""
+does not grow. Norms over all heads have the same names, and are recognized by their sharding."""
 
 OF_CHOICES = ("output_layer.bias", "router.bias", "expert_bias")
 """Name suffixes of biases that have one element per vocabulary token or per expert."""
@@ -65,7 +66,8 @@ def factors(meta: ParamMeta, width: float, depth: float, own: Widths | None = No
     """
     widths = own or usual_widths(meta, width)
     std, change, gradient = _of_widths(meta, widths)
-    if in_block(meta):  # depth does not reduce initial values, because it already reduces the sublayer's output
+    # initial values do not decrease with depth, because the output of the sublayer is multiplied by 1 / depth
+    if in_block(meta):
         gradient /= depth
         std *= depth**0.5 if meta.to_residual else 1.0
     return Factors(std, change, gradient, widths)
@@ -111,7 +113,7 @@ def rate(found: Factors, optimizer: str, matrix_scale: str | None = None) -> flo
         return found.change / found.gradient
     if matrix_scale is None:
         return found.change
-    # Muon's updates have equal singular values, which must grow in proportion to sqrt(outputs / inputs) (arXiv
+    # All singular values of a Muon update are equal. Their size must be proportional to sqrt(outputs / inputs) (arXiv
     # 2310.17813).
     inputs, outputs = found.widths.inputs, found.widths.outputs
     wanted = (outputs / inputs) ** 0.5

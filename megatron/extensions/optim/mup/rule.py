@@ -49,7 +49,8 @@ class MupRule(ParameterRule):
     def initial(self, meta: ParamMeta, init: Init) -> Init:
         """Scale the initial values of the parameter's role.
 
-        Initial values that a module sets already depend on the module's widths.
+        Values from a module's own initialization are not scaled, because that initialization already depends on the
+        module's widths.
         """
         std = self.factors(meta).std
         if meta.init is not None or std == 1:

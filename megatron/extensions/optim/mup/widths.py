@@ -1,10 +1,10 @@
-"""Widths of the base model, and the growth of each parameter's inputs and outputs relative to the base model.
+"""Widths of the base model, and the ratio of each parameter's input and output sizes to the base model's.
 
 By default, all widths grow by the ratio of the hidden sizes. --mup-base-widths lists widths that grow by a different
 ratio, such as an expert width that stays constant while the hidden size grows. A matrix with a width in
---mup-base-widths has its own factors, which follow from the shapes of the matrix in both models (table 8 of arXiv
-2203.03466 uses each matrix's own fan-in). Only `own_ratios` imports torch, and only if some parameters may have their
-own ratios.
+--mup-base-widths has its own factors. These factors are computed from the shapes of the matrix in both models. Table 8
+of arXiv 2203.03466 likewise uses the fan-in of each matrix. Only `own_ratios` imports torch, and only if some
+parameters may have their own ratios.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WIDTHS = (
     *("linear_num_key_heads", "linear_num_value_heads", "kda_num_heads", "rg_lru_width", "rg_lru_num_blocks"),
     *("mamba1_channels", "mamba1_step_rank", "window_num_attention_heads", "window_num_query_groups"),
 )
-"""Configuration fields for widths that grow with the hidden size. Only fields with a value are scaled."""
+"""Configuration fields for widths that grow with the hidden size. A field that the user has not set is not scaled."""
 
 CHANNELS = ("kv_channels", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 """Configuration fields for the width of a head, which by default does not grow with the hidden size."""

@@ -185,8 +185,8 @@ class PackedPlan(StatePlan):
         return optimizer.options(PrecisionAwareFlags).use_precision_aware_optimizer
 
     def main_kind(self, optimizer: Section, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
-        """Return the storage kind of main parameters. In addition to the kinds of the base class, there is "fp16" (with
-        scales) and, on the device, "remainders" (the 16 bits that bf16 parameters lack)."""
+        """Return how main parameters are stored. In addition to the base class's kinds of storage, there is "fp16"
+        (with scales) and, on the device, "remainders" (the 16 bits that bf16 parameters lack)."""
         options = optimizer.options(PrecisionAwareFlags)
         plain = super().main_kind(optimizer, params_dtype, main_dtype, on_host)
         if plain == "aliased" or options.main_params_dtype == "fp16":

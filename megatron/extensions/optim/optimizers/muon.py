@@ -1,4 +1,4 @@
-"""Muon: each hidden-layer matrix is updated with its orthogonalized momentum, computed for the whole matrix.
+"""Muon optimizer: the update of a hidden-layer matrix is its orthogonalized momentum, computed for the whole matrix.
 
 K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024), describes the optimizer. Moonlight (arXiv
 2502.16982) describes the update scale and the training of large models with Muon. All other parameters use

@@ -24,7 +24,8 @@ SETTINGS = ("lr_mult", "wd_mult", "weight_decay")
 
 
 class NamedParameters(ParameterRule):
-    """Parameter groups and frozen parameters, selected by parameter names in the whole model."""
+    """Parameter rule that selects frozen parameters and parameter groups by the names of parameters in the whole
+    model."""
 
     def __init__(self, optimizer: OptimizerConfig) -> None:
         options = optimizer.options(NamedParameterFlags)
@@ -57,7 +58,8 @@ class NamedParameters(ParameterRule):
 
 @dataclass(frozen=True)
 class GroupRule:
-    """Expression of --param-group. `settings` apply to parameters whose name contains a match of `pattern`."""
+    """Expression of --param-group. `settings` apply to all parameters whose names match the regular expression
+    `pattern`."""
 
     pattern: str
     settings: Mapping[str, float]

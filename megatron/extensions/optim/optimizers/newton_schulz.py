@@ -1,7 +1,7 @@
 """Coefficients of the Newton-Schulz iteration that orthogonalizes a matrix. This module does not import torch.
 
-One step maps each singular value s to a*s + b*s**3 + c*s**5. The iteration need not converge: a few steps bring all
-singular values of a matrix of norm 1 near 1.
+One step maps each singular value s to a*s + b*s**3 + c*s**5. The iteration does not have to converge. For a matrix of
+norm 1, a few steps bring all singular values close to 1.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ from megatron.core.param_meta import ParamMeta
 from megatron.extensions.optim.optimizers.flags import SCALE_BLOCK, PrecisionAwareFlags
 
 SMALLEST = -126
-"""Exponent of the smallest scale. 2^-126 is the smallest normal fp32 number, and is also used for blocks that need a
-smaller scale."""
+"""Exponent of the smallest scale. 2^-126 is the smallest normal fp32 number. Blocks of even smaller values also use the
+scale 2^-126."""
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ def power_of_two(exponents: Tensor) -> Tensor:
 def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
     """Return the smallest e (int32) for which amax / 2^e is at most the format's largest number.
 
-    Scales are stable: values that were rounded with the scale 2^e may yield a smaller e, but this scale also represents
-    them exactly.
+    For values that were already rounded with the scale 2^e, this function may return a smaller exponent. The new scale
+    also represents these values exactly.
     """
     assert number.largest is not None
     ratio = (amax / number.largest).view(torch.int32)
@@ -325,7 +325,8 @@ class Scalars(NamedTuple):
 
     skip: Tensor
     correction1: Tensor
-    """Bias correction 1 - beta1 ** number. A kernel would compute it in float64 for each element."""
+    """Bias correction 1 - beta1 ** number. It is computed once per update, because a kernel would compute it in float64
+    for each element."""
 
     correction2: Tensor
 
@@ -355,7 +356,8 @@ class PrecisionAwareAdam(FusedTransform):
 
 
 def stored_state(name: str, meta: ParamMeta, number: StateFormat) -> State:
-    """Allocate a moment in a format; fp32 is replaced by the main dtype."""
+    """Return the description of a moment that is stored in the format `number`. The format fp32 means the main
+    dtype."""
     dtype = None if number.dtype == torch.float32 else str(number.dtype).removeprefix("torch.")
     return elements(name, meta, dtype, SCALE_BLOCK if number.scaled else 0)
 
@@ -428,7 +430,7 @@ def adam_step_(shard: PackedShard, part: Part, scalars: Scalars, config: Optimiz
 def _leading_bits(x: Tensor) -> Tensor:
     """Return sign, exponent and 16 mantissa bits as int32.
 
-    Round to nearest, so that a different summation order rarely changes the result.
+    The number is rounded to nearest, so that a different summation order rarely changes the result.
     """
     return (x.float().view(torch.int32) + 0x40) >> 7
 

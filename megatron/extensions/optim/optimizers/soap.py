@@ -36,7 +36,8 @@ from megatron.extensions.optim.optimizers.flags import SoapFlags
 SIDES = ("left", "right")
 
 NOISE = 4.0
-"""Eigenvalues below this multiple of the rounding error of the largest eigenvalue are treated as noise."""
+"""Threshold for noise, as a multiple of the largest eigenvalue's rounding error. Smaller eigenvalues are treated as
+noise."""
 
 
 def soap(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transform]:
@@ -92,10 +93,10 @@ class Soap(Transform):
         x.update = step - x.lr * x.weight_decay * (x.param + step)
 
     def direction(self, matrix: Tensor, states: dict[str, Tensor], done: int, eps: float) -> Tensor:
-        """Return the change of a matrix [m, n] without Adam's corrections, and update the factors.
+        """Return the update direction of a matrix [m, n], without Adam's bias corrections. Also updates the factors.
 
-        The gradient is added to the factors after the change is computed, so that no gradient is rotated into a basis
-        that the gradient itself influenced.
+        The gradient is added to the factors only after the direction is computed. The basis into which a gradient is
+        rotated therefore does not depend on this gradient.
 
         Args:
             matrix: Gradient [m, n].
@@ -150,10 +151,10 @@ def follow(states: dict[str, Tensor], basis: Sequence[Tensor | None]) -> None:
 
 
 def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the orthonormal basis of `power`, which is a factor times its old basis, and the order of directions in
-    the new basis. The columns of `power` may be linearly dependent up to rounding errors. Dependent directions come
-    last and are derived from the old basis. From the first dependent direction on, a QR decomposition would compute
-    only rounding errors.
+    """Return a new orthonormal basis of a factor, and the order of directions in this basis. `power` is the factor
+    times its old basis. The columns of `power` may be linearly dependent up to rounding errors. Dependent directions
+    come last and are derived from the old basis. From the first dependent direction on, a QR decomposition would
+    compute only rounding errors.
     """
     values = (old * power).sum(0)
     order = torch.where(values > noise_of(values), values, 0).argsort(descending=True, stable=True)
@@ -172,8 +173,8 @@ def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     """Find the columns that are linearly independent of all independent columns before them.
 
-    A single QR decomposition identifies only the first dependent column reliably. For later columns, it would use the
-    rounding errors of the first dependent column as a direction.
+    A single QR decomposition identifies only the first dependent column reliably. Later columns would be compared with
+    a basis that contains the rounding errors of the first dependent column.
 
     Args:
         columns: Vectors [n, count].
@@ -221,10 +222,10 @@ def completed(basis: Tensor, others: Tensor) -> Tensor:
     """Complete the orthonormal columns of `basis` [n, count] to a basis of all n dimensions. The new columns are
     derived from the orthonormal columns of `others` [n, n].
 
-    The last n - count columns of `others` are tried first. A column is skipped if its distance from the span of the
-    previous columns is less than 1 / (2 sqrt n), because its direction would be mostly rounding error. The remaining
-    columns are always sufficient, because the squared distances of n orthonormal vectors from a span sum to the number
-    of dimensions that the span lacks.
+    Candidates are the last n - count columns of `others`, and then its first columns. A candidate is skipped if its
+    distance from the span of the previous columns is less than 1 / (2 sqrt n), because its direction would be mostly
+    rounding error. There are always enough candidates, because the squared distances of n orthonormal vectors from a
+    span sum to the number of dimensions that the span lacks.
     """
     size, count = basis.shape
     candidates = torch.cat((basis, others[:, count:], others[:, :count]), dim=1)

@@ -85,7 +85,7 @@ def _is_origin(origin: dict[str, Any], given: str) -> bool:
     """Return True if --branch-from is the checkpoint from which a branch started, or is the folder of the run that
     saved this checkpoint.
 
-    A moved checkpoint is recognized by its iteration and its number of samples.
+    If the checkpoint was moved, it is recognized by its iteration and its number of consumed samples.
     """
     was, now = located(str(origin["from"])), located(given)
     if resolved(now) in (resolved(was), resolved(was).parent):

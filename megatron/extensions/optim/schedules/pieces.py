@@ -201,9 +201,9 @@ def rate_at(pieces: Sequence[Piece], samples: float, total: float, rates: Rates)
 
 
 def _after(piece: Piece, rate: float, place: tuple[float, float, float], total: float, rates: Rates) -> float:
-    """Return the learning rate at a position within a piece that begins with the learning rate `rate`. `place` contains
-    the number of samples before the piece, the number of samples from the start of the piece to the position, and the
-    length of the piece.
+    """Return the learning rate at a position within a piece. `rate` is the learning rate at the start of the piece.
+    `place` contains three numbers of samples: before the piece, from the start of the piece to the position, and in the
+    whole piece.
     """
     begin, here, length = place
     ratio = here / length if length > 0 else 1.0

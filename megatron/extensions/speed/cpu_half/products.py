@@ -48,7 +48,7 @@ def has_products_of(dtype: torch.dtype) -> bool:
 
 
 def multiply_in_fp32(dtype: torch.dtype) -> None:
-    """Compute matrix products and attention of `dtype` on CPUs in fp32 in this process from now on."""
+    """Make this process compute matrix products and attention of `dtype` in fp32 on CPUs."""
     _replace_operators()
     _replaced.add(dtype)
 

@@ -1,10 +1,10 @@
 """Run the forward and backward pass of a micro-batch as one CUDA graph, which is recorded once and replayed.
 
 Launching the kernels of a small model one by one takes longer than running them. A CUDA graph needs only one launch,
-and replays the recorded kernels on the recorded memory addresses. Therefore, the inputs of each micro-batch are first
-copied to the recorded addresses, and its loss is copied from there. Parameters and gradient sums are in flat buffers
-that never move. Dropout depends only on the sample indices, which are inputs. `flags.py` lists the features that CUDA
-graphs do not support.
+and replays the recorded kernels on the recorded memory addresses. The inputs of each micro-batch are therefore copied
+to the recorded addresses before the replay, and the loss is copied from its recorded address after the replay.
+Parameters and gradient sums are in flat buffers that never move. Dropout depends only on the sample indices, which are
+inputs. `flags.py` lists the features that CUDA graphs do not support.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GraphedMicrobatches:
     `run(batch, seed)` computes the loss sum in a forward pass, runs the backward pass of `seed` times the loss sum, and
     returns the loss sum. All micro-batches must have the same shape. Recording computes nothing, so the first replay
     adds the gradients of the recorded batch. With fp8, the first micro-batch of a step has a separate recording, which
-    also casts the weights. The other micro-batches reuse these casts."""
+    also casts the weights. The other micro-batches of the step reuse the casts of the first."""
 
     def __init__(
         self,

@@ -110,6 +110,6 @@ class BlockwiseGemms(Fp8Gemms):
         return self._region(recast_along_columns, whole)(*rows)
 
     def _region(self, cast: Callable[K, R], whole: bool) -> Callable[K, R]:
-        """Return `cast`, compiled if `whole` is True. `whole` means that the size of the matrix is a multiple of the
-        tile size. Some compiler versions mix up the scales of partial tiles."""
+        """Return `cast`, compiled if `whole` is True, that is, if the matrix consists of whole tiles. Some compiler
+        versions mix up the scales of partial tiles."""
         return region(cast, self.compiled and whole, static=True)

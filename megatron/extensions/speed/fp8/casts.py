@@ -45,7 +45,7 @@ class CastPair(NamedTuple):
 
 class CastOrder(NamedTuple):
     """Request to cast a matrix with a given multiplier []. `wanted` states whether to cast by rows, by columns or both.
-    If the amax of the matrix is larger than `noted` [], it replaces the value of `noted`."""
+    The kernel sets `noted` [] to the maximum of `noted` and the amax of the matrix."""
 
     multiplier: Tensor
     noted: Tensor | None
@@ -76,8 +76,8 @@ def cast_transpose(
 
 @operation
 def cast_transpose_noting_amax(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
-    """Cast x [n, k] and record its amax, which does not affect the multiplier. The scales are NaN if the amax is not
-    finite, because saturation would otherwise hide the overflow."""
+    """Cast x [n, k] and record its amax, which does not affect the multiplier. If the amax is not finite, the scales
+    are NaN. Otherwise, saturation would hide the overflow."""
     return noting(cast_transpose_with_amax_twin, compiled, cast, x)
 
 
@@ -136,7 +136,7 @@ def cast_transpose_twin(x: Tensor, row_amax: Tensor | None, column_amax: Tensor 
 
 
 def cast_transpose_with_amax_twin(x: Tensor, cast: CastOrder) -> tuple[CastPair, Tensor]:
-    """Compute `cast_transpose_noting_amax` in plain torch, and return the amax instead of recording it."""
+    """Plain-torch version of `cast_transpose_noting_amax` that returns the amax instead of recording it."""
     amax = amax_of(x)
     scale = cast.multiplier.reciprocal() + 0.0 * amax
     values = round_scaled(x, cast.multiplier, cast.dtype)
@@ -159,7 +159,8 @@ def _amax_along(x: Tensor, dim: int) -> Tensor:
 def round_scaled(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> Tensor:
     """Round x * multiplier, computed in fp32, to the nearest number of the format, with ties to even.
 
-    An explicit clamp makes values saturate, because devices differ in how conversions handle overflow. NaN stays NaN.
+    Values beyond the range of the format are clamped explicitly, because devices handle overflow in conversions
+    differently. NaN stays NaN.
     """
     largest = torch.finfo(dtype).max
     return (x.to(torch.float32) * multiplier).clamp(-largest, largest).to(dtype).contiguous()
@@ -176,7 +177,8 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Tensor:
-    """Return the multiplier largest / amax / 2^margin: 1 if the amax is 0; 0 or NaN if the amax is not finite."""
+    """Return the multiplier largest / amax / 2^margin. It is 1 if the amax is 0, and 0 or NaN if the amax is not
+    finite."""
     return torch.where(amax == 0, 1.0, largest / 2.0**margin / amax.clamp(min=SMALLEST_AMAX))
 
 

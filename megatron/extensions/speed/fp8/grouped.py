@@ -90,7 +90,7 @@ def amax_of_rows(x: Tensor) -> Tensor:
 
 
 def cast_by_row_amax(x: Tensor, amax: Tensor) -> Scaled:
-    """Cast x [..., k] to e4m3, each row scaled by its `amax` [..., 1]."""
+    """Cast x [..., k] to e4m3. The scale of each row is computed from the row's `amax` [..., 1]."""
     multiplier = multiplier_of(amax, torch.finfo(E4M3).max)
     return Scaled(round_scaled(x, multiplier, E4M3), multiplier.reciprocal())
 
@@ -191,14 +191,15 @@ AddWeightGrad = Callable[[Tensor, Tensor, Tensor, Segments], None]
 class Fp8GroupedGemms:
     """fp8 products of a grouped linear layer: y = x Wᵀ, dX = dY W and dW = dYᵀ X, with W [experts, ..., in].
 
-    `cuts` states which features are sharded over `expt_tp`. The scale of a sharded row is computed from the whole row.
-    If `in_one_kernel` is True, GPUs multiply all experts in one kernel (`has_grouped_fp8_kernel`); otherwise, they
-    multiply one expert after another.
+    `cuts` states which features are sharded over `expt_tp`. If rows are sharded, scales are still computed from whole
+    rows. If `in_one_kernel` is True, GPUs multiply all experts in one kernel (`has_grouped_fp8_kernel`); otherwise,
+    they multiply one expert after another.
 
-    The weight gradient sums over tokens. The operands of the weight gradient are cast by tiles of 128 rows of an
-    expert. The parallel layout determines which tokens share a tile, but has little effect on the cast values.
-    Multipliers are powers of two, so that the mantissa of a value does not depend on the multiplier. Only values below
-    2^-13 of the largest value in a tile lose bits. `add_bias_grad_` computes the gradient of a bias in 16 bits.
+    The weight gradient sums over tokens. The operands of the weight gradient are therefore cast by tiles, which consist
+    of 128 rows of an expert. The parallel layout determines which tokens share a tile, but has little effect on the
+    cast values. Multipliers are powers of two, so that the mantissa of a value does not depend on the multiplier. Only
+    values below 2^-13 of the largest value in a tile lose bits. `add_bias_grad_` computes the gradient of a bias in 16
+    bits.
     """
 
     def __init__(

@@ -131,12 +131,12 @@ class Fp8Gemms(nn.Module):
         raise NotImplementedError
 
     def cast_to_gather(self, x: Tensor) -> Operand:
-        """Return the operand of the gather of an input [s/t, b, in]: a cast, or the input if it is cast after the
-        gather."""
+        """Return the tensor that ranks gather for an input [s/t, b, in]: its cast, or the input itself if the recipe
+        casts after the gather."""
         raise NotImplementedError
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
-        """Cast x by rows or by columns. x is the result of `cast_to_gather` after the gather."""
+        """Cast x, which was gathered from the results of `cast_to_gather`, by rows or by columns."""
         raise NotImplementedError
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
@@ -200,8 +200,8 @@ class Fp8Gemms(nn.Module):
         return self.weight_multiplier(amax).reciprocal()
 
     def _amax_over_ranks(self, amax: Tensor | None, cut: bool) -> None:
-        """Reduce, in place, the amax of a tensor that is sharded over tensor-parallel ranks. Each rank then uses the
-        scale that one process would use for the whole tensor, so that layouts agree."""
+        """Reduce, in place, the amax of a tensor that is sharded over tensor-parallel ranks. All ranks then use the
+        scale of the whole tensor, so that results agree between layouts."""
         if amax is not None and cut:
             all_reduce_(amax, self.tp, dist.ReduceOp.MAX)
 
@@ -328,7 +328,7 @@ class DelayedGemms(PerTensorGemms):
         return Operands(local, local)
 
     def grad_order(self, needs_dw: bool) -> CastOrder:
-        """Return a request that lets the kernel that computes the output gradient also cast this gradient."""
+        """Return a request for casts of the output gradient, for the kernel that computes this gradient."""
         return self._order(GRAD, BOTH if needs_dw else ROWS)
 
     def given_grad(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
@@ -382,9 +382,9 @@ class RowwiseGemms(Fp8Gemms):
 class DelayedScaling(Meter):
     """Amax histories of all fp8 layers on a rank, and the multipliers computed from these histories.
 
-    All ranks of a pipeline stage hold the same amax histories. During a step, a rank records the amax of only its own
-    part of the sequence, the features and the batch. At the end of a step, an all-reduce computes the maximum of the
-    ranks' amax values. Histories are part of the model's state and of checkpoints.
+    All ranks of a pipeline stage hold the same amax histories. During a step, a rank records only the amax of its own
+    part of each tensor. At the end of a step, an all-reduce computes the maximum of the ranks' amax values. Histories
+    are part of the model's state and of checkpoints.
     """
 
     def __init__(self, config: Fp8Flags, modules: Iterable[nn.Module], stage: Axis) -> None:

@@ -205,7 +205,7 @@ class _Kinds(NamedTuple):
 
 def _kinds(c: RunConfig) -> _Kinds:
     """Return which kinds of sublayers (attention, dense MLPs, experts) use fp8 in at least one layer. If the layer
-    pattern cannot be parsed, which another rule reports, the result contains no MLPs."""
+    pattern cannot be parsed, the result contains no MLPs, because another rule reports this error."""
     try:
         every = c.model.layers
     except ValueError:
@@ -219,8 +219,8 @@ def _kinds(c: RunConfig) -> _Kinds:
 
 
 def _multi_token(c: RunConfig) -> Iterator[Problem]:
-    """Check the projection of multi-token prediction modules. On each rank, this projection has hidden size /
-    tensor-parallel size output features. The projection uses fp8 only if the last transformer layer does."""
+    """Check the projection of multi-token prediction modules. On each rank, the number of output features is the hidden
+    size divided by the tensor-parallel size. The projection uses fp8 only if the last transformer layer does."""
     m = c.model
     own = c.options(Fp8Flags)
     tp = c.parallel.tensor_model_parallel_size

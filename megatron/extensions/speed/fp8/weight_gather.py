@@ -76,8 +76,8 @@ class Part:
 
 
 class WeightGather:
-    """All-gather of fp8 casts of `weights` over `axis`. Each rank casts only its own parts of the weights. The order of
-    the weights is the same on all ranks of the axis."""
+    """All-gather of the fp8 casts of `weights` over the ranks of `axis`. Each rank casts only its own parts of the
+    weights. The order of the weights is the same on all ranks of the axis."""
 
     def __init__(self, weights: Sequence[tuple[GatheredWeight, Fp8Gemms]], parts: Sequence[Part], axis: Axis) -> None:
         self.weights = weights
@@ -85,7 +85,7 @@ class WeightGather:
         self.axis = axis
         gemms = weights[0][1]
         self.tp = gemms.tp if isinstance(gemms, TensorwiseGemms) else Axis()
-        """Ranks that share the scale of a weight."""
+        """Axis of the tensor-parallel ranks that use the same scale for a weight."""
         shapes = [amax_shape(weight, gemms) for weight, gemms in weights]
         self.amax = torch.zeros(sum(rows * columns for rows, columns in shapes), device=weights[0][0].values.device)
         found = self.amax.split([rows * columns for rows, columns in shapes])

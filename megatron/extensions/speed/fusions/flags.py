@@ -122,7 +122,7 @@ class Built(Protocol):
 
 
 def fuses(config: Section, ctx: Built) -> bool:
-    """Return True if a part of the model with this configuration and context is fused."""
+    """Return True if parts of the model that are built with this configuration and context use fused operations."""
     return ctx.compiled and config.options(Fusions).fusions
 
 

@@ -2,8 +2,8 @@
 sum. The backward pass computes the gradients of x, update, weight and bias in one pass over the operands.
 
 The fusion needs `--compile`. torch's own norms are separate kernels. With separate kernels, a residual addition would
-read and write the residual stream once more in both the forward and the backward pass. The kernel for the weight
-gradient would also read both of its operands again.
+read and write the residual stream once more in both the forward and the backward pass. In addition, a separate kernel
+for the norm's weight gradient would read both operands of this gradient again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron.extensions.speed.fusions.kernels.norms import normalized as _norma
 
 
 class InputCast(NamedTuple):
-    """Request of a layer for fp8 casts of its input."""
+    """Request for fp8 casts of a layer's input."""
 
     gemms: DelayedGemms
     needs_dw: bool
@@ -37,9 +37,9 @@ class InputCast(NamedTuple):
         return self.gemms.input_order(self.needs_dw)
 
     def stand_in(self, pair: CastPair, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a placeholder for the layer's input. It carries the casts to the layer, and its gradient to the
-        operation that computed the input. The placeholder is a NaN tensor [s, b, h] that is expanded from a single
-        element. Only a layer that reads `given_input` accepts this placeholder as input."""
+        """Return a placeholder for the layer's input. The placeholder carries the casts to the layer. In the backward
+        pass, its gradient is the gradient of the input. The placeholder is a NaN tensor [s, b, h] that is expanded from
+        a single element. Only a layer that reads `given_input` accepts this placeholder as input."""
         found = self.gemms.no_value(dtype).expand(shape)
         found.given_casts = self.gemms.given_input(pair, shape[:-1])  # type: ignore[attr-defined]
         return found
@@ -171,19 +171,19 @@ def fused_norm(
     x: Tensor, update: Tensor | None, norm: Norm, mask: DropoutMask | None = None, cast: InputCast | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (x + update, norm of x + update over the last dim), or (x, norm of x) if there is no update. After the
-    call, use the returned residual stream instead of the argument x. In the backward pass, the norm kernel then adds
-    the gradient of the returned residual stream.
+    call, use the returned residual stream instead of the argument x. The backward kernel of the norm then adds the
+    gradient of this residual stream to the gradient through the norm.
 
     Args:
         x: Residual stream [..., h].
         update: Addend [..., h]; None: no addition.
         norm: Norm of the sum. 16-bit operands are normalized in fp32.
         mask: Dropout mask of the update, for x [s, b, h].
-        cast: fp8 casts of the norm that the next layer requests. If there is no mask, a placeholder that contains these
-            casts is returned instead of the norm.
+        cast: Request of the next layer for fp8 casts of the norm. If there is no dropout mask, the second result is a
+            placeholder that carries the casts.
 
-    If a linear layer computed the update (or x if there is no update), the backward pass also computes the casts and
-    sums of the output gradient that this layer needs. This applies only without a mask.
+    The update, or x if there is no update, may be the output of a linear layer. Without a dropout mask, the backward
+    pass then also computes the casts and sums of the output gradient that the linear layer needs.
     """
     output = x if update is None else update
     cast, of_update = (cast, gradient_of_output(output)) if mask is None else (None, None)

@@ -56,8 +56,8 @@ CHECKED = 64
 """Number of rows and number of columns that are compared at each corner of a result."""
 
 TOLERANCES = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
-"""Allowed norm of the error divided by the norm of the sums, by result dtype. The tolerance of 16-bit results is twice
-the rounding error of one sum. fp32 weight gradients have the tolerance of bf16."""
+"""Allowed error for each result dtype: the norm of the error, divided by the norm of the sums. For 16-bit results, the
+tolerance is twice the rounding error of one sum. For fp32 weight gradients, it is the same as for bf16."""
 
 Run = Callable[[], object]
 
@@ -67,7 +67,7 @@ KERNELS = {
     "triton": gpu_operator("kernels.products_triton:add_product_triton_", _SUM, no_result),
     "cublaslt": gpu_operator("kernels.cublaslt:add_product_cublaslt_", _SUM, no_result),
 }
-"""Kernels, keyed by name, that compute out [o, i] += (a * a_scale) (b * b_scale)ᵀ, summed in fp32. With `overwrite`,
+"""Kernels by name. Each computes out [o, i] += (a * a_scale) (b * b_scale)ᵀ with sums in fp32. If `overwrite` is True,
 the product replaces `out`. out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32 []. "triton" also supports row
 scales ([o, 1] and [i, 1]) and scales of 128-element tiles ([o, n / 128] and [i, n / 128]). All tensors are contiguous.
 All kernels raise RuntimeError for unsupported operands."""
@@ -118,7 +118,7 @@ def add_product_(kernel: str, out: Tensor, dy: Scaled, x: Scaled, overwrite: boo
         out: Gradient sum [o, i].
         dy: Output gradient [o, n], cast by columns.
         x: Input [i, n], cast by columns.
-        overwrite: If True, compute out = dy xᵀ instead.
+        overwrite: If True, replace the contents of `out` with dy xᵀ.
     """
     if kernel == TORCH:
         casts.add_fp8_product_.__wrapped__(out, dy, x, overwrite)  # type: ignore[attr-defined]
@@ -360,9 +360,9 @@ def _row_parallel(modules: Iterable[nn.Module]) -> list[RowParallelLinear]:
 
 
 def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device) -> dict[str, Run]:
-    """Return two functions that compute the residual addition on random operands. One runs a GEMM with an addend. The
-    other runs a GEMM without an addend, and then the additional pass over memory that the norm needs for the
-    addition."""
+    """Return two functions that compute a GEMM and a residual addition on random operands. The first function runs a
+    GEMM with an addend. The second function runs a GEMM without an addend, and then a pass over memory for the addition
+    in the norm."""
     generator = torch.Generator(device).manual_seed(0)
 
     def made(*size: int) -> Tensor:

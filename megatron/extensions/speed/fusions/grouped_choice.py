@@ -2,10 +2,10 @@
 is known only on the device. torch's grouped GEMM computes the forward pass and the input gradients. torch's grouped
 GEMM cannot add weight gradients to fp32 sums, and leaves rows that belong to no expert uninitialized.
 
-Weight gradients have two kernels. One kernel uses a single list of tiles for all experts, and has several tilings
-(`grouped_triton.py`). The other kernel runs one program for each tile, which suits small numbers of rows. The kernel
-with one program per tile also supports outputs that are not in fp32. If kernels are not timed, as in deterministic
-runs, the first kernel with correct results is used.
+There are two kernels for weight gradients. One kernel uses a single list of tiles for all experts, and has several
+tilings (`grouped_triton.py`). The other kernel runs one program for each tile, which suits small numbers of rows. The
+kernel with one program per tile also supports outputs that are not in fp32. If kernels are not timed, as in
+deterministic runs, the first kernel with correct results is used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _add_in_list = gpu_operator(
     "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends, str tiling) -> ()",
     no_result,
 )
-"""Operator that computes the same as `_add_products` for fp32 `out`, with one list of tiles."""
+"""Operator with the same result as `_add_products`, for `out` in fp32. Its kernel uses a single list of tiles."""
 
 _add_products = gpu_operator(
     "kernels.products_triton:add_grouped_products_",
@@ -83,8 +83,8 @@ def add_grouped_(kernel: str, out: Tensor, dy: Tensor, x: Tensor, segments: Segm
 
 @dataclass
 class GroupedWeightGrad:
-    """Kernels chosen for expert weight gradients, one for each shape (outputs, inputs). Shapes without an entry use
-    `TILES`."""
+    """Kernels chosen for expert weight gradients, one for each shape (outputs, inputs). For shapes without an entry,
+    the kernel `TILES` is used."""
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)

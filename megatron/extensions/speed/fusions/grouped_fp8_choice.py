@@ -91,7 +91,8 @@ class ExpertKernel(Generic[*Operands]):
     @abstractmethod
     def runs(self, shapes: RunShapes) -> Iterator[tuple[tuple[int, int], dict[str, Run]]]:
         """Yield the shape (outputs, inputs) of each product in a training run, and one function per kernel that runs
-        this kernel. `TORCH` is the last kernel. A kernel's first run raises RuntimeError if its results are wrong."""
+        this kernel. The last function, with the name `TORCH`, runs torch's implementation. A kernel's first run raises
+        RuntimeError if its results are wrong."""
 
     def lost(self, shapes: RunShapes, world: Axis, clock: Clock | None) -> str | None:
         """Return the reason why a run uses torch instead of these kernels; None if it uses the kernels. Collective over
@@ -187,7 +188,7 @@ class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
 
 
 class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
-    """Kernels for fp8 products of each expert's rows with its matrix."""
+    """Kernels that multiply the fp8 rows of each expert by the expert's matrix."""
 
     def suits(self, a: Scaled, b: Scaled, segments: Segments, out_dtype: torch.dtype, in_one_kernel: bool) -> bool:
         timed = (b.values.shape[1], b.values.shape[2]) in self.chosen
@@ -218,7 +219,7 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
 
     @staticmethod
     def multiply(tiling: str, a: Scaled, b: Scaled, segments: Segments) -> Tensor:
-        """Compute expert products with one tiling of the kernel. The other arguments are those of
+        """Compute expert products with one tiling of the kernel. The other arguments are the same as for
         `grouped_scaled_mm`."""
         return _multiply(*a, *b, segments.ends, torch.bfloat16, tiling)
 

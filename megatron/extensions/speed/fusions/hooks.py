@@ -26,8 +26,8 @@ from megatron.training.initialize import Runtime
 
 
 class KernelChoice(Callback):
-    """Callback that turns off kernels that are slower than torch, and chooses the fastest of several equivalent
-    kernels. --no-fusions turns all kernels off."""
+    """Callback that turns off kernels that are slower than torch. If an operation has several kernels, the callback
+    chooses the fastest. --no-fusions turns all kernels off."""
 
     def choose(self, config: RunConfig, parallel: ModelParallelConfig, runtime: Runtime) -> ModelParallelConfig:
         LEFT_OUT.clear()

@@ -35,8 +35,8 @@ SLOWER = 1.1
 kernel, which would change the last bits of a run's results."""
 
 OF_FP8 = 4
-"""Factor by which the allowed error is larger for fp8 results. torch's compiler omits the rounding to 16 bits before
-the rounding to fp8. This changes results by 1.3 % in e4m3 and by 1.6 % in e5m2."""
+"""Factor that multiplies the allowed error if results are in fp8. A region that torch compiles rounds to fp8 without
+first rounding to 16 bits. The omitted rounding changes results by 1.3 % in e4m3 and by 1.6 % in e5m2."""
 
 NOT_A_NUMBER = 1e9
 """Value that is reported as a kernel's error if the error is NaN."""
@@ -144,7 +144,8 @@ class ComparedKernel(Protocol):
 
 @dataclass(frozen=True)
 class FusedKernel(Generic[*Operands, R]):
-    """Kernel that replaces a plain-torch operation, with the functions that are needed to compare the two."""
+    """Kernel that replaces a plain-torch operation. The fields are the functions that are needed to compare the kernel
+    with plain torch."""
 
     run: Callable[[*Operands], R]
     plain: Callable[[*Operands], R]
@@ -185,7 +186,7 @@ def fused_kernels() -> dict[str, FusedKernel[*tuple[object, ...], object]]:
 
 @cache
 def operations() -> dict[Callable[..., object], str]:
-    """Map torch functions to the names of the kernels that may replace them."""
+    """Return a mapping from torch functions to the names of the kernels that may replace these functions."""
     return {unwrap(kernel.plain): name for name, kernel in fused_kernels().items()}
 
 
@@ -278,11 +279,11 @@ def copied(value: R) -> R:
 
 
 def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.device, world: Axis) -> Choice:
-    """Time each run on every rank. Returns the times of the slowest rank. Collective over the world.
+    """Time each function in `runs` on every rank. Returns the times of the slowest rank. Collective over the world.
 
     Args:
-        runs: Functions to time, keyed by kernel name. Each function is removed after it is timed, so that its operands
-            are freed.
+        runs: Functions to time, keyed by kernel name. Each function is removed from the mapping after it is timed, so
+            that its operands are freed.
         clock: Function that times a run.
         device: Device of the reduction.
         world: Axis of all ranks.

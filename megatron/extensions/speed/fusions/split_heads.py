@@ -61,7 +61,7 @@ def split_heads(
         interleaved: Whether pairs of adjacent channels are rotated.
         compiled: Whether to use compiled regions.
         of_qkv: Request to cast the gradient of qkv for the linear layer that computed qkv. The backward pass then
-            computes only the casts instead of the gradient.
+            computes the casts instead of the gradient.
     """
     # during generation, prompts vary in length; dynamic shapes avoid a compilation for each length
     static = torch.is_grad_enabled()

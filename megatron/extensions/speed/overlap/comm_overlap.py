@@ -52,13 +52,14 @@ from megatron.training.initialize import Runtime
 
 @dataclass(frozen=True)
 class Products:
-    """Products of an fp8-cast activation's rows with a weight: x Wᵀ + bias, or dY W."""
+    """Multiplies rows of an activation or gradient, which may be cast to fp8, by a weight. The result is x Wᵀ + bias or
+    dY W."""
 
     gemms: LinearGemms
     weight: Tensor
     bias: Tensor | None = None
     of_grad: bool = False
-    """True for the product dY W; False for x Wᵀ + bias."""
+    """If True, compute dY W. If False, compute x Wᵀ + bias."""
 
     @property
     def matrix(self) -> Tensor:
@@ -102,7 +103,7 @@ def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callabl
 
 class RingOverlap:
     """GEMMs that overlap with collectives, implemented as a ring of sends and receives between neighbours, for any
-    backend and device. All ranks of the axis call these methods with the same shapes.
+    backend and device. All ranks of the axis must call the methods of this class with the same shapes.
 
     A part consists of the rows of one rank. While a part is multiplied, either this part is sent to the next rank
     (all-gather), or a partial sum arrives from the previous rank (reduce-scatter). Each step of the ring takes as long
@@ -261,7 +262,7 @@ class _RowFunction(torch.autograd.Function):
 
 
 def _weight_grad(layer: Overlapped, weight: Tensor, dy: Operand, x: Callable[[], Operand]) -> Tensor | None:
-    """Compute dW = dYᵀ X immediately, or queue it for later. `x` is a function that returns the input X."""
+    """Compute dW = dYᵀ X immediately, or queue it for later. The function `x` returns the input X."""
 
     def add_(out: Tensor, overwrite: bool) -> None:
         layer.gemms.add_weight_grad_(matrix_of(out), dy, x(), overwrite)

@@ -43,7 +43,7 @@ COMPARED_LENGTH = 512
 plain-torch equivalent stores all scores in memory."""
 
 OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-"""Backend of torch's `scaled_dot_product_attention` to which each kernel name refers."""
+"""Mapping from kernel names to the backends of torch's `scaled_dot_product_attention`."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class AttentionShape:
     value_head_dim: int
     dtype: torch.dtype
     queries: Spans | None = None
-    """Positions of this rank's queries under context parallelism with --cp-comm-type p2p or all_gather. None means that
-    the rank has all queries."""
+    """Positions of this rank's queries under context parallelism with --cp-comm-type p2p or all_gather. If None, the
+    rank has the queries of all positions."""
 
     window: int | None = None
     """Number of keys that a query attends to in every layer; None if each query attends to all keys up to its own

@@ -114,8 +114,8 @@ def fits(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
 
 
 class FlashDropoutKernel:
-    """Tile kernel that computes all tiles in one launch. Raises RuntimeError if the kernel does not support the GPU,
-    the precision or the head widths."""
+    """Tile kernel that computes attention with dropout for all tiles in a single launch. Raises RuntimeError if the
+    kernel does not support the GPU, the precision or the head widths."""
 
     needs_places = True
     most_queries = None
@@ -192,7 +192,7 @@ class _AtOnce:
 
 
 def _whole(part: Tensor, x: Tensor, tile: Tile) -> Tensor:
-    """Pad the gradient of a tile's rows with zeros, so that it has as many rows as x."""
+    """Return a tensor of zeros with the shape of x, into which the gradient of the tile's key rows is copied."""
     if len(part) == len(x):
         return part
     whole = torch.zeros(x.shape, dtype=part.dtype, device=part.device)

@@ -106,7 +106,7 @@ def _add_keys_to_gradients(
 def _add_queries_to_gradients(
     sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add the contribution of one block of queries to the key and value gradients. Scores are transposed: [keys,
+    """Add the contribution of one block of queries to the key and value gradients. The scores are stored as [keys,
     queries]."""
     dk, dv = sums
     keys, values, column_bits = own
@@ -288,8 +288,8 @@ class Settings(NamedTuple):
 
     @property
     def factors(self) -> tuple[float, float, float]:
-        """Return three factors. The first multiplies scores in base 2, the second multiplies attention weights that
-        dropout keeps, and the third multiplies scores."""
+        """Return three factors: the score scale for exponentials of base 2, the factor 1 / (1 - p) of attention weights
+        that dropout keeps, and the score scale."""
         return self.scale * LOG2_E, 1 / (1 - self.p), self.scale
 
     @property
@@ -366,7 +366,7 @@ def _launch(
 
 
 def widths_of(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    """Return the widths of queries and values, and each width rounded up to a power of two."""
+    """Return four widths: those of queries and values, and both rounded up to powers of two."""
     width, value_width = q.shape[-1], v.shape[-1]
     return width, value_width, max(16, triton.next_power_of_2(width)), max(16, triton.next_power_of_2(value_width))
 

@@ -153,9 +153,9 @@ class FlashCUDAKernel:
 
 
 class EqualWidthsKernel:
-    """Adapter for a packed-sequence kernel that requires keys and values of equal width. The adapter pads the narrower
-    tensors with zero channels, which do not change scores or outputs. The padded tensors are freed after the kernel
-    call."""
+    """Adapter for a packed-sequence kernel that supports keys and values only if they have the same width. The adapter
+    pads the narrower tensors with zero channels, which do not change scores or outputs. The padded tensors are freed
+    after the kernel call."""
 
     def __init__(self, kernel: PackedKernel) -> None:
         self.kernel = kernel
@@ -205,7 +205,8 @@ def _pack(x: Tensor, tiles: Sequence[Tile], rows: TileRows) -> Tensor:
 
 
 def _unpack(packed: Tensor, tiles: Sequence[Tile], x: Tensor, rows: TileRows) -> Iterator[Tensor]:
-    """Unpack the rows of each tile: packed [total, ...] -> [n, b, ...]. x [s, b, ...] is the tensor that was packed."""
+    """Yield the rows of each tile as a tensor [n, b, ...]. `packed` [total, ...] is the result of `_pack` for x [s, b,
+    ...] or a tensor with the same rows."""
     shapes = [rows(x, tile).shape[:2] for tile in tiles]
     for part, (n, b) in zip(packed.split([n * b for n, b in shapes]), shapes, strict=True):
         yield part.unflatten(0, (b, n)).transpose(0, 1)

@@ -45,7 +45,7 @@ from megatron.extensions.speed.fusions.attention.flash_kernels import by_head
 from megatron.extensions.speed.fusions.kernel_choice import gpu_operator
 
 WEIGHTS = 256.0
-"""Factor by which attention weights are multiplied before they are rounded."""
+"""Factor by which attention weights are multiplied before they are rounded to fp8."""
 
 LARGEST = torch.finfo(E4M3).max
 
@@ -58,14 +58,15 @@ class CastHeads(NamedTuple):
     k: Tensor
     """[n, b, groups, d]"""
     v: Tensor
-    """Values [b, groups, dv, n]. Tensor cores require 8-bit operands with the summed dimension last."""
+    """Values [b, groups, dv, n]. In 8-bit operands of tensor cores, the dimension of the sum must be the last
+    dimension."""
     scales: Tensor
     """Scales [3, b, groups] of q, k and v."""
 
 
 def cast_heads(q: Tensor, k: Tensor, v: Tensor) -> CastHeads:
-    """Cast q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups, dv]. If a value is not finite, the scale is
-    NaN, and therefore also the output."""
+    """Cast q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups, dv] to e4m3. If a value is not finite, its
+    scale is NaN, which makes the output NaN."""
     groups = k.shape[2]
     in_groups = (x.unflatten(2, (groups, -1)) for x in (q, k, v))
     amax = torch.stack([x.abs().amax((0, 3, 4)) for x in in_groups]).to(torch.float32)
@@ -185,7 +186,7 @@ _forward = gpu_operator(
     "(Tensor q, Tensor k, Tensor v, Tensor scales, float scale, ScalarType dtype) -> (Tensor, Tensor)",
     _fake_forward,
 )
-"""Operator that computes `Kernels.forward` from the fields of `CastHeads`."""
+"""Operator that computes `Kernels.forward`. Its first arguments are the fields of `CastHeads`."""
 
 
 class Launches(Protocol):
@@ -258,8 +259,8 @@ class Fp8Attention(nn.Module):
         return out
 
     def planned(self, launches: Launches) -> Fp8Attention:
-        """Return a copy of this attention for planning a run on GPUs. Its kernels record their launches instead of
-        running."""
+        """Return a copy of this attention for planning a run on GPUs. In the copy, kernels only record their
+        launches."""
         return Fp8Attention(self.name, PlannedKernels(self.name, launches), compiled=True)
 
 

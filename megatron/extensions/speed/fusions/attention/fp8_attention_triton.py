@@ -29,8 +29,8 @@ BLOCKS = {64: (128, 128, 8, 3), 128: (128, 128, 8, 3)}
 def _add_keys(
     sums, q, k, k_row, v, start, i, n, to_log2, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Accumulate a block of keys into the running results of query rows: values with rounded weights, sum of weights,
-    and largest score."""
+    """Update the running results of query rows with a block of keys. `sums` contains the sum of values weighted with
+    the rounded weights, the sum of the weights, and the largest score."""
     acc, total, top = sums
     j = start + tl.arange(0, BLOCK)
     d = tl.arange(0, q.shape[1])
@@ -78,7 +78,8 @@ def fp8_attention_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Compute out [n, samples, heads, DV] and lse [samples, heads, n] from q and k (`Rows`), v [samples, groups, DV, n]
-    and scales [3, samples, groups]. `ratio` is the number of heads in a group. Rows with the most keys come first."""
+    and scales [3, samples, groups]. `ratio` is the number of heads per group. The first programs process the rows with
+    the most keys."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     heads = groups * ratio
     head, sample = tl.program_id(1) % heads, tl.program_id(1) // heads

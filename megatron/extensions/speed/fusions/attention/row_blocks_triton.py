@@ -1,8 +1,8 @@
 """Functions for row blocks in Triton attention kernels: loads, stores, the ranges to which rows attend, and dropout.
 
-A program that processes a block of queries loops only over the blocks of keys in their range. A program that processes
-a block of keys does the same with blocks of queries. Only the blocks at both ends of the range need a mask, because
-every row of the program attends to all blocks in between.
+A program that processes a block of queries loops only over the blocks of keys in their range. Likewise, a program that
+processes a block of keys loops only over the blocks of queries that attend to these keys. Only the blocks at both ends
+of the range need a mask, because every row of the program attends to all blocks in between.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -62,8 +62,8 @@ def hash_rows(key, sample_index, sample, head, places, i, in_i):
 
 @triton.jit
 def is_dropped(bits, limit):
-    """Return the mask of query-key pairs that dropout drops. `bits` is the sum of the row hash and the column hash of
-    each pair, as uint32."""
+    """Return the mask of query-key pairs that dropout drops. For each pair, `bits` contains the sum of the row hash and
+    the column hash as uint32."""
     bits = (bits ^ (bits >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
     bits = (bits ^ (bits >> 15)) * tl.full([], 0x846CA68B, tl.uint32)
     return bits.to(tl.int32, bitcast=True) < limit
@@ -101,16 +101,16 @@ def store_rows(x, values, row, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_bounds(bounds, sample, i, in_i):
-    """Load the bounds `first` and `stop` for each row index in i. Row i attends to the range [first, stop)."""
+    """For the rows with indices i, load the bounds of the ranges [first, stop) to which these rows attend."""
     at = bounds.data + sample * bounds.sample + i
     return tl.load(at, mask=in_i, other=0), tl.load(at + bounds.stop, mask=in_i, other=0)
 
 
 @triton.jit
 def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
-    """Divide the union of the rows' ranges [first, stop) into blocks. Returns five numbers: the start of the first
-    block, the start and end of the blocks to which every row attends, and the numbers of remaining blocks before and
-    after these."""
+    """Divide the range to which any of the rows attends into blocks. Each row attends to its own range [first, stop).
+    Returns five numbers: the start of the first block, the start and end of the blocks to which every row attends, and
+    the numbers of remaining blocks before and after these."""
     begin = tl.min(tl.where(inside, first, size)) // BLOCK * BLOCK
     end = tl.maximum(tl.max(tl.where(inside, stop, 0)), begin)
     end = begin + (end - begin + BLOCK - 1) // BLOCK * BLOCK

@@ -6,6 +6,6 @@ A Triton kernel is worthwhile only if torch.compile does not turn a region into 
 Each subject, such as norms, has two modules. `norms.py` contains the twin, the operator `megatron::...` with a fake
 implementation, and the function that callers use. This function runs the operator on GPUs with Triton, and the twin on
 other devices. The modules `..._triton` contain the kernels. Only the modules `..._triton` import Triton, and they are
-imported when an operator first runs. An absent optional operand of a kernel is None. Triton compiles a variant of the
-kernel for this case. Kernels receive related operands as a tuple.
+imported when an operator first runs. If an optional operand of a kernel is None, Triton compiles a variant of the
+kernel without this operand. Kernels receive related operands as a tuple.
 """

@@ -35,7 +35,7 @@ halfway between two fp8 numbers may be rounded in either direction."""
 MODULE = "kernels.casts_triton"
 
 CAST = "Tensor multiplier, Tensor(a!)? noted, bool[] wanted, ScalarType dtype"
-"""Schema of the last arguments of operators that make casts. These arguments are the fields of a `CastOrder`. The
+"""Schema of the last arguments of all operators that compute casts. The arguments are the fields of a `CastOrder`. The
 operators return the cast by rows (if requested), the cast by columns (if requested), and the scale. An operator never
 returns the same tensor twice, because torch does not allow this."""
 

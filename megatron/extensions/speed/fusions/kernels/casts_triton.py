@@ -23,8 +23,8 @@ TILE = 128
 WARPS = 8
 
 SWIGLU_TILE = 128, 64
-"""Number of tokens and features per tile. The backward kernel holds five tiles in registers: three operands and two
-results."""
+"""Number of tokens and number of features in a tile of the SwiGLU kernels. The backward kernel holds five tiles in
+registers: three operands and two results."""
 
 
 class Casts(NamedTuple):
@@ -37,8 +37,8 @@ class Casts(NamedTuple):
     multiplier: Tensor
     scale: Tensor
     state: Tensor
-    """Two numbers [2]: the bit pattern of the largest magnitude so far, and the number of finished programs. Both
-    numbers are zero before and after each kernel launch."""
+    """Tensor of two integers: the bit pattern of the largest magnitude so far, and the number of finished programs.
+    Both numbers are zero before and after each kernel launch."""
     noted: Tensor | None
     """Recorded amax. If the amax of the matrix is larger, the kernel raises the recorded amax to it."""
 
@@ -92,7 +92,7 @@ def reciprocal(x):
 def multiplier_for(amax, into, SMALLEST: tl.constexpr):
     largest: tl.constexpr = 448.0 if into.dtype.element_ty == tl.float8e4nv else 57344.0
     bounded = tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    # torch also computes a number divided by a tensor as the number times the reciprocal
+    # like torch, compute number / tensor as the number times the reciprocal of the tensor
     return tl.where(amax == 0, 1.0, reciprocal(bounded) * largest)
 
 
@@ -127,9 +127,9 @@ def cast_and_store(values, casts, i, j, in_i, in_j, n, k):
 
 @triton.jit
 def note_amax(bits, casts):
-    """Combine the largest magnitude in this program's block with those of the other programs. `bits` is this
-    magnitude's bit pattern. The last program to finish stores the scale of the tensor and records its amax in `noted`.
-    The scale is NaN if the amax is not finite."""
+    """Update the amax of a matrix with the largest magnitude in this program's block. `bits` is the bit pattern of this
+    magnitude. The last program to finish stores the scale of the tensor and records its amax in `noted`. The scale is
+    NaN if the amax is not finite."""
     tl.atomic_max(casts.state, bits)
     if tl.atomic_add(casts.state + 1, 1) == tl.num_programs(0) - 1:
         largest = tl.atomic_xchg(casts.state, 0)

@@ -36,7 +36,7 @@ def loss_and_gradient_twin_(logits: Tensor, labels: Tensor, vocab_size: int, z_l
     Args:
         logits: Logits [n, width].
         labels: Labels [n].
-        vocab_size: Size of the vocabulary: the number of columns that are not padding. Gradients of padding are zero.
+        vocab_size: Size of the vocabulary. Further columns of the logits are padding, and their gradients are zero.
         z_loss_coeff: Coefficient of the z-loss.
     """
     z, rows = logits[:, :vocab_size].float(), torch.arange(len(labels), device=labels.device)

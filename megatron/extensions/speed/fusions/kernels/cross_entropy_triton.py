@@ -23,8 +23,8 @@ WARPS = 32
 """Number of warps, number of threads, and number of adjacent columns of a block per thread (32 bytes of bf16)."""
 
 LOWEST = tl.constexpr(float(torch.finfo(torch.float32).min))
-"""Number that is smaller than all logits. It is used in place of minus infinity, so that differences between two such
-numbers are not NaN."""
+"""Initial value of a running maximum of logits. Unlike minus infinity, it does not yield NaN if it is subtracted from
+itself."""
 
 
 @triton.jit

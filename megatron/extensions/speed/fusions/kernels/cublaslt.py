@@ -156,8 +156,8 @@ def _set_pointers(description: ctypes.c_void_p, pointers: Mapping[int, int]) -> 
 
 @cache
 def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
-    """Select the algorithm for a product. For cuBLAS, the row-major out [o, i] is a column-major matrix [i, o], so that
-    cuBLAS' A is `b` and its B is `a`."""
+    """Select the algorithm for a product. cuBLAS treats the row-major `out` [o, i] as a column-major matrix [i, o]. Its
+    operand A is therefore `b`, and its operand B is `a`."""
     description = _description(kind)
     pointers = (*((A_SCALE_POINTER, B_SCALE_POINTER) if kind.scaled else ()), *((BIAS_POINTER,) if kind.bias else ()))
     # placeholders: every call replaces these pointers
@@ -190,8 +190,8 @@ def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
 
 
 def add_product_cublaslt_(out: Tensor, a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, overwrite: bool) -> None:
-    """Compute out += a bᵀ, as described for `gemm_choice.KERNELS`. Scales apply to whole matrices. Partial sums have
-    full fp32 precision."""
+    """Compute out += a bᵀ, as described for `gemm_choice.KERNELS`. Scales apply to whole matrices. Partial sums are
+    computed with full fp32 precision."""
     _multiply(out, out, a, b, Kind(a.dtype, b.dtype, out.dtype), (a_scale, b_scale), None, 0.0 if overwrite else 1.0)
 
 

@@ -37,7 +37,7 @@ from megatron.extensions.speed.fusions.kernels.grouped_triton import (
 )
 
 COLUMNS = 64
-"""Number of columns of a token tile that one program casts."""
+"""Number of columns of a tile that each program of `cast_along_tokens_kernel` casts."""
 
 TILINGS = {
     "square": Tiling(128, 128, 1, warps=8, stages=4),
@@ -90,8 +90,8 @@ def cast_along_tokens_kernel(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Cast x [n, width] to values [width, tokens] with scale [tokens / TILE, width]. A program casts COLUMNS columns of
-    one tile. Tiles that belong to no expert are set to 0. EXPERTS is a power of two."""
+    """Cast x [n, width] along tokens, and store values [width, tokens] and scale [tokens / TILE, width]. A program
+    casts COLUMNS columns of one tile. Tiles that belong to no expert are set to 0. EXPERTS is a power of two."""
     tile = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     of_tiles = tl.load(tile_ends + e, mask=e < experts, other=2147483647)
@@ -184,10 +184,10 @@ def row_products_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute y_e [n_e, outputs] = x_e w_eᵀ, for x [n, terms] and w [experts, outputs, terms]. Usually, x has one scale
-    per row [n], and w has one scale per output [experts, outputs]. If TILED is True, x has one scale per tile [n, terms
-    / BLOCK_K], and w has one scale per block [experts, outputs / BLOCK_K, terms / BLOCK_K]. Programs that run at the
-    same time compute different outputs of the same rows."""
+    """Compute y_e [n_e, outputs] = x_e w_eᵀ, for x [n, terms] and w [experts, outputs, terms]. By default, x has one
+    scale per row [n], and w has one scale per output [experts, outputs]. If TILED is True, x has one scale per tile [n,
+    terms / BLOCK_K], and w has one scale per block [experts, outputs / BLOCK_K, terms / BLOCK_K]. Programs that run at
+    the same time compute different outputs of the same rows."""
     e = tl.arange(0, EXPERTS)
     stops = tl.load(ends + e, mask=e < experts, other=0)
     starts = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0)

@@ -1,15 +1,15 @@
 """Triton kernels for expert weight gradients: a persistent kernel whose programs share one list of tiles.
 
 With few tokens per expert, the memory traffic of the fp32 sums limits the speed of a weight gradient. For a matrix of
-3,584 x 4,096 and 1,024 tokens, reading and writing the sums takes as long as the multiplication. A program therefore
-does not wait until the sums are read and written. Each program sends its tile to the L2 cache, which performs the
-addition while the loads of the next tile are in flight. One program runs on each multiprocessor, with tiles of 128 x
+3,584 x 4,096 and 1,024 tokens, reading and writing the sums takes as long as the multiplication. Programs therefore do
+not wait for these reads and writes. Each program sends its tile to the L2 cache. The cache performs the addition while
+the program loads operands of the next tile. One program runs on each multiprocessor, with tiles of 128 x
 256. Smaller tiles of 128 x 128 would read their operands more often than the cache can deliver them.
 
 Experts are listed in ascending order of their numbers of rows, so that adjacent tiles take about the same time. If the
 last tiles would leave many multiprocessors idle, these tiles are split along tokens into equal parts. The first part of
 a split tile is added directly to the result. The other parts are written to separate memory, and a second kernel adds
-them to the result in a fixed order. The order of additions therefore never depends on the timing of programs.
+them to the result in a fixed order. The order of additions is therefore independent of the timing of programs.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -26,12 +26,13 @@ from torch import Tensor
 from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 
 FIRST, WHOLE, TAIL, PARTS, HEAD = (tl.constexpr(place) for place in range(5))
-"""Positions in a schedule tensor. The first four positions hold the numbers of experts without rows, whole tiles, split
-tiles, and parts per split tile. Three lists follow from position HEAD on, sorted by the experts' numbers of rows in
-ascending order: the indices of the experts, the experts' first rows, and the ends of their rows."""
+"""Positions in a schedule tensor. The first four entries are the number of experts without rows, the number of whole
+tiles, the number of split tiles, and the number of parts per split tile. Three lists follow from position HEAD on,
+sorted by the experts' numbers of rows in ascending order: the indices of the experts, the experts' first rows, and the
+ends of their rows."""
 
 MOST_PARTS = tl.constexpr(4)
-"""Number of parts into which a tile is split along tokens."""
+"""Maximum number of parts into which a tile is split along tokens."""
 
 ENOUGH_ROUNDS = tl.constexpr(16)
 """Threshold for splitting tiles. No tile is split if the average number of steps per program is at least this number
@@ -129,8 +130,8 @@ def list_item(schedule, item, experts, tiles, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def list_steps(schedule, experts, tiles, program, programs, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the total number of steps in the items of a program, which processes every `programs`-th item of the
-    list."""
+    """Return the number of loop steps that a program needs for all of its items. A program processes every
+    `programs`-th item of the list."""
     first, whole = tl.load(schedule + FIRST), tl.load(schedule + WHOLE)
     items = whole + tl.load(schedule + TAIL) * tl.load(schedule + PARTS)
     r = tl.arange(0, EXPERTS)
@@ -175,8 +176,8 @@ def add_grouped_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Compute out[e] += dy_eᵀ x_e, [outputs, inputs], for each expert e. `parts` [slots, BLOCK_O, BLOCK_I] receives all
-    parts of split tiles except the first. A program processes all steps of all its tiles in one loop, so that it loads
-    operands of the next tile while the previous tile is being added."""
+    parts of split tiles except the first. A program processes all steps of all its tiles in one loop. It can therefore
+    load operands of the next tile while the previous tile is being added."""
     item = tl.program_id(0) - programs
     row, end = 0, 0
     corner_o, corner_i = 0, 0

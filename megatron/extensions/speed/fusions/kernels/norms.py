@@ -1,11 +1,11 @@
-"""RMSNorm and LayerNorm in kernels that also compute the preceding residual addition. The same pass over the operands
-computes further results.
+"""RMSNorm and LayerNorm in kernels that also compute the preceding residual addition, fp8 casts, and bias gradients,
+all in the same pass over the operands.
 
 The forward pass returns fp8 casts of the norm, by rows and by columns, instead of the norm. The gradient of the
 residual sum is the output gradient of the previous linear layer. The backward pass also returns the fp8 casts of the
 residual sum's gradient, and the sum of this gradient over tokens, which is the bias gradient of the previous linear
-layer. Values are still rounded to 16 bits before they are cast or summed. The results therefore equal those of separate
-kernels, except that sums may be computed in a different order."""
+layer. As with separate kernels, values are rounded to 16 bits before they are cast or summed. The results therefore
+equal those of separate kernels, except that sums may be computed in a different order."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ NormBackward = tuple[Tensor, Tensor | None, Tensor, Tensor, tuple[Tensor, ...], 
 
 
 class NormGradients(NamedTuple):
-    """Result of `norm_gradients`: the gradients of the sum [n, h] and of the parameters [h]. If requested, the result
-    includes the casts of the sum's gradient, and the sum [h] of this gradient over rows."""
+    """Result of `norm_gradients`: the gradients of the sum [n, h] and of the parameters [h]. On request, it also
+    contains the casts of the gradient [n, h], and the sum [h] of this gradient over rows."""
 
     of_total: Tensor
     of_parameters: list[Tensor]
@@ -261,8 +261,8 @@ _norm_gradients = gpu_operator(
     _fake_gradients,
 )
 """Operator that returns a list of tensors. The first tensor is the gradient dx of the norm's input. The rows of the
-second tensor [., h] are the parameter gradients and, if `sums` is True, the sum of dx over tokens. The requested casts
-of dx by rows and by columns and their scale follow."""
+second tensor [., h] are the parameter gradients and, if `sums` is True, the sum of dx over tokens. The remaining
+tensors are the requested casts of dx, by rows and by columns, and their scale."""
 
 
 def _rows(shapes: RunShapes) -> tuple[Tensor, Tensor, Norm]:

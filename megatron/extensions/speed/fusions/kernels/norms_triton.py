@@ -66,8 +66,8 @@ def _scale_of(weight, j, in_j, ONE_PLUS: tl.constexpr):
 def norm_cast_rows(
     x, update, weight, bias, total, inverse, mean, casts, n, h, eps, ONE_PLUS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Compute `total` = x + update [n, h], the row statistics [n] of `total` (including the `mean` for LayerNorm), and
-    the casts of its norm. The kernel also records the amax of the norm."""
+    """Compute `total` = x + update [n, h], the statistics [n] of its rows, and the casts of its norm. The statistics
+    include the `mean` only for LayerNorm. The kernel also records the amax of the norm."""
     i = (tl.program_id(0) * TILE[0] + tl.arange(0, TILE[0])).to(tl.int64)
     j = tl.arange(0, TILE[1])
     in_i, in_j = i < n, j < h
@@ -114,8 +114,8 @@ def _normalized(given, at, inside, center, factor):
 
 @triton.jit
 def _gradient(given, g, z, row_gz, row_g, factor, at, inside, h):
-    """Compute the gradient of x in fp32 from the gradient g of the normalized rows z, and from the sums of g z and of g
-    over each row."""
+    """Compute the gradient of x in fp32. z are the normalized rows, and g is their gradient. `row_gz` and `row_g` are
+    the sums of g z and of g over each row."""
     grad = g - z * (row_gz / h)[:, None]
     if given.mean is not None:
         grad -= (row_g / h)[:, None]
@@ -155,8 +155,8 @@ def norm_gradient_chunks(
     gradient, of the bias gradient (LayerNorm), and of dx (with SUMS).
 
     The first pass over the chunks of a block computes sums over each row. The second pass computes gradients. It starts
-    with the last chunk, because the last chunks are still in the caches. From one step to the next, `part_sums` holds
-    the sums over rows."""
+    with the last chunk, because the last chunks are still in the caches. The sums over rows stay in `part_sums` from
+    one step to the next."""
     CENTERED: tl.constexpr = given.mean is not None
     TILE_N: tl.constexpr = TILE[0]
     TILE_H: tl.constexpr = TILE[1]

@@ -121,7 +121,7 @@ def add_product_kernel(
 
 
 def add_grouped_products_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> None:
-    """Call the kernel for expert weight gradients (`grouped_choice`)."""
+    """Launch the kernel that adds expert weight gradients with one program for each tile (see `grouped_choice`)."""
     experts, outputs, inputs = out.shape
     assert out.is_contiguous() and dy.is_contiguous() and x.is_contiguous() and ends.dtype == torch.int32
     assert dy.shape == (x.shape[0], outputs) and x.shape[1] == inputs and ends.shape == (experts,)
