@@ -105,7 +105,8 @@ class Renumbered(_SameNumbers):
         return self.numbers[super().sources_of(samples)]
 
     def origin(self, index: int) -> str:
-        """Return the start of a sample as `source:document+token`. Source names are unique in the run."""
+        """Return the start of a sample as `source:document+token`. `source` is the name of the source, which is unique
+        in the run."""
         inner = super().origin(index)
         if self.names is None:
             return inner

@@ -61,7 +61,7 @@ class TrainingOrder:
 
 @dataclass(frozen=True)
 class Demands:
-    """Requirements that a run adds to the configuration of its datasets."""
+    """Requirements of a run that its datasets must meet, in addition to their configuration."""
 
     order: TrainingOrder = field(default_factory=TrainingOrder)
     needed: tuple[bool, ...] | None = None
@@ -130,7 +130,7 @@ def build_datasets(
 ) -> Datasets:
     """Build the datasets of a run.
 
-    All processes may call this function at the same time. The function needs no process group.
+    All processes may call this function at the same time. It works without a process group.
 
     Args:
         config: Paths and options of the data.
@@ -181,7 +181,8 @@ def build_gpt(
 
 
 def _all(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """Return the results of all calls, or raise one ValueError with all their errors."""
+    """Call each function and return all results. If some calls raise ValueError, raise one ValueError that contains all
+    messages."""
     results, errors = [], []
     for call in calls:
         try:
@@ -225,7 +226,7 @@ class _Builder:
         return self.split(split, blend, (1.0,), 0, size)
 
     def split(self, split: str, blend: Blend, shares: Sequence[float], number: int, size: int | None) -> Dataset | None:
-        """Build one split of a blend.
+        """Build one split (train, valid or test) of a blend of datasets.
 
         Args:
             split: Name of the split.

@@ -23,7 +23,8 @@ class Dataset(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the data and their order. Runs with equal fingerprints see the same samples."""
+        """Hash that identifies the samples of the dataset and their order. Runs with equal fingerprints see the same
+        samples."""
 
     def __len__(self) -> int: ...
 

@@ -44,7 +44,8 @@ class TextDataset(ABC):
     def _text(self, index: int) -> NDArray[np.int64]: ...
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
-        """Return the source number of each sample in the blend [samples]; 0 outside blends."""
+        """Return the number of the blend's source from which each sample comes, [samples]. All numbers are 0 if the
+        dataset is not a blend."""
         return np.zeros(len(samples), np.int64)
 
     @abstractmethod
@@ -61,13 +62,13 @@ class TextDataset(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """Parts of documents of an indexed dataset, used instead of whole documents."""
+    """Pieces of documents of an indexed dataset. A split may consist of pieces instead of whole documents."""
 
     documents: NDArray[np.int64]
     """Document of each piece [n]."""
 
     starts: NDArray[np.int64]
-    """Position of each piece's first token in its document [n]."""
+    """Token offset at which each piece starts within its document, [n]."""
 
     lengths: NDArray[np.int64]
     """Number of tokens in each piece [n]."""
@@ -130,15 +131,15 @@ class DocumentSamples(TextDataset):
 
     @property
     def source(self) -> dict[str, object]:
-        """Return the documents of this dataset as part of a cache key: a digest of the document lengths, and the
-        documents' numbers."""
+        """Description of this dataset's documents for a cache key: a digest of all document lengths, and the numbers of
+        the documents."""
         named = [self.numbers.start, self.numbers.stop] if self.pieces is None else self.pieces.digest
         return {"lengths": self.indexed.lengths_digest, "documents": named}
 
     @abstractmethod
     def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
-        """Return (document, first token, number of tokens) of the pieces that the first `taken` samples do not use as
-        input."""
+        """Return the pieces of documents that are not input tokens of the first `taken` samples. The three arrays
+        contain the document, the first token and the number of tokens of each piece."""
 
     def _place(self, number: int, offset: int) -> tuple[int, int]:
         """Return the document that contains token `offset` of a document or piece, and the token's position in it."""
@@ -243,7 +244,8 @@ class GPTDataset(DocumentSamples):
         return found
 
     def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
-        """Return the unused pieces in token-stream order."""
+        """Return the pieces of documents that the first `taken` samples do not use, in the order of the token
+        stream."""
         length, index = self.format.seq_length, self.index
         ends = np.cumsum(self.lengths[index.document_index], dtype=np.int64)
         begins = np.append(0, ends[:-1])
@@ -281,13 +283,14 @@ class SampleMaker(Protocol):
 
 @runtime_checkable
 class DividesDocuments(Protocol):
-    """Flags of an extension that may divide documents into samples differently from Megatron-LM."""
+    """Interface of an extension's flags that select how documents are divided into samples, if not as in
+    Megatron-LM."""
 
     def sample_maker(self) -> SampleMaker | None:
         """Return the class that composes samples from documents, or None if no flag selects one."""
 
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
         """Return a line for logs and plans that describes the samples made from documents of these lengths, and the
-        steps of the run. `lengths` [documents] is None if the document lengths are unknown. Returns None if no flag
-        requires such a line.
+        steps of the run. `lengths` [documents] is None if the document lengths are unknown. Returns None if the flags
+        do not change how documents are divided.
         """

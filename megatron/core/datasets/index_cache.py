@@ -50,8 +50,8 @@ def array_digest(array: NDArray) -> str:
 
 
 def array_checksum(array: NDArray) -> int:
-    """Return a checksum of an array. Threads compute the CRC-32 of each block, and the result is the CRC-32 of these
-    numbers. This takes about 0.3 s per GB on one core.
+    """Return a checksum of an array. Threads compute a CRC-32 for each block of the array. The checksum is the CRC-32
+    of all block checksums. This takes about 0.3 s per GB on one core.
 
     The checksum detects damage but not tampering.
     """
@@ -87,8 +87,8 @@ class IndexCache:
         build: Callable[[], Iterable[NDArray]],
         made_from: Sequence[str] = (),
     ) -> list[NDArray]:
-        """Memory-map arrays from their files. If the files do not exist, build and write the arrays. Each array is
-        written while the next array is built.
+        """Memory-map arrays from their files. If the files do not exist, build and write the arrays. Writing an array
+        overlaps with building the next array.
 
         Args:
             names: Names of the arrays, in the order in which `build` yields the arrays.
@@ -157,7 +157,7 @@ class IndexCache:
 
 
 def _keeping(arrays: Iterable[NDArray], kept: list[NDArray]) -> Iterator[NDArray]:
-    """Yield the arrays and append each to `kept`."""
+    """Yield the arrays, and append each array to the list `kept`."""
     for array in arrays:
         kept.append(array)
         yield array

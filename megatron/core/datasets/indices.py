@@ -72,7 +72,7 @@ class EpochPlan:
 
 
 def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> EpochPlan:
-    """Plan enough epochs of `tokens` tokens for `samples` samples (None: one epoch).
+    """Return a plan with enough epochs of `tokens` tokens for `samples` samples. If `samples` is None, plan one epoch.
 
     If less than 80 % of the last epoch is needed, it is shuffled separately, so that repeated documents do not displace
     other documents from the first pass.
@@ -94,9 +94,9 @@ class GPTIndex(NamedTuple):
     """Document numbers [E * documents], in the order of the token stream."""
 
     sample_index: NDArray
-    """Start of each sample [samples + 1, 2]: position in the document index, and offset in that document. If
-    `finds_starts()` returns True, the array instead contains the number of stream tokens up to the end of each
-    document, [E * documents].
+    """Start of each sample, [samples + 1, 2]: the position of its first document in the document index, and the token
+    offset in that document. If `finds_starts()` returns True, the array instead contains the number of stream tokens up
+    to the end of each document, [E * documents].
     """
 
     shuffle_index: NDArray
@@ -223,7 +223,8 @@ def _lengths_in_parts(lengths: NDArray, document_index: NDArray) -> Iterator[tup
 def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArray:
     """Return the draw order of samples.
 
-    Either all samples are shuffled together, or the samples of the last epoch are shuffled separately.
+    If the plan separates the last epoch, the samples of that epoch are shuffled separately. Otherwise, all samples are
+    shuffled together.
     """
     dtype = np.uint32 if plan.samples < 2**32 - 2 else np.int64
     index = np.arange(plan.samples, dtype=dtype)
@@ -256,7 +257,7 @@ def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
     limits = [sizes[number] for number in filled.tolist()]
     weights = [limit / total for limit in limits]
     choice = _blend(weights, total)
-    # Until the first draw that exhausts a dataset, the limits do not affect the greedy rule.
+    # The limits have no effect until a draw exhausts a dataset, so keep all draws of the blend up to that point.
     spends = _nth_of_each(choice, len(limits)) == np.array(limits)[choice] - 1
     plain = int(spends.argmax()) + 1
     taken = np.bincount(choice[:plain], minlength=len(limits)).astype(np.float64)
@@ -266,13 +267,13 @@ def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
 
 
 def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
-    """Draw all samples of a blend. Blocks of draws run in parallel, and each block starts from a guess of the previous
-    counts.
+    """Draw all samples of a blend. The draws are divided into blocks that are computed in parallel. For each block, the
+    number of samples drawn from each dataset before the block is first guessed.
 
-    Greedy drawing corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If a block's
-    counts after these early draws equal the counts at the end of the previous block, the draws of the block are
-    correct; the proof is by induction, starting with the first block. If the counts differ, the samples of the block
-    are drawn again one by one from the correct counts.
+    Greedy drawing corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If the counts
+    after these early draws equal the counts at the end of the previous block, all draws of the block are correct,
+    provided that those of the previous block are. If the counts differ, the samples of the block are drawn again one by
+    one from the correct counts.
     """
     blocks = -(-size // BLOCK)
     choice = np.empty((blocks, BLOCK), np.int16)
@@ -319,8 +320,8 @@ def _draw(
 ) -> NDArray[np.int16]:
     """Apply the greedy rule one draw at a time.
 
-    `taken` holds the counts of previous draws and is updated. No samples are drawn from a dataset that has reached its
-    limit.
+    `taken` contains the number of samples drawn from each dataset so far, and is updated in place. No samples are drawn
+    from a dataset that has reached its limit.
     """
     share = np.array(weights, np.float64)
     limit = np.full(len(weights), np.inf) if limits is None else np.array(limits, np.float64)
@@ -339,7 +340,7 @@ def _draw(
 
 
 def _nth_of_each(choice: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
-    """Return, for each draw, the number of earlier draws from the same dataset. The draws are processed in parts."""
+    """For each draw, return how many earlier draws were from the same dataset. The draws are processed in parts."""
     sample = np.empty(len(choice), np.int64)
     before = np.zeros(datasets, np.int64)
     for first in range(0, len(choice), STREAM):

@@ -35,7 +35,7 @@ class SampleFormat:
         """text [s+1] -> tokens [s], labels [s], loss_mask [s] float32, position_ids [s] and document_ids [s].
 
         An EOD token belongs to the document that it ends. position_ids is None if it would be 0..s-1; document_ids is
-        None if attention crosses documents. Raises ValueError for a wrong length.
+        None if attention crosses documents. Raises ValueError if `text` does not have seq_length + 1 tokens.
         """
         if text.shape != (self.seq_length + 1,):
             raise ValueError(

@@ -49,5 +49,6 @@ def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
 
 
 def documents_of(dataset: Dataset, index: int) -> list[tuple[int, int, int]]:
-    """Return the parts of a sample as `TextDataset.documents_of` does; an empty list if the parts are unknown."""
+    """Return the parts of documents that a sample contains (see `TextDataset.documents_of`), or an empty list if the
+    dataset does not record them."""
     return list(dataset.documents_of(index)) if hasattr(dataset, "documents_of") else []

@@ -90,7 +90,7 @@ class DataIterator:
         """Whether micro-batches contain `source_ids` [b], the source number of each sample."""
 
         self.end = len(dataset)
-        """Sample number from which on samples must be neither used nor prefetched."""
+        """End of the samples that may be used: samples with this or a higher number are neither used nor prefetched."""
 
         self.waited = 0.0
         """Total time in seconds that callers of `next_step` waited for samples."""

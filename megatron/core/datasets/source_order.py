@@ -2,8 +2,8 @@
 
 Megatron-LM's order of a source depends on the requested number of samples, which determines how many epochs are
 shuffled together and whether the last epoch is shuffled separately. If a run with Megatron-LM's order were extended,
-the new order would repeat some samples and skip others. In contrast, an order of this module never changes once it has
-started. An order is a list of segments:
+the new order would repeat some samples and skip others. In contrast, a `SourceOrder` never changes the order of samples
+that it has already planned. An order is a list of segments:
 
 - The first segment is Megatron-LM's order for the number of samples that the run planned at its start.
 - Each further segment consists of further epochs, shuffled with another seed.
@@ -95,7 +95,7 @@ class SourceOrder:
     def add(self, documents: range | Pieces, samples: int | None, format: SampleFormat) -> None:
         """Add a segment of at least `samples` samples, or of one epoch if `samples` is None."""
         seed = self.seed
-        if self._begun:  # the first segment uses the run's seed, as Megatron-LM does
+        if self._begun:  # only the first segment uses the seed of the run, as in Megatron-LM
             drawn = blake2b(f"{self.seed} {self._begun}".encode(), digest_size=4).digest()
             seed = int.from_bytes(drawn, "little")
         self._begun += 1

@@ -2,9 +2,9 @@
 reports results and deletes old checkpoints.
 
 A save blocks training only for the copy to host memory. DCP then writes the copy on a thread, over a gloo group that
-training never uses. `storage.save` raises on every rank or on none, so all ranks know the reason for a failure and
-retry together. A failed save never changes earlier checkpoints. If another run has recorded a later iteration since
-this run started, this run does not replace it with an earlier iteration.
+training never uses. If `storage.save` fails, it raises the same error on every rank, so that all ranks retry together.
+A failed save never changes earlier checkpoints. If another run has recorded a later iteration since this run started,
+this run does not replace it with an earlier iteration.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class CheckpointWriter:
             root: Folder of the run's checkpoints.
             world: Axis of all ranks that save.
             background: Whether to write on a thread instead of within `save`.
-            cleanups: Functions that delete older checkpoints after a save, on one rank. Each function receives `root`,
-                the saved iteration, and the checkpoints to keep (`held`), such as the one that the run was loaded from.
-                The functions may raise OSError.
+            cleanups: Functions that delete older checkpoints. One rank calls them after each save. Each function
+                receives `root`, the saved iteration, and the checkpoints to keep (`held`), such as the one that the run
+                was loaded from. The functions may raise OSError.
         """
         self.root, self.background = root, background
         self.cleanups, self.held = cleanups, list[PurePath]()
@@ -176,9 +176,9 @@ ALIGNMENT = 64
 
 
 class HostStaging:
-    """Host buffer for everything that this rank writes. All saves reuse the buffer, which is pinned if the state is on
-    a GPU. The buffer is allocated pageable and then pinned, because torch's pinned allocator rounds sizes up to a power
-    of two.
+    """Host buffer for everything that this rank writes. The buffer is reused for all saves, and is pinned if the state
+    is on a GPU. The buffer is allocated pageable and then pinned, because torch's pinned allocator rounds sizes up to a
+    power of two.
     """
 
     def __init__(self) -> None:

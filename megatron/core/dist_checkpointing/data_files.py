@@ -67,10 +67,11 @@ class StoredFiles(FileSystem):
 
 
 class SummedFiles(StoredFiles):
-    """File system for DCP's writers. This file system contains the files of an unpublished folder, and their checksums.
+    """File system for DCP's writers. It writes the files of a folder that is not yet published, and records their
+    checksums.
 
-    DCP writes the index under a temporary name and then renames it. This class instead writes the index under its final
-    name at once. This is safe because the whole folder is published at the end.
+    DCP writes the index under a temporary name and then renames it. `SummedFiles` writes the index under its final name
+    at once, because the whole folder is published only at the end.
     """
 
     def __init__(self) -> None:
@@ -104,7 +105,7 @@ class SummedFiles(StoredFiles):
 
 
 class Templates:
-    """Archive templates, keyed by kind of tensor. A template is created when its kind is requested for the second
+    """Archive templates, keyed by kind of tensor. The template of a kind is created when it is requested for the second
     time."""
 
     def __init__(self) -> None:
@@ -137,7 +138,8 @@ class TensorFormat:
         stream.write(b"".join((before, tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), after)))
 
     def _template(self, tensor: Tensor) -> Template | None:
-        """Return the template for a small tensor that fills its storage and has no extra attributes."""
+        """Return the template for `tensor`. Return None unless the tensor is small, fills its storage and has no extra
+        attributes."""
         if (
             type(tensor) is not Tensor
             or not 0 < tensor.nbytes <= SMALL

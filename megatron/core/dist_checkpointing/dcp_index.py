@@ -2,7 +2,7 @@
 
 The index is a pickle that may come from an untrusted source. The pickle may therefore name only the types of a tensor
 index, and files in the folder of the index. A small tensor is copied without unpickling if all bytes around its data
-are exactly those that torch would write. Every other tensor is checked before torch unpickles it.
+are exactly those that torch would write. The pickles of all other tensors are checked before torch reads them.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ INDEX_NAMES = {
     "pathlib": "PosixPath",
     "pathlib._local": "PosixPath",
 }
-"""Names that a tensor index may contain, keyed by module."""
+"""Names of the classes and functions that the pickle of a tensor index may refer to, keyed by module."""
 
 
 RENAMED: dict[tuple[str, str], tuple[str, str]] = {}

@@ -51,9 +51,9 @@ class UrlPath(PurePosixPath):
 
 class Storage(Protocol):
     """Base class of storages: the files of one URL scheme. Subclasses implement the methods from `names` to `remove`.
-    All other methods have default implementations, which call the methods from `names` to `remove`. Override a default
-    if the storage supports a better implementation. All methods raise OSError and may be called from several threads
-    and processes. A folder exists if and only if it contains a file.
+    All other methods have default implementations, which call the methods from `names` to `remove`. A subclass may
+    override a default implementation, for example if the storage has a faster operation. All methods raise OSError if
+    they fail, and may be called from several threads and processes. A folder exists if and only if it contains a file.
     """
 
     scheme: str
@@ -117,8 +117,8 @@ class Storage(Protocol):
         return self.read(path, start, length)
 
     def local_file(self, path: PurePath) -> Path:
-        """Return a local copy of a file that never changes. In the default implementation, each process makes a
-        separate copy."""
+        """Return a local copy of a file that never changes. The default implementation makes a new copy at every
+        call."""
         copy = Path(tempfile.mkdtemp(dir=_copies().name), path.name)
         copy.write_bytes(self.read(path))
         return copy
@@ -136,8 +136,8 @@ class Storage(Protocol):
         return io.BufferedReader(_Ranges(self, path), self.read_ahead)
 
     def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
-        """Open a file for reading `ranges` from front to back. Hardly any other part of the file is read. Raises
-        FileNotFoundError."""
+        """Open a file for reading `ranges` from front to back. Hardly any bytes outside of `ranges` are requested from
+        the storage. Raises FileNotFoundError."""
         size = self._known_size(path)
         return cast("IO[bytes]", RangedFile(partial(self.read, path), size, ranges, self.read_ahead))
 
@@ -153,7 +153,8 @@ class Storage(Protocol):
         return _Upload(self, path)
 
     def append(self, path: PurePath, data: bytes) -> None:
-        """Append to a file. If there is no such file, create it. The default implementation rewrites the file."""
+        """Append to a file. If there is no such file, create it. The default implementation reads the file and writes
+        it again as a whole."""
         self.write(path, (self.read(path) if self.size(path) is not None else b"") + data)
 
     def scratch(self, final: PurePath) -> PurePath:
@@ -167,11 +168,11 @@ class Storage(Protocol):
         """Prepare a folder for writing.
 
         This method also deletes folders left by killed writers: neighbouring folders whose names are equal up to the
-        first underscore. In the default implementation, a published `final` is deleted first.
+        first underscore. The default implementation first deletes the folder `final` if it was published before.
 
         Args:
             final: The folder to be published.
-            keeps_names: Whether files must keep their names in the storage, because other programs read the folder.
+            keeps_names: Whether files must be stored under their own names, so that other programs can read the folder.
         """
         for name in self.names(final.parent):
             beside = final.parent / name
@@ -365,7 +366,7 @@ def _kind(folder: PurePath) -> str:
 
 
 class _SyncedFile(io.FileIO):
-    """A file that is synced to disk when closed."""
+    """A file that is synced to disk when it is closed."""
 
     def close(self) -> None:
         if self.closed:

@@ -42,7 +42,8 @@ class KindFacts:
     """Description of the path's contents, which follows the path in a message."""
 
     order: int
-    """Priority of this kind of path. If a path matches several kinds, the kind with the smallest number is used.
+    """Rank of this kind among all kinds of paths. If a path matches several kinds, the kind with the smallest number is
+    used.
 
     The built-in kinds have the numbers 0 (URL), 10 (indexed dataset), 20 (checkpoint), 30 (folder of checkpoints), 40
     (run), 50 (empty folder), 60 (other folder), 70 (nothing) and 80 (other file).
@@ -77,7 +78,7 @@ class DataReader(Protocol):
 
     def prefix(self, flag: str, path: str, /) -> str:
         """Return the prefix of the dataset made from the files that a path names. Create the dataset if it does not
-        exist. Raises ValueError with the name of the flag.
+        exist. The message of a ValueError names `flag`.
         """
 
 
@@ -93,8 +94,8 @@ class DataKind(ABC):
 
     @abstractmethod
     def describe(self, flag: str, path: str) -> str:
-        """Return a one-line description of the files at `path`, for example for a log. Raises ValueError with the name
-        of the flag."""
+        """Return a one-line description of the files at `path`, for example for a log. The message of a ValueError
+        names `flag`."""
 
     @abstractmethod
     def reader(
@@ -106,7 +107,7 @@ class DataKind(ABC):
             data: Data options.
             tokenizer: Tokenizer options.
             vocab_size: Vocabulary size, if it is known.
-            prepare: Function that initializes a new process.
+            prepare: Initialization function, which every process that the reader starts must call first.
         """
 
 

@@ -69,8 +69,8 @@ def check_calls(data: Bytes, size: int, also: Collection[str] = (), pickles: int
 
 @dataclass
 class _Reader:
-    """Interpreter that tracks the values of a pickle that rules inspect: numbers, texts, names, tuples and list
-    lengths."""
+    """Pickle interpreter that tracks only the values that rules inspect: numbers, texts, names, tuples and the lengths
+    of lists."""
 
     data: Bytes
     size: int
@@ -140,7 +140,8 @@ class _Reader:
         self.stack.append(self.call(self.stack.pop(), given))
 
     def call(self, function: object, given: object) -> object:
-        """Return the result of a call. Raises Refused unless the call is known to be harmless."""
+        """Return a stand-in for the result of a call, without calling the function. Raises Refused unless the call is
+        known to be harmless."""
         if not isinstance(function, Name) or not isinstance(given, tuple):
             raise Refused("it calls something other than a function with arguments")
         self.spent += len(given) + sum(map(cost, given))
@@ -197,7 +198,7 @@ class _Reader:
 
 def _push(value: Callable[[_Reader], object]) -> Callable[[_Reader], None]:
     def push(reader: _Reader) -> None:
-        found = value(reader)  # the instruction may pop values from the stack
+        found = value(reader)  # call this before the append, because it may pop values from the stack
         reader.stack.append(found)
 
     return push

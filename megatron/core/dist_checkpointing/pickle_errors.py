@@ -1,7 +1,7 @@
 """One-line explanations of torch's reasons for refusing a pickle. This module does not import torch.
 
-These explanations replace the message of torch's unpickler, which suggests turning off `weights_only`. Without
-`weights_only`, a file can run arbitrary code.
+The message of torch's unpickler is not shown, because it suggests turning off `weights_only`. Without `weights_only`, a
+file can run arbitrary code.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ def _empty_array(call: Call) -> str | None:
 
 
 def _one_number(call: Call) -> str | None:
-    """Check a call with (dtype, bytes). A call without bytes is refused, because numpy would allocate an item whose
-    size the dtype chooses."""
+    """Check a call with (dtype, bytes). A call without bytes is refused, because the dtype alone would then decide how
+    much memory numpy allocates."""
     return None if len(call.given) == 2 and cost(call.given[1]) else "without the bytes of a number"
 
 
@@ -163,8 +163,8 @@ RULES: Mapping[str, Callable[[Call], str | None]] = {
     **{f"numpy.{core}.multiarray.scalar": _one_number for core in ("core", "_core")},
     "numpy.dtype": _dtype,
 }
-"""Rules, keyed by function. A rule returns the reason for refusing a call, or None if the call is permitted. Functions
-that are always harmless have None instead of a rule."""
+"""Rules that decide whether a pickle's call is permitted, keyed by the called function. A rule returns the reason for
+refusing a call, or None if the call is permitted. Functions that are always harmless have None instead of a rule."""
 
 _WIDE = {
     **dict.fromkeys(("float64", "double", "int64", "long", "uint64", "complex64", "cfloat"), 8),

@@ -22,7 +22,8 @@ GAP = 64 << 10
 sending a second request."""
 
 HELD = 3
-"""Number of pieces kept in memory. Reading an archive requires its beginning, its end and a part of its data."""
+"""Number of pieces of a file kept in memory. Three pieces suffice to read an archive: its beginning, its end and the
+current part of its data."""
 
 
 class Range(NamedTuple):
@@ -59,8 +60,8 @@ class SeekableFile(io.RawIOBase):
 class RangedFile(SeekableFile):
     """A stored file of which hardly any bytes outside of `ranges` are read.
 
-    Each byte is fetched about once if the ranges are read one after another, from front to back. Reads within a range
-    may be in any order. Up to `HELD` pieces stay in memory.
+    Each byte is fetched about once if the ranges are read one after another, from front to back. Within a range, the
+    order of the reads does not matter. Up to `HELD` pieces of the file are kept in memory.
     """
 
     def __init__(self, read: Callable[[int, int], bytes], size: int, ranges: Iterable[Range], largest: int) -> None:

@@ -28,12 +28,13 @@ LocalBox = tuple[tuple[int, ...], Tensor]
 
 
 class ShardedBoxes(Tensor):
-    """One rank's boxes of a global tensor. `ShardedBoxes.shape` is the global shape. The object itself stores no data;
-    it refers to the tensors of its boxes.
+    """The boxes of a global tensor that one rank stores. `ShardedBoxes.shape` is the global shape. The object itself
+    stores no data; it refers to the tensors of its boxes.
 
     A save reads the tensors of the boxes. A load writes into these tensors, and converts data from the dtype of the
     file if the dtypes differ. Boxes to load may overlap; every box is filled. The boxes to save, which are the boxes
-    with `writes` on all ranks, must tile the global tensor. Set writes=False for a replica that another rank writes.
+    with `writes` on all ranks, must tile the global tensor. Set `writes=False` for a replica of boxes that another rank
+    writes.
     """
 
     boxes: list[LocalBox]
@@ -78,7 +79,7 @@ class ShardedBoxes(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """List the boxes to load. DCP refers to a chunk by its position in the returned list."""
+        """List the boxes to load. When loading, DCP identifies a box (chunk) by its position in the returned list."""
         return [ChunkStorageMetadata(offsets=torch.Size(offset), sizes=data.shape) for offset, data in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
@@ -94,8 +95,8 @@ class ShardedBoxes(Tensor):
 def without_surroundings(data: Tensor) -> Tensor:
     """Return a tensor on the same memory whose storage is no larger than its data.
 
-    DCP copies tensors with a larger storage before it writes them. Without this function, DCP would copy parameters,
-    moments and staged copies, because all of them are views of a buffer.
+    If the storage of a tensor is larger than the tensor's data, DCP copies the tensor before it writes it. Without this
+    function, DCP would copy parameters, moments and staged copies, because all of them are views of a buffer.
     """
     if data.is_cuda or not data.is_contiguous():
         return data
@@ -109,8 +110,9 @@ class OptimizerPiece:
     """Optimizer state of elements [start, stop) of a parameter's local shard. The shard is flattened in row-major
     order.
 
-    `data` is a live 1-D view of stop - start elements. A save reads from the view, and a load writes to it. A piece may
-    be empty. Without the distributed optimizer, every data-parallel rank holds the whole shard from 0 to its size.
+    `data` is a live 1-D view of stop - start elements. A save reads from the view, and a load writes to it. An
+    `OptimizerPiece` may be empty. Without the distributed optimizer, every data-parallel rank holds the whole shard
+    from 0 to its size.
 
     `own_shape` is the shape of a state if it differs from the parameter's shape, else None. The piece then refers to
     elements of the whole state, and no other rank of the stage holds this state.

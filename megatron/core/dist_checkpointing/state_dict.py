@@ -77,10 +77,10 @@ def load_targets(
 ) -> StateDict:
     """Return the state dict to load into, given the keys in a checkpoint.
 
-    A model parameter and its main parameter are loaded from the same tensor. This is the saved main parameter if the
-    optimizer is loaded and the checkpoint contains one; otherwise, it is the saved model parameter. A checkpoint of any
-    precision therefore loads into a run of any other precision, and a parameter always equals its rounded main
-    parameter.
+    A model parameter and its main parameter are loaded from the same tensor. If the optimizer is loaded and the
+    checkpoint contains a main parameter, both are loaded from the saved main parameter. Otherwise, both are loaded from
+    the saved model parameter. Therefore a run can load a checkpoint of any precision, and each model parameter equals
+    its main parameter after rounding.
 
     Args:
         modules: The stages of this rank.
@@ -140,7 +140,8 @@ def tagged_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[ParamMeta,
 
 
 def _boxes(meta: ParamMeta, param: Tensor, state: ParallelState, parts: list[OptimizerPiece] | None) -> list[LocalBox]:
-    """Return the boxes of a parameter that the rank holds as a whole or in parts."""
+    """Return the boxes of a parameter on this rank: the boxes of `parts`, or the whole local tensor if `parts` is
+    None."""
     if parts is not None:
         return [box for part in parts for box in part.boxes(state.coords)]
     offset, shape = meta.box(state.coords)
@@ -149,8 +150,8 @@ def _boxes(meta: ParamMeta, param: Tensor, state: ParallelState, parts: list[Opt
 
 
 class _Entries:
-    """Collector of boxes, keyed by name in the state dict. A key may have several boxes: ranges of several buckets, or
-    copies of a tied weight."""
+    """Collects the boxes of tensors, keyed by the tensor's name in the state dict. A tensor has several boxes if its
+    elements are in several buckets, or if it is a tied weight with several copies."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[tuple[int, ...], list[LocalBox], bool]] = {}

@@ -6,8 +6,8 @@
     root/iter_0000100/manifest.json             the files above with their sizes and checksums
 
 A checkpoint becomes visible once it is complete (`file_storage`): on the local disk it is written into a temporary
-folder, synced and renamed. After that, the iteration number in latest_checkpointed_iteration.txt is replaced. That file
-names a complete checkpoint even if the run is killed at any moment.
+folder, synced and renamed. After that, the iteration number in latest_checkpointed_iteration.txt is replaced. The text
+file therefore always names a complete checkpoint, even if the run is killed during a save.
 
 Files may come from untrusted sources. Everything except tensors is JSON, DCP's pickled index may contain only allowed
 names, and tensors are read with `weights_only`.
@@ -92,8 +92,8 @@ def save(
         The folder of the checkpoint. The checkpoint is complete on disk when this function returns on any rank.
 
     Raises:
-        CheckpointError: The save failed; raised on every live rank. In this case, the written files are deleted, and
-            the previous checkpoint remains the latest.
+        CheckpointError: The save failed; raised on every live rank. If the save fails, the files that it wrote are
+            deleted, and the previous checkpoint remains the latest.
     """
     try:
         on_first_rank(check, world)

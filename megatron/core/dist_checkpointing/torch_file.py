@@ -1,5 +1,5 @@
-"""Reader of untrusted torch.save files. The reader accepts only tensors and plain values, and allocates at most as much
-memory as the size of the file."""
+"""Reading of torch.save files that are not trusted. The reader accepts only tensors and plain values, and allocates at
+most as much memory as the size of the file."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
     """Load a torch.save file onto the CPU with `weights_only=True`. The file is memory-mapped if its format allows
     this.
 
-    `permitted` are additional classes and functions, or pairs of an object and its name, to which the file may refer.
-    A permitted function must not let its arguments choose how much memory it allocates. Raises pickle.UnpicklingError
-    if a file requests anything else, or more memory than its size. A damaged file may raise many other exceptions.
+    `permitted` lists additional classes and functions to which the file may refer. An entry may also be a pair of the
+    object and the name under which the file refers to it. A permitted function must not let its arguments choose how
+    much memory it allocates. Raises pickle.UnpicklingError if a file requests anything else, or more memory than its
+    size. A damaged file may raise many other exceptions.
     """
     names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in permitted]
     with path.open("rb") as file:
@@ -56,7 +57,7 @@ def check_torch_file(file: IO[bytes], permitted: Sequence[str] = ()) -> bool:
 
 
 def _pickle_of(file: IO[bytes], size: int) -> bytes | None:
-    """Return the pickle of a zip file; None if it cannot be found.
+    """Return the pickle that a torch.save zip file contains, or None if it cannot be found.
 
     This function uses torch's own reader, because another reader may find a different pickle. Compressed records are
     refused, so records are not larger than the file.

@@ -127,8 +127,9 @@ class Routes:
 class Dispatcher(ABC):
     """Planner of the dispatch of tokens to their selected experts.
 
-    Token counts stay on the device if neither message sizes nor large buffers depend on them. In this case, the host
-    does not know the number of rows, so each buffer has the maximum number of rows. The rows in use come first.
+    If neither message sizes nor large buffers depend on the token counts, the counts stay on the device. In this case,
+    the host does not know the number of rows, so each buffer has the maximum number of rows. Rows that are in use
+    precede spare rows.
     """
 
     def __init__(self, num_experts: int, ctx: TPContext, grouped: bool, padded: bool, choices: int) -> None:
@@ -137,7 +138,7 @@ class Dispatcher(ABC):
         Args:
             num_experts: Number of experts.
             ctx: Context of the layer.
-            grouped: True if expert kernels read the row counts on the device.
+            grouped: True if the experts' GEMM kernels read the row counts on the device.
             padded: True if each message is padded to the maximum number of rows that experts accept.
             choices: Number of experts, including zero-computation experts.
         """
@@ -155,9 +156,9 @@ class Dispatcher(ABC):
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         """Start planning a dispatch. Collective.
 
-        `chosen` [n, k] are the experts of this rank's tokens; `num_experts` marks a dropped assignment. If `most` is
-        given, each expert accepts at most `most` assignments. Call the returned function to end the plan. The host
-        waits for the device if it needs the message sizes, so launch all independent work first.
+        `chosen` [n, k] contains the experts selected for this rank's tokens; the number `num_experts` marks a dropped
+        assignment. If `most` is given, each expert accepts at most `most` assignments. Call the returned function to
+        end the plan. The host waits for the device if it needs the message sizes, so launch all independent work first.
         """
 
     def copies(self, assignments: Tensor, rows: int, k: int) -> tuple[RowMap, RowMap]:
@@ -296,8 +297,8 @@ def even_shares(total: int, parts: int) -> list[int]:
 
 
 def local_numbers(experts: Tensor, first: int, count: int) -> Tensor:
-    """Convert expert numbers to local numbers among the `count` experts from `first` on. All other experts become
-    `count`."""
+    """Convert global expert numbers to local numbers: expert `first` becomes 0, and so on for `count` local experts.
+    Experts that are not local become `count`."""
     numbers = experts - first
     return torch.where((numbers < 0) | (numbers >= count), count, numbers)
 
@@ -326,8 +327,8 @@ def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[T
 
 
 def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """Sum the rows of y in each token's valid slots: y [slots, ...], slots [n * k] -> [n, ...]. A token has k slots. If
-    compiled, the sum is a single kernel."""
+    """Sum the rows of y in each token's valid slots: y [slots, ...], slots [n * k] -> [n, ...]. Each token has k slots,
+    one for each selected expert. If compiled, the sum is a single kernel."""
     if valid is None:
         return y.index_select(0, slots).unflatten(0, (-1, k)).sum(1)
     if not y.shape[0]:  # no token has selected an expert of this rank
@@ -339,8 +340,8 @@ def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tens
 def slot_map(assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int, compiled: bool) -> RowMap:
     """Copy rows to slots: x [n, ...] -> [slots, ...], slot i takes row assignments[i] // k.
 
-    A valid assignment a is in slots[a]. `valid` is None if all assignments are valid. Slots without a valid assignment
-    have meaningless contents. The adjoint reads each slot once, so the sum has a fixed order.
+    `slots[a]` is the slot of assignment a, if a is valid. `valid` is None if all assignments are valid. Slots without a
+    valid assignment have meaningless contents. The adjoint reads each slot once, so the sum has a fixed order.
     """
     index, sum_up = assignments // k, region(sum_of_slots, compiled)
     return RowMap(lambda x: x.index_select(0, index), lambda y: sum_up(y, slots, valid, k))
@@ -396,8 +397,8 @@ def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
 
 
 def sort_blocks_map(counts: np.ndarray, device: torch.device) -> RowMap:
-    """Return a map that reorders rows from (source, expert) to (expert, source) order. `counts` [..., experts] is the
-    number of rows of each source for each expert."""
+    """Return a map that reorders rows from (source, expert) to (expert, source) order. `counts` [..., experts] contains
+    the number of rows that each source sends to each expert."""
     blocks = counts.reshape(-1, counts.shape[-1])
     if blocks.shape[0] == 1:
         return RowMap(lambda x: x, lambda y: y)

@@ -76,7 +76,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 def _with_bias(y: Tensor, bias: Tensor, experts: Tensor, factors: Tensor | None, first: int) -> Tensor:
     """Add each row's expert bias [experts, columns] to y [n, out], in the columns from `first` on.
 
-    The bias is multiplied by the row's factor in `factors` [n], if given.
+    If `factors` [n] is given, each row's bias is first multiplied by the row's factor.
     """
     added = bias[experts]
     if factors is not None:
@@ -99,7 +99,7 @@ class _GroupedBiasContext(AutogradContext):
 class GroupedBiasFunction(torch.autograd.Function):
     """Adds the bias [experts, ..., columns] of a row's expert to each row of y [n, out], from column `first` on.
 
-    If there are factors [n], the bias is multiplied by the row's factor.
+    If `factors` [n] is given, the bias of each row is first multiplied by the row's factor.
     """
 
     @staticmethod
@@ -135,8 +135,8 @@ class GroupedBiasFunction(torch.autograd.Function):
         weights = columns.new_ones(dy.shape[0]) if factors is None else factors.detach().to(dy.dtype)
 
         def add_db_(out: Tensor, overwrite: bool) -> None:
-            """Add the bias gradient. The bias acts as the weight of an additional input, whose value is the row's
-            factor."""
+            """Add the bias gradient to `out`. The bias acts as the weight of an additional input, whose value is the
+            row's factor."""
             out = (out.zero_() if overwrite else out).view(*bias.shape, 1)
             ctx.layer.gemms.add_bias_grad_(out, columns, weights[:, None], segments)
 
@@ -163,8 +163,8 @@ class _WeightedContext(AutogradContext):
 class _WeightedActivation(torch.autograd.Function):
     """Computes activation(x) * weight row by row, and saves only x and the weights for the backward pass.
 
-    A token's routing weight is applied before the second layer instead of after it, so that its gradient needs no
-    expert output.
+    The routing weight of a token is applied before the second layer instead of after it. Its gradient therefore does
+    not require the outputs of the experts.
     """
 
     @staticmethod

@@ -49,7 +49,7 @@ class Segments:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Number of rows of each expert. The host waits for the device if the numbers are only on the device."""
+        """Number of rows of each expert. If these numbers are only on the device, the host waits for them."""
         if self._sizes is None:
             ends = [0, *HostCopy[int](self.ends).read()]
             self._sizes = [stop - start for start, stop in pairwise(ends)]
@@ -57,7 +57,7 @@ class Segments:
 
     def padded(self, multiple: int) -> Segments:
         """Return segments in which each expert's row count is rounded up to a multiple of `multiple`. The returned
-        segments may have spare rows."""
+        segments may have spare rows, which belong to no expert."""
         if self._sizes is not None:
             return Segments([-(-size // multiple) * multiple for size in self._sizes], None, self._device, True)
         counts = torch.diff(self.ends, prepend=self.ends.new_zeros(1))
@@ -71,7 +71,8 @@ class Segments:
     def sizes_of(self, x: Tensor) -> Sequence[int]:
         """Return the number of rows of each expert in x [n, ...].
 
-        Reads `sizes`. If x has no values, as in memory plans, the rows are divided evenly.
+        Reads `sizes`. If x is a tensor without values, as in a memory plan, the rows are divided evenly among the
+        experts.
         """
         if self._sizes is None and not has_values(x):
             (rows, *_), experts = x.shape, self.ends.shape[0]
@@ -170,7 +171,8 @@ class GroupedGemms:
 
 
 GROUPED = GroupedGemms(gemm_grouped, add_products_grouped_)
-"""GEMMs that run in a single kernel for all experts. The kernel reads the row counts on the device."""
+"""Grouped GEMMs that run as a single kernel for all experts. The kernel reads the experts' row counts from device
+memory."""
 
 EACH = GroupedGemms(gemm_each, add_each_product_)
 """Grouped GEMMs that run one GEMM per expert. The host splits the rows of each operand into one tensor per expert."""

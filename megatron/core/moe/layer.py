@@ -37,10 +37,11 @@ class GatedSharedExpert(SharedExpert):
 
 
 class MoELayer(nn.Module):
-    """Sum over a token's selected experts of weight * expert(x), plus the output of the shared expert if there is one.
+    """Mixture-of-experts layer. The output for a token is the sum of weight * expert(x) over its selected experts, plus
+    the output of the shared expert if there is one.
 
     With --moe-latent-size, the experts read fc1_latent_proj(x), and fc2_latent_proj maps their weighted sum back to the
-    hidden size. Messages between ranks are therefore only as wide as the latent.
+    hidden size. Tokens sent between ranks therefore have only --moe-latent-size elements.
 
     Zero-computation experts return weight * x. If the residual stream requires it, the outputs of the shared expert and
     of the selected experts are returned side by side, [s, b, 2h], instead of added.

@@ -9,11 +9,12 @@ tokens in advance. The number of valid tokens is known before the first forward 
 valid tokens / tokens of the global batch.
 
 Second, the load. The loss of Switch Transformer (Fedus et al., arXiv 2101.03961, equation 4) is E sum_i f_i P_i, with
-f_i the share of assignments to expert i and P_i its mean probability. Over a global batch (arXiv 2501.11873), the
-gradient of the first micro-batch would need the f of the last micro-batch. The pipeline, however, runs backward passes
-before the last forward pass. Therefore "aux_loss" and "global_aux_loss" use running means of f. For the tokens of
-sample j, f is the share of assignments over samples 0 to j of the global batch. Samples are ordered by data instead of
-by rank, so f does not depend on how the batch is sharded. "seq_aux_loss" balances each sequence separately.
+f_i the share of assignments to expert i and P_i its mean probability. If f were computed over the global batch (arXiv
+2501.11873), the gradient of the first micro-batch would depend on the assignments of the last micro-batch. The
+pipeline, however, runs backward passes before the last forward pass. Therefore "aux_loss" and "global_aux_loss" use
+running means of f. For the tokens of sample j, f counts only the assignments of samples 0 to j of the global batch.
+Samples are ordered by data instead of by rank, so f does not depend on how the batch is sharded. "seq_aux_loss"
+balances each sequence separately.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class RunningLoads:
     """Running share of assignments that each expert receives in the global batch, sample by sample.
 
     The reduction of a micro-batch's counts starts in its forward pass and completes in its backward pass, which needs
-    the result. A recomputation uses the loads of the first pass.
+    the result. If the forward pass is recomputed, the loads of its first run are used.
     """
 
     def __init__(self, state: ParallelState) -> None:
@@ -60,8 +61,8 @@ class RunningLoads:
         self._total: Tensor | float = 0.0
 
     def start(self, number: int, counts: Tensor) -> None:
-        """Add micro-batch `number`: counts [b, E] of this rank's tokens by sample. All ranks of the stage must call
-        this method."""
+        """Add the counts of micro-batch `number`. `counts` [b, E] contains the number of assignments of this rank's
+        tokens, per sample and expert. All ranks of the stage must call this method."""
         if number in self._started or number < len(self._shares):
             return
         rows = counts.new_zeros(self.dp.size, *counts.shape)
@@ -96,8 +97,8 @@ class _LoadsContext(AutogradContext):
 
 
 class _AgainstRunningLoads(torch.autograd.Function):
-    """Sum over tokens of E sum_i f_i p_i for probabilities p [s, b, E]. The forward pass returns 0 instead of the sum,
-    because f is unknown before the backward pass."""
+    """Balancing loss against running loads: the sum over tokens of E * sum_i f_i p_i for probabilities p [s, b, E]. The
+    forward pass returns 0 instead of the sum, because f is unknown before the backward pass."""
 
     @staticmethod
     def forward(ctx: _LoadsContext, probabilities: Tensor, loads: RunningLoads, number: int) -> Tensor:
@@ -181,7 +182,8 @@ class Balance(nn.Module):
         kept: Tensor | None,
         context: BatchContext,
     ) -> Tensor:
-        """Return `weights` with the auxiliary losses of these tokens attached to their backward pass.
+        """Compute the auxiliary losses of these tokens, and return `weights` unchanged. When `weights` is
+        backpropagated, the gradients of the auxiliary losses are added.
 
         Args:
             weights: Routing weights.
@@ -209,9 +211,9 @@ class Balance(nn.Module):
         """Return two scalars: the balancing loss of these tokens with its coefficients applied, and the value of the
         loss that balances each sequence.
 
-        The losses are sums of E * sum_i f_i p_i over tokens. Each token contributes 1 if the load is even, and E if one
-        expert receives all tokens. `counts` [b, E] counts the assignments of these tokens in micro-batch `number`. The
-        values of the other balancing losses are not known in the forward pass.
+        Each balancing loss is the sum over tokens of E * sum_i f_i p_i. Each token contributes 1 if the load is even,
+        and E if one expert receives all tokens. `counts` [b, E] counts the assignments of these tokens in micro-batch
+        `number`. The values of the other balancing losses are not known in the forward pass.
         """
         loss = of_sequences = probabilities.new_zeros(())
         if self.running_coeff:

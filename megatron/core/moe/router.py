@@ -1,8 +1,8 @@
 """Top-k router of mixture-of-experts layers: the experts of each token and their weights.
 
-In general, the selection of experts depends only on the token. If experts drop tokens, or under Sinkhorn routing, the
-selection also depends on the token's sequence. The selection never depends on the micro-batch, the rank or the layout.
-Scores are fp32, or fp64 for fp64 parameters, because small differences decide a choice.
+The experts selected for a token usually depend only on this token. If experts drop tokens, or under Sinkhorn routing,
+the selection also depends on the token's sequence. The selection never depends on the micro-batch, the rank or the
+layout. Scores are fp32, or fp64 for fp64 parameters, because small differences decide a choice.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class Choice:
     """Maximum number of these tokens that an expert accepts; None if there is no limit and each token has k experts."""
 
     kept: Tensor | None = None
-    """Weight [s, b, 1] with which the zero-computation experts of a token add the token itself to the output."""
+    """Sum of the routing weights of each token's zero-computation experts, [s, b, 1]. The layer adds the token,
+    multiplied by this weight, to the output."""
 
 
 class TopKRouter(nn.Module):
@@ -217,7 +218,8 @@ class TopKRouter(nn.Module):
         return logits if self.bias is None else logits + self.bias.to(self.dtype)
 
     def ranked(self, logits: Tensor, context: BatchContext) -> Tensor:
-        """Return the scores [s, b, E] for ranking experts, before expert bias and groups."""
+        """Return the scores [s, b, E] by which experts are ranked, without expert bias and before experts are
+        restricted to groups."""
         return self.scores.ranked(logits.detach())
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor, context: BatchContext) -> Tensor:
@@ -286,7 +288,7 @@ def within_capacity(
     the `capacity` tokens of a sequence that have the highest priorities.
 
     Priorities are >= 0; among equal priorities, the earlier token comes first. chosen, priorities [s, b, k] and
-    positions `places` [s] in the sequence belong to this rank's tokens. Capacity is counted over the whole sequence,
+    positions `places` [s] in the sequence belong to this rank's tokens. The capacity applies to the whole sequence,
     which is sharded over the ranks of `sequence`.
     """
     rows, samples, _ = chosen.shape

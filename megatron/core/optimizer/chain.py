@@ -3,11 +3,11 @@ transforms.
 
 A fused link updates the flat shards of many parameters at once. All other links of the chain, before and after the
 fused link, update one parameter at a time. The updates of a batch of parameters run concurrently, as generators. Once
-each update has finished or made a request, all requests are answered together. One reduce-scatter and one all-gather
-over the stage answer requests for sums. One exchange with the matrices' owners (`MatrixExchange`) answers requests for
-whole matrices. After the reduce-scatter, each rank updates its part of the reduced states with the sums that it
-received. The all-gather then distributes the results. Sharded states therefore need no more communication than
-replicated states.
+every update of the batch has either finished or requested a result, all requests are answered together. One
+reduce-scatter and one all-gather over the stage answer requests for sums. One exchange with the matrices' owners
+(`MatrixExchange`) answers requests for whole matrices. After the reduce-scatter, each rank updates its part of the
+reduced states with the sums that it received. The all-gather distributes the updated states and the sums to all ranks
+of the stage. Sharded states therefore need no more communication than replicated states.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Param:
     """Elements [start, stop) of the local tensor that are in the shard; (0, 0) if the shard contains none of them."""
 
     span: slice
-    """Position of the `held` elements in the shard."""
+    """Slice of the shard that contains the `held` elements."""
 
     place: Place
     elements: dict[str, Tensor] = field(default_factory=dict)
@@ -102,7 +102,8 @@ class _Run:
     done: bool = False
 
     def advance(self, results: Sequence[Tensor] | None) -> None:
-        """Run until the next requests, given the results of the previous requests."""
+        """Continue the update until it makes its next requests or ends. `results` are the results of the previous
+        requests."""
         try:
             self.requests = next(self.steps) if results is None else self.steps.send(results)
         except StopIteration:
@@ -110,10 +111,11 @@ class _Run:
 
 
 class Chain(ShardUpdate):
-    """Chains for the parameters of `shards`, which are all on the device or all on the host.
+    """Optimizer chains for the parameters of `shards`. The shards are either all on the device or all on the host.
 
-    Creating this object is a collective over the stage, unless each element is updated independently. `shards` contain
-    main parameters, gradients and the states of fused links. `Chain` keeps the states of all links that are not fused.
+    All ranks of the stage must create this object together, unless the optimizer updates each element independently.
+    `shards` contain main parameters, gradients and the states of fused links. `Chain` keeps the states of all links
+    that are not fused.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class Chain(ShardUpdate):
 
     @property
     def kernels(self) -> list[ShardUpdate]:
-        """Kernels of the fused links of the chain."""
+        """Kernels of the chain's fused links."""
         return [each.kernel for each in self._fused]
 
     def _batches(self, params: Sequence[_Param]) -> list[list[_Elements]]:
@@ -202,7 +204,7 @@ class Chain(ShardUpdate):
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the states in bytes."""
+        """Size in bytes of the states that the chain stores."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def pieces(self) -> Iterator[OptimizerPiece]:
@@ -258,7 +260,7 @@ class Chain(ShardUpdate):
         states = {name: state[cut].to(self.dtype, copy=True) for name, state in param.elements.items()}
         main = shard.main.detach()[param.span][cut]
         grad = shard.main.grad[param.span][cut]
-        # Links need not handle infinities and NaNs.
+        # In a skipped step, the gradient may contain infinities and NaNs; links receive zeros instead.
         update = torch.zeros_like(grad) if after else grad.masked_fill(values.skip > 0, 0.0)
         scalars = (*values.rates.of(shard.group), values.updates + 1.0)
         x = ParameterUpdate(param.planned.meta, main, update, states, param.place, scalars, shard.group.eps_mult)
@@ -284,7 +286,8 @@ class Chain(ShardUpdate):
         return [[next(found if isinstance(r, SumRequest) else transformed) for r in run.requests] for run in runs]
 
     def _sums(self, asked: Sequence[tuple[_Param, SumRequest]], skipped: Tensor) -> list[Tensor]:
-        """Sum the terms of all ranks, and apply the sums to the states that request them."""
+        """Answer requests for sums: add up the terms of all ranks, and update the states that a request names with the
+        sums."""
         size = self.axis.size
         lengths = [self.plan.part_length(request.partial.numel()) for _, request in asked]
         blocks = torch.zeros(size, sum(lengths), dtype=self.dtype, device=self.device)

@@ -30,7 +30,7 @@ class CompiledAdamKernel(ShardUpdate):
         for shard in shards:
             shard.written_by_update = True
         self._factor: Tensor | None = None
-        """Factor of the gradients in the next step."""
+        """Factor by which the gradients of the next step are multiplied."""
 
     def scale_gradients(self, factor: Tensor) -> None:
         self._factor = factor
@@ -72,7 +72,7 @@ class AdamScalars(NamedTuple):
     """1 if the update is skipped, else 0."""
 
     decay: Tensor
-    """1 - learning rate * weight decay"""
+    """Factor of the weight decay: 1 - learning rate * weight decay."""
 
     step_size: Tensor
     """Learning rate divided by the bias correction of the first moment."""

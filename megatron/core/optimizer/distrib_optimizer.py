@@ -4,9 +4,9 @@ parameters.
 Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Without sharding
 (--no-use-distributed-optimizer), a rank's shard is the whole bucket; everything else is the same.
 
-A step waits for the device only to change a dynamic loss scale, or to read the gradients of states that are updated on
-the host. A non-finite loss or gradient leaves parameters and moments unchanged in every precision, because the update
-kernels read the overflow flag on the device.
+The host waits for the device in two cases only: to change a dynamic loss scale, or to read gradients for states that it
+updates in host memory. A non-finite loss or gradient leaves parameters and moments unchanged in every precision,
+because the update kernels read the overflow flag on the device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron.core.parallel_state import ParallelState
 class StepResult:
     """The result of a step. Reading a value waits until the device has finished this step, but not for later work.
 
-    No value can be read before `settle` stores the verdict.
+    The values can be read only after `settle` was called.
     """
 
     def __init__(self, loss_scale: float, scale_can_fall: bool) -> None:
@@ -66,7 +66,7 @@ class StepResult:
 
     @property
     def finite(self) -> bool:
-        """True if every gradient and all of `sums` were finite."""
+        """True if all gradients, and all elements of `sums`, were finite."""
         return not self._read()[1]
 
     @property
@@ -88,8 +88,8 @@ class StepResult:
     def scale_overflow(self) -> bool:
         """True if this was an fp16 overflow that a lower loss scale can fix.
 
-        The value is False if any of `sums` is not finite, because the loss scale does not multiply `sums`, or if the
-        loss scale is at its minimum.
+        False if an element of `sums` is not finite: the loss scale does not multiply `sums`, so a lower scale would not
+        help. Also False if the loss scale is at its minimum.
         """
         return not self.finite and self._scale_can_fall and all(map(math.isfinite, self.sums))
 
@@ -113,7 +113,7 @@ def _build_host_update(
     chains: Sequence[Chain],
     threads: int | None,
 ) -> HostUpdateRule | None:
-    """Return the object that updates the shards in host memory with their chains; None if there are no such shards."""
+    """Return the object that updates the shards in host memory. Return None if no shards are in host memory."""
     if not shards:
         return None
     assert config.host_store is not None
@@ -130,7 +130,7 @@ the step is a spike. All arguments and results are float64 tensors on the device
 
 @dataclass(frozen=True)
 class Update:
-    """Arguments of one step of `DistributedOptimizer`. If the update is repeated, it receives the same arguments."""
+    """Arguments of one step of `DistributedOptimizer`. To repeat an update, pass the same object again."""
 
     rates: Rates
 
@@ -138,8 +138,8 @@ class Update:
     """Factor of the gradients that `reduce_model_grads` returned."""
 
     sums: Tensor | None = None
-    """Further values [n] float64 of each rank, such as the loss. These values are summed over the world together with
-    the norm, and must also be finite."""
+    """Additional float64 values [n] of this rank, such as the loss. The values of all ranks are summed together with
+    the gradient norm. A sum that is not finite counts as an overflow."""
 
     judge: Judge | None = None
     """Function that decides whether to skip the update."""
@@ -191,8 +191,8 @@ class DistributedOptimizer:
         self.after_update: list[Callable[[Tensor], None]] = []
         """Hooks called after each update of main parameters on the device, before the parameters are written.
 
-        Each hook receives a device tensor: 1 if the update was skipped, else 0. The callbacks of a run (`--callbacks`)
-        may append hooks in their `meters` method.
+        Each hook receives a device tensor: 1 if the update was skipped, else 0. A training callback may append hooks in
+        its `meters` method.
         """
         self.updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
         """Number of updates so far, as a tensor on the device."""
@@ -227,7 +227,7 @@ class DistributedOptimizer:
         """Return the skip flag (1 to skip the update, else 0) and the clipping factor. The factor is at most 1 and
         reduces the norm to --clip-grad; it is None without clipping.
 
-        Settles the result. `summed` is the sum over the world that `GradNorm.start` computes.
+        Settles the result. `summed` is the result of the all-reduce that `GradNorm.start` launched.
         """
         norm, overflow, sums = self.grad_norm.finish(summed, update.factor)
         judge = update.judge
@@ -277,8 +277,8 @@ class DistributedOptimizer:
 
     @property
     def step_count(self) -> int:
-        """Number of updates so far, also used in Adam's bias correction; skipped steps do not count. Reading this
-        property waits for the device."""
+        """Number of updates so far, also used in Adam's bias correction; skipped steps do not count. The host waits for
+        the device when it reads this property."""
         return int(self.updates.item())
 
     @step_count.setter
@@ -297,8 +297,8 @@ class DistributedOptimizer:
         return device, host + (0 if self.host_update is None else self.host_update.nbytes)
 
     def sharded_state(self) -> list[OptimizerPiece]:
-        """Return all parameters and states that this rank owns, for reading. The result contains live views, or host
-        copies of states with scales.
+        """Return all parameters and states that this rank owns, for reading. The result contains views of the live
+        tensors. States with scales are instead copied to the host.
 
         Main parameters are omitted if the parameters themselves are the main parameters.
         """
@@ -310,8 +310,8 @@ class DistributedOptimizer:
 
     @contextmanager
     def loading_state(self) -> Iterator[list[OptimizerPiece]]:
-        """Context manager that yields `sharded_state` for writing. Written values take effect at the end of the block.
-        Set `step_count` too."""
+        """Context manager that yields the tensors of `sharded_state` for writing. The optimizer uses the written values
+        from the end of the block on. Set `step_count` as well."""
         self.finish_param_sync()
         exported = [(shard, shard.exported()) for shard in self.shards]
         yield [*(piece for shard, tensors in exported for piece in shard.pieces(tensors)), *self._of_chain()]

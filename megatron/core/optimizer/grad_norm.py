@@ -24,7 +24,8 @@ ROW = 4096
 
 
 class GradNorm:
-    """Gradient norm over the world, from the tensors whose squares this rank sums.
+    """Gradient norm of the whole model. Each rank sums the squares of its own gradients, and the sums are all-reduced
+    over the world.
 
     The same collective also sums the vectors `sums` [n] of all ranks.
     """
@@ -64,8 +65,8 @@ class GradNorm:
     def finish(self, summed: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return (norm, overflow, sums) in float64 on the device, from the sum over the world.
 
-        Overflow is 1 if any gradient, including those of replicas, or any of `sums` is infinite or NaN, else 0. With a
-        `factor`, the result is the norm of the gradients times the factor.
+        `overflow` is 1 if a gradient or an element of `sums` is infinite or NaN, else 0; the gradients of replicas
+        count as well. If `factor` is given, `norm` is the norm of the gradients multiplied by the factor.
         """
         norm = summed[0].sqrt() if factor is None else summed[0].sqrt() * factor
         return norm, (~torch.isfinite(summed).all()).to(torch.float64), summed[2:]

@@ -22,8 +22,8 @@ Write = Callable[[Part, Matrix, Tensor], None]
 """Function that stores the transformed values of a part."""
 
 Direction = Callable[[Tensor, Sequence[int]], Tensor]
-"""Function that maps matrices [n, rows, columns] to results of the same shape, each matrix independently. The second
-argument contains the numbers of the matrices in the plan."""
+"""Function that maps matrices [n, rows, columns] to results of the same shape, each matrix independently. Its second
+argument lists the number of each matrix in the `MatrixPlan`."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class _Round:
     read: list[list[Part]]
     """Parts that this rank sends to the owners of the matrices, one list per receiving rank."""
     arriving: list[list[Part]]
-    """Parts of this rank's matrices that the rank receives, one list per sending rank."""
+    """Parts that this rank receives of the matrices that it owns, one list per sending rank."""
     returned: list[list[Part]]
-    """Parts of this rank's matrices that the rank returns after the computation, one list per receiving rank."""
+    """Parts of transformed matrices that this rank, their owner, sends back; one list per receiving rank."""
     written: list[list[Part]]
-    """Parts that the owners return to this rank after the computation, one list per owner."""
+    """Parts of transformed matrices that this rank receives from their owners, one list per owner."""
     stacks: list[list[int]]
     """Matrices that this rank owns, grouped by size."""
 

@@ -30,7 +30,8 @@ memory of the exchange."""
 
 @dataclass(frozen=True)
 class Matrix:
-    """The box of `shape` at `offset` of a parameter. The last dim contains columns, and all other dims are rows."""
+    """A matrix within a parameter: the box of shape `shape` at `offset`. The last dim of the box contains the columns,
+    and all other dims contain the rows."""
 
     meta: ParamMeta
     offset: tuple[int, ...]
@@ -180,10 +181,10 @@ class MatrixPlan:
         return found
 
     def sends(self, source: int, matrix: int) -> bool:
-        """Return True if ranks[source] sends its parts of a matrix to the owner.
+        """Return True if ranks[source] sends its parts of a matrix to the owner of the matrix.
 
-        If several ranks hold the same parts, only the rank at the owner's position on every axis along which the
-        parameter is replicated sends them.
+        If the parameter is replicated, several ranks hold the same parts, but only one of them sends its parts: the
+        rank that has the owner's coordinate on every replicated axis.
         """
         meta, owner = self.matrices[matrix].meta, self.owners[matrix]
         a, b = self.ranks[source], self.ranks[owner]
@@ -208,8 +209,8 @@ class MatrixPlan:
 
 
 def balanced(costs: Sequence[int], ranks: int) -> list[int]:
-    """Assign each cost to a rank so that the sums are nearly equal. Costs are assigned in descending order, each to the
-    rank with the smallest sum.
+    """Assign each cost to a rank so that the sums are nearly equal. Go through the costs in descending order, and
+    assign each cost to the rank whose sum is smallest so far.
 
     By Graham's LPT rule the largest sum is at most 4/3 of the optimum.
     """
@@ -221,10 +222,10 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
 
 
 def linear_maps(meta: ParamMeta, split: bool = True) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return boxes (offset, shape) of the global tensor, one per linear map.
+    """Return boxes (offset, shape) of the global tensor, one for each linear map (matrix) that the parameter contains.
 
-    The last dim indexes the columns of the map, and all other dims index its rows. If `split` is false, a `fused`
-    weight counts as a single map.
+    In a box, the last dim contains the columns of the matrix, and all other dims contain its rows. If `split` is False,
+    a `fused` weight counts as a single map.
     """
     spans = [[(i, 1) for i in range(size)] for size in meta.global_shape[: meta.stacked]]
     spans += [[(0, size)] for size in meta.global_shape[meta.stacked :]]

@@ -1,4 +1,4 @@
-"""Shards of main parameters and optimizer states that a rank updates, and interfaces for updating them.
+"""Shards of main parameters and optimizer states, and the interfaces through which a rank updates its shards.
 
 Every optimizer is a chain of transforms (modules `transforms` and `chain`). The chains of Adam and SGD consist of one
 fused link (module `fused`). `DistributedOptimizer` performs the rest of a step, from the gradient norm to the
@@ -226,10 +226,10 @@ class HostUpdateRule(Protocol):
     """Host memory in bytes that is used in addition to the states."""
 
     def start(self) -> None:
-        """Start copying the first gradients.
+        """Start copying the gradients of the first shards to the host.
 
-        The gradients must be final except for a factor. No kernel launched later may read the parameters before
-        `update` is called.
+        The gradients must be final, except that they may still have to be multiplied by a factor. Kernels launched
+        between `start` and `update` must not read the parameters.
         """
 
     def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
@@ -246,8 +246,8 @@ class HostUpdateRule(Protocol):
 def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, world: Axis) -> list[str]:
     """Freeze the parameters that a rule freezes, before gradient buffers are built. If there are custom groups, return
     text lines that describe the groups of the other parameters. A frozen parameter has no gradient, is in no bucket and
-    has no optimizer state. This function is a collective if there are rules or custom groups. Raises ValueError, on
-    every rank, for a rule that does not fit the parameters of the whole model.
+    has no optimizer state. This function is a collective if there are rules or custom groups. If a rule does not fit
+    the parameters of the whole model, every rank raises ValueError.
     """
     if not config.parameter_rules and not config.has_own_groups:
         return []

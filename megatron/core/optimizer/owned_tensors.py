@@ -77,9 +77,9 @@ def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPi
     parameters.
 
     After the block, the parameters have exactly their previous values. Elements that no rank offers keep their values.
-    `offered` contains pieces of the elements that this rank updates, on any device. The block may run forward passes
-    but no updates. All data-parallel ranks must enter the context together. The context manager needs memory for a copy
-    of `owned_weights`.
+    `offered` contains the new values of this rank's elements, as pieces on any device. These elements are those that
+    the rank updates. The block may run forward passes but no updates. All data-parallel ranks must enter the context
+    together. The context manager allocates memory for a copy of `owned_weights`.
     """
     optimizer.finish_param_sync()
     by_name = pieces_by_name(offered)

@@ -21,8 +21,8 @@ DECAY: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
 }
-# Functions like those in DECAY for the final anneal of a warmup-stable-decay schedule. The argument is the progress of
-# the anneal, from 0 to 1.
+# Functions like those in DECAY for the final anneal of a warmup-stable-decay schedule. The argument grows from 0 to 1
+# during the anneal.
 WSD_ANNEAL: dict[str, Callable[[float], float]] = DECAY | {
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
     "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
@@ -47,7 +47,7 @@ class ScheduleLength:
 
     @classmethod
     def in_samples(cls, config: OptimizerConfig, samples: int) -> ScheduleLength:
-        """Convert the schedule flags to numbers of samples, for a run of `samples` samples."""
+        """Read the lengths from the flags that are given in samples. The run has `samples` samples."""
         decay = samples if config.lr_decay_samples is None else config.lr_decay_samples
         return cls._of(config, config.lr_warmup_samples, decay, config.lr_wsd_decay_samples or 0, samples)
 
@@ -108,8 +108,8 @@ def wsd(samples: float, length: ScheduleLength, config: OptimizerConfig) -> floa
 
 
 def _decayed(samples: float, length: ScheduleLength, config: OptimizerConfig, left: Callable[[float], float]) -> float:
-    """Return the decayed rate. `left` maps the fraction of the way from the end of warm-up to the end of decay to the
-    remaining fraction of lr - min_lr."""
+    """Return the decayed learning rate, min_lr + left(progress) * (lr - min_lr). `progress` is 0 at the end of warm-up
+    and 1 at the end of the decay."""
     assert config.lr is not None
     if samples > length.decay:
         return config.min_lr
@@ -135,7 +135,8 @@ class OptimizerParamScheduler:
         return self._lr_at(samples, self.config)
 
     def decoupled_lr_at(self, samples: int) -> float | None:
-        """Return the learning rate of parameters with a separate schedule, if there are any."""
+        """Return the decoupled learning rate, which applies to parameters with their own schedule. Return None if no
+        decoupled learning rate is set."""
         return None if self.config.decoupled is None else self._lr_at(samples, self.config.decoupled)
 
     def _lr_at(self, samples: int, config: OptimizerConfig) -> float:

@@ -38,8 +38,8 @@ FLOAT8 = "float8_e4m3fn"
 
 @dataclass(frozen=True)
 class State:
-    """A tensor that a transform keeps for one parameter. The initial values are zero. Create a state with `elements`,
-    `reduced` or `of_matrices`."""
+    """A tensor that a transform keeps for one parameter. The initial values are zero. The functions `elements`,
+    `reduced` and `of_matrices` create `State` objects."""
 
     name: str
     """Name of the state, the same for all parameters. The key in checkpoints is `optimizer.NAME.<parameter>`."""
@@ -77,7 +77,7 @@ def elements(name: str, meta: ParamMeta, dtype: str | None = None, scale_block: 
 def reduced(name: str, meta: ParamMeta, *dims: int, dtype: str | None = None) -> State:
     """Return a state with the parameter's shape and size 1 in `dims`.
 
-    -1 gives a number per row, and -2 a number per column. Without `dims`, the state is a single number.
+    -1 gives a number per row, and -2 a number per column. If no `dims` are given, the state is a single number.
     """
     return State(name, reduced_shape(meta, dims), REDUCED, dtype)
 

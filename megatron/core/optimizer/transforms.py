@@ -74,7 +74,8 @@ function modifies the states in place."""
 
 
 class Request:
-    """Request for a result that involves other ranks. To obtain the result, write `result = yield from request`."""
+    """Request for a result that requires data of other ranks. To obtain the result, write `result = yield from
+    request`."""
 
     def __iter__(self) -> Generator[tuple[Request, ...], Sequence[Tensor], Tensor]:
         (result,) = yield (self,)
@@ -86,18 +87,19 @@ class SumRequest(Request):
     """Request for a sum over all ranks' elements of a parameter."""
 
     partial: Tensor
-    """This rank's term, which has the shape of the result."""
+    """Term that this rank contributes to the sum. It has the shape of the result."""
 
     state: str | None = None
     """Name of the `reduced` state that is updated with the sum, or None."""
 
     by: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Function that maps (elements of the state, elements of the sum) to the new elements of the state."""
+    """Function that takes elements of the state and of the sum, and returns the new elements of the state."""
 
 
 @dataclass(frozen=True)
 class MatrixRequest(Request):
-    """Request to apply a function to each whole matrix of a parameter, of which this rank holds some elements."""
+    """Request to apply a function to each whole matrix of a parameter. This rank holds only some elements of the
+    matrices."""
 
     values: Tensor
     function: MatrixFunction
@@ -289,8 +291,8 @@ class FusedTransform(Transform):
 
     The states of a fused link have the kind `elements`, and the same names and dtypes (`states`) for every parameter.
     These states are stored together with the main parameters (`OptimizerShard.states`), including padding. Either all
-    parameters of a buffer use the same fused link, or none of them uses a fused link. Matrices with roles in an
-    optimizer's `whole_roles` have separate buffers.
+    parameters of a buffer use the same fused link, or none of them uses a fused link. Matrices whose role is in
+    `OptimizerConfig.whole_roles` are in separate buffers.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -345,8 +347,8 @@ class ScaleByRate(Transform):
 
 
 class AverageWeights(Transform):
-    """Link that keeps an exponential moving average of the weights in the state `averaged`. It must be the last link of
-    a chain."""
+    """Link that keeps an exponential moving average of the weights in the state `averaged`. This link must be the last
+    link of a chain."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay

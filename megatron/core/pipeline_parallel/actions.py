@@ -23,9 +23,9 @@ class Kind(Enum):
     VALIDATE, it either learns whether the update of the previous step is kept, or applies that update (`StepFacts.kept`
     of `megatron.training.step_parts`).
 
-    FB carries the stage and micro-batch of the forward pass. An FB directly precedes two passes that run in turns: an
-    F, and a B or I of a different micro-batch. Each of the two passes computes during the expert all-to-alls of the
-    other pass.
+    The stage and micro-batch of an FB are those of its forward pass. An FB directly precedes two passes that run in
+    turns: an F, and a B or I of a different micro-batch. Each of the two passes computes during the expert all-to-alls
+    of the other pass.
     """
 
     F = "F"
@@ -50,7 +50,7 @@ SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 
 
 class Action(NamedTuple):
-    """One action of a rank. `stage` is the global stage number."""
+    """One action of a pipeline rank. `stage` is the number of the stage among all stages of the model."""
 
     kind: Kind
     stage: int
@@ -65,7 +65,8 @@ Lists = Sequence[Sequence[Action]]
 
 
 def units(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
-    """Group a rank's actions into units that run one after another: single actions, or an FB with its two passes.
+    """Group a rank's actions into units, which run one after another. A unit is either a single action, or an FB with
+    its two passes.
 
     Raises ValueError if an FB is not followed by its F and by a B or I of another micro-batch.
     """

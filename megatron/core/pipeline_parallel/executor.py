@@ -25,8 +25,8 @@ from megatron.core.tensor_parallel.linear_gemms import WeightCasts
 from megatron.core.tensor_parallel.weight_grad import WeightGradQueue
 
 Module = TypeVar("Module", bound=Callable[..., Tensor])
-"""A stage, which maps (hidden states or None, micro-batch) to hidden states. The last stage returns the loss sum
-instead of hidden states."""
+"""Type of the stages. A stage maps (hidden states or None, micro-batch) to hidden states. The last stage returns the
+loss sum instead of hidden states."""
 
 Micro = TypeVar("Micro")
 """Type of the micro-batches that the stages accept."""
@@ -59,7 +59,7 @@ class PipelineExecutor(Generic[Module, Micro]):
     The output of a stage is kept only until it is sent, because the backward pass needs the autograd node of the output
     but not its values.
 
-    Subclasses in extensions may override `handle` to support more kinds of actions or to wrap every action.
+    Extensions may override `handle` in a subclass, to support more kinds of actions or to wrap every action.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class PipelineExecutor(Generic[Module, Micro]):
         """Create the executor of one rank.
 
         Args:
-            stages: Modules of the local stages, keyed by global stage number. `module(hidden | None, batch)` returns
-                hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism. The last stage returns the loss sum
-                of the micro-batch, a scalar. The first stage receives None.
+            stages: Modules of the stages on this rank, keyed by global stage number. `module(hidden | None, batch)`
+                returns hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism. The last stage returns the
+                loss sum of the micro-batch, a scalar. The first stage receives None.
             layout: Placement of all stages on pipeline ranks.
             p2p: Channel that sends and receives messages.
             queue: Queue in which linear layers store their weight gradients; required by lists with I and W.
-            casts: Low-precision weight copies of the stages, which are kept for one run.
+            casts: Cache of the stages' weights in low precision, which are kept during one run.
             pair: Object that runs a forward and a backward pass in turns.
         """
         pp = p2p.pp
@@ -135,9 +135,9 @@ class PipelineExecutor(Generic[Module, Micro]):
             batches: Micro-batches of the step, which must be the same on every pipeline rank.
             loss_scale_seed: Initial gradient of every loss sum. The parameters accumulate the gradients of `loss *
                 loss_scale_seed`, summed over micro-batches.
-            last_forward: `last_forward(module, hidden, batch)` replaces the last stage's forward pass in a list without
-                backward passes. The results of `last_forward` may have any shape, and are returned instead of the loss
-                sums.
+            last_forward: In a list without backward passes, `last_forward(module, hidden, batch)` is called instead of
+                the last stage. `run` then returns the results of `last_forward`, which may have any shape, instead of
+                loss sums.
 
         Returns:
             The detached loss sum of each micro-batch on the rank of the last stage; [] on all other ranks.
@@ -160,7 +160,7 @@ class PipelineExecutor(Generic[Module, Micro]):
             self.queue.assert_empty()
 
     def end(self) -> list[Tensor]:
-        """Wait for the last sends, and return the result of `run`."""
+        """Wait until the last sends have finished, and return the loss sums that `run` returns."""
         self.p2p.finish()
         assert not self.held, "the list leaves messages or graphs behind"
         return self.losses()
@@ -198,8 +198,8 @@ class PipelineExecutor(Generic[Module, Micro]):
         self._losses: dict[int, Tensor] = {}
 
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
-        """Run a unit: either one action, or an FB and the two passes after it, which run in turns. If an exception is
-        raised, a note with the names of the actions is added to it."""
+        """Run a unit: either one action, or an FB and the two passes after it, which run in turns. If the unit raises
+        an exception, the names of its actions are added to the exception as a note."""
         self.current, *pair = unit
         try:
             with record_function(str(self.current)):
@@ -257,7 +257,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         scalar = output.dim() == 0 or self._last_forward is not None
         assert scalar, f"the last stage returned {tuple(output.shape)}, not a scalar loss sum"
         self._losses[microbatch] = output
-        if self.training:  # The initial gradient replaces the message from a later stage.
+        if self.training:  # the last stage starts its backward pass from this gradient instead of a received message
             self.held.outbox[Action(Kind.SEND_B, stage + 1, microbatch)] = torch.ones_like(output) * self._seed
 
     def _compute_forward(self, action: Action, hidden: Tensor | None) -> tuple[Tensor, GradientEdge | None]:

@@ -46,15 +46,15 @@ def stage_costs(model: TransformerConfig, parallel: ModelParallelConfig) -> list
 
 
 def end_costs(config: TransformerConfig) -> tuple[float, float]:
-    """Return the costs of the embedding and the head in FLOPs, in units of the mean layer. The cost of the embedding is
-    0, because it is a table look-up."""
+    """Return the FLOPs of the embedding and of the head as multiples of the mean FLOPs of a layer. The cost of the
+    embedding is 0, because it is a table look-up."""
     layers, head = _layer_costs(config), config.padded_vocab_size * config.hidden_size
     return 0.0, head * config.num_layers / layers if layers else 0.0
 
 
 def multi_token_cost(config: TransformerConfig) -> float:
-    """Return the cost of multi-token prediction in FLOPs, in units of the mean layer. Each depth computes a projection,
-    one layer of the last layer's kind, and the head."""
+    """Return the FLOPs of multi-token prediction as a multiple of the mean FLOPs of a layer. Each depth computes a
+    projection, one layer of the last layer's kind, and the head."""
     layers, depths = _layer_costs(config), config.mtp_depths
     if not layers or not depths:
         return 0.0
@@ -67,8 +67,8 @@ def multi_token_cost(config: TransformerConfig) -> float:
 
 @lru_cache(maxsize=64)
 def relative_costs(config: TransformerConfig) -> tuple[float, ...]:
-    """Return the cost of each single-sublayer layer in FLOPs, in units of the mean layer. If every layer has two
-    sublayers, all layers have equal cost."""
+    """Return the FLOPs of each layer as a multiple of the mean FLOPs of a layer, for models whose layers have one
+    sublayer each. If every layer has two sublayers, all layers have equal cost."""
     layers, numbers = _layer_costs(config), range(config.num_layers)
     if not layers or config.pattern is None:
         return (1.0,) * config.num_layers

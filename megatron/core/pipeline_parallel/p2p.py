@@ -3,14 +3,14 @@
 Waiting blocks the current stream under NCCL and the calling thread under gloo. No operation synchronizes a device. gloo
 does not support CUDA tensors in point-to-point messages, so such tensors are copied through host memory.
 
-Under NCCL, all messages of a group run in order on the group's stream, because communicators are created at the start,
-and torch creates none for pairs of ranks. A message waits for the computation launched before it, but computation
-launched later does not wait for the message. If there were only one group, however, a send would have to wait for the
-receives launched before it, which wait until the peer has computed their messages. There are therefore four lanes, each
-with its own group over the same ranks: one lane for each combination of forward or backward messages and even or odd
-sending ranks. On any lane, a rank either only sends or only receives. The exception is the wrap-around of an
-interleaved schedule over an odd number of ranks. In this wrap-around, a rank both sends and receives on a lane, in an
-order that is the same on all ranks.
+Under NCCL, all messages of a group run in order on the stream of the group. The reason is that communicators are
+created at the start, so torch creates no additional communicators for pairs of ranks. A message waits for the
+computation launched before it, but computation launched later does not wait for the message. If there were only one
+group, however, a send would have to wait for the receives launched before it, which wait until the peer has computed
+their messages. There are therefore four lanes, each with its own group over the same ranks: one lane for each
+combination of forward or backward messages and even or odd sending ranks. On each lane, a rank either only sends
+messages or only receives messages. The exception is the wrap-around of an interleaved schedule over an odd number of
+ranks. In this wrap-around, a rank both sends and receives on a lane, in an order that is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Receive(NamedTuple):
 
 
 class PipelineP2P:
-    """Sends and receives of one rank along the pipeline axis.
+    """Sends and receives the messages of one rank along the pipeline axis.
 
     Both ends must post the messages between two ranks in the same order, because NCCL ignores tags. gloo matches
     messages by tag, which also reveals inconsistent action lists. Forward messages have even tags, and backward
-    messages have odd tags. The memory of a message is kept until the send is complete. Each later send releases
-    finished messages, and at most `MAX_IN_FLIGHT` messages are kept.
+    messages have odd tags. The memory of a message is kept until its send has finished. Each send first frees the
+    messages whose sends have finished. If `MAX_IN_FLIGHT` messages are still being sent, it waits.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class PipelineP2P:
         return [message for _, message in self._sends]
 
     def finish(self) -> None:
-        """Wait for all sends."""
+        """Wait until all sends have finished."""
         self._let_go(0)
 
     def _lane(self, tag: int, sender: int) -> Axis:

@@ -38,11 +38,12 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     The resulting lists cannot deadlock, even if each send blocks until its receive is reached, and each receive until
     its send is reached. Each list is part of one global order. In the global order, every send directly precedes its
     receive and follows all its dependencies. The first unfinished action of the global order can therefore always run.
-    Two passes that run in turns form one step of the global order, followed by the messages of both passes.
+    Two passes that run in turns are adjacent in the global order, and the messages of both passes follow them.
 
     If `validates` is True, a VALIDATE is inserted into every list at the position of the first backward pass in the
-    global order. No message crosses a VALIDATE, so all ranks can restart their lists there. A VALIDATE waits only for
-    the end of the previous step, and the other ranks reach this end without any action of this rank.
+    global order. No message is sent before a VALIDATE and received after it, so all ranks can restart their lists at
+    the VALIDATE. A VALIDATE waits only for the end of the previous step, and the other ranks reach this end without any
+    action of this rank.
     """
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
@@ -80,8 +81,8 @@ def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
     """Return a key that sorts (start, rank, unit) by start time.
 
     Among units that start at the same time, forward passes come first, in ascending order of stages, followed by
-    backward passes in descending order. The unit that comes first sends a message that its neighbour's next computation
-    needs. With this order, the neighbour posts the receive before that computation.
+    backward passes in descending order. The unit that comes first sends a message that its neighbour needs for its next
+    computation. Because of this order, the neighbour posts the receive before it starts that computation.
     """
     start, _, unit = entry
     kind, stage, _ = unit[0]
@@ -99,8 +100,8 @@ def _message_of(action: Action) -> Action | None:
 def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *, forward_only: bool = False) -> None:
     """Raise ValueError unless the lists form a complete step.
 
-    For each micro-batch, every stage needs one F, and either one B or one I and one W, on the rank of the stage and in
-    an executable order. Each message needs both a send and a receive.
+    For each micro-batch, the list of the stage's rank must contain one F, and either one B, or one I and one W. The
+    order of the lists must be executable. Each message needs both a send and a receive.
     """
     if len(lists) != layout.pp:
         raise ValueError(f"{len(lists)} lists for {layout.pp} pipeline ranks")
@@ -120,8 +121,8 @@ def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *
 
 
 def _check_complete(actions: set[Action], num_stages: int, microbatches: int, forward_only: bool) -> None:
-    """Raise ValueError unless every stage runs each micro-batch: F with B, or F with I and W, or F alone if there are
-    no backward passes."""
+    """Raise ValueError unless every stage runs all passes of each micro-batch: F and B, or F, I and W, or only F if
+    there are no backward passes."""
     forward = {Kind.F}
     whole = {Kind.F, Kind.B}
     halves = {Kind.F, Kind.I, Kind.W}
@@ -158,7 +159,7 @@ def pipeline_lists(
         p: Number of pipeline ranks.
         m: Number of micro-batches.
         v: Stages per rank; None uses the schedule's default.
-        evaluate: Whether to return only forward passes, with the same layout.
+        evaluate: Whether to return lists that contain only forward passes, for the schedule's layout.
         group: Micro-batches per group; None uses the schedule's default.
         in_turns: Whether forward and backward passes run in turns.
         validates: Whether to add a VALIDATE to every list.

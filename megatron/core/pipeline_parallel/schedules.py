@@ -23,14 +23,14 @@ Schedule = list[list[Action]]
 
 
 class PipelineSchedule(Protocol):
-    """Pipeline schedule with a fixed number of stages per rank."""
+    """Interface of pipeline schedules with a fixed number of stages per rank."""
 
     def __call__(self, p: int, m: int) -> Schedule:
         """Return the actions of each of p pipeline ranks on m micro-batches, in order."""
 
 
 class ChunkedSchedule(Protocol):
-    """Pipeline schedule for v stages per rank."""
+    """Interface of pipeline schedules with v stages per rank."""
 
     def __call__(self, p: int, m: int, v: int, group: int | None) -> Schedule:
         """Return the actions of each pipeline rank. `group` is the number of micro-batches per group; None means the
@@ -56,7 +56,7 @@ class ScheduleFacts:
     """Variant of the schedule for any number of stages per rank; None if the number is always `chunks`."""
 
     any_groups: bool = False
-    """True if the argument `group` of `with_chunks` has an effect."""
+    """True if the function `with_chunks` uses its argument `group`."""
 
     v_shaped: bool = False
     """True if stages are placed in a V, so that rank 0 holds the first and the last stage."""
@@ -69,12 +69,12 @@ class ScheduleFacts:
     lists."""
 
     in_turns: ChunkedSchedule | None = None
-    """Variant of the schedule with an FB before each F and B (or I) that run in turns (`runs_in_turns`); None if there
-    is no such variant."""
+    """Variant of the schedule in which a forward and a backward pass may run in turns. In its lists, an FB precedes
+    each F and B (or I) that run in turns. None if the schedule has no variant of this kind."""
 
     of_step: EndlessSchedule | None = None
-    """Function that returns the action lists of a step that starts passes of the next step; None if each step ends
-    before the next one starts."""
+    """Function that returns the action lists of one step, for schedules in which a step already starts passes of the
+    next step. None if each step ends before the next step starts."""
 
     asks_for: tuple[object, ...] = ()
     """Extension options that this schedule adds to `config.options` of every run that uses it."""
@@ -118,8 +118,7 @@ def gpipe(p: int, m: int) -> Schedule:
 
 def one_f_one_b(p: int, m: int, in_turns: bool = False) -> Schedule:
     """1F1B (arXiv:2006.09503, flushed): rank r never holds activations of more than p - r micro-batches. `in_turns`
-    requires p = 1. It pairs each forward pass with the backward pass of the previous micro-batch, and the two passes
-    run in turns.
+    requires p = 1. With `in_turns`, each forward pass runs in turns with the backward pass of the previous micro-batch.
     """
     assert p == 1 or not in_turns, "1F1B has one stage per rank: a forward and the concurrent backward need each other"
     lists = []
@@ -163,7 +162,8 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: 
 
 
 def of_one_stage(schedule: PipelineSchedule) -> ChunkedSchedule:
-    """Adapt a schedule for one stage per rank to the signature with the number of stages per rank."""
+    """Wrap a schedule for one stage per rank, so that it accepts the arguments v and group of `ChunkedSchedule` and
+    ignores them."""
     return lambda p, m, v, group: schedule(p, m)
 
 
@@ -213,7 +213,7 @@ def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
     """Divide m micro-batches into groups of `group`, by default p.
 
     If m is not a multiple of the group size, a remainder of at least p micro-batches forms its own group. A smaller
-    remainder is spread evenly over the other groups. Groups are in descending order of size.
+    remainder is spread evenly over the other groups. Larger groups precede smaller groups.
     """
     group = group or p
     if m > group and m % group >= p:
@@ -242,7 +242,8 @@ def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
 
 
 def splits_backward(schedule: str) -> bool:
-    """Return whether a schedule uses I and W instead of B, and so needs a WeightGradQueue."""
+    """Return whether a schedule splits each backward pass (B) into I and W. Such a schedule requires a
+    `WeightGradQueue`."""
     return PIPELINE_SCHEDULES.facts(schedule).splits_backward
 
 

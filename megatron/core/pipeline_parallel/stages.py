@@ -34,7 +34,7 @@ def pipeline_layout(model: TransformerConfig, parallel: ModelParallelConfig) -> 
 def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, ...]:
     """Return the stages that each hold a copy of the embedding, if the embedding is tied or used for multi-token
     prediction. If the first and the last stage are on different ranks, each of them holds a copy. If one rank holds
-    both stages, they share a copy, and the result is empty.
+    both the first and the last stage, the two stages share one copy, and the result is empty.
     """
     ends = (0, layout.num_stages - 1)
     both = model.tied_embeddings or model.mtp_depths > 0

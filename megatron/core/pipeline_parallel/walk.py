@@ -34,7 +34,7 @@ class DeadlockError(ValueError):
     """Raised if lists deadlock.
 
     `cycle` lists the ranks that wait for each other as (rank, next action of the rank, action that the rank waits for).
-    `cycle` is empty if an action waits for an action that no list contains.
+    If the reason is not a cycle, but a missing action (one that no list contains), `cycle` is empty.
     """
 
     def __init__(self, message: str, cycle: Sequence[tuple[int, Action, Action]] = ()) -> None:
@@ -54,8 +54,8 @@ def _ranks_of(lists: Lists) -> dict[Action, int]:
 
 
 class Walk:
-    """Simulation of action lists with or without communication. The simulation records the position of each rank and
-    the end time of each action.
+    """Simulation of action lists, which may or may not contain communication. The simulation records the position of
+    each rank and the end time of each action.
 
     An action starts when the previous action of its rank has ended and all its inputs have arrived. By default,
     messages take no time and a whole backward pass takes as long as two forward passes; subclasses may change both.
@@ -72,7 +72,7 @@ class Walk:
         self.messages = any(action.kind in SENDS for action in self.where)
         self.done: dict[Action, float] = {}
         self.timeline: list[list[Timed]] = [[] for _ in lists]
-        """Timed actions of each rank, in order."""
+        """Actions of each rank with their start and end times, in order."""
         self.free = [0.0] * len(lists)
         self.waiting: dict[Action, list[int]] = defaultdict(list)
         self.pairs = {unit[0]: unit[1:] for actions in lists for unit in units(actions) if len(unit) > 1}
@@ -140,7 +140,8 @@ class Walk:
 
     def verdict(self, microbatch: int) -> list[tuple[Action, float]]:
         """Return the actions that must finish before a VALIDATE of this micro-batch: the last action of each rank in
-        the previous step. The micro-batches of the previous step have smaller numbers."""
+        the previous step. Micro-batches are numbered across steps, so those of the previous step have smaller
+        numbers."""
         if microbatch not in self.verdicts:
             before = ([a for a in actions if a.kind in TIMED and a.microbatch < microbatch] for actions in self.lists)
             self.verdicts[microbatch] = [(actions[-1], self.lag(None)) for actions in before if actions]

@@ -57,7 +57,7 @@ LOSS_AND_GRADIENT = "loss_and_gradient_"
 """Name of the kernel that maps (logits [n, width], labels [n], vocabulary, z-loss coefficient) to losses [n]. The
 kernel overwrites the logits with their gradients.
 
-Without such a kernel, plain torch computes the gradients in the backward pass.
+If no kernel is registered under this name, plain torch computes the gradients in the backward pass.
 """
 
 
@@ -141,8 +141,8 @@ def scale_rows_(x: Tensor, factors: Tensor) -> None:
 
 
 def _gradient_(z: Tensor, top: Tensor, factor: Tensor, at_label: Tensor, label: Tensor, compiled: bool) -> None:
-    """Compute in place z [n, columns] = exp(z - top) * factor, minus `at_label` at the label, in the precision of
-    `top`."""
+    """Overwrite z [n, columns] with exp(z - top) * factor, computed in the precision of `top`. In each row, subtract
+    `at_label` in the column of the label."""
     rows = torch.arange(z.shape[0], device=z.device)
     target = (z[rows, label] - top).exp_().mul_(factor).sub_(at_label)
     region(_exponentials_, compiled)(z, top, factor)

@@ -2,7 +2,7 @@
 
 A column-parallel layer shards the output features, and a row-parallel layer shards the input features. A pair of such
 layers needs one collective at each end (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With sequence
-parallelism, the activations outside of the pairs are sharded along the sequence. In this case, a pair begins with an
+parallelism, the activations outside of the pairs are sharded along the sequence. The pair then begins with an
 all-gather, and ends with a reduce-scatter instead of an all-reduce (Korthikanti et al., arXiv 2205.05198, section 4.2).
 
 All linear layers of the model use `LinearFunction`. Shapes: t tensor-parallel ranks, activations [s, b, h], or [s/t, b,
@@ -108,7 +108,7 @@ class TPContext(Section):
     """Value of --attention-backend, or the result of `backend_choice`; "auto" for torch's own order."""
 
     format: LinearFormat | None = None
-    """Number format of the GEMMs of linear layers; None if the GEMMs use `dtype`."""
+    """Number format in which linear layers compute their GEMMs; None if they compute in `dtype`."""
 
     pair: PassPair = field(default_factory=PassPair)
     """Pair of passes; the other pass computes while the collectives of this pass are in flight."""
@@ -121,7 +121,7 @@ class TPContext(Section):
     unit."""
 
     initial: InitPolicy = field(default_factory=InitPolicy)
-    """Initial values of parameters, determined by role."""
+    """Policy that determines the initial values of each parameter from its role."""
 
     layer: int = 0
     """Number of the transformer layer that is being built."""
@@ -220,7 +220,8 @@ class LinearContext(AutogradContext):
 
 
 class LinearFunction(torch.autograd.Function):
-    """Linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. W [..., in] is used as a matrix [out, in].
+    """Linear layer with its collectives: y = leave(enter(x) Wᵀ) + bias. The weight W [..., in] is viewed as a matrix
+    [out, in].
 
     With an addend, the function returns y + addend, and `leave` must not be a collective. The function saves only the
     local part of the input, in the form that the dW GEMM reads. The backward pass gathers the input again while it
@@ -329,7 +330,7 @@ class ParallelLinear(nn.Module):
 
         Args:
             x: Input.
-            add_bias: False if a later compiled region adds the bias.
+            add_bias: False if a compiled region after the layer adds the bias.
             bias_gradient: False if a compiled region after the layer computes the bias gradient in its backward pass.
             addend: [s, b, out], added to the output if the layer `takes_addend`.
         """
@@ -339,7 +340,8 @@ class ParallelLinear(nn.Module):
         return attach(LinearFunction.apply(x, self.weight, bias, *settings, addend), of_output)
 
     def output_gradient(self, bias: Tensor | None) -> OutputGradient | None:
-        """Return the form of dY that the preceding backward operation can produce for this layer.
+        """Return the `OutputGradient` that describes in which form this layer needs dY, for the operation that computes
+        dY.
 
         Return None if neither casts nor a bias gradient are needed, if dY is gathered first, or if hooks exist.
         """

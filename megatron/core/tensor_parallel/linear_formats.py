@@ -31,11 +31,11 @@ class LinearFormatFacts:
     layers whose linear layers use the format."""
 
     alignment: Callable[[ModelParallelConfig, int], tuple[int, str]]
-    """Function that returns the required divisor of the features on a rank, and the flag that requires it. The
-    arguments are the configuration and the number of ranks that shard the features."""
+    """Function of the configuration and the number of ranks that shard the features. It returns the number by which the
+    features on a rank must be divisible, and the flag that requires this."""
 
     tokens: int
-    """Required divisor of the tokens in a micro-batch, for every kernel."""
+    """Number by which the tokens in a micro-batch must be divisible, so that every kernel supports them."""
 
     described: Callable[[ModelParallelConfig], str]
     """Function that returns a short description of the format."""
@@ -59,7 +59,7 @@ class ParamGather(Protocol):
 
 
 class FormatOfProducts(Protocol):
-    """Factory of the GEMMs and gathers of a number format."""
+    """Interface of number formats. A number format creates the objects that run the GEMMs and gather the weights."""
 
     def build(self, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> LinearFormat:
         """Return the `LinearFormat` for the layers whose numbers are in `layers`."""
@@ -92,7 +92,7 @@ def gathered_format(parallel: ModelParallelConfig) -> str | None:
 def build_format(config: ModelParallelConfig, layers: int, modules: int, casts: WeightCasts) -> LinearFormat | None:
     """Build the number format that a configuration selects; None if all layers use the parameters' format.
 
-    Multi-token prediction modules use the format if the last layer uses it.
+    Multi-token prediction modules use the number format if the last layer of the model uses it.
 
     Args:
         config: Parallelism settings.

@@ -4,9 +4,9 @@
 of the GEMMs.
 
 Kernels before and after a layer may cast and sum the layer's tensors while the tensors are in registers. If the kernel
-that computes a layer's input also casts the input, it returns the cast input with a tensor that has no values of its
-own (`given_input`). In the backward pass, the consumer of the layer's output casts the output gradient and sums it for
-the bias (`OutputGradient`). If no adjacent kernel casts a tensor, the layer casts it.
+that computes a layer's input also casts it, the uncast input is never stored: the layer receives a placeholder tensor
+to which the cast input is attached (`given_input`). In the backward pass, the consumer of the layer's output casts the
+output gradient and sums it for the bias (`OutputGradient`). If no adjacent kernel casts a tensor, the layer casts it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Cuts:
     """True if the output features, and the weight along its output dim, are sharded (column parallel)."""
 
     tokens: bool = False
-    """True if the input and output are sharded along the sequence without a gather, and the weight is not sharded."""
+    """True if the input and the output are sharded along the sequence, the input is not gathered, and the weight is not
+    sharded."""
 
 
 class GradCasts(Protocol):
@@ -139,7 +140,7 @@ class LinearGemms:
         return dy[0].matmul(matrix_of(weight))
 
     def forward_rows_(self, out: Tensor, x: Operand, weight: Tensor, bias: Tensor | None) -> None:
-        """out [n, out] = x Wᵀ + bias, for x [n, in] of some tokens."""
+        """Write x Wᵀ + bias for the tokens x [n, in] into out [n, out]."""
         matrix = matrix_of(weight).t()
         if bias is None:
             torch.mm(x[0], matrix, out=out)
@@ -151,7 +152,7 @@ class LinearGemms:
         return (dy,)
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
-        """out [n, in] = dY W, for dY [n, out] of some tokens."""
+        """Write dY W for the gradients dY [n, out] of some tokens into out [n, in]."""
         torch.mm(dy[0], matrix_of(weight), out=out)
 
     def gathered_grad(self, dy: Operand) -> Operand:
@@ -227,7 +228,7 @@ class WeightCasts:
         return cast("Cast", self._kept[key])
 
     def forget(self, weight: Tensor) -> None:
-        """Drop the casts of a weight. The next use of the weight casts it again."""
+        """Drop the casts of a weight. At its next use, the weight is cast again."""
         for key in [key for key in self._kept or () if key[0] == id(weight)]:
             del self._kept[key]  # type: ignore[union-attr]
 
@@ -265,7 +266,7 @@ class LinearFormat(Protocol):
             cuts: Sharded operands.
             in_one_kernel: True if one kernel multiplies all experts.
             compiled: True if regions are compiled.
-            add_weight_grad_: Function that adds weight gradients in the format of the parameters.
+            add_weight_grad_: Function that computes weight gradients in the dtype of the parameters and adds them.
         """
 
     def groups_in_one_kernel(self, device: torch.device) -> bool:
@@ -278,7 +279,8 @@ def given_input(x: Tensor) -> Operands | None:
 
 
 class OutputGradient:
-    """Gradient dY of a linear layer's output, to which the preceding backward operation can attach casts."""
+    """Gradient dY of a linear layer's output. The operation that computes dY in the backward pass can attach casts of
+    dY."""
 
     def __init__(self, gemms: LinearGemms, needs_dw: bool, needs_sum: bool) -> None:
         self.gemms, self.needs_dw = gemms, needs_dw
@@ -295,8 +297,8 @@ class OutputGradient:
         return None if casts is None else casts.grad_order(self.needs_dw)
 
     def put(self, grad: Tensor, pair: Any, row_sum: Tensor | None) -> None:
-        """Attach the results of a kernel for dY [s, b, ...]: the casts that `order` returned, and the sum over
-        tokens."""
+        """Attach two results that a kernel computed from `grad`, the gradient dY [s, b, ...]: `pair`, the casts
+        requested by `order`, and `row_sum`, the sum over tokens."""
         operands = None
         if pair is not None:
             assert self.gemms.grad_casts is not None
@@ -304,8 +306,8 @@ class OutputGradient:
         self._made = grad, version_of(grad), operands, row_sum
 
     def put_stand_in(self, pair: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Like `put`, but for a gradient [s, b, ...] that no other operation reads: return a NaN tensor of the same
-        shape in place of the gradient."""
+        """Like `put`, but for a gradient [s, b, ...] of which only the casts `pair` exist, because no other operation
+        reads it. Return a NaN tensor of shape `shape` as a placeholder for the gradient."""
         assert self.gemms.grad_casts is not None
         grad = self.gemms.grad_casts.no_value(dtype).expand(shape)
         self.put(grad, pair, None)

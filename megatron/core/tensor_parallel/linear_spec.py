@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def sequence_partial(sequence_parallel: bool) -> tuple[str, ...]:
     """Return the `partial_over` of a replicated parameter that is used between linear layers.
 
-    Without sequence parallelism, every rank processes all tokens and computes the whole gradient, so replicas agree.
-    With sequence parallelism, each rank processes a part of the sequence, and the gradient on the rank is one term of a
-    sum.
+    Without sequence parallelism, every rank processes all tokens. Each rank therefore computes the whole gradient, and
+    the replicas stay equal. With sequence parallelism, each rank processes a part of the sequence, and the gradient on
+    the rank is one term of a sum.
     """
     return ("tp",) if sequence_parallel else ()
 

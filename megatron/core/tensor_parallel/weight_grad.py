@@ -1,9 +1,9 @@
 """Weight gradients, which are accumulated into `main_grad` during the backward pass or queued for the W passes of a
 zero-bubble schedule.
 
-The backward pass of a linear layer has two halves. The first half computes the input gradient, for which the previous
-pipeline stage waits. The second half computes the weight gradient, for which no rank waits. Zero-bubble schedules (Qi
-et al., arXiv 2401.10241) therefore compute the weight gradient when a rank would otherwise be idle.
+The backward pass of a linear layer consists of two computations. The first one computes the input gradient, for which
+the previous pipeline stage waits. The second one computes the weight gradient, for which no rank waits. Zero-bubble
+schedules (Qi et al., arXiv 2401.10241) therefore compute the weight gradient when a rank would otherwise be idle.
 
 Every autograd Function with a weight passes its weight gradient to `accumulate_weight_grad`, which adds, queues or
 returns the gradient. The pipeline executor owns the `WeightGradQueue`, which layers receive when they are built.
@@ -66,8 +66,8 @@ class WeightGradQueue:
         assert not self._jobs, f"weight gradients were not computed: {list(self._jobs)}"
 
     def defers(self, weight: Tensor) -> bool:
-        """Return True if the gradient of `weight` would be queued now. Without a `main_grad`, autograd needs the
-        gradient immediately."""
+        """Return True if the gradient of `weight` would be queued now. If the weight has no `main_grad`, the gradient
+        is not queued, because autograd needs it immediately."""
         return self._key is not None and main_grad_of(weight) is not None
 
     def run_or_defer(self, job: Callable[[], None]) -> None:
