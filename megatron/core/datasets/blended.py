@@ -77,8 +77,8 @@ class BlendedDataset(SampleOrder):
 
 
 class _SameNumbers(SampleOrder):
-    """View of another dataset with the same sample numbers. Subclasses override some properties of the other
-    dataset."""
+    """Base class of datasets that wrap another dataset and keep its sample numbers. Subclasses change some other
+    properties of the wrapped dataset."""
 
     def __init__(self, inner: Dataset) -> None:
         self.inner, self.fingerprint = inner, inner.fingerprint

@@ -38,12 +38,12 @@ class TrainingOrder:
     """Consumed samples of each training source over the phases of a run so far."""
 
     planned: tuple[int | None, ...] = ()
-    """Sample counts of the current phase before each of its extensions, in order. The tuple is empty if the phase was
+    """Sample counts of the current phase before each of its extensions, in order. The list is empty if the phase was
     never extended."""
 
     take_up: Callable[[SourceOrder, str, SampleFormat], None] = lambda *told: None
-    """Function called with each source of the current phase, and the prefix of the source, before the source is
-    used."""
+    """Function called for each source of the current phase before the source is used. Its arguments are the source, the
+    prefix of the source's dataset, and the sample format."""
 
     sources: dict[Hashable, SourceOrder] = field(default_factory=dict)
     present: list[SourceOrder] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Demands:
 
 
 class Blend(NamedTuple):
-    """Prefixes and their weights. The weights are None if the flag contains only prefixes."""
+    """Dataset prefixes of a blend, and their weights. `weights` is None if the flag contains only prefixes."""
 
     prefixes: list[str]
     weights: list[float] | None
@@ -204,7 +204,7 @@ def build_mock(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Se
 
 
 class _Builder:
-    """Builder of the splits of a run. All splits share one open file per indexed dataset."""
+    """Builds the training, validation and test splits of a run. All splits share one open file per indexed dataset."""
 
     def __init__(self, config: DatasetConfig, format: SampleFormat, seed: int, demands: Demands) -> None:
         self.config = config
@@ -306,8 +306,8 @@ class _Builder:
     def _documents(self, prefix: str, indexed: IndexedDataset, shares: Sequence[float]) -> Sequence[range | Pieces]:
         """Return the documents of each split.
 
-        If a split that the run needs would not get a single document, split the concatenated tokens of all documents
-        instead.
+        If a split that the run needs would not get a single document, the tokens of all documents are concatenated and
+        divided instead.
         """
         found, needed = split_documents(shares, len(indexed)), self.demands.needed
         assert needed is not None

@@ -89,7 +89,7 @@ class DocumentSamples(TextDataset):
     Subclasses divide the tokens into samples."""
 
     padding: int | None = None
-    """Token used to fill up samples that their documents do not fill. None if documents always fill the samples."""
+    """Padding token for samples that are longer than their documents. None if the class never pads samples."""
 
     def __init__(
         self, indexed: IndexedDataset, documents: range | Pieces, format: SampleFormat, of_split: str, fewest: int
@@ -138,8 +138,8 @@ class DocumentSamples(TextDataset):
 
     @abstractmethod
     def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
-        """Return the pieces of documents that are not input tokens of the first `taken` samples. The three arrays
-        contain the document, the first token and the number of tokens of each piece."""
+        """Return the pieces of documents that the first `taken` samples do not use as input. The result consists of
+        three arrays: the document, the first token and the number of tokens of each piece."""
 
     def _place(self, number: int, offset: int) -> tuple[int, int]:
         """Return the document that contains token `offset` of a document or piece, and the token's position in it."""
@@ -170,7 +170,8 @@ class DocumentSamples(TextDataset):
         return f"{Path(self.indexed.prefix).name}:{document}+{start}"
 
     def _probe(self) -> str:
-        """Check some tokens against the vocabulary and return their hash."""
+        """Read some token ranges of the dataset, check that their ids are in the vocabulary, and return a hash of these
+        tokens."""
         length = min(PROBE_LENGTH, self.indexed.num_tokens)
         digest = blake2b(digest_size=16)
         for start in np.linspace(0, self.indexed.num_tokens - length, PROBES).astype(np.int64).tolist():
@@ -265,8 +266,8 @@ class GPTDataset(DocumentSamples):
 
 
 class SampleMaker(Protocol):
-    """Function or class that makes at least `samples` samples from documents, or one epoch if `samples` is None.
-    `GPTDataset` is an example."""
+    """Interface of functions and classes that make samples from documents: at least `samples` samples, or one epoch if
+    `samples` is None. `GPTDataset` is an example."""
 
     def __call__(
         self,
@@ -283,14 +284,13 @@ class SampleMaker(Protocol):
 
 @runtime_checkable
 class DividesDocuments(Protocol):
-    """Interface of an extension's flags that select how documents are divided into samples, if not as in
-    Megatron-LM."""
+    """Interface for flags of an extension. The flags may replace Megatron-LM's division of documents into samples."""
 
     def sample_maker(self) -> SampleMaker | None:
         """Return the class that composes samples from documents, or None if no flag selects one."""
 
     def line(self, lengths: NDArray | None, seq_length: int, step: StepShape | None) -> str | None:
-        """Return a line for logs and plans that describes the samples made from documents of these lengths, and the
-        steps of the run. `lengths` [documents] is None if the document lengths are unknown. Returns None if the flags
-        do not change how documents are divided.
+        """Return a one-line description of the samples and the steps of the run, for logs and plans. `lengths`
+        [documents] is None if the document lengths are unknown. Returns None if the flags do not change how documents
+        are divided.
         """

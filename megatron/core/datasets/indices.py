@@ -100,7 +100,8 @@ class GPTIndex(NamedTuple):
     """
 
     shuffle_index: NDArray
-    """Number of the stream sample that the dataset returns for each index, [samples]. The array is a permutation."""
+    """Permutation of the samples, [samples]. Index i of the dataset returns sample shuffle_index[i] of the token
+    stream."""
 
     def start(self, number: int, seq_length: int) -> tuple[int, int]:
         """Return where sample `number` of the stream starts: the position of its first document in the document index,
@@ -124,7 +125,8 @@ other arrays, even if a run reads only few samples.
 
 
 def finds_starts(plan: EpochPlan, documents: range) -> bool:
-    """Return whether a split's index stores document ends instead of sample starts."""
+    """Return True if the index of a split stores where documents end, so that sample starts are found by search. Return
+    False if the index stores sample starts."""
     return plan.samples > MANY_SAMPLES * plan.epochs * len(documents)
 
 
@@ -237,7 +239,8 @@ def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArr
 
 
 class BlendIndex(NamedTuple):
-    """Arrays that map each sample of a blend to a dataset and to a sample in that dataset."""
+    """Two arrays that contain, for each sample of a blend, the number of its dataset and the number of the sample in
+    that dataset."""
 
     dataset: NDArray[np.int16]
     sample: NDArray[np.int64]

@@ -13,7 +13,7 @@ from megatron.core.datasets.sample_format import Sample
 
 
 class SampleOrder(TextDataset):
-    """Base class of datasets that renumber the samples of other datasets.
+    """Base class of datasets that return the samples of other datasets in a different order.
 
     Subclasses implement `place`. `place` determines the inputs, tokens, origin and document pieces of a sample.
     """
@@ -39,8 +39,8 @@ class SampleOrder(TextDataset):
 
 
 def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
-    """Return the source number of each sample [samples]; 0 if the source is unknown or the sample is beyond the end of
-    the dataset."""
+    """Return the source number of each sample in the range `samples`. The number is 0 if the source is unknown, or if
+    the sample is beyond the end of the dataset."""
     found = np.zeros(len(samples), np.int64)
     if hasattr(dataset, "sources_of"):
         known = dataset.sources_of(samples)

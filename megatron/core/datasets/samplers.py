@@ -52,8 +52,8 @@ class DataIterator:
     """Iterator over the micro-batches of a data-parallel rank, step by step. With `num_workers` > 0, threads prepare
     the micro-batches ahead of the step. Threads are sufficient. Threads read and copy without the interpreter lock, so
     a single thread prepares samples faster than training consumes samples. Worker processes, in contrast, would be
-    forked from a process with gloo and CUDA threads. Worker processes would need shared memory and could outlive the
-    run.
+    forked from a process with gloo and CUDA threads. They would also need shared memory, and could continue to run
+    after the training process.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class DataIterator:
         return prepared
 
     def prepare_step(self, consumed_samples: int, global_batch_size: int) -> None:
-        """Prepare the micro-batches of a step before the step begins, and wait until they are ready. Without workers,
-        this method does nothing."""
+        """Prepare the micro-batches of a step before the step begins, and wait until they are ready. If `num_workers`
+        is 0, this method does nothing."""
         step = range(consumed_samples, consumed_samples + global_batch_size)
         if self._pool is None or step.stop > self.end:
             return

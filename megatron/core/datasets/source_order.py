@@ -8,7 +8,7 @@ that it has already planned. An order is a list of segments:
 - The first segment is Megatron-LM's order for the number of samples that the run planned at its start.
 - Each further segment consists of further epochs, shuffled with another seed.
 
-An extension may change the order of a source between two phases of a run (`Phase.take_up`).
+When a run begins a new phase, an extension may change the order of a source (`Phase.take_up`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SourceOrder:
         cache: IndexCache,
         make: SampleMaker = GPTDataset,
     ) -> None:
-        """Start the order of a source.
+        """Create the order of a source, without any segments.
 
         Args:
             indexed: Dataset of the documents.
@@ -72,7 +72,7 @@ class SourceOrder:
         None.
 
         `planned` lists the sample counts that were requested so far: first the original count, then one count for each
-        extension. Raises ValueError as GPTDataset does.
+        extension. Raises ValueError under the same conditions as `GPTDataset`.
         """
         for asked in planned:
             left = sum(map(len, self.segments)) - self.taken
@@ -129,9 +129,9 @@ def split_tokens(lengths: NDArray, shares: Sequence[float], wanted: Sequence[boo
     Args:
         lengths: Tokens of each document.
         shares: Share of each split.
-        wanted: Whether each split must contain at least `block` tokens. If necessary, these tokens are taken from the
-            largest split.
-        block: Minimum number of tokens.
+        wanted: Whether each split must contain at least `block` tokens. A split with fewer tokens takes the missing
+            tokens from the largest split.
+        block: Minimum number of tokens of each split for which `wanted` is True.
 
     Returns:
         The pieces of each split, or None if there are too few tokens.

@@ -3,8 +3,8 @@ reports results and deletes old checkpoints.
 
 A save blocks training only for the copy to host memory. DCP then writes the copy on a thread, over a gloo group that
 training never uses. If `storage.save` fails, it raises the same error on every rank, so that all ranks retry together.
-A failed save never changes earlier checkpoints. If another run has recorded a later iteration since this run started,
-this run does not replace it with an earlier iteration.
+A failed save never changes earlier checkpoints. If another run has saved a later iteration since this run started, this
+run does not overwrite the latest-checkpoint file with an earlier iteration.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SaveReport:
     error: str | None = None
     attempts_left: int = 0
     complete: bool = True
-    """True if the checkpoint was written; an `error` then refers to the deletion of old checkpoints."""
+    """True if the checkpoint was written. If `error` is also set, only the deletion of old checkpoints failed."""
 
 
 class CheckpointWriter:
@@ -49,7 +49,7 @@ class CheckpointWriter:
 
     attempts = 3
     pause = 2.0
-    """Time in seconds between two attempts to save."""
+    """Pause in seconds after a failed attempt to save."""
 
     def __init__(
         self, root: PurePath, world: Axis, *, background: bool = True, cleanups: Sequence[Cleanup] = ()
@@ -61,15 +61,15 @@ class CheckpointWriter:
             world: Axis of all ranks that save.
             background: Whether to write on a thread instead of within `save`.
             cleanups: Functions that delete older checkpoints. One rank calls them after each save. Each function
-                receives `root`, the saved iteration, and the checkpoints to keep (`held`), such as the one that the run
-                was loaded from. The functions may raise OSError.
+                receives `root`, the saved iteration, and the list `held` of checkpoints to keep, such as the checkpoint
+                from which the run was loaded. The functions may raise OSError.
         """
         self.root, self.background = root, background
         self.cleanups, self.held = cleanups, list[PurePath]()
         self.check: Callable[[], None] = lambda: None
         self._own_latest = {latest_text(root)}
-        """Contents of the latest-checkpoint file that do not indicate that another run writes here: the contents at the
-        start of this run, and everything that this run has written."""
+        """Known contents of the latest-checkpoint file: the content at the start of this run, and everything that this
+        run has written. Any other content shows that another run has saved to the same folder."""
         self._world = world
         if world.size > 1:  # A separate group is needed, because two threads must not share a group.
             self._world = replace(world, group=dist.new_group(list(world.ranks), backend="gloo"))
@@ -79,7 +79,8 @@ class CheckpointWriter:
         self._crash: BaseException | None = None
 
     def prepare(self, tensors: StateDict) -> None:
-        """Allocate the staging memory in the background. Without this call, the first save allocates the memory."""
+        """Allocate the staging memory in the background. If this method is not called, the first save allocates the
+        memory."""
         if self.background:
             self._staging.prepare(tensors)
 
@@ -202,8 +203,8 @@ class HostStaging:
         self._preparing.start()
 
     def stage(self, tensors: StateDict) -> StateDict:
-        """Copy everything that this rank writes, and wait only for these copies. The result is valid until the next
-        call."""
+        """Copy everything that this rank writes to the host buffer, and wait only for these copies. The next call
+        overwrites the buffer, and thus the returned tensors."""
         self.wait()
         boxes = _written(tensors)
         every = [data for found in boxes.values() for data in found.values()]
@@ -229,7 +230,7 @@ class HostStaging:
         self._buffer = torch.empty(size, dtype=torch.uint8)
         if pin:
             cudart, address = torch.cuda.cudart(), self._buffer.data_ptr()
-            # If this fails, the buffer stays pageable, which is slower but correct.
+            # if the buffer cannot be pinned, it stays pageable, which is slower but correct
             if int(cudart.cudaHostRegister(address, size, 0)) == 0:
                 self._unpin = lambda: cudart.cudaHostUnregister(address)
 

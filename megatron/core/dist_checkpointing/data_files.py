@@ -33,14 +33,14 @@ from megatron.core.dist_checkpointing.ranged_file import Range
 from megatron.core.torch_private import storage_info
 
 SMALL = 1 << 20
-"""Maximum size in bytes of tensors written from a template. For larger tensors, pickling takes less time than
-writing."""
+"""Maximum size in bytes up to which a tensor is written from a template. For larger tensors, pickling takes less time
+than writing."""
 
 Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 """Dtype, shape and strides of a tensor."""
 
 Template = tuple[bytes, bytes]
-"""Bytes of an archive before and after the tensor's data."""
+"""Content of a torch.save archive without the tensor's data: the bytes before the data, and the bytes after it."""
 
 
 class StoredFiles(FileSystem):
@@ -101,7 +101,7 @@ class SummedFiles(StoredFiles):
         """Do nothing: the folder already exists."""
 
     def exists(self, path: str | os.PathLike) -> bool:
-        return False  # Existing files were written by this save.
+        return False  # an existing file was written by this save, and DCP need not ask whether to overwrite it
 
 
 class Templates:
@@ -155,7 +155,7 @@ class TensorFormat:
 
 
 def make_template(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> Template | None:
-    """Compare the archives of two tensors of one kind and return their common template.
+    """Save two tensors of the same kind with torch.save, compare the two archives, and return their common template.
 
     Returns None if the archives differ in more than the tensor's data, for example in checksums that torch writes.
     """
@@ -216,13 +216,15 @@ def item_bytes(item: WriteItem) -> int:
 
 
 class DataWriter(dcp.FileSystemWriter):
-    """DCP writer that resolves, writes and frees one tensor after another, in plan order."""
+    """DCP writer that handles one tensor at a time, in the order of the save plan: it obtains the tensor, writes it and
+    frees it."""
 
     file_bytes: float = inf
     """File size in bytes at which the writer starts a new file."""
 
     def __init__(self, folder: PurePath) -> None:
-        # Files are synced when they are closed; DCP would sync them before Python's buffer is flushed. Without
+        # This writer syncs files when they are closed. DCP would sync a file too early, before Python's buffer is
+        # flushed. Without
         # copy-ahead, DCP creates no CUDA stream. With copy-ahead, DCP would create the stream on device 0 if the thread
         # has set no current device.
         super().__init__("", sync_files=False, per_thread_copy_ahead=0)

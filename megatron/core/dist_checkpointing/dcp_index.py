@@ -164,7 +164,8 @@ INDEX_NAMES = {
 
 
 RENAMED: dict[tuple[str, str], tuple[str, str]] = {}
-"""Index class to read in place of a class of another program, keyed by the module and name of that class."""
+"""Replacements for index classes of other programs. A class that a pickle names as (module, name) is read as the class
+(module, name) to which this dictionary maps it."""
 
 
 class IndexUnpickler(pickle.Unpickler):

@@ -153,7 +153,7 @@ class Storage(Protocol):
         return _Upload(self, path)
 
     def append(self, path: PurePath, data: bytes) -> None:
-        """Append to a file. If there is no such file, create it. The default implementation reads the file and writes
+        """Append to a file. If the file does not exist, create it. The default implementation reads the file and writes
         it again as a whole."""
         self.write(path, (self.read(path) if self.size(path) is not None else b"") + data)
 
@@ -167,8 +167,9 @@ class Storage(Protocol):
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
         """Prepare a folder for writing.
 
-        This method also deletes folders left by killed writers: neighbouring folders whose names are equal up to the
-        first underscore. The default implementation first deletes the folder `final` if it was published before.
+        This method also deletes unfinished folders of killed writers. These are folders next to `final` whose names
+        have the same prefix up to the first underscore. The default implementation first deletes the folder `final` if
+        it was published before.
 
         Args:
             final: The folder to be published.
@@ -214,7 +215,8 @@ STORAGES = Registry("storage", NoFacts, protocol=StorageClass, makes=Storage)
 
 
 class LocalStorage(Storage):
-    """Mounted file systems. A folder is published by a rename. Folders may be links to other disks."""
+    """Storage on mounted file systems. A folder is published by renaming it. A folder may be a link to a folder on
+    another disk."""
 
     def names(self, folder: PurePath) -> list[str]:
         try:

@@ -53,8 +53,8 @@ class KindFacts:
     """Name of this kind in messages about --load; empty if --load does not accept paths of this kind."""
 
     convert: str = ""
-    """Command that converts a path of this kind to a checkpoint, for models that --load does not accept. {path} is
-    replaced with the path."""
+    """Command that converts a model of this kind to a checkpoint, if --load does not accept it directly. In the
+    command, {path} is replaced with the path of the model."""
 
     @property
     def model(self) -> bool:
@@ -86,8 +86,8 @@ class DataKind(ABC):
     """A kind of path, other than the prefix of an indexed dataset, that --data-path accepts."""
 
     urls = False
-    """True if the kind supports URLs. Among the kinds that support URLs, the kind with the highest `order` reports URLs
-    that no kind recognizes."""
+    """True if the kind supports URLs. If no kind recognizes a URL, the error is raised by the kind with the highest
+    `order` that supports URLs."""
 
     @abstractmethod
     def __call__(self, path: str) -> bool: ...

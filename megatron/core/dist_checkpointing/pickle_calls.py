@@ -34,7 +34,7 @@ FREE_BYTES = 1 << 20
 
 
 class Bytes(Protocol):
-    """bytes, or a memory-mapped file."""
+    """Interface that a `bytes` object and a memory-mapped file have in common."""
 
     def __len__(self) -> int: ...
 
@@ -80,7 +80,7 @@ class _Reader:
     marked: list[list[object]] = field(default_factory=list)
     memo: dict[int, object] = field(default_factory=dict)
     spent: int = 0
-    """Number of bytes that calls have created so far."""
+    """Number of bytes that the calls of the pickle have allocated so far."""
 
     storages: dict[str | bytes, Storage] = field(default_factory=dict)
     stored: int = 0
@@ -259,4 +259,5 @@ OPERATIONS: Mapping[bytes, Callable[[_Reader], object]] = {
     pickle.BINPUT: _put("B"),
     pickle.LONG_BINPUT: _put("<I"),
 }
-"""Instructions that torch's reader supports."""
+"""Functions that interpret pickle instructions, keyed by instruction. Contains all instructions that torch's reader
+supports."""

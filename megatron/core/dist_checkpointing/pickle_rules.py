@@ -37,12 +37,12 @@ class Listed:
 
 @dataclass(frozen=True)
 class Made:
-    """Return value of a function that the pickle calls."""
+    """Stand-in for the return value of a function that a pickle calls."""
 
     name: str
 
     size: int | None = None
-    """Size in bytes, if the value is a bytes object."""
+    """Length of the value in bytes if it is a bytes object, else None."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ class Call:
     inner: Callable[[object, object], object]
 
     size: int | None = None
-    """Size of the result in bytes, as determined by the rule."""
+    """Size in bytes of the call's result. The rule that checks the call sets it."""
 
 
 def cost(value: object) -> int:
-    """Approximate maximum number of bytes that a call copies from an argument."""
+    """Return an upper bound, roughly, of the number of bytes that a call copies from an argument."""
     if isinstance(value, Listed):
         return 8 * value.length
     if isinstance(value, Made):
@@ -186,4 +186,4 @@ STORAGES = {
     **{f"torch.{prefix}{kind}Storage": size for kind, size in _KINDS.items() for prefix in ("", "cuda.")},
     "torch.storage.UntypedStorage": 1,
 }
-"""Element size in bytes, keyed by storage type."""
+"""Size of an element in bytes, keyed by the name of the storage class."""

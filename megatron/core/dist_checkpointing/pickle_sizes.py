@@ -17,8 +17,8 @@ _COUNTS = {
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
-"""Size of the length prefix in bytes, keyed by the kind of pickle argument. Only variable-length arguments have a
-prefix."""
+"""Size of the length prefix in bytes, keyed by the kind of pickle argument. Only arguments of variable length have a
+length prefix."""
 
 _SIZES = {ord(each.code): 0 if each.arg is None else each.arg.n for each in pickletools.opcodes}
 _NAMES = {ord(each.code): each.name for each in pickletools.opcodes}

@@ -53,7 +53,8 @@ class SeekableFile(io.RawIOBase):
         return self._at
 
     def readall(self) -> bytes:
-        """Read the rest of the file in one request, instead of in many requests of a few KiB."""
+        """Read the rest of the file in a single request. The inherited method would send many requests of a few KiB
+        each."""
         return self.read(max(0, self._size - self._at)) or b""
 
 

@@ -32,9 +32,9 @@ class ShardedBoxes(Tensor):
     stores no data; it refers to the tensors of its boxes.
 
     A save reads the tensors of the boxes. A load writes into these tensors, and converts data from the dtype of the
-    file if the dtypes differ. Boxes to load may overlap; every box is filled. The boxes to save, which are the boxes
-    with `writes` on all ranks, must tile the global tensor. Set `writes=False` for a replica of boxes that another rank
-    writes.
+    file if the dtypes differ. When loading, boxes may overlap, and every box is filled. The boxes to save, which are
+    the boxes with `writes` on all ranks, must tile the global tensor. Set `writes=False` for a replica of boxes that
+    another rank writes.
     """
 
     boxes: list[LocalBox]
@@ -95,8 +95,8 @@ class ShardedBoxes(Tensor):
 def without_surroundings(data: Tensor) -> Tensor:
     """Return a tensor on the same memory whose storage is no larger than its data.
 
-    If the storage of a tensor is larger than the tensor's data, DCP copies the tensor before it writes it. Without this
-    function, DCP would copy parameters, moments and staged copies, because all of them are views of a buffer.
+    If the storage of a tensor is larger than the tensor's data, DCP copies the tensor before it writes it. All
+    parameters, moments and staged copies are views of a buffer, so DCP would copy each of them.
     """
     if data.is_cuda or not data.is_contiguous():
         return data
@@ -114,8 +114,8 @@ class OptimizerPiece:
     `OptimizerPiece` may be empty. Without the distributed optimizer, every data-parallel rank holds the whole shard
     from 0 to its size.
 
-    `own_shape` is the shape of a state if it differs from the parameter's shape, else None. The piece then refers to
-    elements of the whole state, and no other rank of the stage holds this state.
+    `own_shape` is the shape of a state if it differs from the parameter's shape, else None. If `own_shape` is set,
+    `start` and `stop` refer to the whole state, which no other rank of the stage holds.
     """
 
     key: str

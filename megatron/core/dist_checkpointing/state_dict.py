@@ -1,7 +1,7 @@
 """State dict of a checkpoint: parameters and optimizer state by global parameter name, independent of the layout.
 
-Keys are `model.<name>`, `optimizer.<kind>.<name>` and `callbacks.<callback>.<kind>.<name>`. Every rank adds its own
-boxes. `writes` is True for one replica of each tensor.
+Keys are `model.<name>`, `optimizer.<kind>.<name>` and `callbacks.<callback>.<kind>.<name>`. For each key, every rank
+adds the boxes of the tensor that it stores. `writes` is True for one replica of each tensor.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ class _Writers:
     """Selection of the replica that writes each tensor. Every rank computes the same selection independently.
 
     Among model-parallel replicas, only the first one writes (`ParamMeta.is_first_replica`). Data-parallel replicas
-    share the work: all go through the tensors in the same order, and each tensor is assigned to the replica with the
-    fewest elements so far.
+    divide the tensors among themselves. Each tensor is assigned to the replica that has the fewest elements to write so
+    far. All replicas assign the tensors in the same order.
     """
 
     def __init__(self, state: ParallelState, data_sharded: bool = False) -> None:

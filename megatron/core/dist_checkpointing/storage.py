@@ -6,7 +6,7 @@
     root/iter_0000100/manifest.json             the files above with their sizes and checksums
 
 A checkpoint becomes visible once it is complete (`file_storage`): on the local disk it is written into a temporary
-folder, synced and renamed. After that, the iteration number in latest_checkpointed_iteration.txt is replaced. The text
+folder, synced and renamed. Only then is the iteration number in latest_checkpointed_iteration.txt replaced. The text
 file therefore always names a complete checkpoint, even if the run is killed during a save.
 
 Files may come from untrusted sources. Everything except tensors is JSON, DCP's pickled index may contain only allowed

@@ -23,10 +23,10 @@ def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
     """Load a torch.save file onto the CPU with `weights_only=True`. The file is memory-mapped if its format allows
     this.
 
-    `permitted` lists additional classes and functions to which the file may refer. An entry may also be a pair of the
-    object and the name under which the file refers to it. A permitted function must not let its arguments choose how
-    much memory it allocates. Raises pickle.UnpicklingError if a file requests anything else, or more memory than its
-    size. A damaged file may raise many other exceptions.
+    `permitted` lists additional classes and functions to which the file may refer. If a file refers to a class or
+    function under another name, list the pair (object, name). A permitted function must not let its arguments choose
+    how much memory it allocates. Raises pickle.UnpicklingError if a file requests anything else, or more memory than
+    its size. If the file is damaged, many other exceptions are possible.
     """
     names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in permitted]
     with path.open("rb") as file:

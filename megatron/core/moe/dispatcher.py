@@ -56,12 +56,14 @@ class RowMap:
 
 
 WAIT = "wait for all-to-all of experts"
-"""Profiler range in which a rank waits without computing. On GPUs, profiles do not show how long the host waits."""
+"""Profiler range in which a rank waits without computing. On GPUs, this range does not measure the waiting time,
+because the host does not wait."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """All-to-all of rows, and its adjoint. Differentiable. Tensors passed together are communicated concurrently."""
+    """Differentiable all-to-all of rows, and its adjoint. If several tensors are passed, they are exchanged
+    concurrently."""
 
     axis: Axis
     send: Sequence[int]
@@ -139,7 +141,7 @@ class Dispatcher(ABC):
             num_experts: Number of experts.
             ctx: Context of the layer.
             grouped: True if the experts' GEMM kernels read the row counts on the device.
-            padded: True if each message is padded to the maximum number of rows that experts accept.
+            padded: True if every message is padded to the maximum number of rows that the receiving experts accept.
             choices: Number of experts, including zero-computation experts.
         """
         self.ep, self.expt_tp, self.both = (ctx.state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep"))
@@ -157,8 +159,9 @@ class Dispatcher(ABC):
         """Start planning a dispatch. Collective.
 
         `chosen` [n, k] contains the experts selected for this rank's tokens; the number `num_experts` marks a dropped
-        assignment. If `most` is given, each expert accepts at most `most` assignments. Call the returned function to
-        end the plan. The host waits for the device if it needs the message sizes, so launch all independent work first.
+        assignment. If `most` is given, each expert accepts at most `most` assignments. The returned function finishes
+        the plan and returns the `Routes`. The host waits for the device if it needs the message sizes, so launch all
+        independent work first.
         """
 
     def copies(self, assignments: Tensor, rows: int, k: int) -> tuple[RowMap, RowMap]:
@@ -298,7 +301,7 @@ def even_shares(total: int, parts: int) -> list[int]:
 
 def local_numbers(experts: Tensor, first: int, count: int) -> Tensor:
     """Convert global expert numbers to local numbers: expert `first` becomes 0, and so on for `count` local experts.
-    Experts that are not local become `count`."""
+    The number of every other expert becomes `count`."""
     numbers = experts - first
     return torch.where((numbers < 0) | (numbers >= count), count, numbers)
 
@@ -328,7 +331,7 @@ def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[T
 
 def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tensor:
     """Sum the rows of y in each token's valid slots: y [slots, ...], slots [n * k] -> [n, ...]. Each token has k slots,
-    one for each selected expert. If compiled, the sum is a single kernel."""
+    one for each selected expert. torch.compile fuses this function into a single kernel."""
     if valid is None:
         return y.index_select(0, slots).unflatten(0, (-1, k)).sum(1)
     if not y.shape[0]:  # no token has selected an expert of this rank
@@ -350,8 +353,8 @@ def slot_map(assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int, c
 def take_map(assignments: Tensor, rows: int, k: int) -> RowMap:
     """Copy rows to assignments: x [rows, ...] -> [assignments, ...], assignment i takes row i // k.
 
-    The adjoint adds up the gradients of all copies of a row in a fixed order. If no assignment is dropped, each row has
-    k copies, and the adjoint is a plain sum over k.
+    The adjoint adds up the gradients of all copies of a row in a fixed order. If no assignment is dropped, every row
+    was copied k times, and the adjoint is a plain sum over these k copies.
     """
     index = assignments // k
     if assignments.shape[0] == rows * k:
@@ -397,8 +400,8 @@ def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
 
 
 def sort_blocks_map(counts: np.ndarray, device: torch.device) -> RowMap:
-    """Return a map that reorders rows from (source, expert) to (expert, source) order. `counts` [..., experts] contains
-    the number of rows that each source sends to each expert."""
+    """Return a `RowMap` that sorts rows by expert. The rows arrive sorted by source rank, and by expert within each
+    source. `counts` [..., experts] contains the number of rows that each source sends to each expert."""
     blocks = counts.reshape(-1, counts.shape[-1])
     if blocks.shape[0] == 1:
         return RowMap(lambda x: x, lambda y: y)

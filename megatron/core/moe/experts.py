@@ -1,7 +1,8 @@
 """Experts of one rank: two grouped linear layers over rows sorted by expert.
 
 Weights are [E, ..., in], sharded along E over expert parallelism and along the experts' width over expert tensor
-parallelism. The output of a rank is a partial sum over expert tensor parallelism, which the dispatcher reduces.
+parallelism. The output of a rank is a partial sum. The dispatcher adds up the partial sums of the expert
+tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _GroupedLinearContext(AutogradContext):
 
 class GroupedLinearFunction(torch.autograd.Function):
     """Grouped linear layer. Each row of x [n, in] is multiplied by the weight [out, in] of the expert that the row
-    belongs to. The result is y [n, out]."""
+    belongs to. The result has the shape [n, out]."""
 
     @staticmethod
     def forward(
@@ -247,8 +248,8 @@ class GroupedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of the local experts: weight * fc2(activation(fc1(x))), or with --moe-apply-probs-on-input
-    fc2(activation(fc1(weight * x)))."""
+    """MLPs of the local experts. An expert computes weight * fc2(activation(fc1(x))); under --moe-apply-probs-on-input,
+    it computes fc2(activation(fc1(weight * x)))."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -296,8 +297,8 @@ def expert_metas(name: str, config: TransformerConfig) -> tuple[list[ParamMeta],
     """Return the weights of linear_fc1 and linear_fc2 of all experts, and optional biases.
 
     A gated fc1 stacks gate and up: [E, 2, ffn, h], where h is the latent width of --moe-latent-size if there is one.
-    The output of linear_fc2 is a partial sum over expert tensor parallelism; each rank holds the bias of some columns
-    and adds it.
+    The output of linear_fc2 on an expert tensor-parallel rank is a partial sum. The bias of linear_fc2 is sharded by
+    columns, and each rank adds its own columns of the bias.
     """
     count = config.num_experts
     hidden = config.expert_io_size

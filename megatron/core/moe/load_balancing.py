@@ -147,7 +147,7 @@ class Balance(nn.Module):
     """Expert bias [E], added to the scores when experts are selected (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, weight: nn.Parameter) -> None:
-        """Create the balance of a router.
+        """Create the load-balancing state of a router.
 
         `weight` is the router weight. If the router weight is frozen, the expert bias is frozen too.
         """
@@ -170,7 +170,8 @@ class Balance(nn.Module):
         bias = ParamMeta(f"{name}.expert_bias", (config.moe_choices,), init=Init("zeros"), role="state")
         self.expert_bias = make_state(bias, torch.float32, ctx) if biased else None
         self.tally = torch.zeros(PER_EXPERT * self.num_experts + EXTRA_COLUMNS, dtype=torch.float64, device=ctx.device)
-        """Sums over the step's tokens so far: `PER_EXPERT` entries [E], then extra columns."""
+        """Router statistics, summed over the tokens of the step so far: `PER_EXPERT` vectors of E entries, followed by
+        `EXTRA_COLUMNS` entries."""
 
     def forward(
         self,
@@ -211,9 +212,10 @@ class Balance(nn.Module):
         """Return two scalars: the balancing loss of these tokens with its coefficients applied, and the value of the
         loss that balances each sequence.
 
-        Each balancing loss is the sum over tokens of E * sum_i f_i p_i. Each token contributes 1 if the load is even,
-        and E if one expert receives all tokens. `counts` [b, E] counts the assignments of these tokens in micro-batch
-        `number`. The values of the other balancing losses are not known in the forward pass.
+        Each balancing loss is the sum over tokens of E * sum_i f_i p_i. A token contributes 1 to this sum if the load
+        is balanced, and E if a single expert receives all tokens. `counts` [b, E] counts the assignments of these
+        tokens in micro-batch `number`. Of the balancing losses, only the loss that balances each sequence has a known
+        value in the forward pass.
         """
         loss = of_sequences = probabilities.new_zeros(())
         if self.running_coeff:
@@ -241,9 +243,10 @@ class Balance(nn.Module):
     def end_step(self, sums: Tensor, skip: Tensor | None = None) -> Tensor:
         """Update the expert bias from `sums`, the tally of the global batch, unless the scalar `skip` is 1.
 
-        The update of the bias depends on the assignments that experts accepted, not on dropped assignments. Returns all
-        assignments [E] and the extra columns with the batch's balancing loss; if there are two balancing losses, they
-        are averaged with their coefficients as weights.
+        The update of the bias depends on the assignments that experts accepted, not on dropped assignments. Returns one
+        tensor: the number of assignments to each expert, including dropped assignments, followed by the balancing loss,
+        the z-loss and the number of dropped assignments. If there are two balancing losses, the returned loss is their
+        mean, weighted by their coefficients.
         """
         *per_expert, extra = sums.split((*[self.num_experts] * PER_EXPERT, EXTRA_COLUMNS))
         assigned, accepted, wanted, mass = per_expert

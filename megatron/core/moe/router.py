@@ -67,8 +67,8 @@ class RouterFunction(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SoftmaxScores:
-    """Softmax over the chosen experts (Mixtral, arXiv 2401.04088, section 2.1), or over all experts before the
-    choice."""
+    """Softmax scores. The softmax is over the selected experts (Mixtral, arXiv 2401.04088, section 2.1), or over all
+    experts if it precedes the selection."""
 
     before_choice: bool
 
@@ -117,7 +117,8 @@ class OwnScores:
 
 
 def scores_of(config: TransformerConfig) -> Scores:
-    """Create the scores of a model with the router that registers them."""
+    """Create the score function that `config` selects. The router class that registered the score function creates
+    it."""
     name = SCORE_FUNCTIONS.router(config.moe_router_scores.removeprefix("pre_"))
     return ROUTERS[name].make_scores(config)
 
@@ -133,7 +134,8 @@ class Choice:
     """Routing weights [s, b, k]; 0 for dropped tokens."""
 
     most: int | None = None
-    """Maximum number of these tokens that an expert accepts; None if there is no limit and each token has k experts."""
+    """Maximum number of this rank's tokens that an expert accepts; None if there is no limit and each token has k
+    experts."""
 
     kept: Tensor | None = None
     """Sum of the routing weights of each token's zero-computation experts, [s, b, 1]. The layer adds the token,
@@ -259,8 +261,8 @@ def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int)
     """Return bool [..., E], True for experts outside the `group_topk` best groups of a token.
 
     The experts of scores [..., E] form `groups` equal groups, in order. The score of a group is the sum of its `each`
-    highest scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). DeepSeek-V2 uses `each` = 1 (arXiv 2405.04434,
-    section 2.2.2). Ties go to the lower group number.
+    highest scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). In DeepSeek-V2, the score of a group is its highest
+    score, so `each` is 1 (arXiv 2405.04434, section 2.2.2). Ties go to the lower group number.
     """
     of_groups = scores.unflatten(-1, (groups, -1))
     sums = of_groups.sort(dim=-1, descending=True).values[..., :each].sum(-1)
@@ -270,11 +272,12 @@ def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int)
 
 
 def without_rounding(scores: Tensor) -> Tensor:
-    """Round scores to a grid far coarser than their rounding errors, which differ between layouts.
+    """Round scores to a grid that is far coarser than their rounding errors, because rounding errors differ between
+    layouts.
 
-    Tokens with equal context, such as the first tokens of documents, have equal scores. Equal scores must tie, so that
-    the token positions decide the selection. In Sinkhorn routing, all experts tie if all tokens of a sequence are
-    equal.
+    Tokens with equal context, such as the first tokens of documents, have equal scores. After rounding, such scores are
+    exactly equal under every layout, so that token positions decide which tokens are selected. In Sinkhorn routing, all
+    experts tie if all tokens of a sequence are equal.
     """
     grid = 2.0 ** (40 if scores.dtype == torch.float64 else 16)
     return (scores * grid).round_().div_(grid)

@@ -2,12 +2,12 @@
 transforms.
 
 A fused link updates the flat shards of many parameters at once. All other links of the chain, before and after the
-fused link, update one parameter at a time. The updates of a batch of parameters run concurrently, as generators. Once
-every update of the batch has either finished or requested a result, all requests are answered together. One
-reduce-scatter and one all-gather over the stage answer requests for sums. One exchange with the matrices' owners
-(`MatrixExchange`) answers requests for whole matrices. After the reduce-scatter, each rank updates its part of the
-reduced states with the sums that it received. The all-gather distributes the updated states and the sums to all ranks
-of the stage. Sharded states therefore need no more communication than replicated states.
+fused link, update one parameter at a time. The parameters of a batch are updated concurrently: the update of each
+parameter is a generator. Once every update of the batch has either finished or requested a result, all requests are
+answered together. One reduce-scatter and one all-gather over the stage answer requests for sums. One exchange with the
+matrices' owners (`MatrixExchange`) answers requests for whole matrices. After the reduce-scatter, each rank updates its
+part of the reduced states with the sums that it received. The all-gather distributes the updated states and the sums to
+all ranks of the stage. Sharded states therefore need no more communication than replicated states.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from megatron.core.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class _Links:
-    """Links of a parameter's chain, split at the fused link."""
+    """Links of a parameter's chain, divided into the links before the fused link, the fused link, and the links after
+    it."""
 
     before: Sequence[Transform]
     """Links before the fused link; all links if there is no fused link."""
@@ -68,7 +69,8 @@ class _Param:
     links: _Links
     shard: OptimizerShard
     held: tuple[int, int]
-    """Elements [start, stop) of the local tensor that are in the shard; (0, 0) if the shard contains none of them."""
+    """Range [start, stop) of the local tensor's elements that are in the shard. The range is (0, 0) if the shard
+    contains none of these elements."""
 
     span: slice
     """Slice of the shard that contains the `held` elements."""
@@ -341,7 +343,8 @@ class Chain(ShardUpdate):
         return [results[param.planned.meta.name] for param, _ in asked]
 
     def _held(self, flat: Tensor, part: Part) -> Tensor:
-        """Return the values of `part` in `flat`, this rank's elements of the part's parameter."""
+        """Return a view of the elements of `part`. `flat` contains this rank's elements of the parameter to which the
+        part belongs."""
         first = self._by_name[self.plan.matrices.matrices[part.matrix].meta.name].span.start
         return flat[part.start - first : part.stop - first].view(part.held)[part.within]
 
@@ -361,8 +364,9 @@ def _chunks(param: _Param) -> Iterator[_Elements]:
 
 
 def _batches(params: Sequence[_Param], limit: int) -> Iterator[list[_Elements]]:
-    """Yield batches of consecutive parameters. The parameters of a batch have at most `limit` elements in the whole
-    model, unless the batch is a single larger parameter. The limit bounds the memory needed for copies."""
+    """Yield batches of consecutive parameters. The parameters of a batch together have at most `limit` elements,
+    counted over all ranks. A larger parameter forms its own batch. The limit bounds the memory of the temporary
+    copies."""
     batch: list[_Elements] = []
     filled = 0
     for param in params:

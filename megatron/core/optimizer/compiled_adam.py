@@ -17,8 +17,8 @@ from megatron.core.distributed.param_layout import ALIGNMENT
 from megatron.core.optimizer.optimizer import OptimizerShard, ShardUpdate, StepValues
 
 STATIC_SHAPES = 16
-"""Maximum number of shard shapes for which separate kernels are compiled. This is enough for many layers, because
-identical layers have shards of the same shape."""
+"""Maximum number of shard shapes for which separate kernels are compiled. A small number suffices, because the shards
+of identical layers have the same shape."""
 
 
 class CompiledAdamKernel(ShardUpdate):
@@ -53,8 +53,8 @@ class CompiledAdamKernel(ShardUpdate):
         self._factor = None
 
     def _scalars(self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor) -> AdamScalars:
-        """Return the scalars of the next update. `updates` is the number of earlier updates. `skip` and `updates` are
-        float64 scalars on the device."""
+        """Compute the scalar inputs of the next update. `updates` is the number of earlier updates. `skip` and
+        `updates` are float64 scalars on the device."""
         first, second = (1.0 - beta ** (updates + 1.0) for beta in (self.config.adam_beta1, self.config.adam_beta2))
         factor = torch.ones_like(skip) if self._factor is None else self._factor
         values = factor, skip, torch.full_like(skip, 1.0 - lr * weight_decay), lr / first, second.sqrt()
@@ -62,8 +62,8 @@ class CompiledAdamKernel(ShardUpdate):
 
 
 class AdamScalars(NamedTuple):
-    """Values that are the same for all elements, as fp32 scalars on the device. Because they are tensors, a changed
-    value causes no recompilation, and the host does not wait."""
+    """Values that are the same for all elements. They are fp32 scalar tensors on the device, so that a changed value
+    causes neither a recompilation nor a wait of the host."""
 
     factor: Tensor
     """Factor by which gradients are multiplied."""

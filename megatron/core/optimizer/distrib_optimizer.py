@@ -37,7 +37,8 @@ from megatron.core.parallel_state import ParallelState
 
 
 class StepResult:
-    """The result of a step. Reading a value waits until the device has finished this step, but not for later work.
+    """Result of one optimizer step, such as the gradient norm. Reading a value waits until the device has finished this
+    step, but not for later work.
 
     The values can be read only after `settle` was called.
     """
@@ -51,7 +52,7 @@ class StepResult:
     def settle(self, values: Tensor) -> None:
         """Store the values: [norm, overflow, skip, spike, *sums] float64 on the device."""
         self.skip = values[2]
-        """`skipped` as a float64 scalar on the device."""
+        """The value of `skipped` as a float64 scalar on the device."""
         self._values = HostCopy[float](values)
 
     def _read(self) -> list[float]:
@@ -124,8 +125,8 @@ def _build_host_update(
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function that decides whether to skip a step's update. The function takes the gradient norm, the overflow flag and
-the step's sums, and returns two flags. The first flag is 1 if the update must be skipped, and the second flag is 1 if
-the step is a spike. All arguments and results are float64 tensors on the device."""
+the step's sums, and returns two flags. The first flag is 1 to skip the update. The second flag is 1 if the step is a
+spike, that is, has an unusually large loss or norm. All arguments and results are float64 tensors on the device."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Update:
     rates: Rates
 
     factor: Tensor | None = None
-    """Factor of the gradients that `reduce_model_grads` returned."""
+    """Factor by which the gradients must still be multiplied, as returned by `reduce_model_grads`."""
 
     sums: Tensor | None = None
     """Additional float64 values [n] of this rank, such as the loss. The values of all ranks are summed together with
@@ -191,8 +192,8 @@ class DistributedOptimizer:
         self.after_update: list[Callable[[Tensor], None]] = []
         """Hooks called after each update of main parameters on the device, before the parameters are written.
 
-        Each hook receives a device tensor: 1 if the update was skipped, else 0. A training callback may append hooks in
-        its `meters` method.
+        Each hook receives a scalar tensor on the device that is 1 if the update was skipped, else 0. A training
+        callback may append hooks in its `meters` method.
         """
         self.updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
         """Number of updates so far, as a tensor on the device."""
@@ -215,7 +216,7 @@ class DistributedOptimizer:
 
     def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
         """Wait for the gradient norm and update. `own` is the contribution of this rank to the norm. A subclass may
-        postpone part of this work to `end_update`."""
+        postpone a part of the update to `end_update`."""
         self.apply(update, *self.verdict(update, self.grad_norm.start(own).wait(), result))
         if self.scaler.dynamic:
             self.scaler.update(not result.finite)
@@ -224,8 +225,8 @@ class DistributedOptimizer:
         """End the update that the last `step` started. The result can then be read. All ranks must call this method."""
 
     def verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
-        """Return the skip flag (1 to skip the update, else 0) and the clipping factor. The factor is at most 1 and
-        reduces the norm to --clip-grad; it is None without clipping.
+        """Return the skip flag (1 to skip the update, else 0) and the clipping factor. The clipping factor is at most
+        1, and reduces the gradient norm to --clip-grad. If clipping is off, it is None.
 
         Settles the result. `summed` is the result of the all-reduce that `GradNorm.start` launched.
         """
@@ -265,7 +266,8 @@ class DistributedOptimizer:
             self.ddp.wait_param_sync()
 
     def _updated_on_device(self) -> set[Bucket]:
-        """Return the buckets whose parameters can be gathered before the host's update."""
+        """Return the buckets that are updated entirely on the device. Their parameters can be gathered before the host
+        has updated its shards."""
         if self.ddp.param_gather is not None:
             return set()
         return set(self.ddp.buckets) - {shard.bucket for shard in self.shards if shard.on_host}
@@ -300,7 +302,7 @@ class DistributedOptimizer:
         """Return all parameters and states that this rank owns, for reading. The result contains views of the live
         tensors. States with scales are instead copied to the host.
 
-        Main parameters are omitted if the parameters themselves are the main parameters.
+        If the model parameters themselves serve as main parameters, no separate main parameters are returned.
         """
         self.finish_param_sync()
         return [*(piece for shard in self.shards for piece in shard.pieces(shard.exported())), *self._of_chain()]
@@ -322,8 +324,8 @@ class DistributedOptimizer:
             self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait until the last update is complete and the parameters are whole. Call this method before reading
-        parameters outside of a forward pass.
+        """Wait until the last update is complete and the parameters are whole. Before parameters are read outside of a
+        forward pass, this method must be called.
         """
         self.end_update()
         self.ddp.finish_param_sync()

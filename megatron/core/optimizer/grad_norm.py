@@ -2,9 +2,10 @@
 
 Each parameter element of the model counts once. Every data-parallel rank sums over its shard, with or without the
 distributed optimizer. If parameters are replicated along a model axis, only one replica counts. Likewise, only one of
-the two copies of a tied embedding counts. Rows of `ROW` elements are summed in the gradients' precision and the row
-sums in float64. A sum in float32 alone would be wrong in the third digit for a flat shard of 10^7 elements. Summing
-only in float64 would require converting the whole shard to float64, which takes 40 times as long on CPU.
+the two copies of a tied embedding counts. The sum has two stages. First, rows of `ROW` elements are summed in the
+precision of the gradients. Then the row sums are summed in float64. A sum in float32 alone would be wrong in the third
+digit for a flat shard of 10^7 elements. Summing only in float64 would require converting the whole shard to float64,
+which takes 40 times as long on CPU.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ ROW = 4096
 
 
 class GradNorm:
-    """Gradient norm of the whole model. Each rank sums the squares of its own gradients, and the sums are all-reduced
-    over the world.
+    """Gradient norm of the whole model. Each rank sums the squares of its own gradients, and an all-reduce over the
+    world adds up these sums.
 
     The same collective also sums the vectors `sums` [n] of all ranks.
     """

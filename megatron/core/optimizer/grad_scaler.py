@@ -7,7 +7,7 @@ from megatron.core.config.optimizer import OptimizerConfig
 
 
 class LossScaler:
-    """Fixed loss scale; 1 if no scaling is needed."""
+    """Fixed loss scale. A scale of 1 means that the loss is not scaled."""
 
     dynamic = False
 
@@ -30,10 +30,11 @@ class LossScaler:
 
 
 class DynamicLossScaler(LossScaler):
-    """Dynamic loss scale, which halves on overflow and doubles after `window` consecutive good steps.
+    """Dynamic loss scale, which is halved on overflow and doubled after `window` consecutive steps without overflow.
 
-    `hysteresis` overflows are tolerated before the scale decreases. From then on, each overflow halves the scale, until
-    a full window of good steps doubles the scale and restores the allowance. The scale never falls below `min_scale`.
+    The first `hysteresis` - 1 overflows do not change the scale. From then on, each overflow halves the scale, until
+    `window` consecutive steps without overflow double the scale and restart the count of overflows. The scale never
+    falls below `min_scale`.
     """
 
     dynamic = True

@@ -22,8 +22,8 @@ Write = Callable[[Part, Matrix, Tensor], None]
 """Function that stores the transformed values of a part."""
 
 Direction = Callable[[Tensor, Sequence[int]], Tensor]
-"""Function that maps matrices [n, rows, columns] to results of the same shape, each matrix independently. Its second
-argument lists the number of each matrix in the `MatrixPlan`."""
+"""Function that transforms n matrices [n, rows, columns] independently of each other, without changing their shape. Its
+second argument lists the number of each matrix in the `MatrixPlan`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class MatrixExchange:
         self._theirs = [
             self._mine if place == axis.rank else plan.parts(place, self._owned) for place in range(axis.size)
         ]
-        """For each rank, the parts that it holds of the matrices that this rank owns."""
+        """Parts of this rank's own matrices that each rank holds, one entry per rank."""
         self._rounds: dict[tuple[int, ...], _Round] = {}
 
     def _round(self, numbers: Sequence[int]) -> _Round:
@@ -96,7 +96,7 @@ class MatrixExchange:
         Args:
             read: Function that reads this rank's parts of x.
             direction: The transformation.
-            write: Function that stores the parts of direction(x) that this rank holds.
+            write: Function that stores this rank's parts of the result direction(x).
             numbers: Numbers of the matrices to transform, or None for all matrices.
         """
         rounds = [self._round(each) for each in (self.plan.rounds if numbers is None else [numbers])]

@@ -4,8 +4,8 @@ import torch.
 Main parameters, gradients and momentum stay in flat shards, divided by tensor and expert parallelism and by ZeRO-1. An
 operation on a whole matrix needs all parts of the matrix on one rank. Each matrix of a stage has one owner among the
 ranks of the stage. The owner receives the parts, transforms the whole matrix, and sends the parts back. Every matrix is
-therefore transformed only once, rather than on each rank that holds a part. Each rank sends its shard once and receives
-it back once.
+therefore transformed only once, rather than on each rank that holds a part. Each rank sends its parts of the matrices
+to the owners once, and receives the results once.
 
 All ranks of a stage have parameters with the same names and shapes, so all compute the same plan without communication.
 """
@@ -25,7 +25,7 @@ from megatron.core.param_meta import ParamMeta
 
 ROUND = 2**26
 """Maximum number of elements that a rank gathers at a time. A larger matrix is gathered alone. The limit bounds the
-memory of the exchange."""
+memory that an exchange of matrices needs."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Part:
     """Number of the matrix."""
 
     shard: int
-    """Index of the part's optimizer shard among the shards of the plan's buffers."""
+    """Index of the optimizer shard that contains the part, among the shards of all buffers in the plan."""
 
     start: int
     stop: int
@@ -89,7 +89,7 @@ class MatrixPlan:
         splits: Predicate of the name that decides whether a fused weight is split into its linear maps.
         blockwise: Whether to treat each tensor-parallel shard as a separate matrix.
         round_size: Replaces `ROUND`.
-        wanted: Predicate that selects parameters of any buffer.
+        wanted: Predicate that selects the parameters of the plan, in whichever buffer they are.
     """
 
     def __init__(

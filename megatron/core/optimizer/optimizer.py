@@ -30,7 +30,7 @@ MAIN_PARAM = "main_param"
 """Kind of state for main parameters."""
 
 CHUNK = 2**22
-"""Number of elements per chunk of an element-wise update. This number bounds the memory of temporary copies."""
+"""Number of elements per chunk of an element-wise update. The chunk size limits the memory of temporary copies."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ShardSpec:
     """Layout of the bucket's buffer."""
 
     place: StateRange
-    """Range of the bucket's elements, and whether their states are in host memory."""
+    """Range of elements of the bucket. It also records whether the states of these elements are in host memory."""
 
     states: Sequence[State]
     """Optimizer states of the fused link that updates the bucket's parameters."""
@@ -94,7 +94,7 @@ class Shard:
         raise NotImplementedError
 
     def read_main(self, start: int, stop: int) -> Tensor:
-        """Return main parameters of elements [start, stop) of the shard on their device."""
+        """Return elements [start, stop) of the shard's main parameters, on the device of the shard."""
         raise NotImplementedError
 
     def exported(self) -> dict[str, Tensor]:
@@ -124,8 +124,8 @@ class Shard:
 
 
 class OptimizerShard(Shard):
-    """A shard whose main parameters and states are tensors in the main dtype. The gradient is the `grad` attribute of
-    the main parameters.
+    """A shard whose main parameters and states are tensors in the main dtype. The tensor `main` contains the main
+    parameters, and its attribute `grad` contains the gradient.
 
     On the device, main parameters share the memory of the parameters if the parameters have the main dtype. In all
     other cases, main parameters are a copy in the main dtype.
@@ -228,8 +228,8 @@ class HostUpdateRule(Protocol):
     def start(self) -> None:
         """Start copying the gradients of the first shards to the host.
 
-        The gradients must be final, except that they may still have to be multiplied by a factor. Kernels launched
-        between `start` and `update` must not read the parameters.
+        The gradients must be final, except for a factor that `update` may apply. Kernels launched between `start` and
+        `update` must not read the parameters.
         """
 
     def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:

@@ -135,8 +135,8 @@ class OptimizerParamScheduler:
         return self._lr_at(samples, self.config)
 
     def decoupled_lr_at(self, samples: int) -> float | None:
-        """Return the decoupled learning rate, which applies to parameters with their own schedule. Return None if no
-        decoupled learning rate is set."""
+        """Return the decoupled learning rate, which applies to parameters with their own schedule. Return None if the
+        configuration has no decoupled learning rate."""
         return None if self.config.decoupled is None else self._lr_at(samples, self.config.decoupled)
 
     def _lr_at(self, samples: int, config: OptimizerConfig) -> float:

@@ -67,7 +67,7 @@ class State:
 
 
 def elements(name: str, meta: ParamMeta, dtype: str | None = None, scale_block: int = 0) -> State:
-    """Return a state with one element per element of the parameter.
+    """Return a state that has one element for each element of the parameter.
 
     A fused link may keep a scale for each block of `scale_block` elements.
     """
@@ -91,7 +91,8 @@ def of_matrices(name: str, meta: ParamMeta, *shape: int, dtype: str | None = Non
 def matrix_size(meta: ParamMeta) -> tuple[int, int]:
     """Return (rows, columns) of each matrix of a parameter.
 
-    The last dim contains columns; the dims that index matrices are excluded, and all others are rows.
+    The last dim of the parameter contains the columns. Leading dims that only stack matrices are ignored, and the dims
+    in between contain the rows.
     """
     return prod(meta.global_shape[meta.stacked : -1]), meta.global_shape[-1]
 
@@ -136,8 +137,8 @@ class PlannedParam:
     states: tuple[State, ...]
 
     def part_within(self, first: int, last: int) -> tuple[int, int]:
-        """Return elements [start, stop) of the local tensor within [first, last) of the buffer; (0, 0) if there are
-        none."""
+        """Return the range of the parameter's local tensor that lies within elements [first, last) of the buffer. The
+        range is (0, 0) if no elements do."""
         start, stop = max(first, self.range.start), min(last, self.range.stop)
         return (start - self.range.start, stop - self.range.start) if start < stop else (0, 0)
 
@@ -190,7 +191,8 @@ class ChainPlan:
         }
 
     def owned_range(self, param: PlannedParam, place: int) -> tuple[int, int]:
-        """Return elements [start, stop) of the buffer that ranks[place] updates of a parameter's bucket."""
+        """Return the range [start, stop) of buffer elements that ranks[place] updates within the bucket of a
+        parameter."""
         if not self.distributed:
             return param.bucket.start, param.bucket.stop
         return param.bucket.shard(self._data_rank[param.meta.data_axis][self.ranks[place]])
@@ -212,8 +214,8 @@ class ChainPlan:
         return [(n, i * size, (i + 1) * size) for i, n in enumerate(numbers) if self.matrices.owners[n] == place]
 
     def bytes_by_place(self, main: int, on_host: bool = False) -> list[int]:
-        """Return the bytes of states on each rank of the stage, on the device or `on_host`. `main` is the size in bytes
-        of an element of the main dtype."""
+        """Return the memory of states in bytes for each rank of the stage. If `on_host` is True, count states in host
+        memory, otherwise those on the device. `main` is the size in bytes of an element of the main dtype."""
         size, data = len(self.ranks), {axis: [0] * len(self.ranks) for axis in self._data_rank}
         steps, further = [0] * (size + 1), [0] * (size + 1)
         """Bytes of reduced states on all ranks from an index on, and additional bytes on single ranks."""
@@ -241,8 +243,9 @@ class ChainPlan:
         ]
 
     def _by_shard(self, param: PlannedParam, on_host: bool) -> Iterator[tuple[int, int]]:
-        """Yield pairs (data-parallel rank, number of the parameter's elements that this rank updates). Count the
-        elements updated on the host if `on_host` is true, and otherwise those updated on the device."""
+        """Yield a pair for each data-parallel rank that updates elements of the parameter: the rank and the number of
+        these elements. If `on_host` is True, count elements updated on the host, otherwise those updated on the
+        device."""
         bucket, shards = param.bucket, range(param.bucket.num_shards)
         if self.distributed:
             length = (bucket.stop - bucket.start) // bucket.num_shards

@@ -10,7 +10,7 @@ A chain maps the gradient of a parameter to the change that is added to the para
         def update(self, x):
             x.update = x.states["momentum"].mul_(0.9).add_(x.update)
 
-A rank holds only a flat part of each parameter. A link that needs other elements of the parameter makes a request.
+A rank holds only a flat part of each parameter. If a link needs data of elements on other ranks, it makes a request.
 The `update` method of such a link is a generator, and `yield from REQUEST` returns the result of the request. `x.sum`
 and `x.mean` reduce over the whole parameter, `x.fold` accumulates sums in a `reduced` state, and `x.whole` calls a
 function with each whole matrix on the rank that owns it. The requests of all parameters are sent together, and all
@@ -111,7 +111,7 @@ def together(*requests: Request) -> Generator[tuple[Request, ...], Sequence[Tens
 
 
 Requests = Generator[tuple[Request, ...], Sequence[Tensor], None]
-"""Return type of an `update` that makes requests."""
+"""Return type of `Transform.update` methods that make requests."""
 
 
 class ParameterUpdate:
@@ -173,11 +173,11 @@ class ParameterUpdate:
         return SumRequest(partial / (self.meta.numel // partial.numel()))
 
     def fold(self, state: str, values: Tensor, by: Callable[[Tensor, Tensor], Tensor]) -> SumRequest:
-        """Request by(state, mean), where mean is the mean of `values` [n] over the dims in which a `reduced` state has
-        size 1.
+        """Update a `reduced` state to by(state, mean) and request the result. `mean` is the mean of `values` [n] over
+        the dims in which the state has size 1.
 
         The value of `by` replaces the state, and the result of the request is the whole new state. Each rank calls `by`
-        with the same part of the state and of the mean.
+        for some elements of the state, with the same elements of the mean.
         """
         partial = self._partial(values, self._place.reduced[state])
         return SumRequest(partial / (self.meta.numel // partial.numel()), state, by)
@@ -191,8 +191,8 @@ class ParameterUpdate:
         return MatrixRequest(values, function)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return the value of each element [n] in a tensor that broadcasts to the parameter's shape, such as a result
-        of `sum` or `fold`."""
+        """Broadcast `values` to the shape of the whole parameter, and return the values at this rank's elements, [n].
+        `values` may be a result of `sum` or `fold`."""
         parts = [values[_within(box.offset, box.shape, values.shape)] for box in self._place.boxes]
         parts = [part.expand(box.shape).reshape(-1) for part, box in zip(parts, self._place.boxes, strict=True)]
         return torch.cat(parts) if parts else values.new_empty(0)
@@ -246,7 +246,7 @@ class Transform:
     """Base class of the links of an optimizer chain. A link transforms the update of one parameter at a time."""
 
     whole_matrices: ClassVar[bool] = False
-    """True if the transform requests whole matrices (`ParameterUpdate.whole`) although it keeps no matrix state."""
+    """True if the transform calls `ParameterUpdate.whole` to request whole matrices, but keeps no matrix state."""
 
     def states(self, meta: ParamMeta) -> Sequence[State]:
         """Return the states that the transform keeps for a parameter.
@@ -264,7 +264,8 @@ class Transform:
         raise NotImplementedError(f"{type(self).__name__} must write update()")
 
     def flops(self, meta: ParamMeta) -> int:
-        """Return the FLOPs of matrix products in one update of a whole parameter, for plans."""
+        """Return the FLOPs that the matrix products in one update of a whole parameter take. Plans of memory and time
+        use the result."""
         return 0
 
 
@@ -273,7 +274,7 @@ class StageOfUpdate:
     """Properties of a rank's pipeline stage that fused links use."""
 
     layouts: Sequence[BufferLayout]
-    """Buffers of the rank's parameters."""
+    """Layouts of the buffers that contain the rank's parameters."""
 
     dims: ParallelDims
     axis: Axis
@@ -311,8 +312,8 @@ class FusedTransform(Transform):
 
 
 class AddDecay(Transform):
-    """Adds the product of the weight decay and the parameter to the update. To get decoupled weight decay, place this
-    link before `ScaleByRate`."""
+    """Link that adds weight decay * parameter to the update. To get decoupled weight decay, place this link before
+    `ScaleByRate`."""
 
     def update(self, x: ParameterUpdate) -> None:
         if x.weight_decay:
@@ -388,8 +389,8 @@ def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
 
 
 def states_of_parameter(config: OptimizerConfig, meta: ParamMeta) -> list[State]:
-    """Return the states that links other than fused links keep for a parameter. The chain stores these states, whereas
-    the states of fused links are stored in shards."""
+    """Return the states that links other than fused links keep for a parameter. The chain stores these states; the
+    states of fused links are stored in the shards."""
     links = (link for link in chain_of(config, meta) if not isinstance(link, FusedTransform))
     return [state for link in links for state in link.states(meta)]
 
@@ -397,7 +398,7 @@ def states_of_parameter(config: OptimizerConfig, meta: ParamMeta) -> list[State]
 def plan_of_chain(
     config: OptimizerConfig, layouts: Sequence[BufferLayout], dims: ParallelDims, ranks: Sequence[int]
 ) -> ChainPlan:
-    """Return the plan of the states of a stage.
+    """Return the `ChainPlan` of the states of a pipeline stage.
 
     Args:
         config: Optimizer settings.

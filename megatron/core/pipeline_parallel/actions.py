@@ -19,13 +19,13 @@ class Kind(Enum):
     the stage that runs it, so SEND_F of stage 2 pairs with RECV_F of stage 3, and SEND_B of stage 3 with RECV_B of
     stage 2.
 
-    VALIDATE carries the first stage of its rank and precedes every action that cannot be repeated. When a rank runs a
-    VALIDATE, it either learns whether the update of the previous step is kept, or applies that update (`StepFacts.kept`
-    of `megatron.training.step_parts`).
+    VALIDATE carries the first stage of its rank and precedes every action that cannot be repeated. At a VALIDATE, a
+    rank either learns whether the update of the previous step was kept, or applies that update (`StepFacts.kept` of
+    `megatron.training.step_parts`).
 
     The stage and micro-batch of an FB are those of its forward pass. An FB directly precedes two passes that run in
-    turns: an F, and a B or I of a different micro-batch. Each of the two passes computes during the expert all-to-alls
-    of the other pass.
+    turns: an F, and a B or I of a different micro-batch. While the expert all-to-alls of one pass are in flight, the
+    other pass computes.
     """
 
     F = "F"
@@ -50,7 +50,7 @@ SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 
 
 class Action(NamedTuple):
-    """One action of a pipeline rank. `stage` is the number of the stage among all stages of the model."""
+    """One action of a pipeline rank. `stage` is the global number of the stage, counted over all ranks."""
 
     kind: Kind
     stage: int
@@ -68,7 +68,7 @@ def units(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
     """Group a rank's actions into units, which run one after another. A unit is either a single action, or an FB with
     its two passes.
 
-    Raises ValueError if an FB is not followed by its F and by a B or I of another micro-batch.
+    Raises ValueError unless each FB is followed directly by its F and by a B or I of another micro-batch.
     """
     following = iter(actions)
     for action in following:
@@ -92,7 +92,8 @@ OTHER_END = {
     Kind.SEND_B: (Kind.RECV_B, -1),
     Kind.RECV_B: (Kind.SEND_B, 1),
 }
-"""Counterpart of each kind of message action: (kind of the action at the other end, stage offset of the other end)."""
+"""For each kind of send and receive: the kind of the matching action at the other end of the message, and the
+difference between the two stage numbers."""
 
 
 def counterpart(action: Action) -> Action:

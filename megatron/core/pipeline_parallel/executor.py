@@ -38,7 +38,7 @@ def _nothing(action: Action) -> None:
 
 @dataclass
 class Held:
-    """Tensors that a rank keeps from one action to a later one."""
+    """Tensors that a rank stores between actions, because a later action needs them."""
 
     outbox: dict[Action, Tensor] = field(default_factory=dict)
     """Computed results that have not been sent yet, keyed by send action."""
@@ -47,7 +47,8 @@ class Held:
     """Pending receives, keyed by receive action."""
 
     saved: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = field(default_factory=dict)
-    """Input and autograd graph of each forward pass, kept for the backward pass and keyed by stage and micro-batch."""
+    """Input and autograd graph of each forward pass whose backward pass has not run yet, keyed by stage and
+    micro-batch."""
 
     def __bool__(self) -> bool:
         return bool(self.outbox or self.arriving or self.saved)
@@ -98,8 +99,8 @@ class PipelineExecutor(Generic[Module, Micro]):
         self.after: Callable[[Action], None] = _nothing
         """Hook called after each action, for diagnosis."""
         self.watchers: list[Callable[[Action], AbstractContextManager[None]]] = []
-        """Functions that create a context for an action. The executor runs the action, including the wait for its
-        message, within these contexts."""
+        """Functions that create a context manager for an action. The executor runs each action, including the wait for
+        its message, within the context managers of all these functions."""
         self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext
         """Contexts around the "forward" and "backward" computation of training actions, without the wait for messages.
         A forward and a backward pass that run in turns are timed as one backward pass."""
@@ -226,12 +227,12 @@ class PipelineExecutor(Generic[Module, Micro]):
         self._handlers[action.kind](action)
 
     def _clock(self, phase: str) -> AbstractContextManager[object]:
-        """Return the timing context of a pass. Passes that run in turns are timed together, so each of the two has a
-        null context."""
+        """Return the context manager that times a pass. Two passes that run in turns are timed together, so this method
+        returns a null context for each of them."""
         return nullcontext() if self._in_turns else self.timed(phase)
 
     def _run_in_turns(self, *pair: Action) -> None:
-        """Run a forward and a backward pass in turns with the executor's `pair`."""
+        """Let the executor's `pair` run a forward pass and a backward pass in turns."""
 
         def run(action: Action) -> None:
             with record_function(str(action)):
@@ -303,7 +304,8 @@ class PipelineExecutor(Generic[Module, Micro]):
         self.held.arriving[action] = self.p2p.receive(self._peer(action), self._tag(counterpart(action)))
 
     def _take(self, receive: Action) -> Tensor:
-        """Return the message of a receive, either from another rank or from a stage of the same rank."""
+        """Return the message that belongs to a receive action. The message comes from another rank, or from another
+        stage of this rank."""
         if receive in self.held.arriving:
             self.message_from = self.pp.ranks[self._peer(receive)]
             message = self.held.arriving.pop(receive).wait()
@@ -316,6 +318,6 @@ class PipelineExecutor(Generic[Module, Micro]):
         return self.layout.rank_of(counterpart(action).stage)
 
     def _tag(self, send: Action) -> int:
-        """Return the tag that both ends compute for a message."""
+        """Return the tag of a message. The sender and the receiver compute the same tag."""
         place = send.microbatch * self.layout.num_stages + send.stage
         return 2 * place + (send.kind is Kind.SEND_B)

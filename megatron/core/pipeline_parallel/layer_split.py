@@ -94,7 +94,8 @@ def _attention_cost(config: TransformerConfig, number: int) -> float:
 
 
 def _matrices(metas: Sequence[ParamMeta], config: TransformerConfig) -> float:
-    """Count the elements of the matrices that multiply a token. Only the experts that a token selects are counted."""
+    """Return the number of matrix elements by which each token is multiplied. Only the experts that a token selects are
+    counted."""
     matrices = sum(meta.numel for meta in metas if meta.matrix)
     experts = sum(meta.numel for meta in metas if meta.expert)
     if experts and config.num_experts:

@@ -5,12 +5,13 @@ does not support CUDA tensors in point-to-point messages, so such tensors are co
 
 Under NCCL, all messages of a group run in order on the stream of the group. The reason is that communicators are
 created at the start, so torch creates no additional communicators for pairs of ranks. A message waits for the
-computation launched before it, but computation launched later does not wait for the message. If there were only one
-group, however, a send would have to wait for the receives launched before it, which wait until the peer has computed
-their messages. There are therefore four lanes, each with its own group over the same ranks: one lane for each
-combination of forward or backward messages and even or odd sending ranks. On each lane, a rank either only sends
-messages or only receives messages. The exception is the wrap-around of an interleaved schedule over an odd number of
-ranks. In this wrap-around, a rank both sends and receives on a lane, in an order that is the same on all ranks.
+computation launched before it, but computation launched later does not wait for the message. A single group would be
+too slow: each send would wait for the receives launched before it, and a receive waits until the peer has computed the
+message. There are therefore four lanes, each with its own group over the same ranks: one lane for each combination of
+forward or backward messages and even or odd sending ranks. On each lane, a rank either only sends messages or only
+receives messages. There is one exception: the messages between the last and the first rank of an interleaved schedule,
+if the number of ranks is odd. For these messages, a rank both sends and receives on one lane, in an order that is the
+same on all ranks.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
 
     If `validates` is True, a VALIDATE is inserted into every list at the position of the first backward pass in the
     global order. No message is sent before a VALIDATE and received after it, so all ranks can restart their lists at
-    the VALIDATE. A VALIDATE waits only for the end of the previous step, and the other ranks reach this end without any
-    action of this rank.
+    the VALIDATE. A VALIDATE waits until all ranks have finished the previous step. This cannot deadlock, because the
+    previous step needs no further actions of the waiting rank.
     """
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
@@ -90,7 +90,7 @@ def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
 
 
 def _message_of(action: Action) -> Action | None:
-    """Return the send that must follow an action, or None."""
+    """Return the send action that must follow a compute action, or None if its result is not sent."""
     kind, stage, microbatch = action
     if kind is Kind.F:
         return Action(Kind.SEND_F, stage, microbatch)

@@ -38,11 +38,12 @@ class ChunkedSchedule(Protocol):
 
 
 class EndlessSchedule(Protocol):
-    """Function that returns the action lists of one step, for a schedule whose steps start passes of the next step."""
+    """Interface of schedules in which a step already starts passes of the next step. Such a schedule returns the action
+    lists of one step."""
 
     def __call__(self, schedule: str, p: int, before: int, microbatches: int, after: int) -> Lists:
-        """Return the action lists, including communication. `before` and `after` are the micro-batch counts of the
-        adjacent steps, or 0."""
+        """Return the action lists, including communication. `before` and `after` are the numbers of micro-batches of
+        the previous and the next step; 0 if there is no such step."""
 
 
 @dataclass(frozen=True)
@@ -136,15 +137,15 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: 
     than p would leave bubbles within a group. For m from p to 2p - 1, there is only one group, and a rank holds the
     activations of all m micro-batches.
 
-    With `in_turns`, the forward and backward passes of the steady state run in turns. For this, each rank starts with
-    one additional forward pass, so that neither of the two passes depends on the other.
+    With `in_turns`, the forward and backward passes of the steady state run in turns. Each rank then starts with one
+    additional forward pass, so that the two passes that run in turns do not depend on each other.
 
     Args:
         p: Number of pipeline ranks.
         m: Number of micro-batches.
         v: Stages per rank.
-        group: Micro-batches per group. In a larger group, each message has more time, but a rank holds more
-            activations.
+        group: Micro-batches per group. Larger groups leave more time for each message, but increase the number of
+            activations on a rank.
         in_turns: Whether to insert an FB before each pair of passes.
     """
     if v == 1:
@@ -162,8 +163,8 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: 
 
 
 def of_one_stage(schedule: PipelineSchedule) -> ChunkedSchedule:
-    """Wrap a schedule for one stage per rank, so that it accepts the arguments v and group of `ChunkedSchedule` and
-    ignores them."""
+    """Wrap a schedule for one stage per rank as a `ChunkedSchedule`. The wrapper ignores the arguments `v` and
+    `group`."""
     return lambda p, m, v, group: schedule(p, m)
 
 
@@ -197,7 +198,7 @@ def alternate(
     """Return a list that starts with `ahead` forward passes, continues with forward-backward pairs, and ends with the
     remaining backward passes.
 
-    With `in_turns`, an FB before each pair marks that the two passes run in turns.
+    If `in_turns` is True, an FB precedes each forward-backward pair, which marks that the two passes run in turns.
     """
     ahead = min(ahead, len(forwards))
     steady = len(forwards) - ahead

@@ -22,7 +22,7 @@ from megatron.core.torch_private import no_function_modes
 
 
 class Tensors(NamedTuple):
-    """Tensors of one part of the model."""
+    """Metadata of the tensors of one part of the model."""
 
     trained: tuple[ParamMeta, ...]
 

@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel.actions import (
 )
 
 TIMED = COMPUTE | {Kind.FB}
-"""Kinds of actions that take time. The time of two passes that run in turns is counted at their FB, so these passes
-take no additional time."""
+"""Kinds of actions that take time. If two passes run in turns, their whole time is counted at the FB that precedes
+them."""
 
 
 class Timed(NamedTuple):
@@ -60,9 +60,9 @@ class Walk:
     An action starts when the previous action of its rank has ended and all its inputs have arrived. By default,
     messages take no time and a whole backward pass takes as long as two forward passes; subclasses may change both.
 
-    In lists without communication, a message arrives as soon as it is computed. In lists with communication, a receive
-    does not wait; instead, the compute action that uses the message waits. With `rendezvous`, sends and receives block
-    until the other end is reached, which is the worst case for deadlocks.
+    If the lists contain no communication, the simulation assumes that a message arrives as soon as it is computed. In
+    lists with communication, a receive does not wait; instead, the compute action that uses the message waits. With
+    `rendezvous`, sends and receives block until the other end is reached, which is the worst case for deadlocks.
     """
 
     def __init__(self, lists: Lists, *, rendezvous: bool = False) -> None:
@@ -101,8 +101,8 @@ class Walk:
         self.check_finished()
 
     def duration(self, action: Action) -> float:
-        """Return the duration of an action. If two passes run in turns, the duration of their FB is the sum of both
-        durations."""
+        """Return the duration of an action. For an FB, this is the sum of the durations of its two passes, which
+        themselves take no time."""
         if action.kind not in TIMED or action in self.paired:
             return 0.0
         return self.time_of(self.pairs.get(action, (action,)))
@@ -148,7 +148,7 @@ class Walk:
         return self.verdicts[microbatch]
 
     def arrival(self, receive: Action, rank: int) -> list[tuple[Action, float]]:
-        """Return the dependencies of the message of `receive`."""
+        """Return the actions on which the message of `receive` depends, each with the required time in between."""
         send = counterpart(receive)
         if self.owner.get(send.stage) == rank:
             return [(self.source(send), 0.0)]

@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel.layers import check_ids, local_rows
 from megatron.core.torch_private import AutogradContext, is_view
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
-"""Number of logits converted to fp32 at a time. Temporary memory is at most a few times 64 MiB on GPUs. `CPU_CHUNK` is
-small enough that the temporary memory fits in the CPU caches."""
+"""Number of logits converted to fp32 at a time. On GPUs, this limits the temporary memory to a few times 64 MiB.
+`CPU_CHUNK` is small enough that the temporary memory fits in the CPU caches."""
 
 
 def vocab_parallel_cross_entropy(
@@ -31,13 +31,13 @@ def vocab_parallel_cross_entropy(
     If `z_loss_coeff` is not 0, each loss includes the z-loss: the coefficient times the square of log(sum of
     exp(logits)) (arXiv 2204.02311, section 5).
 
-    Columns from `vocab_size` on are padding. Padding is excluded from the sum, and its gradient is zero. A token whose
-    loss is multiplied by zero contributes exactly zero to every gradient. Raises ValueError for a label outside [0,
-    vocab_size).
+    Columns from `vocab_size` on are padding. Padding columns are excluded from the sum, and their gradients are zero. A
+    token whose loss is multiplied by zero contributes exactly zero to every gradient. Raises ValueError for a label
+    outside [0, vocab_size).
 
-    If the logits are an intermediate result, the gradient overwrites them, which halves the memory. In this case,
-    autograd refuses a second backward pass through the logits. Clone logits that you read after this call: if
-    `compiled` GPU kernels cover the whole vocabulary, even the forward pass overwrites the logits.
+    If the logits are an intermediate result, the gradient overwrites them, which halves the memory. Because the logits
+    are overwritten, autograd refuses a second backward pass through them. Clone logits that you read after this call:
+    if `compiled` GPU kernels cover the whole vocabulary, even the forward pass overwrites the logits.
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not is_view(logits)
@@ -45,7 +45,8 @@ def vocab_parallel_cross_entropy(
 
 
 def local_columns(logits: Tensor, vocab_size: int, tp: Axis) -> tuple[int, int]:
-    """logits [..., V/t] -> (token id of this rank's first column, number of its columns that are not padding).
+    """Return the token id of this rank's first column of `logits` [..., V/t], and the number of its columns that are
+    not padding.
 
     The remaining columns are padding. A rank may hold nothing but padding.
     """
@@ -95,7 +96,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
         stats = _local_stats(logits, local_labels, columns, compiled)
         stats[2].masked_fill_(elsewhere, 0.0)
-        maxima, sums, targets = all_gather(stats[None], tp).unbind(1)  # each has the shape [tp, s, b]
+        maxima, sums, targets = all_gather(stats[None], tp).unbind(1)  # three tensors of shape [tp, s, b]
         maximum = maxima.amax(0)
         total = (sums * (maxima - maximum).exp_()).sum(0)
 
@@ -110,7 +111,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _CrossEntropyContext, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute d loss / d logit = softmax * (1 + 2 * z_loss_coeff * log of the sum) - (1 at the label)."""
+        """Compute the gradient of the loss with respect to the logits: softmax * (1 + 2 * z_loss_coeff * log(sum of
+        exp)), minus 1 at the label."""
         if ctx.made:
             (made,) = ctx.saved_tensors
             scale_rows_(made.view(-1, made.shape[-1]), grad_loss.flatten())

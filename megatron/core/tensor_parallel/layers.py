@@ -76,9 +76,8 @@ class Hardware:
         return made
 
     def each(self, parts: Sequence[T]) -> Iterable[T]:
-        """Iterate over the chunks of a sequence, `parts`, in a loop whose iterations all do the same work. A plan runs
-        only some representative iterations, so no tensor created in an iteration may outlive it.
-        """
+        """Iterate over the chunks of a sequence, `parts`, in a loop whose iterations all do the same work. A memory
+        plan runs only some of the iterations, so a tensor created in an iteration must not be used after it."""
         return parts
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
@@ -111,7 +110,7 @@ class TPContext(Section):
     """Number format in which linear layers compute their GEMMs; None if they compute in `dtype`."""
 
     pair: PassPair = field(default_factory=PassPair)
-    """Pair of passes; the other pass computes while the collectives of this pass are in flight."""
+    """Pair of passes that run in turns. While the collectives of one pass are in flight, the other pass computes."""
 
     seed: int = 1234
     """Seed of the run. Dropout masks depend on the seed and on the name of the dropout."""
@@ -143,7 +142,7 @@ class TPContext(Section):
 
 @dataclass(frozen=True)
 class Boundary:
-    """Collectives at both ends of a layer, y = leave(f(enter(x))), and their adjoints for the backward pass.
+    """Collectives before and after a layer, y = leave(f(enter(x))), and their adjoints for the backward pass.
 
     An adjoint may overwrite its operand.
     """
@@ -340,10 +339,9 @@ class ParallelLinear(nn.Module):
         return attach(LinearFunction.apply(x, self.weight, bias, *settings, addend), of_output)
 
     def output_gradient(self, bias: Tensor | None) -> OutputGradient | None:
-        """Return the `OutputGradient` that describes in which form this layer needs dY, for the operation that computes
-        dY.
+        """Return the `OutputGradient` that requests casts and sums of dY from the operation that computes dY.
 
-        Return None if neither casts nor a bias gradient are needed, if dY is gathered first, or if hooks exist.
+        Return None if the layer needs neither, if dY is gathered first, or if hooks are registered.
         """
         sums = bias is not None and bias.requires_grad
         makes = sums or self.gemms.grad_casts is not None
@@ -352,7 +350,7 @@ class ParallelLinear(nn.Module):
         return OutputGradient(self.gemms, self.weight.requires_grad, sums)
 
     def used_bias(self, add_bias: bool, bias_gradient: bool) -> Tensor | None:
-        """Return the bias that `forward` uses."""
+        """Return the bias that `forward` adds, or None if it adds no bias."""
         if self.bias is None or not add_bias:
             return None
         return self.bias if bias_gradient else self.bias.detach()
@@ -398,7 +396,7 @@ def column_parallel(linear: ColumnLinear, ctx: TPContext) -> ColumnParallelLinea
 
 
 def row_parallel(linear: RowLinear, ctx: TPContext) -> RowParallelLinear:
-    """Build a row-parallel layer of a transformer layer, or its substitute."""
+    """Build a row-parallel layer with the implementation that is registered for it."""
     layer: RowParallelLinear = LINEARS.build("row_parallel", linear, ctx)
     return layer
 
@@ -436,7 +434,7 @@ def check_ids(ids: Tensor, size: int, what: str) -> None:
 
 class OutputLayer(nn.Module):
     """Output projection from hidden states to logits, with a sharded vocabulary. `metas` describe the weight and, if
-    there is one, the bias. `tied_weight` replaces the weight, and then receives the gradients of both uses."""
+    there is one, the bias. If `tied_weight` is given, the layer uses it instead of a weight of its own."""
 
     def __init__(self, *metas: ParamMeta, ctx: TPContext, tied_weight: nn.Parameter | None = None) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ class ParamGather(Protocol):
     """
 
     def cast_(self) -> None:
-        """Cast this rank's shards. This method is called before the gathers start."""
+        """Cast this rank's shards of the weights to the number format, before the weights are gathered."""
 
 
 class FormatOfProducts(Protocol):

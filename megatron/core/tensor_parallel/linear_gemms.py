@@ -5,8 +5,9 @@ of the GEMMs.
 
 Kernels before and after a layer may cast and sum the layer's tensors while the tensors are in registers. If the kernel
 that computes a layer's input also casts it, the uncast input is never stored: the layer receives a placeholder tensor
-to which the cast input is attached (`given_input`). In the backward pass, the consumer of the layer's output casts the
-output gradient and sums it for the bias (`OutputGradient`). If no adjacent kernel casts a tensor, the layer casts it.
+to which the cast input is attached (`given_input`). In the backward pass, the operation that consumes the layer's
+output computes the output gradient. It also casts this gradient and sums it for the bias gradient (`OutputGradient`).
+If no adjacent kernel casts a tensor, the layer casts it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ Operand = tuple[Tensor, ...]
 tensor.
 
 With sequence parallelism, all tensors of an operand are gathered along dim 0 over the tensor-parallel ranks. The first
-tensor has the shape of the activation, and the others (fp8 scales) have its sequence length. A scalar applies to the
-whole sequence.
+tensor of an operand has the shape of the activation. The other tensors, such as fp8 scales, have the same size along
+the sequence dim. A scalar applies to the whole sequence.
 """
 
 
@@ -43,7 +44,8 @@ class Operands(NamedTuple):
     """Operand of the GEMM that computes Y or dX."""
 
     weight_grad: Operand
-    """Operand of the GEMM that computes dW. For an input, this is the tensor saved for the backward pass."""
+    """Operand of the GEMM that computes dW. If the operands belong to the layer's input, `weight_grad` is saved for the
+    backward pass."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +56,11 @@ class Cuts:
     """True if the input is sharded along the sequence and gathered before the GEMM."""
 
     inputs: bool = False
-    """True if the input features, and the weight along its input dim, are sharded (row parallel)."""
+    """True if the layer is row parallel: the input features are sharded, and so is the weight along its input dim."""
 
     outputs: bool = False
-    """True if the output features, and the weight along its output dim, are sharded (column parallel)."""
+    """True if the layer is column parallel: the output features are sharded, and so is the weight along its output
+    dim."""
 
     tokens: bool = False
     """True if the input and the output are sharded along the sequence, the input is not gathered, and the weight is not
@@ -68,7 +71,7 @@ class GradCasts(Protocol):
     """Interface for kernels that compute a gradient and also cast it, so that `LinearGemms.cast_grad` is not needed."""
 
     def grad_order(self, needs_dw: bool) -> Any:
-        """Return the casts that a kernel should make."""
+        """Return an object that tells a kernel which casts of the gradient to compute."""
 
     def given_grad(self, pair: Any, tokens: tuple[int, ...]) -> Operands:
         """Convert `pair`, the casts that a kernel made of a gradient [*tokens, out], to the form that `cast_grad`
@@ -125,7 +128,7 @@ class LinearGemms:
     def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
         """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out].
 
-        With an addend [s, b, out], return y + addend, rounded once.
+        If an addend [s, b, out] is given, return y + addend. This sum is rounded only once.
         """
         if addend is None:
             return F.linear(x[0], matrix_of(weight), bias)
@@ -148,7 +151,7 @@ class LinearGemms:
             torch.addmm(bias, x[0], matrix, out=out)
 
     def cast_grad_to_gather(self, dy: Tensor) -> Operand:
-        """Cast dY [s/t, b, out] before a gather, for `input_grad_rows_`."""
+        """Cast dY [s/t, b, out] to the form that `input_grad_rows_` reads. The result is gathered afterwards."""
         return (dy,)
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
@@ -185,15 +188,16 @@ MadeCasts = dict[tuple[int, str], Operand]
 
 
 class WeightCasts:
-    """Cache of weights in another format. Within `kept()`, each weight is cast only once; outside of it, at every
-    use."""
+    """Cache of weights that are cast to another number format. Within a `kept()` block, each weight is cast only once.
+    Outside of such a block, a weight is cast at every use."""
 
     def __init__(self) -> None:
         self._kept: MadeCasts | None = None
 
     @contextmanager
     def kept(self, made: MadeCasts | None = None) -> Iterator[None]:
-        """Cache the cast weights until the end of the `with` block. The weights must not change inside the block.
+        """Cache the cast weights until the end of the `with` block. The weights must not change within the `with`
+        block.
 
         A nested block reuses the cast weights of the enclosing block. `made` contains weights that are already cast;
         newly cast weights are added to it.
@@ -316,8 +320,8 @@ class OutputGradient:
     def take(self, grad: Tensor) -> tuple[Operands | None, Tensor | None]:
         """Return `grad` cast to the GEMM format, and the sum of `grad` over tokens, as a kernel computed them earlier.
 
-        Each result is None if it was not computed. A result is also None if it was computed from a different tensor,
-        because another gradient was added to dY in the meantime.
+        Each result is None if it was not computed. A result is also None if it no longer belongs to `grad`, because
+        another gradient was added to dY in the meantime.
         """
         made, self._made = self._made, None
         if made is None or not _same_values(made[0], made[1], grad):

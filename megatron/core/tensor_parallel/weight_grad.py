@@ -128,8 +128,8 @@ def accumulate_weight_grad(
 
 
 def mark_stale(weight: Tensor, stale: bool) -> None:
-    """Record whether `weight.main_grad` is stale. A stale gradient is that of the previous step, and must be
-    overwritten instead of added to."""
+    """Record whether `weight.main_grad` is stale, that is, still contains the gradient of the previous step. The first
+    gradient of a step overwrites a stale `main_grad`."""
     weight.main_grad_is_stale = stale  # type: ignore[attr-defined]
 
 
