@@ -39,7 +39,7 @@ class BlendedDataset(SampleOrder):
             datasets: Datasets to draw from.
             weights: One weight per dataset; ignored if `size` is None.
             size: Number of samples, or None to use every sample once.
-            cache: Cache for the order of the draws.
+            cache: Cache in which the order of the blend's samples is stored.
         """
         assert len(datasets) == len(weights) and min(weights) > 0
         if len(datasets) > MAX_DATASETS:

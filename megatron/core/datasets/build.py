@@ -69,7 +69,7 @@ class Demands:
     from every split whose size is given."""
 
     longest: int = 0
-    """Largest sequence length of the run, if it uses several."""
+    """Largest sequence length of the run if it changes during the run, else 0."""
 
     say: Callable[[str], None] = lambda line: None
     """Function that is called with a message for each dataset whose splits are not divided at document boundaries."""

@@ -87,8 +87,8 @@ class IndexCache:
         build: Callable[[], Iterable[NDArray]],
         made_from: Sequence[str] = (),
     ) -> list[NDArray]:
-        """Memory-map arrays from their files. If the files do not exist, build and write the arrays. Writing an array
-        overlaps with building the next array.
+        """Memory-map arrays from their files. If the files do not exist, build and write the arrays. Each array is
+        written in parallel with building the next array.
 
         Args:
             names: Names of the arrays, in the order in which `build` yields the arrays.

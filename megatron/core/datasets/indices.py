@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 INT32_MAX = 2**31 - 1
 STREAM = 1 << 18
-"""Number of documents of a stream, or of draws of a blend, processed at a time."""
+"""Number of documents of a token stream that are processed at a time. Draws of a blend are processed in parts of the
+same size."""
 
 # Constants for blends. BLOCK is the number of draws per block. LEAD is the number of draws before a block that correct
 # a wrong guess of its start. CELLS is the maximum number of counts (blocks times datasets) processed in parallel.
@@ -50,7 +51,8 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def split_documents(shares: Sequence[float], documents: int) -> list[range]:
-    """Return the documents of each split. Boundaries are the rounded cumulative shares."""
+    """Return the range of documents of each split. The boundaries between splits are the cumulative shares times the
+    number of documents, rounded."""
     bounds = [0.0]
     for share in shares:
         bounds.append(bounds[-1] + share)
@@ -169,8 +171,8 @@ def build_document_index(documents: range, plan: EpochPlan, random: np.random.Ra
 def build_sample_index(lengths: NDArray, document_index: NDArray, samples: int, seq_length: int) -> NDArray:
     """Return the start of each sample in the document stream, followed by the end of the last sample: [samples + 1, 2].
 
-    The stream is processed in parts, which needs little memory beyond the result. Meanwhile, a thread looks up the
-    lengths of the next part.
+    The stream is processed in parts, which needs little memory in addition to the result. While one part is processed,
+    a thread looks up the document lengths of the next part.
 
     Args:
         lengths: Document lengths of the dataset.

@@ -1,7 +1,7 @@
 """Assignment of samples to data-parallel ranks, and an iterator that prefetches them.
 
-Samples are numbered in the order in which the run consumes them. A step that starts at sample g uses [g, g + global
-batch). Micro-batch m of data-parallel rank r uses micro_batch_size samples from g + (m * dp_size + r) *
+Samples are numbered in the order in which the run consumes them. A step that starts at sample g uses the samples [g, g
++ global batch). Micro-batch m of data-parallel rank r uses micro_batch_size samples from g + (m * dp_size + r) *
 micro_batch_size, unless a dealer assigns the samples of the step differently. The samples of a step therefore depend
 neither on the layout nor on workers. A run can resume at any sample, and the global batch size may change from step to
 step.
@@ -51,9 +51,9 @@ def collate(samples: list[Sample], indices: Sequence[int]) -> MicroBatch:
 class DataIterator:
     """Iterator over the micro-batches of a data-parallel rank, step by step. With `num_workers` > 0, threads prepare
     the micro-batches ahead of the step. Threads are sufficient. Threads read and copy without the interpreter lock, so
-    a single thread prepares samples faster than training consumes samples. Worker processes, in contrast, would be
-    forked from a process with gloo and CUDA threads. They would also need shared memory, and could continue to run
-    after the training process.
+    a single thread prepares samples faster than training consumes samples. Worker processes have disadvantages: they
+    would be forked from a process that has gloo and CUDA threads. They would also need shared memory, and could
+    continue to run after the training process.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class DataIterator:
     def next_step(self, consumed_samples: int, global_batch_size: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of the step that uses [consumed_samples, consumed_samples + global batch).
 
-        Consecutive steps are prefetched, regardless of their batch sizes. A step may also start at any other sample.
-        Raises ValueError if the dataset ends within the step.
+        If steps are consecutive, their samples are prefetched, even if the batch size changes. A step may also start at
+        any other sample, without prefetching. Raises ValueError if the dataset ends within the step.
         """
         assert global_batch_size % self.row == 0, f"{global_batch_size} samples in micro-batches of {self.row}"
         end = consumed_samples + global_batch_size
@@ -178,13 +178,14 @@ class DataIterator:
                 wait([future])
                 self.waited += time.perf_counter() - began
             found.append(future.result())
-        self._schedule(max(self._depth, len(wanted)), len(step))  # Prefetch a whole step of the same size.
+        # Prefetch at least the whole next step, assuming that it has the size of this step.
+        self._schedule(max(self._depth, len(wanted)), len(step))
         return found
 
     def _schedule(self, depth: int, batch_size: int) -> None:
         """Schedule work until `depth` micro-batches are ready or in progress, or until the data ends.
 
-        The method assumes that further steps have the size of the current step.
+        `batch_size` is the batch size that is assumed for all further steps.
         """
         assert self._pool is not None
         while len(self._ready) < depth:

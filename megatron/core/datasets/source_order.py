@@ -27,7 +27,7 @@ from megatron.core.datasets.sample_order import SampleOrder
 
 
 class SourceOrder:
-    """Order of one source: its segments so far, and the number of consumed samples."""
+    """Sample order of one training source: the segments so far, and the number of samples consumed from the source."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ Cleanup = Callable[[PurePath, int, Collection[PurePath]], None]
 
 @dataclass(frozen=True)
 class SaveReport:
-    """Result of one attempt to save. The result is the same on every rank, except for `seconds`."""
+    """Result of one attempt to save a checkpoint. All fields except `seconds` have the same value on every rank."""
 
     iteration: int
     seconds: float
@@ -96,7 +96,7 @@ class CheckpointWriter:
             self._save(began, iteration, tensors, payload)
             return
         staged = self._staging.stage(tensors)
-        # A daemon thread does not delay the exit of a failing process. A process that exits normally calls wait().
+        # A daemon thread does not delay the exit of a failing process. Before a normal exit, the process calls wait().
         self._thread = threading.Thread(
             target=self._guarded, args=(began, iteration, staged, payload), name="checkpoint", daemon=True
         )

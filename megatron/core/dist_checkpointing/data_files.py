@@ -101,7 +101,7 @@ class SummedFiles(StoredFiles):
         """Do nothing: the folder already exists."""
 
     def exists(self, path: str | os.PathLike) -> bool:
-        return False  # an existing file was written by this save, and DCP need not ask whether to overwrite it
+        return False  # an existing file was written by this save, so DCP may overwrite it
 
 
 class Templates:
@@ -113,7 +113,8 @@ class Templates:
         self._met: set[Kind] = set()
 
     def of(self, kind: Kind) -> Template | None:
-        """Return the template; None at the first request, and for kinds without a template."""
+        """Return the template of a kind of tensors. Return None at the first request for this kind, and if the kind has
+        no template."""
         if kind not in self._made:
             if kind not in self._met:
                 self._met.add(kind)
@@ -123,7 +124,7 @@ class Templates:
 
 
 class TensorFormat:
-    """Writer of tensors in `torch.save` format. The writer uses a template if the kind of tensor has one."""
+    """Writes tensors in `torch.save` format, from a template if the kind of tensor has a template."""
 
     def __init__(self) -> None:
         self._templates = Templates()

@@ -93,7 +93,7 @@ class IndexReader(dcp.FileSystemReader):
     def _read_small(
         self, name: str, items: Sequence[tuple[ReadItem, Kind, Template]], planner: LoadPlanner
     ) -> Iterator[ReadItem]:
-        """Load the items of a file whose bytes match their template, and yield them."""
+        """Load those items of a file that match their template byte for byte, and yield the loaded items."""
         with self.fs.create_stream(self.fs.concat_path(self.path, name), "rb") as stream:
             for item, kind, template in items:
                 info = self.storage_data[item.storage_index]

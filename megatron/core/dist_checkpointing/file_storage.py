@@ -186,7 +186,7 @@ class Storage(Protocol):
         self.remove(final / UNFINISHED)
 
     def finished(self, final: PurePath) -> bool:
-        """Return whether an existing folder is published."""
+        """Return whether the folder `final`, which must exist, was published."""
         return self.size(final / UNFINISHED) is None
 
     def discard(self, final: PurePath) -> None:
@@ -207,7 +207,7 @@ class StorageClass(Protocol):
     """Type of the classes derived from `Storage` that can be registered for a URL scheme."""
 
     def __call__(self, scheme: str) -> Storage:
-        """Create the object that serves all URLs of the scheme in a process."""
+        """Create the storage object that a process uses for all URLs with the scheme."""
 
 
 STORAGES = Registry("storage", NoFacts, protocol=StorageClass, makes=Storage)

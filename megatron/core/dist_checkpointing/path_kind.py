@@ -39,7 +39,8 @@ Folder = TypeVar("Folder", bound=PurePath)
 @dataclass(frozen=True)
 class KindFacts:
     about: str
-    """Description of the path's contents, which follows the path in a message."""
+    """Description of what a path of this kind contains, such as "is an archive of text". In messages, the description
+    follows the path."""
 
     order: int
     """Rank of this kind among all kinds of paths. If a path matches several kinds, the kind with the smallest number is
@@ -67,7 +68,7 @@ class PathKind(Protocol):
     and so do the kinds of model files that --load accepts."""
 
     def __call__(self, path: str, /) -> bool:
-        """Return whether a path is of this kind. The path may not exist, and may be a pattern or a URL."""
+        """Return whether a path is of this kind. The path need not exist, and may also be a pattern or a URL."""
 
 
 PATH_KINDS = Registry("kind of path", KindFacts, protocol=PathKind)

@@ -82,8 +82,8 @@ def _harmless(call: Call) -> str | None:
 
 
 def _array_of_bytes(call: Call) -> str | None:
-    """Check a call of bytearray. Text and bytes are permitted, but not a number or an object that may represent a
-    number."""
+    """Check a call of bytearray. The argument may be text or bytes. Numbers are refused, because bytearray(n) allocates
+    n bytes, and so are objects that may be numbers."""
     first = call.given[0] if call.given else ""
     call.size = cost(first)
     known = isinstance(first, str | bytes | Listed) or (isinstance(first, Made) and first.size is not None)
@@ -135,7 +135,8 @@ def _with_type(call: Call) -> str | None:
 
 
 def _empty_array(call: Call) -> str | None:
-    """Check a call with (ndarray, (0,), ...), which creates an empty array; its shape and values are set later."""
+    """Check a call with (ndarray, (0,), ...). Such a call creates an empty array, whose shape and values are set
+    afterwards."""
     return None if call.given[1:2] == ((0,),) else "with a shape"
 
 

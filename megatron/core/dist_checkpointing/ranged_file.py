@@ -112,8 +112,8 @@ class RangedFile(SeekableFile):
 def pieces(ranges: Iterable[Range], largest: int) -> Iterator[Range]:
     """Divide sorted ranges into pieces to fetch.
 
-    Several small ranges form one piece. A range larger than `largest` is divided into its two ends and several pieces
-    between the ends.
+    Several small ranges form one piece. A range larger than `largest` is divided into a piece at each end, and several
+    pieces in between.
     """
     together = Range(0, 0)
     for start, end in ranges:

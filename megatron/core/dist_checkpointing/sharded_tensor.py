@@ -145,7 +145,7 @@ class OptimizerPiece:
 
 
 def pieces_by_name(pieces: Iterable[OptimizerPiece]) -> dict[str, list[OptimizerPiece]]:
-    """Group pieces by parameter name."""
+    """Return the pieces of each parameter, keyed by parameter name."""
     found: dict[str, list[OptimizerPiece]] = {}
     for piece in pieces:
         found.setdefault(piece.meta.name, []).append(piece)

@@ -78,16 +78,16 @@ def load_targets(
     """Return the state dict to load into, given the keys in a checkpoint.
 
     A model parameter and its main parameter are loaded from the same tensor. If the optimizer is loaded and the
-    checkpoint contains a main parameter, both are loaded from the saved main parameter. Otherwise, both are loaded from
-    the saved model parameter. Therefore a run can load a checkpoint of any precision, and each model parameter equals
-    its main parameter after rounding.
+    checkpoint contains main parameters, this tensor is the saved main parameter. Otherwise, it is the saved model
+    parameter. Therefore a run can load a checkpoint of any precision, and each model parameter equals its main
+    parameter after rounding.
 
     Args:
         modules: The stages of this rank.
         pieces: Optimizer state on this rank.
         state: Process groups.
         saved: Keys that the checkpoint contains.
-        load_optimizer: Whether to load the moments too.
+        load_optimizer: Whether to load the optimizer states too.
         sharded: Pieces of parameters that this rank does not hold as a whole.
     """
 

@@ -9,8 +9,8 @@ A checkpoint becomes visible once it is complete (`file_storage`): on the local 
 folder, synced and renamed. Only then is the iteration number in latest_checkpointed_iteration.txt replaced. The text
 file therefore always names a complete checkpoint, even if the run is killed during a save.
 
-Files may come from untrusted sources. Everything except tensors is JSON, DCP's pickled index may contain only allowed
-names, and tensors are read with `weights_only`.
+Files may come from untrusted sources. Everything except tensors is stored as JSON. The pickled index of DCP may contain
+only allowed names, and tensors are read with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator
 def _is_of_content(error: BaseException) -> bool:
     """Return whether an error means that a checkpoint's file is damaged or forged.
 
-    The manifest does not always reveal such damage.
+    Damage and forgery may remain undetected when the manifest is checked.
     """
     malformed = isinstance(error, MALFORMED) and not isinstance(error, MemoryError)
     return malformed or (isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error))

@@ -16,7 +16,7 @@ from megatron.core.torch_private import archive_reader
 
 ZIP = b"PK\x03\x04"
 PICKLES = 5
-"""Number of pickles at the start of a file in the old format, before the tensors' bytes."""
+"""Number of pickles that precede the bytes of the tensors in torch.save's old file format."""
 
 
 def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:

@@ -4,7 +4,7 @@ Dispatch is a linear map of the tokens: it copies, sends and sorts rows. The com
 outputs. The combine step is the adjoint of dispatch, so each of the two is the backward pass of the other. A subclass
 of `Dispatcher` therefore defines only dispatch.
 
-The ranks along (ep, expt_tp) together hold all experts. Each rank has different tokens.
+Together, the ranks along the axes (ep, expt_tp) hold all experts. Each rank has different tokens.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Routes:
-    """Dispatch of one micro-batch. Each assignment of a token is one row, which is sent to the rank of its expert."""
+    """Dispatch of one micro-batch. If a token selects k experts, k rows are sent, one to the rank of each selected
+    expert."""
 
     of_tokens: RowMap
     """Linear map from this rank's tokens [n, ...] to the rows that it sends, [assignments, ...]."""
@@ -176,7 +177,8 @@ class Dispatcher(ABC):
     def copies_to_slots(
         self, assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int
     ) -> tuple[RowMap, RowMap]:
-        """Return the maps of tokens and of assignments to slots; see `slot_map`."""
+        """Return two maps to slots (see `slot_map`): the first map is applied to tokens, and the second map is applied
+        to assignments."""
         of_tokens, of_assignments = (
             slot_map(assignments, slots, valid, each, self.hardware.compiled) for each in (k, 1)
         )
@@ -380,7 +382,7 @@ def gather_map(axis: Axis) -> RowMap:
 
 
 def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
-    """All-gather `sizes` rows from each rank, in rank order. Ranks with fewer rows than others send padding."""
+    """All-gather sizes[i] rows from each rank i, in rank order. Ranks with fewer rows than others send padding."""
     most, mine = max(sizes), sizes[axis.rank]
     if axis.size == 1 or min(sizes) == most:
         return gather_map(axis)

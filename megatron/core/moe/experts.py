@@ -1,8 +1,8 @@
 """Experts of one rank: two grouped linear layers over rows sorted by expert.
 
-Weights are [E, ..., in], sharded along E over expert parallelism and along the experts' width over expert tensor
-parallelism. The output of a rank is a partial sum. The dispatcher adds up the partial sums of the expert
-tensor-parallel ranks.
+The weights [E, ..., in] are sharded twice: along E over the expert-parallel ranks, and along the width of the experts
+over the expert tensor-parallel ranks. The output of a rank is a partial sum. The dispatcher adds up the partial sums of
+the expert tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ class FusedWeightedActivation(torch.autograd.Function):
 class GroupedLinear(nn.Module):
     """One linear layer of all local experts: x [n, in] -> [n, out]; W [E/ep, ..., in], optional b [E/ep, ...].
 
-    If the inputs are sharded according to `cuts`, the output is a partial sum, and each rank holds the bias of some
-    columns.
+    If `cuts` states that the input features are sharded, the output is a partial sum. Each rank then holds only some
+    columns of the bias.
     """
 
     def __init__(self, metas: Sequence[ParamMeta], cuts: Cuts, grouped: bool, ctx: TPContext) -> None:

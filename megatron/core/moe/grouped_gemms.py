@@ -64,7 +64,8 @@ class Segments:
         return Segments.of_counts((counts + (multiple - 1)) // multiple * multiple, spare=True)
 
     def experts_of(self, rows: int) -> Tensor:
-        """Expert of each row [rows] int64, on the device; arbitrary for spare rows."""
+        """Return the number of each row's expert, [rows] int64 on the device. The numbers of spare rows have no
+        meaning."""
         ends = self.ends[:-1].contiguous()
         return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
 

@@ -43,8 +43,9 @@ class MoELayer(nn.Module):
     With --moe-latent-size, the experts read fc1_latent_proj(x), and fc2_latent_proj maps their weighted sum back to the
     hidden size. Tokens sent between ranks therefore have only --moe-latent-size elements.
 
-    Zero-computation experts return weight * x. If the residual stream requires it, the outputs of the shared expert and
-    of the selected experts are returned side by side, [s, b, 2h], instead of added.
+    Zero-computation experts return weight * x. Some residual streams require both outputs separately. In this case, the
+    output of the shared expert and the sum of the selected experts are not added, but returned side by side as [s, b,
+    2h].
 
     Each rank routes different tokens, so tensor parallelism requires sequence parallelism.
     """
@@ -93,7 +94,7 @@ class MoELayer(nn.Module):
 
 def latent_projections(name: str, config: TransformerConfig) -> tuple[ReplicatedLinear, ReplicatedLinear] | None:
     """Return fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], named as in Megatron-LM. The projections have
-    biases if linear layers have biases. Return None if --moe-latent-size is not set.
+    biases if the other linear layers of the model have biases. Return None if --moe-latent-size is not set.
     """
     if config.moe_latent_size is None:
         return None

@@ -70,8 +70,8 @@ class RunningLoads:
         self._started[number] = start_all_reduce_(rows, self.stage)
 
     def shares(self, number: int) -> Tensor:
-        """Return the loads [b, E] float64 of micro-batch `number`: for each sample, the load of all samples up to and
-        including that sample.
+        """Return the expert loads for each sample of micro-batch `number`, [b, E] float64. The loads for a sample are
+        the shares of assignments to each expert, counted over all samples up to and including that sample.
 
         Raises ValueError if the pipeline schedule has not yet run all micro-batches before `number`.
         """
@@ -97,8 +97,8 @@ class _LoadsContext(AutogradContext):
 
 
 class _AgainstRunningLoads(torch.autograd.Function):
-    """Balancing loss against running loads: the sum over tokens of E * sum_i f_i p_i for probabilities p [s, b, E]. The
-    forward pass returns 0 instead of the sum, because f is unknown before the backward pass."""
+    """Balancing loss against running loads: the sum over tokens of E * sum_i f_i p_i for probabilities p [s, b, E].
+    Because f is not known before the backward pass, the forward pass returns 0 instead of this sum."""
 
     @staticmethod
     def forward(ctx: _LoadsContext, probabilities: Tensor, loads: RunningLoads, number: int) -> Tensor:
@@ -122,7 +122,7 @@ class _AttachContext(AutogradContext):
 class _Attach(torch.autograd.Function):
     """Passes `weights` through. The backward pass injects d loss = scale and adds `entries` to the tally.
 
-    The tally is updated in the backward pass, because recomputation would count a forward pass twice.
+    The tally is updated in the backward pass, because a recomputed forward pass would be counted twice.
     """
 
     @staticmethod
@@ -170,8 +170,8 @@ class Balance(nn.Module):
         bias = ParamMeta(f"{name}.expert_bias", (config.moe_choices,), init=Init("zeros"), role="state")
         self.expert_bias = make_state(bias, torch.float32, ctx) if biased else None
         self.tally = torch.zeros(PER_EXPERT * self.num_experts + EXTRA_COLUMNS, dtype=torch.float64, device=ctx.device)
-        """Router statistics, summed over the tokens of the step so far: `PER_EXPERT` vectors of E entries, followed by
-        `EXTRA_COLUMNS` entries."""
+        """Router statistics, summed over the tokens of the step so far. The tensor consists of `PER_EXPERT` vectors
+        with E entries each, followed by `EXTRA_COLUMNS` single entries."""
 
     def forward(
         self,
@@ -183,8 +183,8 @@ class Balance(nn.Module):
         kept: Tensor | None,
         context: BatchContext,
     ) -> Tensor:
-        """Compute the auxiliary losses of these tokens, and return `weights` unchanged. When `weights` is
-        backpropagated, the gradients of the auxiliary losses are added.
+        """Compute the auxiliary losses of these tokens, and return `weights` unchanged. The backward pass of the
+        returned tensor adds the gradients of the auxiliary losses.
 
         Args:
             weights: Routing weights.
@@ -236,7 +236,7 @@ class Balance(nn.Module):
         return zeros.scatter_(-1, chosen, 1.0 if kept is None else kept.to(zeros.dtype))
 
     def begin_step(self) -> None:
-        """Discard the previous step's loads."""
+        """Discard the expert loads of the previous step."""
         self.loads.clear()
 
     @torch.no_grad()

@@ -48,7 +48,7 @@ class _Links:
     it."""
 
     before: Sequence[Transform]
-    """Links before the fused link; all links if there is no fused link."""
+    """Links that precede the fused link. If there is no fused link, `before` contains all links."""
 
     fused: FusedTransform | None
     after: Sequence[Transform]

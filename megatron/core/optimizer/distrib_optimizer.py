@@ -126,7 +126,7 @@ def _build_host_update(
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function that decides whether to skip a step's update. The function takes the gradient norm, the overflow flag and
 the step's sums, and returns two flags. The first flag is 1 to skip the update. The second flag is 1 if the step is a
-spike, that is, has an unusually large loss or norm. All arguments and results are float64 tensors on the device."""
+spike, that is, if its loss or norm is unusually large. All arguments and results are float64 tensors on the device."""
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ class DistributedOptimizer:
     @torch.no_grad()
     def step(self, update: Update) -> StepResult:
         """Update the parameters once. The gradients must be final, except for the factor that `reduce_model_grads`
-        returns. The factor and clipping scale gradients in place, but fused optimizers scale gradients while reading
-        them.
+        returns. Most optimizers multiply the gradients by this factor, and by the clipping factor, in place. Fused
+        optimizers instead multiply while they read the gradients.
 
         With `overlap_param_gather`, the parameters are whole again only after a forward pass or `finish_param_sync` has
         waited for them. If `ddp` has a `param_gather`, only `finish_param_sync` makes the parameters whole.
@@ -215,8 +215,8 @@ class DistributedOptimizer:
         return result
 
     def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
-        """Wait for the gradient norm and update. `own` is the contribution of this rank to the norm. A subclass may
-        postpone a part of the update to `end_update`."""
+        """Wait for the gradient norm, and then update the shards. `own` is the contribution of this rank to the norm. A
+        subclass may postpone a part of the update to `end_update`."""
         self.apply(update, *self.verdict(update, self.grad_norm.start(own).wait(), result))
         if self.scaler.dynamic:
             self.scaler.update(not result.finite)
@@ -266,15 +266,15 @@ class DistributedOptimizer:
             self.ddp.wait_param_sync()
 
     def _updated_on_device(self) -> set[Bucket]:
-        """Return the buckets that are updated entirely on the device. Their parameters can be gathered before the host
-        has updated its shards."""
+        """Return the buckets that are updated entirely on the device. The parameters of these buckets can be gathered
+        before the host has updated its shards."""
         if self.ddp.param_gather is not None:
             return set()
         return set(self.ddp.buckets) - {shard.bucket for shard in self.shards if shard.on_host}
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the next step's losses; 1 except in fp16."""
+        """Factor by which the losses of the next step are multiplied. Always 1 unless training in fp16."""
         return self.scaler.scale
 
     @property

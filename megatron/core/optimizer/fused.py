@@ -70,7 +70,7 @@ def fused_parts(config: OptimizerConfig, shards: Sequence[Shard], stage: StageOf
 class FusedAdam(FusedTransform):
     """Adam with decoupled weight decay (arXiv 1711.05101): moments, decay and learning rate in one kernel.
 
-    If regions are compiled, fp32 main parameters use a kernel that also writes the parameters.
+    If regions are compiled, fp32 main parameters are updated by a kernel that also writes the model parameters.
     """
 
     def states(self, meta: ParamMeta) -> Sequence[State]:

@@ -54,8 +54,8 @@ class GradNorm:
                 (self.counted if counts else self.replicas).append(view)
 
     def own(self, sums: Tensor | None = None) -> Tensor:
-        """Return this rank's terms of the sums over the world in float64: the sum of squares that count in the norm,
-        the sum of squares of replicas, and `sums`."""
+        """Return this rank's contribution to the all-reduce, in float64. It consists of the sum of squares that count
+        in the norm, the sum of squares of replicas, and `sums`."""
         squares = torch.stack([self._sum_of_squares(self.counted), self._sum_of_squares(self.replicas)])
         return squares if sums is None else torch.cat([squares, sums.to(squares)])
 

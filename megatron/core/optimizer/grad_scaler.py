@@ -26,7 +26,7 @@ class LossScaler:
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Do nothing, because the configuration sets a fixed scale, regardless of the saved value."""
+        """Do nothing: the scale is fixed by the configuration, so a saved scale is ignored."""
 
 
 class DynamicLossScaler(LossScaler):

@@ -28,8 +28,8 @@ second argument lists the number of each matrix in the `MatrixPlan`."""
 
 @dataclass(frozen=True)
 class _Round:
-    """Parts of matrices that are exchanged together. For each other rank of the stage, a round lists the parts that one
-    message contains, in order."""
+    """One round of an exchange, in which parts of several matrices are sent together. For each other rank of the stage,
+    a round lists the parts that one message contains, in order."""
 
     read: list[list[Part]]
     """Parts that this rank sends to the owners of the matrices, one list per receiving rank."""

@@ -65,10 +65,10 @@ class Part:
 
     held: tuple[int, ...]
     within: tuple[slice, ...]
-    """Slices that select the part from the box of shape `held`."""
+    """Slices that select the part within the stored box of shape `held`."""
 
     place: tuple[slice, ...]
-    """Slices that select the part from the matrix."""
+    """Slices that select the part within the whole matrix."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -98,12 +98,13 @@ class Shard:
         raise NotImplementedError
 
     def exported(self) -> dict[str, Tensor]:
-        """Return the states, keyed by kind, as flat tensors that a checkpoint saves or loads into."""
+        """Return the states as flat tensors, keyed by kind of state. A checkpoint is saved from these tensors, or
+        loaded into them."""
         raise NotImplementedError
 
     def take_up(self, loaded: Mapping[str, Tensor]) -> None:
-        """Store the values loaded into the tensors of `exported`. Tensors that share the shard's memory need no
-        copy."""
+        """Copy `loaded`, the tensors of `exported()` after a checkpoint was loaded into them, to the shard. Tensors
+        that are views of the shard's memory are not copied."""
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -236,7 +237,8 @@ class HostUpdateRule(Protocol):
         """Start copying the inputs of `update`, so that `update` does not wait for kernels launched later."""
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
-        """Update once after `start`, with the `scalars` of this step. This method waits for the gradients.
+        """Update the shards once. Must be called after `start`, with the result of `scalars()` for this step. This
+        method waits for the gradients.
 
         If `scaled` is True, the update multiplies the gradients by the `factor` passed to `scalars()`. Kernels launched
         afterwards see the new parameters.
@@ -244,10 +246,10 @@ class HostUpdateRule(Protocol):
 
 
 def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, world: Axis) -> list[str]:
-    """Freeze the parameters that a rule freezes, before gradient buffers are built. If there are custom groups, return
-    text lines that describe the groups of the other parameters. A frozen parameter has no gradient, is in no bucket and
-    has no optimizer state. This function is a collective if there are rules or custom groups. If a rule does not fit
-    the parameters of the whole model, every rank raises ValueError.
+    """Freeze the parameters to which a freezing rule applies. Call this function before gradient buffers are built. If
+    there are custom groups, return text lines that describe the groups of the other parameters. A frozen parameter has
+    no gradient, is in no bucket and has no optimizer state. This function is a collective if there are rules or custom
+    groups. If a rule does not fit the parameters of the whole model, every rank raises ValueError.
     """
     if not config.parameter_rules and not config.has_own_groups:
         return []

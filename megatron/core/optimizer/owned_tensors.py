@@ -33,7 +33,7 @@ def with_main_weights(
     --fp16. `pieces` are elements that this rank updates, in any order, such as callback states.
     """
     if any(shard.on_host for shard in optimizer.shards):
-        optimizer.finish_param_sync()  # The host has updated its part.
+        optimizer.finish_param_sync()  # wait until the host has updated its shards
     by_name = pieces_by_name(pieces)
     for shard in optimizer.shards:
         for part, span in shard.owned_pieces(*shard.range):

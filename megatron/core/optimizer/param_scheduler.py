@@ -162,7 +162,8 @@ class OptimizerParamScheduler:
 
 
 def _check(config: OptimizerConfig, length: ScheduleLength) -> None:
-    """Check the lengths, which validation cannot do if the data determine the length of the run."""
+    """Raise ValueError if the lengths do not fit together. The flags alone cannot be validated if the data determine
+    the length of the run."""
     if length.warmup >= length.decay:
         raise ValueError(
             f"learning-rate warm-up of {length.warmup:g} samples must be shorter than the decay length of "

@@ -33,7 +33,7 @@ DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Dtypes that a state may have, with the number of bytes per element."""
 
 FLOAT8 = "float8_e4m3fn"
-"""One-byte dtype, allowed only for states of fused links, which can have scales."""
+"""Dtype with one byte per element. Only states of fused links may use it, because only these states can have scales."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class State:
         return prod(self.shape)
 
     def nbytes(self, numel: int, main: int) -> int:
-        """Return the bytes of `numel` elements of the state and of their scales; `main` is the size in bytes of an
-        element of the main dtype."""
+        """Return the size in bytes of `numel` elements of the state, including their scales. `main` is the size in
+        bytes of an element of the main dtype."""
         width = main if self.dtype is None else (DTYPES | {FLOAT8: 1})[self.dtype]
         return numel * width + (numel // self.scale_block if self.scale_block else 0)
 

@@ -106,7 +106,7 @@ class MatrixRequest(Request):
 
 
 def together(*requests: Request) -> Generator[tuple[Request, ...], Sequence[Tensor], Sequence[Tensor]]:
-    """Make several requests at once: `a, b = yield from together(x.sum(v), x.sum(w))`."""
+    """Make several requests at once. Example: `a, b = yield from together(x.sum(v), x.sum(w))`."""
     return (yield requests)
 
 
@@ -123,8 +123,8 @@ class ParameterUpdate:
     """Parameter before the update, [n]. The transforms of a chain must not change the parameter."""
 
     update: Tensor
-    """Update of shape [n]. It starts as the clipped gradient, or as zeros in a skipped step. After the last link, the
-    update is added to the parameter."""
+    """Update of shape [n]. The first link receives the clipped gradient, or zeros in a skipped step. After the last
+    link, the update is added to the parameter."""
 
     states: Mapping[str, Tensor]
     """States of kind `elements` [n], keyed by name. Links modify the states in place."""
@@ -234,8 +234,8 @@ class Place:
 
 
 def _within(offset: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> tuple[slice, ...]:
-    """Return the index that selects the part of a tensor that belongs to a box of the parameter. The tensor has the
-    shape `whole`, which broadcasts to the shape of the parameter."""
+    """Return the slices that select a box of the parameter from a tensor of shape `whole`. The shape `whole` must
+    broadcast to the shape of the parameter."""
     return tuple(
         slice(0, 1) if size == 1 else slice(start, start + length)
         for start, length, size in zip(offset, shape, whole, strict=True)
@@ -251,15 +251,15 @@ class Transform:
     def states(self, meta: ParamMeta) -> Sequence[State]:
         """Return the states that the transform keeps for a parameter.
 
-        The result must depend only on `meta`, because plans call this method too.
+        The result must depend only on `meta`, because this method is also called for memory plans.
         """
         return ()
 
     def update(self, x: ParameterUpdate) -> Requests | None:
         """Replace `x.update`, and modify `x.states` in place.
 
-        The requests may depend only on `x.meta`, since all ranks must make the same requests. In a skipped step, the
-        link must not change parameters or states.
+        All ranks must make the same requests, so whether and what a link requests may depend only on `x.meta`. In a
+        skipped step, the link must not change parameters or states.
         """
         raise NotImplementedError(f"{type(self).__name__} must write update()")
 
@@ -303,7 +303,7 @@ class FusedTransform(Transform):
         raise AssertionError("a fused link updates shards, not single parameters")
 
     def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
-        """Return the object that updates these shards, with learning rate and weight decay.
+        """Return the object that updates `shards`. It also applies the learning rate and the weight decay.
 
         The returned object must leave the shards unchanged in a skipped step. If `ShardUpdate.step` is a collective
         over the stage, `kernel` is also a collective, and ranks without shards must call it too.

@@ -19,9 +19,9 @@ class Kind(Enum):
     the stage that runs it, so SEND_F of stage 2 pairs with RECV_F of stage 3, and SEND_B of stage 3 with RECV_B of
     stage 2.
 
-    VALIDATE carries the first stage of its rank and precedes every action that cannot be repeated. At a VALIDATE, a
-    rank either learns whether the update of the previous step was kept, or applies that update (`StepFacts.kept` of
-    `megatron.training.step_parts`).
+    The stage of a VALIDATE is the first stage of its rank. A VALIDATE precedes all actions that cannot be repeated. At
+    a VALIDATE, a rank either learns whether the update of the previous step was kept, or applies that update
+    (`StepFacts.kept` of `megatron.training.step_parts`).
 
     The stage and micro-batch of an FB are those of its forward pass. An FB directly precedes two passes that run in
     turns: an F, and a B or I of a different micro-batch. While the expert all-to-alls of one pass are in flight, the

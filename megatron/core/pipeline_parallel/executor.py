@@ -128,8 +128,8 @@ class PipelineExecutor(Generic[Module, Micro]):
     ) -> list[Tensor]:
         """Run one step over `batches`.
 
-        A list without backward passes runs without autograd. If an exception is raised, a note with the name of the
-        action is added to it.
+        A list without backward passes runs without autograd. If an action raises an exception, the name of the action
+        is added to the exception as a note.
 
         Args:
             actions: The rank's action list.
@@ -292,7 +292,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         self.queue.end()
 
     def _weight_backward(self, action: Action) -> None:
-        """Compute the weight gradients that the I action of the same stage and micro-batch added to the queue."""
+        """Compute the weight gradients that were queued by the I action of the same stage and micro-batch."""
         assert self.queue is not None, f"{action} needs a WeightGradQueue"
         with self._clock("backward"):
             self.queue.run((action.stage, action.microbatch))
@@ -318,6 +318,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         return self.layout.rank_of(counterpart(action).stage)
 
     def _tag(self, send: Action) -> int:
-        """Return the tag of a message. The sender and the receiver compute the same tag."""
+        """Return the tag of a message. The tag depends only on the action, so the sender and the receiver compute the
+        same tag."""
         place = send.microbatch * self.layout.num_stages + send.stage
         return 2 * place + (send.kind is Kind.SEND_B)

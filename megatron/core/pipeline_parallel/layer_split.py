@@ -53,8 +53,8 @@ def end_costs(config: TransformerConfig) -> tuple[float, float]:
 
 
 def multi_token_cost(config: TransformerConfig) -> float:
-    """Return the FLOPs of multi-token prediction as a multiple of the mean FLOPs of a layer. Each depth computes a
-    projection, one layer of the last layer's kind, and the head."""
+    """Return the FLOPs of multi-token prediction as a multiple of the mean FLOPs of a layer. At each prediction depth,
+    the model computes a projection, one layer of the same kind as its last layer, and the head."""
     layers, depths = _layer_costs(config), config.mtp_depths
     if not layers or not depths:
         return 0.0

@@ -3,15 +3,15 @@
 Waiting blocks the current stream under NCCL and the calling thread under gloo. No operation synchronizes a device. gloo
 does not support CUDA tensors in point-to-point messages, so such tensors are copied through host memory.
 
-Under NCCL, all messages of a group run in order on the stream of the group. The reason is that communicators are
-created at the start, so torch creates no additional communicators for pairs of ranks. A message waits for the
-computation launched before it, but computation launched later does not wait for the message. A single group would be
-too slow: each send would wait for the receives launched before it, and a receive waits until the peer has computed the
-message. There are therefore four lanes, each with its own group over the same ranks: one lane for each combination of
-forward or backward messages and even or odd sending ranks. On each lane, a rank either only sends messages or only
-receives messages. There is one exception: the messages between the last and the first rank of an interleaved schedule,
-if the number of ranks is odd. For these messages, a rank both sends and receives on one lane, in an order that is the
-same on all ranks.
+Under NCCL, all messages of a group run in order on the stream of the group. This is because the communicators are
+created at the start of the run; otherwise, torch would create a communicator for each pair of ranks. A message waits
+for the computation launched before it, but computation launched later does not wait for the message. A single group
+would be too slow: each send would wait for the receives launched before it, and a receive waits until the peer has
+computed the message. There are therefore four lanes, each with its own group over the same ranks: one lane for each
+combination of forward or backward messages and even or odd sending ranks. On each lane, a rank either only sends
+messages or only receives messages. There is one exception: the messages between the last and the first rank of an
+interleaved schedule, if the number of ranks is odd. For these messages, a rank both sends and receives on one lane, in
+an order that is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class PipelineP2P:
         while self._sends:
             work, _ = self._sends[0]
             if work is not None and (len(self._sends) > keep or work.is_completed()):
-                _wait(work, self.timeout if self._gloo else None)  # The wait also makes torch release the message.
+                # Even if the send has finished, torch releases the message only after a wait.
+                _wait(work, self.timeout if self._gloo else None)
                 self._sends.popleft()
             else:
                 break

@@ -37,8 +37,9 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
 
     The resulting lists cannot deadlock, even if each send blocks until its receive is reached, and each receive until
     its send is reached. Each list is part of one global order. In the global order, every send directly precedes its
-    receive and follows all its dependencies. The first unfinished action of the global order can therefore always run.
-    Two passes that run in turns are adjacent in the global order, and the messages of both passes follow them.
+    receive and follows all its dependencies. Therefore at least one action can always run: the first unfinished action
+    of the global order. Two passes that run in turns are adjacent in the global order, and the messages of both passes
+    follow them.
 
     If `validates` is True, a VALIDATE is inserted into every list at the position of the first backward pass in the
     global order. No message is sent before a VALIDATE and received after it, so all ranks can restart their lists at
@@ -81,8 +82,8 @@ def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
     """Return a key that sorts (start, rank, unit) by start time.
 
     Among units that start at the same time, forward passes come first, in ascending order of stages, followed by
-    backward passes in descending order. The unit that comes first sends a message that its neighbour needs for its next
-    computation. Because of this order, the neighbour posts the receive before it starts that computation.
+    backward passes in descending order. Of two units that start at the same time, the second may need the message of
+    the first for its next computation. With this order, the receive is posted before that computation.
     """
     start, _, unit = entry
     kind, stage, _ = unit[0]

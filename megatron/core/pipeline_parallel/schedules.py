@@ -38,8 +38,8 @@ class ChunkedSchedule(Protocol):
 
 
 class EndlessSchedule(Protocol):
-    """Interface of schedules in which a step already starts passes of the next step. Such a schedule returns the action
-    lists of one step."""
+    """Interface of schedules in which a step already starts passes of the next step. Each call returns the action lists
+    of one step."""
 
     def __call__(self, schedule: str, p: int, before: int, microbatches: int, after: int) -> Lists:
         """Return the action lists, including communication. `before` and `after` are the numbers of micro-batches of
@@ -262,7 +262,8 @@ def build_schedule(
 ) -> Schedule:
     """Return the compute actions of a registered schedule.
 
-    `group` affects only schedules that group micro-batches. Raises ValueError in the same cases as `layout_of`.
+    Schedules that do not group micro-batches ignore `group`. Raises ValueError if the schedule is unknown or does not
+    support `v`.
     """
     v = layout_of(schedule, p, v).chunks
     facts = PIPELINE_SCHEDULES.facts(schedule)

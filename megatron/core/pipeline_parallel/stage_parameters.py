@@ -54,7 +54,8 @@ def stage_metas(
 
 
 def model_states(config: TransformerConfig) -> list[tuple[ParamMeta, str]]:
-    """Return the untrained tensors of the whole model that checkpoints contain, each with the name of its dtype."""
+    """Return metadata and dtype name of all untrained tensors of the model that checkpoints contain, such as expert
+    biases."""
     stage = whole_model(config)
     found = list(_begin(config, stage, False, ()).states)
     for number in stage.layers:

@@ -60,9 +60,10 @@ class Walk:
     An action starts when the previous action of its rank has ended and all its inputs have arrived. By default,
     messages take no time and a whole backward pass takes as long as two forward passes; subclasses may change both.
 
-    If the lists contain no communication, the simulation assumes that a message arrives as soon as it is computed. In
-    lists with communication, a receive does not wait; instead, the compute action that uses the message waits. With
-    `rendezvous`, sends and receives block until the other end is reached, which is the worst case for deadlocks.
+    If the lists contain no communication, the simulation assumes that a message arrives as soon as it is computed. If
+    the lists contain communication, a receive action does not wait for its message. The compute action that uses the
+    message waits instead. With `rendezvous`, sends and receives block until the other end is reached, which is the
+    worst case for deadlocks.
     """
 
     def __init__(self, lists: Lists, *, rendezvous: bool = False) -> None:

@@ -36,8 +36,8 @@ def vocab_parallel_cross_entropy(
     outside [0, vocab_size).
 
     If the logits are an intermediate result, the gradient overwrites them, which halves the memory. Because the logits
-    are overwritten, autograd refuses a second backward pass through them. Clone logits that you read after this call:
-    if `compiled` GPU kernels cover the whole vocabulary, even the forward pass overwrites the logits.
+    are overwritten, autograd refuses a second backward pass through them. Clone the logits before this call if you read
+    them later: if `compiled` GPU kernels process the whole vocabulary, even the forward pass overwrites the logits.
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not is_view(logits)
@@ -48,7 +48,7 @@ def local_columns(logits: Tensor, vocab_size: int, tp: Axis) -> tuple[int, int]:
     """Return the token id of this rank's first column of `logits` [..., V/t], and the number of its columns that are
     not padding.
 
-    The remaining columns are padding. A rank may hold nothing but padding.
+    All columns after these are padding. A rank may hold only padding.
     """
     start, stop = local_rows(logits.shape[-1] * tp.size, tp)
     return start, max(0, min(vocab_size, stop) - start)

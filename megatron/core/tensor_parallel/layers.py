@@ -135,7 +135,7 @@ class TPContext(Section):
         return self.hardware.compiled
 
     def of_layer(self, number: int) -> TPContext:
-        """Return the context of transformer layer `number`, with `format` None if that layer computes in `dtype`."""
+        """Return the context for transformer layer `number`; `format` is None if the layer does not use it."""
         used = self.format is not None and number in self.format.layers
         return replace(self, layer=number, format=self.format if used else None)
 
@@ -224,8 +224,7 @@ class LinearFunction(torch.autograd.Function):
 
     With an addend, the function returns y + addend, and `leave` must not be a collective. The function saves only the
     local part of the input, in the form that the dW GEMM reads. The backward pass gathers the input again while it
-    computes dX, and reduces dX while it computes dW. The backward pass passes dW to `accumulate_weight_grad`. If
-    `saves` is false, nothing is saved for a backward pass. `of_output` may contain casts and the sum of dY.
+    computes dX, and reduces dX while it computes dW. It passes dW to `accumulate_weight_grad`. If `saves` is False, nothing is saved for the backward pass. `of_output` may contain casts and the sum of dY.
     """
 
     # Column parallel: x [s, b, h] -> [s, b, f/t]; W [f/t, h]. With sequence parallelism x [s/t, b, h].
@@ -358,7 +357,7 @@ class ParallelLinear(nn.Module):
 
 class ColumnParallelLinear(ParallelLinear):
     """Linear layer with sharded output features: y = x Wᵀ + bias. The weight of a gated MLP is [2, ffn, h] and sharded
-    along dim 1, so that every shard is a rectangle of the whole weight. A rank's output has one flat feature dim."""
+    along dim 1, so that every shard is a rectangle of the whole weight. The local output has one feature dim."""
 
     # x [s, b, in], or [s/t, b, in] under sequence parallelism -> [s, b, out/t]; W [out/t, in]
     def __init__(self, linear: ColumnLinear, ctx: TPContext) -> None:
@@ -390,7 +389,7 @@ class RowParallelLinear(ParallelLinear):
 
 
 def column_parallel(linear: ColumnLinear, ctx: TPContext) -> ColumnParallelLinear:
-    """Build a column-parallel layer of a transformer layer, or its substitute."""
+    """Build a column-parallel layer with the implementation that is registered for it."""
     layer: ColumnParallelLinear = LINEARS.build("column_parallel", linear, ctx)
     return layer
 

@@ -68,8 +68,8 @@ class FormatOfProducts(Protocol):
         """Raise ValueError if the device does not support the number format."""
 
     def gather(self, ddp: object) -> ParamGather | None:
-        """Return the gather of weights in this format for a rank's `DistributedDataParallel`; None if weights are
-        gathered in the dtype of the parameters."""
+        """Return the object that casts the weights of `ddp`, a `DistributedDataParallel`, before they are gathered in
+        this format. Return None if weights are gathered in the dtype of the parameters."""
 
 
 LINEAR_FORMATS = Registry("format of products", LinearFormatFacts, protocol=FormatOfProducts)

@@ -38,7 +38,7 @@ the sequence dim. A scalar applies to the whole sequence.
 
 class Operands(NamedTuple):
     """An activation or gradient in the two forms that GEMMs read: one for the output GEMM, and one for the
-    weight-gradient GEMM. Both forms may contain the same tensors."""
+    weight-gradient GEMM. The two forms may share their tensors."""
 
     output: Operand
     """Operand of the GEMM that computes Y or dX."""
@@ -111,7 +111,8 @@ class LinearGemms:
     """True if `forward` accepts an addend."""
 
     splits_tokens = True
-    """True if casting and multiplying some of the tokens gives the same rows as casting and multiplying all tokens.
+    """True if the tokens are cast and multiplied independently of each other, so that each output row is the same for
+    any subset of the tokens.
 
     Parts of a sequence can then be gathered and multiplied separately, by `forward_rows_`, `input_grad_rows_`,
     `cast_grad_to_gather` and `gathered_grad`.
@@ -128,14 +129,14 @@ class LinearGemms:
     def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
         """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out].
 
-        If an addend [s, b, out] is given, return y + addend. This sum is rounded only once.
+        If an addend [s, b, out] is given, return y + addend. The result is rounded only once, after the addition.
         """
         if addend is None:
             return F.linear(x[0], matrix_of(weight), bias)
         return residual_gemm(rows_of(x[0]), matrix_of(weight), rows_of(addend), bias).view(addend.shape)
 
     def cast_grad(self, dy: Tensor, needs_dw: bool) -> Operands:
-        """Cast dY [s, b, out] after a gather."""
+        """Cast dY [s, b, out], which was already gathered, to the form that the GEMMs read."""
         return Operands((dy,), (dy,))
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
@@ -278,7 +279,8 @@ class LinearFormat(Protocol):
 
 
 def given_input(x: Tensor) -> Operands | None:
-    """Return the casts attached to a tensor without values; None for a tensor with values."""
+    """Return the cast input that is attached to the placeholder tensor `x`. Return None if `x` is an ordinary
+    tensor."""
     return getattr(x, "given_casts", None)
 
 

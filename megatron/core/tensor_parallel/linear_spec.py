@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def sequence_partial(sequence_parallel: bool) -> tuple[str, ...]:
-    """Return the `partial_over` of a replicated parameter that is used between linear layers.
+    """Return the axes over which the gradient of a replicated parameter is a partial sum (`ParamMeta.partial_over`).
+    The parameter is used between linear layers, for example in a norm.
 
     Without sequence parallelism, every rank processes all tokens. Each rank therefore computes the whole gradient, and
     the replicas stay equal. With sequence parallelism, each rank processes a part of the sequence, and the gradient on

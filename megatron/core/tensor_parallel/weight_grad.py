@@ -32,8 +32,8 @@ elements fit in the CPU cache."""
 
 
 class WeightGradQueue:
-    """Queue of weight-gradient jobs. Backward passes between `begin(key)` and `end()` add jobs, and `run(key)` runs
-    them."""
+    """Queue of weight-gradient jobs. Backward passes between `begin(key)` and `end()` add their jobs under `key`, and
+    `run(key)` runs these jobs."""
 
     def __init__(self) -> None:
         self._jobs: dict[Hashable, list[Callable[[], None]]] = {}
@@ -47,7 +47,7 @@ class WeightGradQueue:
         self._jobs[key] = []
 
     def end(self) -> None:
-        """Stop queueing: backward passes compute weight gradients directly again."""
+        """Stop queueing. Later backward passes compute their weight gradients immediately."""
         assert self._key is not None, "end() without begin()"
         self._key = None
 
