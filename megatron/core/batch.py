@@ -1,6 +1,6 @@
-"""Micro-batches, and the context of a micro-batch that every layer receives. Micro-batch and context are passed as
-arguments, down to core attention. No layer stores batch state, so a pipeline stage can have many micro-batches in
-flight and recompute any of them.
+"""Micro-batches, and the context of a micro-batch that every layer receives. All modules down to core attention receive
+the micro-batch and the context as arguments. No layer stores batch state, so a pipeline stage can have many
+micro-batches in flight and recompute any of them.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class Batch:
     """[b, s] int64."""
 
     labels: Tensor
-    """Labels [b, s] int64: the token that follows each token."""
+    """Labels [b, s] int64. The label of a token is the next token."""
 
     loss_mask: Tensor
     """Loss mask [b, s] float: 1 for tokens whose loss counts, 0 for all others."""
 
     sample_index: Tensor
-    """Number of each sample in the run [b] int64. Dropout masks are computed from these numbers, so that all layouts
-    have the same masks."""
+    """Index of each sample in the order of the run, [b] int64. Dropout masks depend on these indices and not on the
+    layout."""
 
     source_ids: Tensor | None = None
-    """Dataset number of each sample [b] int64; None if no layer or loss needs it."""
+    """Index of the data source of each sample, [b] int64; None if no layer or loss uses it."""
 
     position_ids: Tensor | None = None
     """Token positions [b, s] int64; None for 0 .. s-1."""
 
     document_ids: Tensor | None = None
     """Document ids [b, s] int64; None if each sample is one document. Tokens attend only to tokens with the same id.
-    Tokens with the same id are adjacent."""
+    Each id occupies a contiguous range of positions."""
 
     documents: Documents | None = None
     """Start positions of the documents in the whole samples, on the host. The start positions are computed from the
@@ -54,14 +54,14 @@ class Batch:
     """Token positions on each context-parallel rank; None for the default sharding."""
 
     places: Tensor | None = None
-    """Positions [s/cp] int64 of this rank's tokens in their samples; None for 0 .. s-1. These positions determine the
-    dropout masks. If `position_ids` is None, `places` also serves as the token positions.
+    """Positions [s/cp] int64 of this rank's tokens in their samples; None for 0 .. s-1. Dropout masks depend on these
+    positions. If `position_ids` is None, `places` also serves as the token positions.
     """
 
     aux_scale: Tensor | None = None
     """Scalar by which the gradients of auxiliary losses are multiplied (`megatron.core.moe.load_balancing`).
 
-    None if the model has no auxiliary losses.
+    `aux_scale` is None if the model has no auxiliary losses.
     """
 
     loss_seed: Tensor | None = None
@@ -102,12 +102,12 @@ class Batch:
         return self.loss_mask.sum()
 
     def with_future(self, depths: int) -> Batch:
-        """Return the batch, which must contain whole samples, with the fields for multi-token prediction of `depths`
-        depths.
+        """Return the batch with the fields for multi-token prediction of `depths` depths filled in. The batch must
+        contain whole samples.
 
-        At depth k, a token's loss counts under three conditions: its own loss and the losses of the following k tokens
-        count, the label k positions ahead is in the token's own document, and the token is not among the last k of the
-        sample.
+        At depth k, the loss of a token counts if three conditions hold. The loss mask must be 1 for the token and for
+        the k tokens after it. The label k positions ahead must be in the token's document. The token must not be among
+        the last k tokens of the sample.
         """
         if not depths:
             return self
@@ -162,13 +162,12 @@ FUTURE = ("future_tokens", "future_labels", "future_loss_mask", "future_position
 
 
 def _later(x: Tensor, places: int) -> Tensor:
-    """x [b, s]: return the values `places` positions ahead, 0 beyond the end."""
+    """Shift x [b, s] to the left by `places` positions, and fill the end with 0."""
     return F.pad(x[:, places:], (0, places))
 
 
 class CachedCore(Protocol):
-    """Settings of a `megatron.core.attention.core_attention.CoreAttention` that are needed for attention to cached
-    tokens."""
+    """Settings of a `megatron.core.attention.core_attention.CoreAttention` that attention to cached tokens needs."""
 
     scale: float
     span: Span

@@ -28,7 +28,8 @@ def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -
     Both operands are first rounded to `dtype`. If `dtype` has 16 bits, sums are in fp32, and `out_dtype` must be fp32
     or `dtype`. Otherwise, `out_dtype` must be `dtype`. Let u be the unit roundoff of `dtype` (2^-8 in bf16). Rounding
     an operand changes each element of the result by up to u |a| |b|. Rounding the result adds a relative error of up to
-    u. Gradients are products of the rounded operands and the rounded output gradient, in the dtypes of the operands.
+    u. The gradients are computed from the rounded operands and the rounded output gradient. They have the dtypes of the
+    operands.
     """
     out: Tensor = _Multiply.apply(a, b, dtype, out_dtype)
     return out
@@ -58,8 +59,8 @@ class _Multiply(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply a [..., i, k] and b [..., k, j], which have the same dtype and the same leading sizes -> [..., i, j] in
-    `dtype`. `multiply` calls this function in its forward pass."""
+    """Multiply matrices: a [..., i, k] b [..., k, j] -> [..., i, j] in `dtype`. Both operands have the same dtype and
+    the same leading sizes. `multiply` calls this function in its forward pass."""
     if a.itemsize > 2:
         return a @ b
     found: Tensor = bmm_in_fp32(a.flatten(0, -3), b.flatten(0, -3), dtype)

@@ -1,4 +1,5 @@
-"""Boxes (rectangles of a global tensor): conversion of flat element ranges to boxes, and overlap of boxes.
+"""Rectangular blocks ("boxes") of a global tensor. Functions divide a flat range of elements into blocks, and intersect
+two blocks.
 
 This module does not import torch.
 """
@@ -65,7 +66,8 @@ def boxes_of_flat_range(
 def overlap(
     a_offset: Sequence[int], a_shape: Sequence[int], b_offset: Sequence[int], b_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the common part of two boxes as slices of each box; None if the boxes do not overlap."""
+    """Return the intersection of two rectangular blocks of a tensor. The result is a pair: the slices of the first
+    block and the slices of the second block that select the intersection. None if the blocks do not overlap."""
     in_a, in_b = [], []
     for a, a_length, b, b_length in zip(a_offset, a_shape, b_offset, b_shape, strict=True):
         start, stop = max(a, b), min(a + a_length, b + b_length)

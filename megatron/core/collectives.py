@@ -3,7 +3,7 @@
 - `start_*` functions launch a collective and return a `Pending`, whose `wait()` completes the collective. A GEMM can
   overlap with the collective.
 - `all_reduce_`, `all_gather` and `reduce_scatter` wait for the result. The functions from `copy_to` to `swap_blocks`
-  are differentiable collectives for activations. Each applies a linear map, and its backward pass applies the adjoint.
+  are differentiable collectives for activations. Each of them is a linear map, whose backward pass is the adjoint map.
 - `RingExchange` sends to the next rank and receives from the previous one.
 
 On an axis of size 1, all functions except the ring return their input and use no process group. Shapes: t is the size
@@ -31,8 +31,8 @@ from megatron.core.torch_private import AutogradContext
 
 T = TypeVar("T")
 
-# torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor. These constants are names, so that the functions
-# are looked up at each call.
+# torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor. The constants are strings, so that each call
+# looks the function up in torch.distributed.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
@@ -61,8 +61,8 @@ class Pending:
 
 
 class PassPair:
-    """Two passes of different micro-batches on one rank. This class runs the passes one after the other; subclasses may
-    interleave them."""
+    """Two passes of different micro-batches on one rank. This class runs one pass after the other. A subclass may
+    interleave the passes."""
 
     in_turns = False
 
@@ -210,12 +210,13 @@ class _AdjointPair(torch.autograd.Function):
 
 
 def apply_linear_together(tensors: Sequence[Tensor], forward: LinearMaps, adjoint: LinearMaps) -> tuple[Tensor, ...]:
-    """Compute forward(tensors), which is linear in each tensor. The backward pass applies `adjoint`."""
+    """Return forward(tensors), and apply `adjoint` to the gradients in the backward pass. `forward` must be linear in
+    each tensor."""
     return _AdjointPair.apply(forward, adjoint, *tensors)
 
 
 def apply_linear(x: Tensor, forward: LinearMap, adjoint: LinearMap) -> Tensor:
-    """Compute forward(x), which is linear in x. The backward pass applies `adjoint`."""
+    """Return forward(x), and apply `adjoint` to the gradient in the backward pass. `forward` must be linear."""
     return apply_linear_together((x,), lambda xs: [forward(xs[0])], lambda ys: [adjoint(ys[0])])[0]
 
 

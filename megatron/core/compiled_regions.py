@@ -47,10 +47,10 @@ class CompiledRegion(Generic[K, R]):
 
 
 def torch_function(function: Callable[K, R]) -> Callable[K, R]:
-    """Decorator for a function whose tensors are positional.
+    """Decorator for a function that takes its tensors as positional arguments.
 
-    A `TorchFunctionMode` sees one call of `function`, as it does for torch's own functions, instead of the operations
-    inside.
+    A `TorchFunctionMode` intercepts each call of `function` as a whole, as it does for torch's own functions. Without
+    this decorator, the mode would intercept the operations inside `function`.
     """
 
     @wraps(function)

@@ -27,8 +27,8 @@ def dropout(
         p: Probability of dropping a value.
         key: Key of the dropout layer, from `site_key`.
         sample_index: Sample numbers in the run [b].
-        seq_offset: Position of x[0] in the whole sequence, or the positions [s] of all rows. Ranks that hold parts of a
-            sequence apply the corresponding parts of a single mask.
+        seq_offset: Position of x[0] in the whole sequence, or the positions [s] of all rows. If several ranks hold
+            parts of a sequence, each rank applies the corresponding part of the same mask.
         compiled: Whether to use a compiled kernel.
     """
     if p == 0.0:
@@ -48,7 +48,7 @@ def mask_bits(x: Tensor, key: int, sample_index: Tensor, seq_offset: int | Tenso
 
 
 def _rows_and_columns(x: Tensor, key: int, sample_index: Tensor, seq_offset: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Return hashes of the rows [s, b], and the columns [h], of x [s, b, h]."""
+    """For x [s, b, h], return a hash of each row [s, b] and of each column [h]."""
     sample = _absorb(key, sample_index)
     places = seq_offset if isinstance(seq_offset, Tensor) else _positions(seq_offset, x.shape[0], x)
     return _absorb(sample, places[:, None]), _positions(0, x.shape[2], x)
@@ -136,13 +136,14 @@ def threshold(p: float) -> int:
 
 
 def bits_of_columns(places: Tensor) -> Tensor:
-    """Return int32 hashes of columns (features or key positions) from their int64 numbers."""
+    """Return an int32 hash of each column. `places` contains the int64 indices of the columns, which are features or
+    key positions."""
     return _low_bits(_absorb(0, places))
 
 
 def _row_and_column_bits(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int32 hashes of rows and of columns. The sum of a row's bits and a column's bits is the input of
-    `_mix_`."""
+    """Return int32 hashes of rows and of columns. For each element, `_mix_` is applied to the sum of its row hash and
+    its column hash."""
     return _low_bits(rows.flatten()), bits_of_columns(columns)
 
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 NO_ROOM = {errno.EDQUOT, errno.EFBIG, errno.ENOSPC}
-"""Error numbers of a full disk or quota. The operating system does not name the open file in these errors."""
+"""Error numbers for a full disk, an exhausted quota, or a file that is too large. An OSError with one of these numbers
+does not contain the file name."""
 
 
 def name_full_file(error: BaseException, path: Path | str) -> None:

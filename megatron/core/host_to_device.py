@@ -37,7 +37,8 @@ def has_values(x: Tensor) -> bool:
 
 @contextmanager
 def threads_on_host(number: int | None) -> Iterator[None]:
-    """Set the number of torch's host threads, if given. By default, torchrun limits each rank to one host thread."""
+    """Context manager that sets the number of torch's host threads; None keeps the number. By default, torchrun limits
+    each rank to one host thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(number or before)
     try:

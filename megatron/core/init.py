@@ -32,16 +32,17 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """Part of a global tensor that one generator draws, and the location of these elements in this rank's shard."""
+    """Consecutive elements of a global tensor that one random generator draws, and their locations in this rank's
+    shard."""
 
     local: Tensor
     meta: ParamMeta
     index: int
     length: int
     copies: list[tuple[slice, tuple[int, ...], Index, Index]]
-    """One entry for each box of the block. The entry contains the slice of the block's elements that fill the box, the
-    shape of the box, and two indices of the overlap of box and shard: one index into the box and one index into the
-    shard."""
+    """The block is divided into rectangular parts. Each part has an entry with four elements: the slice of the block's
+    elements that fill the part, the shape of the part, the index within the part of its intersection with the shard,
+    and the index of this intersection within the shard."""
 
 
 def alloc_storage(tensor: Tensor) -> None:
@@ -160,6 +161,7 @@ def _block_values(seed: int, name: str, index: int, length: int, init: Init) -> 
 
 
 def site_key(seed: int, name: str) -> int:
-    """Return a seed in [0, 2**63) for one named use of random numbers, such as one dropout of one layer."""
+    """Derive a seed in [0, 2**63) from the seed of the run and the name of a random operation, such as a dropout in a
+    layer."""
     digest = blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -10,7 +10,7 @@ from megatron.core.registry import NoFacts, Registry
 
 
 class Kernel(Protocol):
-    """A kernel that can replace plain torch for an operation. The kernel is called with the operands of the
+    """A kernel that can replace plain torch for an operation. A call of the kernel takes the same operands as the
     operation."""
 
     def suits(self, *operands: Any) -> bool:
@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 def kernel_for(name: str, *operands: object) -> Kernel | None:
-    """Return the kernel for an operation with these operands; None for plain torch."""
+    """Return the kernel that runs the operation `name` for these operands; None if plain torch runs it."""
     if name in LEFT_OUT or name not in KERNELS:
         return None
     kernel = _kernel(name)

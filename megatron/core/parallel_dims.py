@@ -133,8 +133,8 @@ class ParallelDims:
         return sorted(groups)
 
     def instance_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
-        """Return the groups along axes, where each group is divided into one part of consecutive ranks per instance,
-        such as a node."""
+        """Divide each group along the axes into one part of consecutive ranks for each instance, such as a node.
+        Returns these parts."""
         size = self.size(*axes) // (parts or self.instances)
         return [ranks[i : i + size] for ranks in self.groups(*axes) for i in range(0, len(ranks), size)]
 

@@ -102,8 +102,8 @@ class ParallelState:
         return self.axis("dp_cp")
 
     def shard_axis(self, data_axis: str) -> Axis:
-        """Return the ranks over which parameter states are sharded: the ranks along a `data_axis`, or one instance of
-        these ranks."""
+        """Return the axis over which parameter states are sharded. This is `data_axis`, or the part of `data_axis`
+        within one instance if there are several instances."""
         return self.axes.get(f"{data_axis}_shard", self.axis(data_axis))
 
     def copies_axis(self, data_axis: str) -> Axis:
@@ -124,7 +124,7 @@ class ParallelState:
 
     @cached_property
     def coords(self) -> dict[str, tuple[int, int]]:
-        """Map each axis to (rank, size), for `ParamMeta.box`."""
+        """Dict from each axis to this rank's (rank, size), as `ParamMeta.box` expects it."""
         return {name: (self.axis(name).rank, self.axis(name).size) for name in SINGLE_AXES}
 
 
@@ -173,8 +173,9 @@ def build_parallel_state(
 
     All ranks call `new_group` the same number of times, and the n-th calls of all ranks divide the world into disjoint
     groups. torch relies on this: it names a group after the number of groups created before, and NCCL with a bound
-    device creates each group by an `ncclCommSplit`, which is collective over the whole world. A rank that is the only
-    member of its group therefore creates a group too. Equal divisions of the world share a communicator.
+    device creates each group by an `ncclCommSplit`, which is collective over the whole world. Every rank must therefore
+    call `new_group`, even for a group of which it is the only member. Axes that divide the world into the same groups
+    share a communicator.
 
     Args:
         dims: Sizes of the layout.

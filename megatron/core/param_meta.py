@@ -1,8 +1,8 @@
 """Metadata of parameters: role, global shape, sharding and initial values.
 
 Initialization, gradient reduction, gradient norms, learning rates, weight decay, checkpoints, conversion and replica
-checks read only the `ParamMeta` of a parameter. A new layer is therefore described only once, where it is built. This
-module does not import torch, so that plans and tools can read the same metadata.
+checks read only the `ParamMeta` of a parameter. A new layer therefore only has to describe its parameters, in the place
+where it creates them. This module does not import torch, so that plans and tools can read the same metadata.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Init:
 
 @dataclass(frozen=True)
 class Fused:
-    """Weights of several linear maps that are concatenated in one parameter: `sizes` are the lengths of the weights
-    along `dim`."""
+    """Weights of several linear maps that are concatenated along `dim` in one parameter. `sizes` contains the length of
+    each weight along `dim`."""
 
     name: str
     """"qkv" (queries, keys and values), "gate_up" (both halves of a gated fc1), or a custom name."""
@@ -98,10 +98,11 @@ WIDTH_KINDS: Mapping[str, WidthKind] = {
     "router": "output",
     "gate": "output",
 }
-"""Width kinds, keyed by role. Roles that are not listed belong to vectors."""
+"""Width kinds (`ParamMeta.width_kind`), keyed by role. All other roles are of the kind "vector"."""
 
 KINDS = {"embedding": "embeddings", "norm": "norms"} | dict.fromkeys(("bias", "sink", "vector", "state"), "biases")
-"""Kinds for weight decay, keyed by role. Roles that are not listed belong to matrices."""
+"""Kinds of parameters for weight decay (`ParamMeta.kind`), keyed by role. All other roles are of the kind
+"matrices"."""
 
 
 @dataclass(frozen=True)
@@ -118,15 +119,15 @@ class ParamMeta:
     global_shape: tuple[int, ...]
 
     sharded: Mapping[str, int] = field(default_factory=dict)
-    """Dimension that each mesh axis ("tp", or "ep" and "expt_tp") shards, keyed by axis."""
+    """Dict from each mesh axis that shards the parameter ("tp", or "ep" and "expt_tp") to the sharded dimension."""
 
     init: Init | None = None
     """Initial values. With None, `make_parameter` fills in the default that `InitPolicy` defines for the role."""
 
     partial_over: tuple[str, ...] = ()
-    """Model-parallel axes over which the local gradient is a partial sum that must be reduced: ("tp",) for a parameter
-    that acts on sequence-parallel activations. Gradients are always reduced over data-parallel axes, which are not
-    listed."""
+    """Model-parallel axes over which gradients must be summed, because each rank computes only a part of the sum. This
+    is ("tp",) for a parameter that acts on sequence-parallel activations. The data-parallel axes, over which gradients
+    are always reduced, are not listed."""
 
     shared_stages: tuple[int, ...] = ()
     """Pipeline stages that each hold a replica of the parameter. For tied embeddings, these are the first and the last
@@ -136,7 +137,7 @@ class ParamMeta:
     """True for an expert parameter, whose gradient is reduced over "expt_dp" instead of "dp" and "cp"."""
 
     role: Role = field(kw_only=True)
-    """Role in the model, which determines initial values, learning rates and weight decay."""
+    """Role of the parameter in the model. It determines the initial values, the learning rate and the weight decay."""
 
     fan_in: int = field(default=0, kw_only=True)
     """Number of terms in the sum for one output. If it is not given, it is the size of the last dimension for a weight
@@ -198,8 +199,8 @@ class ParamMeta:
 
     @property
     def kind(self) -> str:
-        """Kind of the parameter for weight decay: "matrices", "embeddings" (also matrices), "norms" (norm weights), or
-        "biases" for all other vectors."""
+        """Kind of the parameter for weight decay: "embeddings", "matrices" for all other matrices, "norms" for norm
+        weights, or "biases" for all other vectors."""
         return KINDS.get(self.role, "matrices")
 
     @property
@@ -219,8 +220,7 @@ class ParamMeta:
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The tensor- and expert-parallel axes along which ranks hold replicas, because they do not shard the
-        tensor."""
+        """Tensor- and expert-parallel axes that do not shard the parameter. Along these axes, ranks hold replicas."""
         return tuple(axis for axis in (("ep", "expt_tp") if self.expert else ("tp",)) if axis not in self.sharded)
 
     def is_first_replica(self, coords: Mapping[str, tuple[int, int]]) -> bool:
@@ -249,12 +249,14 @@ class InitRule(Protocol):
     """Rule that changes the initial values of parameters, such as `megatron.core.config.param_groups.ParameterRule`."""
 
     def initial(self, meta: ParamMeta, init: Init) -> Init:
-        """Return the initial values of a parameter, given its values without the rule."""
+        """Return the initial values of a parameter. `init` contains the initial values that the parameter has without
+        this rule."""
 
 
 @dataclass(frozen=True)
 class InitPolicy:
-    """Initial values of every role. A `ParamMeta` sets `init` only if its initial values differ from these values."""
+    """Default initial values for parameters of each role. If a parameter needs other initial values, its
+    `ParamMeta.init` defines them."""
 
     std: float = 0.02
     """Standard deviation of weights and sinks."""

@@ -35,7 +35,7 @@ class _Entry(Generic[F]):
 
 
 def imported(where: Any) -> Any:
-    """Import the object named by a string "module:attribute". Return a value that is not a string unchanged."""
+    """Import the object that a string "module:attribute" names. If `where` is not a string, return it unchanged."""
     if not isinstance(where, str):
         return where
     module, _, attribute = where.partition(":")
@@ -65,8 +65,8 @@ def _members(protocol: type) -> list[str]:
 
 
 def _call_form(protocol: type) -> str | None:
-    """Return the argument names of a Protocol's `__call__`, with `=` appended to keyword-only arguments. Returns None
-    if the Protocol does not define `__call__`, or if `__call__` accepts `*args` or `**kwargs`."""
+    """Return the argument names of a Protocol's `__call__` as text. Keyword-only arguments are marked with `=`. Returns
+    None if the Protocol does not define `__call__`, or if `__call__` accepts `*args` or `**kwargs`."""
     call = next((vars(base)["__call__"] for base in protocol.__mro__ if "__call__" in vars(base)), None)
     if call is None:
         return None
@@ -123,8 +123,8 @@ def _without_types(function: Callable[..., object]) -> Signature:
 
 
 def refused_call(protocol: type, part: object) -> str:
-    """Check a function that is registered as one of a part's facts. Return the problem if the function cannot be called
-    like `protocol`; otherwise, return an empty string."""
+    """Check a function that is registered as a fact of a part. Returns an empty string if the function accepts the
+    arguments of `protocol`, and otherwise a description of the problem."""
     return _refused(form, part) if (form := _call_form(protocol)) else ""
 
 
@@ -135,10 +135,10 @@ class Registry(Collection[str], Generic[P, F, K]):
         flag: the flag that chooses a part on the command line, for messages.
         facts: makes the facts of a part from the keyword arguments of `register`.
         protocol: the Protocol of the parts. Each part must accept the arguments of the Protocol's `__call__`, and have
-            the other members of the Protocol. If `protocol` is a plain class instead, the parts must be instances of
-            the class.
-        makes: the Protocol of the objects that parts return when they are called. A part that is a class must have this
-            Protocol's members, with methods that accept the same arguments.
+            the other members of the Protocol. If `protocol` is a class but not a Protocol, each part must be an
+            instance of it.
+        makes: the Protocol of the objects that parts return when they are called. If a part is a class, it must have
+            the members of this Protocol, and its methods must accept the same arguments.
     """
 
     def __init__(
@@ -196,9 +196,9 @@ class Registry(Collection[str], Generic[P, F, K]):
         return add if part is None else add(part)
 
     def substitute(self, name: str, part: str, when: Callable[..., bool]) -> None:
-        """Make `build` call `part`, a string "module:attribute", instead of the part `name` if `when(*args)` is true. A
-        substitute is a different implementation of the same function with the same parameters. Configurations keep
-        `name`.
+        """Register a substitute for the part `name`. `build` calls the substitute instead of the part if `when(*args)`
+        is true. `part` is a string "module:attribute". A substitute is a different implementation of the same function
+        with the same parameters. Configurations keep `name`.
         """
         self._substitutes.setdefault(name, []).append((part, when))
 
@@ -247,7 +247,8 @@ class Registry(Collection[str], Generic[P, F, K]):
             raise ValueError(f"{self.flag} {name}: {refused}")
 
     def facts(self, name: str) -> F:
-        """Return the properties of a part without importing it. Raises the same ValueError as `registry[name]`."""
+        """Return the properties of a part without importing it. If the name is not registered, raises the same
+        ValueError as `registry[name]`."""
         return self._entry(name).facts
 
     def wanted(self, *args: Any) -> list[str]:

@@ -45,7 +45,8 @@ class NullTokenizer:
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as tokens 0 to 255, and EOD 256. The encoding is lossless and needs no file."""
+    """Tokenizer whose tokens are the UTF-8 bytes 0 to 255, and EOD 256. It encodes any text without loss and reads no
+    file."""
 
     vocab_size = 257
     eod = eos = 256
@@ -154,13 +155,13 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
 
 @cache
 def _built(config: TokenizerConfig, files: tuple[object, ...]) -> dict[int | None, Tokenizer]:
-    """Return the cached tokenizers, keyed by the --vocab-size with which they were built."""
+    """Return the cache of built tokenizers for these files, keyed by --vocab-size."""
     return {}
 
 
 def _state_of_files(config: TokenizerConfig) -> Iterator[tuple[str, int, int]]:
-    """Yield (path, modification time, size) of each file that the flags name or that is in a folder that the flags
-    name. If no file changes between two calls, both calls yield the same.
+    """Yield (path, modification time, size) for each file that the flags name. If the flags name a folder, yield this
+    for each file in the folder. If no file changes between two calls, both calls yield the same.
     """
     for value in vars(config).values():
         if isinstance(value, str) and (path := Path(value)).exists():

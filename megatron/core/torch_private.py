@@ -54,10 +54,10 @@ foreach_sub_ = torch._foreach_sub_
 """a -= b for each pair of tensors. torch 2.13."""
 
 foreach_copy_ = torch._foreach_copy_
-"""Copies each tensor of a list into its counterpart. torch 2.13."""
+"""Copy each tensor of a list into the corresponding tensor of another list. torch 2.13."""
 
 foreach_mul_ = torch._foreach_mul_
-"""Multiplies each tensor of a list by one factor. torch 2.13."""
+"""Multiply each tensor of a list by a scalar in place. torch 2.13."""
 
 foreach_lerp_ = torch._foreach_lerp_
 """a += factor * (b - a) for each pair of tensors. torch 2.13."""
@@ -66,7 +66,7 @@ foreach_zero_ = torch._foreach_zero_
 """Set each tensor of a list to zero. torch 2.13."""
 
 foreach_norm = torch._foreach_norm
-"""Computes the norm of each tensor of a list. torch 2.13. Fallback: `torch.nn.utils.get_total_norm`, for a single norm
+"""Return the norm of each tensor in a list. torch 2.13. Fallback: `torch.nn.utils.get_total_norm`, for a single norm
 over all tensors."""
 
 # Operators without a public function
@@ -76,8 +76,8 @@ assert_async = torch._assert_async
 GPUs."""
 
 scaled_mm: Callable[..., Tensor] = torch._scaled_mm
-"""Matrix product of fp8 operands with scales. torch 2.13. Fallback: `torch.nn.functional.scaled_mm`, once it supports
-tiled e5m2 operands."""
+"""Matrix product of fp8 operands with scales. torch 2.13. Fallback: `torch.nn.functional.scaled_mm`, as soon as this
+function supports tiled e5m2 operands."""
 
 scaled_grouped_mm: Callable[..., Tensor] = torch._scaled_grouped_mm
 """fp8 matrix products of all experts in one kernel. torch 2.13. Fallback: `torch.nn.functional.scaled_grouped_mm`,
@@ -88,8 +88,8 @@ grouped_mm_overload: Callable[..., Tensor] = torch.ops.aten._grouped_mm.default
 torch 2.13. Fallback: the operator that a dispatch mode sees instead."""
 
 local_scalar_overload: Callable[..., float] = torch.ops.aten._local_scalar_dense.default
-"""The operator that `Tensor.item()` calls. Memory plans return zero for this operator. torch 2.13. Fallback: print the
-operators that a dispatch mode receives, and use the renamed operator."""
+"""The operator that `Tensor.item()` calls. Memory plans use zero as its result. torch 2.13. Fallback: the operator that
+a dispatch mode sees instead."""
 
 resize_storage_overload: Callable[..., None] = torch.ops.inductor.resize_storage_bytes_.default
 """The operator that a dispatch mode sees for a call of `resize_storage`. torch 2.13. Fallback: the operator that a
@@ -108,7 +108,7 @@ cudnn_attention: AttentionOutputs = torch.ops.aten._scaled_dot_product_cudnn_att
 """cuDNN's attention. torch 2.13. Fallback: `scaled_dot_product_attention` under `sdpa_kernel`."""
 
 cudnn_attention_backward: AttentionGradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-"""Gradients of `cudnn_attention`. torch 2.13. Fallback: autograd of `scaled_dot_product_attention`."""
+"""Gradients of `cudnn_attention`. torch 2.13. Fallback: differentiate `scaled_dot_product_attention` with autograd."""
 
 cpu_attention: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """Flash attention for CPUs, which also returns the log-sum-exp that is needed to merge tiles. torch 2.13. Fallback:
@@ -134,8 +134,8 @@ def resize_storage(tensor: Tensor, nbytes: int) -> None:
     """Resize the memory of a tensor. A size of 0 bytes frees the memory, and the full size allocates it again. Autograd
     does not treat the resize as a change of the tensor.
 
-    Inductor's operator for FSDP, torch 2.13. Fallback: `tensor.untyped_storage().resize_(nbytes)`, which fake
-    tensors do not count.
+    `torch.ops.inductor.resize_storage_bytes_`, which inductor uses for FSDP, torch 2.13. Fallback:
+    `tensor.untyped_storage().resize_(nbytes)`, which fake tensors do not count.
     """
     torch.ops.inductor.resize_storage_bytes_(tensor, nbytes)
 
@@ -161,7 +161,8 @@ def wrapper_tensor(
 ) -> Wrapper:
     """Create a tensor with a shape but no memory, for the `__new__` of a subclass.
 
-    `Tensor._make_wrapper_subclass`, torch 2.13. Fallback: the public successor of the method, which DTensor needs too.
+    `Tensor._make_wrapper_subclass`, torch 2.13. Fallback: call the function with which DTensor then creates its
+    tensors.
     """
     make = torch.Tensor._make_wrapper_subclass
     return make(cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=False)
@@ -174,7 +175,8 @@ override. torch 2.13. Fallback: a `__torch_function__` that calls the function u
 
 
 def forward_hooks(module: nn.Module) -> Iterable[Callable[..., object]]:
-    """Return the forward hooks of a module. `Module._forward_hooks`, torch 2.13. Fallback: keep the handles."""
+    """Return the forward hooks of a module. `Module._forward_hooks`, torch 2.13. Fallback: record the handles of all
+    hooks that are registered."""
     return module._forward_hooks.values()
 
 
@@ -204,13 +206,14 @@ in_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
 initializes weights."""
 
 dispatch_modes: Callable[[], list[TorchDispatchMode]] = _python_dispatch._get_current_dispatch_mode_stack
-"""Return the active dispatch modes. torch 2.13. Fallback: enter the modes with `with` in the second thread."""
+"""Return the active dispatch modes. torch 2.13. Fallback: pass the modes to the other thread, and enter them there with
+`with`."""
 
 push_mode = _python_dispatch._push_mode
 """Enter a dispatch mode that another thread created. torch 2.13. Fallback: `mode.__enter__()`."""
 
 pop_mode = _python_dispatch._pop_mode
-"""Leaves the innermost dispatch mode. torch 2.13. Fallback: `mode.__exit__(None, None, None)`."""
+"""Leave the innermost dispatch mode. torch 2.13. Fallback: `mode.__exit__(None, None, None)`."""
 
 tree_flatten = _pytree.tree_flatten
 """Return the leaves of nested containers. torch 2.13. Fallback: a recursion over tuples, lists and dicts."""
@@ -258,7 +261,7 @@ def preload_compiler() -> None:
 
 
 def raise_recompile_limit(least: int) -> None:
-    """Permit at least `least` variants of a compiled function. `torch._dynamo.config`, torch 2.13. Fallback:
+    """Permit torch to compile at least `least` variants of a function. `torch._dynamo.config`, torch 2.13. Fallback:
     `torch.compiler.config.recompile_limit`."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, least)
 
@@ -304,7 +307,8 @@ next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
 def running_node() -> Node | None:
     """Return the node whose backward function is running in this thread; None outside of a backward pass.
 
-    `torch._C._current_autograd_node`, torch 2.13. Fallback: a pre-hook on each node that records it.
+    `torch._C._current_autograd_node`, torch 2.13. Fallback: register a pre-hook on each node that records which node
+    runs.
     """
     return torch._C._current_autograd_node()
 
@@ -331,8 +335,8 @@ def default_store() -> dist.Store:
 
 
 def default_group() -> dist.ProcessGroup:
-    """Return the group of all ranks. `_get_default_group`, torch 2.13. Fallback: `dist.group.WORLD`, which may be
-    None."""
+    """Return the group of all ranks. `_get_default_group`, torch 2.13. Fallback: `dist.group.WORLD`, which is None
+    before the default group exists."""
     return distributed_c10d._get_default_group()
 
 
@@ -346,8 +350,8 @@ def known_groups() -> distributed_c10d._World:
 
 
 def fake_work() -> dist.Work:
-    """Return a collective that is already complete. `FakeWork`, torch 2.13. Fallback: a `dist.Work` of a `fake`
-    group."""
+    """Return a collective that is already complete. `FakeWork`, torch 2.13. Fallback: launch a collective in a group of
+    the backend `fake`, and return its `dist.Work`."""
     from torch._C._distributed_c10d import FakeWork
 
     return FakeWork()

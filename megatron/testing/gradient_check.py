@@ -26,12 +26,13 @@ STEP_SIZE = 1e-5
 below the tolerance."""
 
 TOLERANCE = 1e-4
-"""Largest relative difference that can be explained by the error of finite differences alone. A kink, as in ReLU,
-causes the largest error."""
+"""Largest relative difference that can be explained by the error of finite differences alone. The error is largest near
+a point where the loss is not differentiable, such as the kink of ReLU."""
 
 
 def gradient_differences(config: RunConfig, timeout: float) -> list[tuple[str, float]]:
-    """Return (parameter, relative difference between gradient and finite difference) in the order of the backward pass.
+    """Compare each parameter's gradient with a finite difference of the loss. Returns pairs (parameter, relative
+    difference) in the order of the backward pass.
 
     `config` must be a configuration for a single process in fp64. Auxiliary losses are disabled, because they add to
     gradients but not to the reported loss.

@@ -58,8 +58,8 @@ class Parity(ParityPlan):
         return self._reference
 
     def run(self, name: str) -> Row:
-        """Train the model under a layout and compare the results with one process. A crash is reported as a verdict,
-        not raised."""
+        """Train the model under a layout and compare the results with one process. If the training crashes, no
+        exception is raised, but the row gets the verdict "crashed"."""
         row, began = self.plan(name), time.perf_counter()
         if row.verdict == "refused":
             return row

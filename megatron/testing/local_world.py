@@ -2,7 +2,7 @@
 
     results = run_world(4, train_two_steps, config)     # train_two_steps(rank, world_size, config) on each rank
 
-A world starts in about 0.1 s, because it forks instead of importing torch again. The rendezvous is a file, so
+A world starts in about 0.1 s, because it forks instead of importing torch again. Ranks rendezvous through a file, so
 concurrent worlds need no free port. An exception on any rank is raised here with that rank's traceback. A world that
 hangs is killed after `timeout` seconds, and the error contains the stack of every rank. Tests and the tools that
 compare layouts use this module. The backend is gloo, or nccl for ranks that share the first GPU (`share_a_gpu`).
@@ -43,7 +43,7 @@ class World:
 
     size: int
     folder: Path
-    """Folder of the rendezvous, results, errors and stacks."""
+    """Folder for the rendezvous file and for the results, errors and stacks of all ranks."""
 
     timeout: float
     """Timeout in seconds."""
@@ -92,7 +92,7 @@ def _wait(ranks: Sequence[BaseProcess], folder: Path, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while any(process.is_alive() for process in ranks):
         if any(process.exitcode not in (None, 0) for process in ranks):
-            time.sleep(0.2)  # the other ranks may be about to report the reason
+            time.sleep(0.2)  # another rank may be about to report the cause
             break
         if time.monotonic() > deadline:
             for process in ranks:
@@ -118,7 +118,7 @@ def _wait(ranks: Sequence[BaseProcess], folder: Path, timeout: float) -> None:
 def die_with_parent(parent: int) -> None:
     """Make Linux kill this forked process when its parent, the process `parent`, ends for any reason.
 
-    On other systems, only the parent's timeouts end this process.
+    On systems other than Linux, this process ends only when the parent's timeout expires.
     """
     set_death_signal = 1  # PR_SET_PDEATHSIG
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -142,7 +142,7 @@ def share_a_gpu(rank: int, environ: MutableMapping[str, str]) -> None:
 
 def _rank_main(rank: int, world: World, parent: int, job: Callable[[], object]) -> None:
     die_with_parent(parent)
-    gc.freeze()  # a garbage collection would copy the pages inherited by the fork
+    gc.freeze()  # else garbage collection would copy memory shared with the parent
     stack_file = open(world.folder / f"stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     torch.set_num_threads(1)

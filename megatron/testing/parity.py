@@ -9,10 +9,10 @@ Rows of the table:
 - `one-process`: the reference; shows the SHA-256 of the initial weights.
 - `finite-differences`: compares each gradient with finite differences of the loss, in one process.
 - a layout, such as `tp2-sp` or `pp2-zb-v`: initial weights must be bit-identical to one process. Loss, gradient norm,
-  gradients, weights, and optimizer and callback states of each step must agree within 1e-9. `given` is the layout of
-  the flags themselves. Some gradients, such as those of key biases, are zero except for rounding. Sign-based optimizers
-  amplify the rounding. Elements of weights and states that differ only for this reason are allowed, and the row shows
-  how many there are.
+  gradients, weights, and optimizer and callback states of each step must agree within 1e-9. The row `given` is the
+  layout that the flags themselves set. Some gradients, such as those of key biases, are zero except for rounding.
+  Sign-based optimizers amplify the rounding. Elements of weights and states that differ only for this reason are
+  allowed, and the row shows how many there are.
 - `A-to-B`: a checkpoint saved under layout A and loaded under layout B must have bit-equal weights and states.
 
 If callbacks store state in checkpoints, their `on_start` is called at the start, and their `on_step_end` after each

@@ -31,7 +31,8 @@ GIVEN = "given"
 
 
 def of_schedule(schedule: str) -> dict[str, str]:
-    """Return flags by name for the layouts of a pipeline schedule that no other row covers."""
+    """Return a dict from layout names to flags. The layouts use the pipeline schedule `schedule`, for which there are
+    no predefined rows."""
     return {
         f"pp2-{schedule}": f"--pp 2 --pipeline-schedule {schedule}",
         f"tp2-sp-pp2-dp2-{schedule}": f"--tp 2 --sequence-parallel --pp 2 --dp 2 --pipeline-schedule {schedule}",

@@ -1,8 +1,8 @@
 """Bitwise comparison of the ranks' memory after a checkpoint is saved under one layout and loaded under another.
 
 The expected values are copied from the memory of the ranks that save the checkpoint: weights, states without gradients,
-and all optimizer and callback states. Before a load, the memory for all these values is filled with NaN. Neither side
-of the comparison uses the checkpoint code.
+and all optimizer and callback states. Before a load, the memory that receives the loaded values is filled with NaN.
+Neither side of the comparison uses the checkpoint code.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Checkpoints:
             world_size: Number of ranks.
             config: Configuration under this layout.
             sources: Names of the checkpoints to load.
-            train: Train one step and save it as `name` first.
+            train: True to train one step and save a checkpoint `name` first.
             rounded: Kinds of state that are rounded when a source is loaded, each with a relative tolerance: an element
                 may differ by the tolerance times (its magnitude + 0.001 * the largest magnitude).
 
@@ -193,7 +193,7 @@ def part_of(truth: Snapshot, fragment: Fragment) -> torch.Tensor:
 
 
 def uncovered(truth: Snapshot, boxes: Sequence[Box]) -> list[str]:
-    """Return the tensors with an element that no rank holds."""
+    """Return the keys of tensors that `boxes`, the blocks of all ranks, do not cover completely."""
     seen = {key: torch.zeros(value.shape, dtype=torch.bool) for key, value in truth.tensors.items()}
     for key, offset, shape in boxes:
         if key in seen:

@@ -1,8 +1,9 @@
 """Snapshots of everything that a layout computes in a few steps, as global tensors, for comparing layouts.
 
-Each rank reports fragments, which are boxes of global tensors. Parameters are located through `ParamMeta`, activations
-through the samples and positions that the micro-batch context names; no layer needs code here. `assemble` combines the
-fragments in the order of computation and checks that replicas agree and that nothing is missing.
+Each rank reports fragments, which are rectangular blocks of global tensors. `ParamMeta` locates the block of a
+parameter. The samples and positions in the micro-batch context locate the block of an activation. This module therefore
+needs no code for specific layers. `assemble` combines the fragments in the order of computation and checks that
+replicas agree and that nothing is missing.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ class Fragment:
 
 
 PHASES = ("activation", "loss", "gradient", "grad_norm", "weight", "state", "moment", "callback")
-"""Values that a step computes, in order."""
+"""Kinds of values that a step computes, in the order of computation."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """A step number, 0 for the state before the first step, and the step's name in keys."""
+    """Step to which a tensor belongs. Keys begin with its text form: `step 1`, or `initial` for the state before the
+    first step."""
 
     step: int
 
@@ -97,8 +99,8 @@ def train_in_world(
     """Train on forked gloo ranks and return the global tensors of each step.
 
     For step k = 1, 2, ..., keys are `step k loss`, `step k grad_norm`, `step k gradient NAME`, `step k weight NAME`,
-    `step k exp_avg NAME` and so on, and for callbacks `step k callbacks.CALLBACK.STATE NAME`. Initial weights are
-    `initial weight NAME`.
+    `step k exp_avg NAME` and so on, and for callbacks `step k callbacks.CALLBACK.STATE NAME`. The keys of initial
+    weights are `initial weight NAME`.
 
     Args:
         world_size: Number of ranks.
@@ -168,7 +170,7 @@ def keepers(run: TrainingRun) -> list[Callback]:
 
 
 def start_callbacks(run: TrainingRun) -> None:
-    """Start the callbacks that store state, before the first `whole_step`."""
+    """Call `on_start` of the callbacks that store state. Call this function before the first `whole_step`."""
     for callback in keepers(run):
         callback.on_start(run)
 
@@ -198,8 +200,8 @@ class _Activations:
                 hooks.callback(handle.remove)
 
     def record(self, name: str, place: int, module: nn.Module, args: tuple[object, ...], x: Tensor) -> None:
-        """Record the activation x [n, b, h]. The context identifies the sequence positions and the samples that x
-        contains. If activation recomputation runs the module again, the values are overwritten with equal values."""
+        """Record the activation x [n, b, h]. The batch context contains the positions and the samples of the tokens in
+        x. If activation recomputation runs the module again, the values are overwritten with equal values."""
         context = args[-1]
         assert isinstance(context, BatchContext)
         rows = context.places_of(x, self.tp_rank).tolist()
@@ -234,7 +236,7 @@ def _places(run: TrainingRun) -> dict[str, tuple[int, int]]:
 
 
 def _shard(run: TrainingRun, label: Label, phase: str, meta: ParamMeta, values: Tensor, *place: int) -> Fragment:
-    """Record `values` of this rank's part of a parameter, such as its gradient."""
+    """Return a fragment with `values`, such as the gradient, for this rank's shard of a parameter."""
     offset, shape = meta.box(run.runtime.state.coords)
     assert tuple(values.shape) == shape
     order = label.order(phase, *place)
@@ -249,7 +251,7 @@ def _weights(run: TrainingRun, label: Label) -> Iterator[Fragment]:
         yield _shard(run, label, "weight", param.meta, param.detach(), *places[param.meta.name])
     for model in run.stages.values():
         for param, meta in model.named_metas().values():
-            if not param.requires_grad:  # frozen, or not updated by the optimizer
+            if not param.requires_grad:  # frozen, or a state without gradient
                 yield _shard(run, label, "state", meta, param.detach())
 
 
@@ -292,13 +294,14 @@ def _of_callbacks(run: TrainingRun, label: Label) -> Iterator[Fragment]:
 
 
 def _callback_kind(name: str) -> str:
-    """Return the prefix of a callback's state kinds. Kinds contain no spaces."""
+    """Return the prefix of the names of a callback's states in keys. Spaces are replaced with underscores."""
     return callback_prefix(name).replace(" ", "_")
 
 
 def _leaves(state: object, path: str) -> Iterator[tuple[str, float]]:
-    """Yield (path, value) for every entry of a JSON state: a finite number, the checksum of any other leaf, or the
-    length of a list or mapping, so that a missing entry also counts as a difference."""
+    """Yield (path, value) for every entry of a JSON state. The value of a finite number is the number itself, and the
+    value of any other leaf is a checksum. The value of a list or mapping is its length, so that a missing entry also
+    counts as a difference."""
     if isinstance(state, (list, Mapping)):
         yield f"{path}.length", len(state)
         for name, value in state.items() if isinstance(state, Mapping) else enumerate(state):
@@ -320,8 +323,8 @@ def _pieces(
 def assemble(fragments: Iterable[Fragment]) -> Snapshot:
     """Assemble global tensors from the fragments of all ranks, in order.
 
-    If replicas differ, the first replica is used and the difference is recorded. Raises AssertionError if a tensor is
-    not fully covered: a rank did not report, or its report contradicts its metadata.
+    If replicas differ, the first replica is used and the difference is recorded. Raises AssertionError if the fragments
+    do not cover a whole tensor. The reason is a rank that did not report, or a fragment that contradicts its metadata.
     """
     snapshot = Snapshot()
     covered: dict[str, Tensor] = {}
@@ -346,7 +349,8 @@ def assemble(fragments: Iterable[Fragment]) -> Snapshot:
 
 
 FLOOR = 1e-3
-"""Smallest norm used for relative differences, as a share of the largest norm among tensors of the same kind and step.
+"""Lower bound for the norm by which a difference is divided, as a fraction of the largest norm among tensors of the
+same kind and step.
 
 Some gradients are zero except for rounding. An example is the gradient of a key bias, on which softmax does not depend.
 The norm of a gradient that is pure rounding noise is not a useful scale.
@@ -361,7 +365,8 @@ def kind_of(key: str) -> str:
 
 
 def floors_of(*snapshots: Snapshot) -> dict[str, float]:
-    """Return the smallest norm to use for each key's relative difference."""
+    """Return a dict from each key to its floor. Relative differences of the tensor are divided by its norm or, if the
+    floor is larger, by the floor."""
     largest: dict[str, float] = {}
     for snapshot in snapshots:
         for key, value in snapshot.tensors.items():
@@ -393,8 +398,9 @@ def differences(a: Snapshot, b: Snapshot) -> Iterator[tuple[str, float]]:
 def moved_by_rounding(a: Snapshot, b: Snapshot, name: str, tolerance: float) -> Tensor | None:
     """Return a mask of the parameter elements whose gradients are pure rounding noise.
 
-    The mask selects elements whose gradients are at most `tolerance` times the tensor's floor (`floors_of`) in every
-    step, and nonzero in at least one step. Returns None if the snapshots contain no gradient of the parameter `name`.
+    The mask selects an element if its gradient is at most `tolerance` times the tensor's floor (`floors_of`) in every
+    step, and is not zero in at least one step. Returns None if the snapshots contain no gradient of the parameter
+    `name`.
     """
     floors, largest = floors_of(a, b), None
     for key in (key for key in a.tensors if key.endswith(f" gradient {name}")):

@@ -64,14 +64,14 @@ class EvaluatedSets(dict[str, DataIterator]):
 
 @dataclass
 class TrainingData:
-    """Iterators over the training data of all phases, and over the evaluation data of the phase that `enter`
+    """Iterators over the training data of all phases, and over the evaluation data of one phase, which `enter`
     selects."""
 
     plan: RunPlan
     runtime: Runtime
     train: DataIterator
     splits: list[Splits]
-    """One entry for each phase, with its training, validation and test data."""
+    """Training, validation and test data sets of each phase."""
 
     fingerprints: list[tuple[int, str]]
     """For each phase, the number of its first sample and the fingerprint of its training data."""
@@ -105,7 +105,7 @@ class TrainingData:
         return EvaluatedSets(sets, split, self.eval_iters)
 
     def add_source_ids(self) -> None:
-        """From now on, store the dataset number of each sample in every micro-batch."""
+        """After this call, every micro-batch contains the data source index of each sample (`Batch.source_ids`)."""
         for each in self._iterators():
             each.with_sources = True
 
@@ -174,7 +174,7 @@ class DividesSamples(Protocol):
     """Base class of extension flags that may change how training samples are divided over context-parallel ranks."""
 
     def divider(self, config: RunConfig) -> DividesSequences | None:
-        """Return the divider of sequences; None if no flag selects a divider."""
+        """Return the object that divides sequences over ranks; None if the flags select none."""
 
 
 def divider_of(config: RunConfig) -> DividesSequences | None:
@@ -185,7 +185,8 @@ def divider_of(config: RunConfig) -> DividesSequences | None:
 
 
 def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
-    """Build the run's data, and complete the run's plan. The length of a run of one epoch is known only at this point.
+    """Build the run's data, and complete the run's plan. If the run is one epoch, its length is known only when the
+    data are built.
 
     Raises ValueError for any problem with the data that the flags select.
     """
@@ -261,8 +262,8 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
 
 
 def check_same_data(fingerprints: list[tuple[int, str]], world: Axis) -> None:
-    """Raise ValueError on every rank if ranks found different training data under the same paths. The data may differ
-    if a host has a copy of a different version. Collective over `world`.
+    """Raise ValueError on every rank if ranks found different training data under the same paths. This happens if hosts
+    have copies of different versions of the data. Collective over `world`.
     """
     first = on_first_rank(lambda: fingerprints, world)
     if different := ranks_without([tuple(each) for each in first] == fingerprints, world):
@@ -347,7 +348,7 @@ class WrapsDatasets(Protocol):
 
 
 def _wrapped(config: RunConfig, datasets: Datasets) -> Datasets:
-    """Wrap the data sets according to the flags."""
+    """Wrap each data set in the wrappers of extensions that the flags select."""
     wrappers = [options for options in config.data.extension_options if isinstance(options, WrapsDatasets)]
     for options in wrappers:
         named = config.tokenizer
@@ -368,8 +369,8 @@ def _build_set(config: RunConfig, prefix: str, samples: int | None) -> Dataset |
 def put_on_device(
     batches: list[MicroBatch], config: TransformerConfig, runtime: Runtime, divide: DividesSequences | None = None
 ) -> list[Batch]:
-    """Prepare a step's micro-batches for the model. First apply the loss's changes to the labels and masks of whole
-    samples, then take this context-parallel rank's part, and copy it to the device."""
+    """Prepare a step's micro-batches for the model. First let the loss function change the labels and masks of whole
+    samples. Then take this context-parallel rank's part of each sample, and copy it to the device."""
     fields: list[dict[str, Any]] = [dict(batch) for batch in batches]
     prepare = LOSSES[config.loss_func].prepare
     whole = [prepare(config, Batch(**values)).with_future(config.mtp_depths) for values in fields]

@@ -55,12 +55,12 @@ class CallbackFacts:
     """Properties of a callback class that are known before the class is imported."""
 
     when: Callable[[RunConfig], bool] = _always
-    """Function that returns True if a run with the given configuration uses the callback. If it returns False, the
-    callback is not imported."""
+    """Function that returns True if a run with the given configuration uses the callback. The callback is not imported
+    if the function returns False."""
 
     evaluates: str = ""
-    """Flag with which a task of the callback evaluates the model. With this flag, --skip-train is useful even without
-    data sets."""
+    """Name of the flag that makes a task of the callback evaluate the model. A run with this flag and --skip-train
+    needs no data sets."""
 
     states: tuple[str, ...] | Callable[[RunConfig], tuple[str, ...]] = ()
     """Names of the callback's states, or a function that returns these names for a run's configuration.
@@ -95,7 +95,7 @@ CALLBACKS = Registry("callback", CallbackFacts, protocol=CallbackClass)
 
 
 class ExtensionError(ValueError):
-    """Raised if an extension cannot be used; the message names its file and line."""
+    """Raised if an extension cannot be used. The message contains the file and the line of the extension."""
 
     def __init__(self, rule: str, remedy: str = "") -> None:
         super().__init__(f"{rule}; {remedy}" if remedy else rule)
@@ -138,8 +138,8 @@ def extension_flags(
 
 
 def load_extensions(names: Sequence[str]) -> tuple[str, ...]:
-    """Import each extension once per process. A name is a path that ends in .py, or package.module. Returns the names,
-    with absolute paths. Raises ExtensionError.
+    """Import each extension once per process. Each name is either the path of a .py file, or a module name such as
+    `package.module`. Returns the names with absolute paths. Raises ExtensionError.
     """
     return tuple(dict.fromkeys(_load(name) for name in names))
 
@@ -208,7 +208,8 @@ def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown
 CHANGED = " (changed since that run)"
 
 _LOADED: dict[str, str] = {}
-"""Module name of each imported extension, keyed by the extension's name. If the name is a path, it is absolute."""
+"""Dict from the name of each imported extension to its module name. The name of an extension in a .py file is the
+absolute path."""
 
 
 def _load(name: str) -> str:

@@ -30,7 +30,7 @@ class Sums:
     """Results of the forward and backward passes of a step, except gradients."""
 
     seed: float
-    """Factor by which the passes multiplied each loss sum before its backward pass."""
+    """Factor by which each loss sum was multiplied before its backward pass."""
 
     total_tokens: torch.Tensor
     """Valid tokens of the global batch; scalar float64 on every rank."""

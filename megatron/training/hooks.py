@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class RunView:
-    """View of a run for callbacks and metrics, on each rank. The object is a `megatron.training.run.TrainingRun`, which
-    contains all parts of the run."""
+    """Interface of a run for callbacks and metrics. The object is a `megatron.training.run.TrainingRun`, which contains
+    all parts of the run."""
 
     config: RunConfig
     stages: Mapping[int, GPTModel]
@@ -53,14 +53,14 @@ class RunView:
     stop_reason: str | None = None
 
     def stop(self, why: str) -> None:
-        """Request the end of the run. A request on one rank suffices. All ranks save and stop together at the current
-        or next log line or evaluation."""
+        """Request the end of the run. It suffices if one rank requests the end. At the current or next log line or
+        evaluation, all ranks then save and stop."""
         self.stop_reason = str(why or "a callback requests it")
 
 
 @dataclass(frozen=True)
 class StepView:
-    """View of a step that has updated the weights, for metrics."""
+    """Results of a step that has updated the weights, for computing metrics."""
 
     run: RunView
     batches: Sequence[Batch]
@@ -145,7 +145,7 @@ class Exporter(Protocol):
     """Description of the current work, for reports about hangs."""
 
     def add(self, iteration: int, checkpoint: PurePath) -> None:
-        """Register a complete checkpoint, which is not deleted while `held` contains it (`Callback.exporter`)."""
+        """Register a complete checkpoint, which is not deleted while `held` of `Callback.exporter` contains it."""
 
     def poll(self, wait: bool = False) -> list[str]:
         """Continue the current export or, if `wait` is True, complete all exports. Returns lines to print."""
@@ -181,7 +181,7 @@ class Meter:
         """Discard the counts of a step for which `end_step` will not be called."""
 
     def after_update(self, step: StepView, result: StepResult) -> None:
-        """Called after the weight update. `result.skip` is 1 if the update was skipped. Read this value only if
+        """Called after the weight update. `result.skip` is 1 if the update was skipped. Only read `result.skip` if
         `reads_result` returns True."""
 
     def reads_result(self, iteration: int) -> bool:
@@ -209,7 +209,7 @@ class Meter:
         return nullcontext()
 
     def report_evaluation(self, summed: Tensor, split: str) -> Mapping[str, object]:
-        """Return values to log, given the counts of `evaluating` summed over the world."""
+        """Return values to log. `summed` contains the counts of `evaluating`, summed over all ranks."""
         return {}
 
 
@@ -219,7 +219,7 @@ class Task:
 
     name: str
     interval: int | None
-    """Number of iterations between runs of the task; None or 0 for never."""
+    """Number of iterations between runs of the task. With None or 0, the task has no interval."""
     run: Callable[[], object]
     at_end: bool = False
     """True if the task also runs after the last iteration."""
@@ -230,11 +230,11 @@ class Task:
     reads_result: bool = True
     """True if the task reads the step's result or the parameters. The next step must then wait for the task."""
     may_stop: bool = False
-    """True if a callback may request the end of the run in the task."""
+    """True if a callback may request the end of the run during the task."""
     evaluates: bool = False
     """True if the task evaluates the model. A run with --skip-train performs the task once."""
     before_step: bool = False
-    """True if the task runs before each step, not after it. Its time counts as step time only if `counts` is True."""
+    """True if the task runs before each step, not after it. `counts` still determines whether this is step time."""
     ends_interval: bool = False
     """True to write a log line before the task, so that no log line averages over steps before and after the task."""
     at_finish: bool = False
@@ -301,8 +301,8 @@ class Callback:
         return ()
 
     def hang_analysis(self, status: RankStatus) -> HangAnalysis | None:
-        """Return an analysis that finds the ranks that block the others. Called before process groups are built; the
-        last returned analysis is used."""
+        """Return an analysis that finds the ranks that block the others. Called before process groups are built. If
+        several callbacks return an analysis, the last one is used."""
         return None
 
     def on_failure(self, error: BaseException, launch: Launch, run: Any | None) -> None:
@@ -340,12 +340,12 @@ class Callback:
         return None
 
     def on_verdict(self, verdict: Verdict) -> None:
-        """Called with a step's outcome, after that step or during the next one, before anything else depends on it. May
-        raise `StepsTakenBackError` if `on_step_end` requested the outcome before the next step."""
+        """Called with the outcome of a step, at the latest during the next step and before anything depends on the
+        outcome. May raise `StepsTakenBackError` if `on_step_end` has requested the outcome before the next step."""
 
     def search(self, verdict: Verdict) -> StepFinding | None:
         """Search for the cause of a step whose loss or gradient was not finite. Called on every rank before the next
-        weight update. The callback may repeat the step with the run that was passed to `meters`."""
+        weight update. To repeat the step, use the run that `meters` received."""
         return None
 
     def meters(self, run: Any) -> Sequence[Meter]:
@@ -369,8 +369,8 @@ class Callback:
         return None
 
     def clean_checkpoints(self, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
-        """Delete older checkpoints in `root` after the checkpoint of iteration `newest` is complete, except those in
-        `held`. Called on one rank, on the thread that writes checkpoints. May raise OSError."""
+        """Delete old checkpoints in `root`, but none in `held`. Called when the checkpoint of iteration `newest` is
+        complete, on one rank, on the thread that writes checkpoints. May raise OSError."""
 
     def on_start(self, run: RunView) -> None:
         """Called before the first step, when the checkpoint, if any, is loaded."""
@@ -382,9 +382,9 @@ class Callback:
         """Called after each log line, with the line's record."""
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
-        """Return weights for evaluation, such as averages; None for the model's own weights. They are a state of the
-        callback, or of the optimizer (`run.optimizer.sharded_state()`). Every rank returns the weights of the elements
-        that it updates. If several callbacks return weights, the last callback's weights are used. Collective."""
+        """Return weights for evaluation, such as averages; None for the model's own weights. These are a state of the
+        callback or of the optimizer (`run.optimizer.sharded_state()`). Every rank returns the weights of the elements
+        that it updates. If several callbacks return weights, those of the last callback are used. Collective."""
         return None
 
     def on_evaluation(self, run: RunView, split: str, record: Record) -> None:
@@ -396,7 +396,7 @@ class Callback:
 
     def on_end(self, run: RunView) -> None:
         """Called after the last step and the last save. An exception is reported, and the other callbacks are still
-        called. The run then ends with code 3 (`CALLBACK_FAILED`), or with the code for a run to be resumed."""
+        called. The run then ends with exit code 3 (`CALLBACK_FAILED`), or with 75 if it is to be resumed."""
 
 
 @dataclass(frozen=True)
@@ -407,7 +407,7 @@ class Parts:
     metrics: Mapping[str, Measure] = field(default_factory=dict)
 
     def with_registered(self, config: RunConfig) -> Parts:
-        """Return these parts with registered callbacks, which come first, and the metrics of all callbacks."""
+        """Return new parts: the registered callbacks, followed by these callbacks, and the metrics of all of them."""
         callbacks = (*(registered(name, config) for name in CALLBACKS.wanted(config)), *self.callbacks)
         metrics = {name: measure for callback in callbacks for name, measure in callback.metrics().items()}
         return Parts(callbacks, metrics | dict(self.metrics))

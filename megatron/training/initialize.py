@@ -188,7 +188,7 @@ def local_runtime(config: RunConfig, rank: int, world_size: int) -> Runtime:
 
 
 def initialize(config: RunConfig, launch: Launch, phases: StartupPhases, watchdog: Watchdog | None = None) -> Runtime:
-    """Join the world and build the process groups. `config` is validated for `launch.world_size`.
+    """Join the world and build the process groups. `config` must have been validated for `launch.world_size`.
 
     Raises ValueError if the requested device or backend is not available.
     """

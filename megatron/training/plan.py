@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Phase:
-    """Part of a run with a single configuration."""
+    """Part of a run in which the configuration does not change."""
 
     config: RunConfig
     """The run's configuration in this phase."""
@@ -37,7 +37,7 @@ class Phase:
     depends on the data."""
 
     planned: tuple[int, ...] = ()
-    """Lengths, in samples, that earlier plans gave this phase, in order."""
+    """Lengths, in samples, that this phase had in earlier plans of the run, oldest first."""
 
     @property
     def name(self) -> str:
@@ -58,14 +58,14 @@ class Phase:
 
     @property
     def values(self) -> Mapping[str, object] | None:
-        """Values, keyed by field, that must not change after the phase has started. None if these values are part of
-        the checkpoint's configuration."""
+        """Dict of the configuration values that must not change once the phase has started, keyed by field. None if the
+        checkpoint's configuration already contains these values."""
         return None
 
     def take_up(self, source: Any, prefix: str, format: Any) -> None:
-        """Prepare a training source for this phase. `source` is the `SourceOrder` after all earlier phases, and
-        `format` is the `SampleFormat` of the samples that this phase takes. This method may change the order of the
-        samples in `source`."""
+        """Prepare a training source for this phase. `source` is the `SourceOrder` of the training source after all
+        earlier phases. This method may change the order of the samples in `source`. `format` is the `SampleFormat` of
+        this phase's samples."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,12 @@ class RunPlan:
         return given if given is not None else self.sizes.iterations(self.samples)
 
     def at(self, consumed_samples: int) -> Phase:
-        """Return the phase of the step that begins when `consumed_samples` samples have been consumed. At the end of
-        the run, return the last phase."""
+        """Return the phase of the step that begins after `consumed_samples` samples. If the run has consumed all
+        samples, return the last phase."""
         return self.phases[sum(consumed_samples >= phase.first_sample for phase in self.phases[1:])]
 
     def trained(self, consumed_samples: int) -> Phase:
-        """Return the phase of the step after which `consumed_samples` samples had been consumed."""
+        """Return the phase of the last step of a run that has consumed `consumed_samples` samples."""
         return self.at(max(0, consumed_samples - 1))
 
     def tokens(self, consumed_samples: int) -> int:
@@ -189,7 +189,7 @@ class RunPlan:
     def schedule_sizes(self) -> BatchSizes:
         """Return the batch sizes that convert iterations to positions in the learning-rate and weight-decay schedule.
 
-        If the run's length is given in iterations, the schedule depends on the iteration. A run may resume with
+        If the flags give the run's length in iterations, the schedule depends on the iteration. A run may resume with
         different batch sizes, and this must not change the rest of the schedule. The schedule therefore counts samples
         as if the run had used the current batch sizes from the beginning."""
         return self.sizes if self.base.training.train_iters is None else replace(self.sizes, past=START)
@@ -211,8 +211,8 @@ class RunPlan:
         return scheduled_samples if before == now else now.samples(before.iterations(scheduled_samples))
 
     def changed_batch(self, saved: RunConfig, past: Sequence[Point]) -> str | None:
-        """Describe the remaining part of a run that resumes at the last position of `past`, if the batch sizes differ
-        from the saved run's."""
+        """If the batch sizes differ from those of the saved run, return a line about the rest of the run; otherwise,
+        return None. The run resumes at the last position in `past`."""
         fresh = replace(legal_sizes(self.base), past=START)
         if fresh == replace(legal_sizes(saved), past=START):
             return None
@@ -238,7 +238,8 @@ class RunPlan:
         yield from ()
 
     def training_set(self, parts: Sequence[Dataset]) -> Dataset:
-        """Return the dataset of the run's samples in all phases."""
+        """Return the dataset that contains the samples of all phases, in the order of the run. `parts` contains one
+        dataset for each phase."""
         return parts[0]
 
 

@@ -131,8 +131,8 @@ class StepTimers:
     """Contexts that time the parts of a step, as in `with timers("forward"):`, each `EVALUATION` batch, and each
     `SAVE`.
 
-    To time or trace the parts of a step, add a watcher: a function that returns a context manager for a part. Without
-    watchers, the timers cost nothing.
+    To time or trace the parts of a step, add a watcher: a function that returns a context manager for a part. If there
+    are no watchers, the timers do nothing.
     """
 
     def __init__(self) -> None:
@@ -155,7 +155,8 @@ class Interval:
 
     start: float = field(default_factory=time.perf_counter)
     losses: list[Tensor] = field(default_factory=list)
-    """One tensor [loss sum, tokens] of this rank for each iteration; zeros if another rank counts the tokens."""
+    """For each iteration, a tensor [loss sum, number of tokens] of this rank. The tensor is zero if another rank counts
+    the tokens."""
     results: list[StepResult] = field(default_factory=list)
     passed_over: int = 0
     """Number of iterations since the last log line that --iterations-to-skip skipped."""
@@ -167,7 +168,7 @@ class Interval:
     samples: int = 0
 
     def add(self, step: Step, loss_and_tokens: Tensor, result: StepResult) -> None:
-        """Add a completed step with its [loss sum, tokens] on this rank."""
+        """Add the results of a completed step. `loss_and_tokens` is [loss sum, number of tokens] on this rank."""
         self.results.append(result)
         self.losses.append(loss_and_tokens)
         self.batch_size = step.samples

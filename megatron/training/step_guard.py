@@ -58,8 +58,8 @@ class StepGuard:
 
     def settle(self) -> bool:
         """Read the verdict on the last step and act on it. Call this method once per step. Waits for the device.
-        The call is collective if the loss or gradient was not finite. Returns True if a search may have overwritten the
-        gradient buffers. Raises BadStepError, on every rank, if the step ends the run.
+        The call is collective if the loss or gradient was not finite. Returns True if a callback's search for the cause
+        may have overwritten the gradient buffers. Raises BadStepError, on every rank, if the step ends the run.
         """
         self._optimizer.end_update()
         if self._pending is None:
@@ -86,7 +86,7 @@ class StepGuard:
         return Verdict(step, result, nan, refused, refused and skipped_before >= self.checks.max_skipped_iterations)
 
     def _count(self, verdict: Verdict) -> None:
-        """Count a step that does not end the run."""
+        """Add a step that does not end the run to the counters in `Progress`."""
         progress, result = self._progress, verdict.result
         progress.skipped_iterations += result.skipped
         progress.scheduled_samples += 0 if result.skipped else verdict.step.samples

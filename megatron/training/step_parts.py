@@ -36,14 +36,14 @@ class StepParts:
     pipeline: type[Pipeline] | None = None
     optimizer: type[DistributedOptimizer] | None = None
     pair: type[PassPair] | None = None
-    """Class that runs parts of a forward pass and parts of a backward pass alternately on a rank."""
+    """Class that alternates between parts of a forward pass and parts of a backward pass on a rank."""
 
 
 class UpdateBytes(NamedTuple):
     """Sizes, in bytes, of a rank's tensors that an update changes or reads."""
 
     parameters: int
-    """Bytes of all parameters that the rank keeps, in the parameters' dtypes."""
+    """Bytes of all parameters that the rank holds, in the parameters' dtypes."""
 
     gradients: int
     """Bytes of the gradients for the rank's shards of the parameters."""
@@ -54,11 +54,11 @@ class UpdateBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts about step parts of an extension. Memory plans and validation rules use these facts. Every section of a
-    run's configuration gives access to the flags of extensions."""
+    """Facts about step parts of an extension. Memory plans and validation rules use these facts. The functions receive
+    a section of the run's configuration, which also gives access to the flags of extensions."""
 
     when: Callable[[Section], bool]
-    """Function (configuration section) -> True if these parts are used."""
+    """Function of a configuration section that returns True if a run with this configuration uses these parts."""
 
     kept: Callable[[UpdateBytes], int] | None = None
     """Function that returns the number of extra bytes that these step parts keep on the device because their updates do
@@ -78,8 +78,8 @@ STEP_PARTS = Registry("training step", StepFacts, protocol=StepParts)
 
 
 def step_parts(config: RunConfig) -> StepParts:
-    """Return the classes with which extensions replace the objects that perform a training step. The rules of
-    extensions ensure that no two of these classes replace the same object."""
+    """Return the classes with which extensions replace the objects that perform a training step. Validation rules of
+    the extensions ensure that no two extensions replace the same object."""
     found: dict[str, object] = {}
     for name in STEP_PARTS.wanted(config):
         parts = STEP_PARTS[name]
@@ -90,8 +90,8 @@ def step_parts(config: RunConfig) -> StepParts:
 
 
 def late_update(config: Section) -> str | None:
-    """Return the name of the parts whose updates do not wait for the gradient norm at the end of the step; None if all
-    updates wait."""
+    """Return the name of the registered step parts that update weights before the gradient norm is known at the end of
+    the step; None if there are none."""
     return next((name for name in STEP_PARTS.wanted(config) if STEP_PARTS.facts(name).kept is not None), None)
 
 

@@ -22,7 +22,7 @@ from megatron.training.progress import SAVE, Interval
 from megatron.training.run import TrainingRun
 
 GIVE_BACK_INTERVAL = 100
-"""Number of iterations between returns of free pages to the system, on CPU."""
+"""Number of iterations after which a run on the CPU returns free pages to the system."""
 
 
 def start_run(run: TrainingRun, resources: ExitStack) -> None:
@@ -159,7 +159,8 @@ class GarbageCollection:
         return Task("garbage collection", self.interval, gc.collect, counts=True, reads_result=False)
 
     def around(self, task: Task) -> Task:
-        """Return the task, with garbage collection before and after it unless --no-manual-gc-eval is given."""
+        """Return a task that also collects garbage before and after `task`. With --no-manual-gc-eval, return `task`
+        itself."""
         return replace(task, run=partial(self._between_collections, task.run)) if self.at_evaluations else task
 
     def _between_collections(self, run: Callable[[], object]) -> None:

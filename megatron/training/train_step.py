@@ -93,8 +93,8 @@ class TrainStep:
 
 
 def is_read(run: TrainingRun, step: Step) -> bool:
-    """Return True if a task or meter reads the parameters or the step's result before the next step begins. If the
-    result is False, the weight update may be delayed."""
+    """Return True if a task or meter reads the parameters or the step's result before the next step begins. If this
+    function returns False, the step may delay the weight update."""
     iteration, is_last = step.iteration, step.iteration == run.train_iters
     by_task = any(task.reads_result and task.at(iteration, is_last) for task in run.tasks)
     return is_last or by_task or any(meter.reads_result(iteration) for meter in run.meters)

@@ -71,7 +71,7 @@ def train(run: TrainingRun) -> ExitCode:
 
 
 def goes_on(run: TrainingRun) -> bool:
-    """Perform the next step, and run the tasks that are due after it. Returns True if another step may follow."""
+    """Perform the next step, and run the tasks that are due after it. Returns False once no further step follows."""
     try:
         if not next_step(run):
             return False
@@ -83,8 +83,8 @@ def goes_on(run: TrainingRun) -> bool:
 
 
 def next_step(run: TrainingRun) -> bool:
-    """Return True if there is a next step, and False at the end of the run or after a request to stop. Also saves a
-    checkpoint if one is requested."""
+    """Return True if there is a next step, and False at the end of the run or after a request to stop. If a checkpoint
+    is requested, also saves it."""
     requests = run.runtime.watchdog.requests
     while run.progress.iteration < run.train_iters and not run.config.training.skip_train:
         run.runtime.watchdog.doing(f"step {run.progress.iteration + 1}")

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 BLOCKS = (2, 3, 4, 8, 16)
-"""Numbers of blocks into which each dim is divided to find a wrong block."""
+"""To find a wrong block, each dimension is divided into these numbers of blocks."""
 
 MOST_ITEMS = 512
-"""Largest first dim whose items, such as experts or heads, are tried one by one."""
+"""Largest size of the first dimension for which each index, such as an expert or a head, is checked separately."""
 
 MOST_RUNS = 4
 """Largest number of separate ranges of wrong rows that a message lists."""
@@ -42,7 +42,7 @@ class Verdict:
 
     allowed: float
     cause: str | None = None
-    """Explanation of a difference beyond `allowed`; None if there is no such difference."""
+    """Explanation of the difference; None if the difference is at most `allowed`."""
 
     explained: bool = True
     """True if `cause` names the reason for the difference, False if it only describes the difference."""
@@ -53,7 +53,7 @@ class Verdict:
 
     @property
     def unrelated(self) -> bool:
-        """True if the gradient does not resemble the right one at all."""
+        """True if the gradient has no similarity with the correct gradient."""
         return not self.equal and not self.explained and self.difference > UNRELATED
 
 
@@ -89,7 +89,7 @@ def cause_of(found: Tensor, expected: Tensor, allowed: float) -> str | None:
 
 
 def _described(found: Tensor, expected: Tensor, allowed: float) -> str:
-    """Describe the difference of a gradient for which there is no explanation."""
+    """Describe how a wrong gradient differs from the correct one, if no hypothesis explains the difference."""
     part = min(_of_parts(found, expected, allowed), default=None)
     if part is not None:
         return f"{part[1]} differ"
@@ -141,7 +141,8 @@ def fraction(factor: float, allowed: float) -> str:
 
 
 def _of_parts(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str, str]]:
-    """Find wrong parts of an otherwise correct gradient. Yields (share of the elements, position, cause)."""
+    """Find parts that are wrong in an otherwise correct gradient. Yields (fraction of wrong elements, position,
+    cause)."""
     yield from _of_blocks(found, expected, allowed)
     yield from _of_rows(found, expected, allowed)
 
@@ -199,8 +200,8 @@ def _named(numbers: Sequence[int], count: int, dim: int) -> str:
 
 
 def _exchanged(found: Tensor, expected: Tensor, allowed: float, dim: int) -> Iterator[tuple[float, str]]:
-    """Find two ranges of rows that are swapped. Both tensors are [rows, elements], where the rows are indexed by `dim`
-    of the gradient."""
+    """Find two ranges of rows that are swapped. Both tensors have shape [rows, elements]: dimension `dim` of the
+    gradient has been moved to the front, and the others are flattened."""
     apart = torch.linalg.vector_norm(found - expected, dim=1)
     rows = torch.nonzero(apart > allowed * torch.linalg.vector_norm(expected, dim=1)).flatten()
     first, second = rows[: len(rows) // 2], rows[len(rows) // 2 :]
@@ -215,7 +216,7 @@ def _exchanged(found: Tensor, expected: Tensor, allowed: float, dim: int) -> Ite
 
 
 def _of_order(found: Tensor, expected: Tensor, allowed: float) -> Iterator[tuple[float, str]]:
-    """Find blocks that are correct but in a different order."""
+    """Find blocks of a gradient that have correct values but are in the wrong order."""
     for dim, size in enumerate(found.shape):
         rows, right = (each.movedim(dim, 0).reshape(size, -1) for each in (found, expected))
         yield from _exchanged(rows, right, allowed, dim)

@@ -80,7 +80,7 @@ class Batch:
 
     @classmethod
     def of_arrays(cls, arrays: Arrays) -> Batch:
-        """Make a batch from named arrays. Raises ValueError under the same conditions as `read`."""
+        """Make a batch from named arrays. Raises ValueError for the same errors in the arrays as `read`."""
         of_transformers = "input_ids" in arrays
         _check_names(arrays, OF_TRANSFORMERS if of_transformers else OF_MEGATRON)
         if of_transformers:
@@ -105,7 +105,7 @@ class Batch:
         )
 
     def part(self, samples: slice, tokens: slice) -> Batch:
-        """Return the same samples with a loss mask that counts only some labels."""
+        """Return a copy of the batch in which only the labels at `tokens` of `samples` count for the loss."""
         mask = np.zeros_like(self.loss_mask)
         mask[samples, tokens] = self.loss_mask[samples, tokens]
         return replace(self, loss_mask=mask)

@@ -47,7 +47,8 @@ def with_flags(source: Source, flags: Sequence[str], takes_samples: bool) -> Run
 
 
 def check_same_model(source: Source, config: RunConfig) -> None:
-    """Raise ValueError if the names or shapes of a model's parameters are not those of the source, because of flags."""
+    """Raise ValueError if flags have changed the names or shapes of the model's parameters, compared with the
+    source."""
     ours = {meta.name: meta.global_shape for meta in stage_metas(config.model)}
     theirs = {name: meta.global_shape for name, meta in source.metas.items()}
     names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))

@@ -2,8 +2,8 @@
 
 To convert a weight, this program moves the elements of the other program's tensors t to their places in its weight w. A
 factor or an offset may be applied too, for example if a norm stores w - 1. As a formula, w = A t + b. A gradient is
-converted in the same way, but without the offset b and with the inverse factor. Converting tensors of zeros and of ones
-reveals the offset and the factor.
+converted in the same way, but without the offset b and with the inverse factor. To find the offset and the factor, this
+module converts a tensor of zeros and a tensor of ones.
 """
 
 from __future__ import annotations
@@ -56,11 +56,10 @@ class Dump:
 
 
 def open_dump(path: Path, model: Source, flag: str = "--gradients") -> Dump:
-    """Open gradients written by another program.
-
-    `path`, the value of `flag`, is one of the following: a `.safetensors` file or a folder of torch's DCP, with
-    parameter names of this program or of transformers; a checkpoint folder that contains gradients in place of weights;
-    or a folder written by --save-wgrads-interval. Raises ValueError for names and shapes that do not fit the model.
+    """Open gradients that another program has written. `path` is the value of `flag`. It may be a `.safetensors` file,
+    or a folder written by torch.distributed.checkpoint, with parameter names of this program or of transformers. It may
+    also be a checkpoint that contains gradients in place of weights, or a folder written with --save-wgrads-interval.
+    Raises ValueError for names and shapes that do not fit the model.
     """
     try:
         dump = _opened(path, model)
@@ -143,7 +142,7 @@ def _by_name(tensors: Mapping[str, Sliceable], model: Source) -> Dump:
 
 
 def _of_transformers(tensors: Mapping[str, Sliceable], model: Source) -> Dump:
-    """Read gradients of a transformers model. Parameters with a missing tensor are omitted."""
+    """Read gradients of a transformers model. A parameter is omitted if one of its tensors is missing."""
     if not tensors:
         raise ValueError("it holds no tensors")
     family = model.origin.model_type
@@ -197,7 +196,8 @@ def _shape(meta: ParamMeta | None) -> tuple[int, ...] | None:
 
 
 def _of_step(folder: Path, files: Sequence[Path], model: Source) -> Dump:
-    """Read the gradients that a run of this program dumped at a step, from the boxes of all ranks."""
+    """Read the gradients that a run of this program has dumped at a step. Each rank has written its blocks of the
+    gradients."""
     boxes: dict[str, list[tuple[tuple[int, ...], Sliceable]]] = {}
     for file in files:
         for key, tensor in read_header(file).items():

@@ -1,4 +1,5 @@
-"""Comparison of every gradient of a dump with this program's fp64 gradient, in the order of the backward pass."""
+"""Comparison of every gradient in a dump with the fp64 gradient that this program computes. The order is that of the
+backward pass."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ from megatron.testing.referee.dumps import Dump
 from megatron.testing.referee.reference import Model, Watched, WatchedInputs
 
 MARGIN = 4.0
-"""Allowed ratio between the dump's distance from fp64 and this program's distance in the dump's number format.
+"""Factor by which the error of a gradient in the dump may exceed the error of this program in the same number format.
+Both errors are differences from the fp64 gradient.
 
-The ratio may exceed 1 because the other program may use a different summation order.
+The factor is above 1 because the other program may sum in a different order.
 """
 
 LEAST_ALLOWED = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
@@ -55,7 +57,7 @@ class Judgement:
 
     @property
     def first(self) -> str | None:
-        """The first wrong gradient of the backward pass."""
+        """Name of the first parameter of the backward pass that has a wrong gradient; None if there is none."""
         return next((name for name, verdict in self.rows.items() if not verdict.equal), None)
 
     @property
@@ -91,7 +93,7 @@ class Judgement:
 
 
 def judgement_of(model: Model, batch: Batch, dump: Dump, loss: float | None) -> Judgement:
-    """Judge another program's gradients of a batch.
+    """Judge the gradients that another program computed on a batch.
 
     Args:
         model: The model, with the number format of the dump.
@@ -116,7 +118,8 @@ def judgement_of(model: Model, batch: Batch, dump: Dump, loss: float | None) -> 
 
 
 def _first_looked_at(model: Model, batch: Batch, dump: Dump, found: Judgement) -> dict[str, Verdict]:
-    """Determine whether the first wrong gradient is only part of a sum: over some positions, labels or samples."""
+    """Test whether the first wrong gradient is only a partial sum, for example over only some positions, labels or
+    samples."""
     assert found.first is not None
     verdict = found.rows[found.first]
     if verdict.explained:
@@ -132,12 +135,12 @@ def _first_looked_at(model: Model, batch: Batch, dump: Dump, found: Judgement) -
 
 
 Part = tuple[str, Tensor, float]
-"""Description of a part of a sum, the same sum over the tokens of the whole batch, and the part's share of these
-tokens."""
+"""A partial sum that a wrong gradient may equal, as a tuple: description of the part of the batch, gradient summed over
+only this part, fraction of the batch's tokens in this part."""
 
 
 def _times(factor: float, share: float, allowed: float) -> str:
-    """Describe the factor between a gradient and the sum over a part."""
+    """Describe the factor by which a gradient differs from the sum over a part of the batch."""
     if share and abs(factor * share - 1) <= allowed and share < 1:
         return ", and divided by the number of its own tokens"
     times = fraction(factor, allowed)
@@ -212,7 +215,8 @@ def _blocks(length: int) -> int:
 
 
 def _term(model: Model, batch: Batch, part: Batch, name: str) -> Tensor:
-    """Return the contribution of a part of the batch to the gradient of the batch's mean loss."""
+    """Return the share of the batch gradient that comes from `part`. Gradients are those of the mean loss over the
+    batch."""
     tokens = float(part.loss_mask.sum())
     if not tokens:
         return torch.zeros((), dtype=torch.float64)
@@ -220,8 +224,8 @@ def _term(model: Model, batch: Batch, part: Batch, name: str) -> Tensor:
 
 
 def _share(batch: Batch, chosen: Sequence[slice], by_sample: bool) -> float:
-    """Return the fraction of the batch's counted tokens that are in the chosen samples, or at the chosen positions of
-    all samples."""
+    """Return the fraction of the tokens that the loss mask selects in the chosen samples. If `by_sample` is False,
+    `chosen` selects positions in all samples instead."""
     masks = [batch.loss_mask[each] if by_sample else batch.loss_mask[:, each] for each in chosen]
     return sum(float(mask.sum()) for mask in masks) / float(batch.loss_mask.sum())
 
@@ -242,8 +246,8 @@ def _places(length: int, count: int, chosen: Sequence[int]) -> str:
 
 
 def sequence_parts(count: int) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield (blocks of a sequence, remark) for the blocks that one rank may hold: an equal shard, the two shards of
-    context parallelism, and every range of consecutive blocks."""
+    """Yield pairs (blocks of a sequence, remark) for sets of blocks that one rank may hold. These are equal shards,
+    pairs of shards as in zig-zag context parallelism, and all ranges of consecutive blocks."""
     seen = {tuple(range(count))}
     shards = [parts for parts in PARTS if count % parts == 0]
     for parts in shards:
@@ -264,8 +268,8 @@ def sequence_parts(count: int) -> Iterator[tuple[tuple[int, ...], str]]:
 
 
 def sample_parts(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield groups of samples: those of micro-batches that are assigned to replicas in turn, and every range of
-    consecutive samples."""
+    """Yield groups of samples that one data-parallel replica may have processed. These are the groups that result if
+    micro-batches are assigned to replicas in turn, and all ranges of consecutive samples."""
     found: dict[tuple[int, ...], None] = {}
     for replicas in range(2, count + 1):
         for size in (size for size in range(1, count) if count % (replicas * size) == 0):

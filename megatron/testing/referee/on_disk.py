@@ -2,7 +2,7 @@
 pages to disk.
 
 Each tensor is a shared mapping of an unnamed file in the temporary folder (TMPDIR), which must be on a disk with enough
-space for all tensors. The file is deleted when the tensor is freed.
+space for all tensors. When the tensor is freed, the system deletes its file.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def _is_large(tensor: Tensor) -> bool:
 
 
 class LargeTensorsOnDisk(TorchFunctionMode):
-    """Context manager that stores large new tensors with known values, such as weight and gradient buffers, in
-    files."""
+    """Context manager that stores large tensors in files when they are created with given values, as weight and
+    gradient buffers are."""
 
     def __torch_function__(
         self,

@@ -1,7 +1,7 @@
 """Loss and gradients of a model, computed in one process: in fp64, or in another number format to measure its rounding.
 
 Weights, gradients and the tensors saved for the backward pass are in files (`on_disk.py`), so memory holds only the
-temporary tensors of one layer at a time. The optimizer does not update the weights.
+temporary tensors of one layer at a time. The weights are never updated.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Gradients:
         return iter(self._grads)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the gradient of the mean loss with respect to a parameter, whole, in fp64."""
+        """Return the whole gradient of the mean loss with respect to a parameter, in fp64."""
         grad = self._grads[name]
         return (grad * self._factor.to(grad.dtype)).double()
 
@@ -173,7 +173,8 @@ class Watched:
 
     name: str
     places: tuple[int, int]
-    """Pair (number of the block of positions, number of blocks)."""
+    """Pair (index of the block, number of blocks). The positions of the sequence are divided into this number of
+    blocks."""
 
     def attach(self, run: TrainingRun, hooks: ExitStack) -> None:
         for model in run.stages.values():

@@ -131,7 +131,7 @@ class RunCheckpoint:
     def save(self, progress: Progress) -> PurePath:
         """Write a checkpoint of `progress.iteration` into the --save folder and make it the latest.
 
-        Raises CheckpointError on every rank if the checkpoint cannot be written. The previous checkpoint then remains
+        If the checkpoint cannot be written, raises CheckpointError on every rank, and the previous checkpoint remains
         the latest.
         """
         root = self.config.checkpoint.save_root
@@ -264,8 +264,8 @@ def load_start(
 ) -> Progress:
     """Load parameters and optimizer at the start of a run, and return the run's position. Collective.
 
-    The weights come from a checkpoint that a callback provides, or from the checkpoint or other model that --load
-    names.
+    The weights are loaded from a checkpoint that a callback provides. If no callback provides one, they are loaded from
+    the checkpoint or model in --load.
     """
     for callback in sorted(checkpoint.callbacks, key=lambda each: each.start_order):
         if (progress := callback.start(checkpoint, say, data)) is not None:
@@ -310,7 +310,8 @@ def _load_callbacks(states: Mapping[str, object], callbacks: Sequence[Callback],
 
 
 def load_whole_model(path: PurePath | str, number_format: str | None = None) -> tuple[GPTModel, RunConfig]:
-    """Load a checkpoint's whole model into one process, in the stored number format or in another, such as "bf16"."""
+    """Load the whole model of a checkpoint into one process. `number_format` is the number format of the weights, such
+    as "bf16"; None keeps the stored number format."""
     stages, config = load_stages(path, lambda config: ModelParallelConfig(), ParallelState(), "cpu", number_format)
     return stages[0], config
 

@@ -138,7 +138,7 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
     if broken := next((each for each in single_values(config) if each.flag in names), None):
         raise ValueError(f"{checkpoint.folder / METADATA} is damaged: its {broken}")
     count, layers = len(checkpoint.tensors), config.model.num_layers + (config.model.mtp_num_layers or 0)
-    if layers > count:  # checked before any list of the layers is built
+    if layers > count:  # checked before code allocates a list with `layers` entries
         raise ValueError(f"{checkpoint.folder / METADATA} is damaged: {layers:,} layers cannot have {count} tensors")
     return config
 
@@ -264,7 +264,7 @@ def _is_optional(key: str) -> bool:
 
 def without_states_of_thawed(targets: StateDict, checkpoint: Checkpoint, say: Callable[[str], None]) -> StateDict:
     """Remove from the targets the optimizer states of parameters that were frozen in the saved run but are trained now.
-    These states start at zero."""
+    The removed states keep their initial value, zero."""
     saved = saved_config(checkpoint)
     missing = [key for key in targets if key.startswith(OPTIMIZER) and key not in checkpoint.tensors]
     frozen = frozen_names(saved) if missing else frozenset()
@@ -295,7 +295,7 @@ def mismatch_remedy(keys: Sequence[str]) -> str:
 
 def tell_of_other_groups(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:
     """Report parameters whose learning-rate factor or weight decay differs between the checkpoint's run and this run.
-    This run uses the values of its flags."""
+    The run continues with the values of its own flags."""
     if not saved.optimizer.has_own_groups and not config.optimizer.has_own_groups:
         return
     pairs = {

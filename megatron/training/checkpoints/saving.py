@@ -50,8 +50,8 @@ class RunSaver:
             self.exporters = [exporter for exporter in found if exporter is not None]
 
     def prepare(self) -> None:
-        """Allocate staging memory if checkpoints are saved during the run. Warn if --save contains checkpoints of later
-        iterations, because this run will replace them."""
+        """Allocate staging memory for checkpoints, unless the run saves none. Warn if --save contains checkpoints of
+        later iterations, because this run will replace them."""
         save = self.options.save
         root = self.options.save_root
         iteration = self._progress.iteration
@@ -81,7 +81,7 @@ class RunSaver:
         self.report()
 
     def report(self) -> None:
-        """Print, on the first rank, the outcome of each save that ended since the last call.
+        """Print the outcome of each save that has ended since the last call. Only the first rank prints.
 
         Raises CheckpointError if --fatal-save-errors is given and a save failed after all retries.
         """

@@ -1,4 +1,4 @@
-"""Lines that a run prints once at its start. They describe the model, layout, precision, batch, length and memory."""
+"""Lines that a run prints once at its start, about the model, layout, precision, batch, length and memory."""
 
 from __future__ import annotations
 

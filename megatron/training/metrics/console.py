@@ -55,7 +55,7 @@ class LogLines:
         return f" saving checkpoint at iteration {iteration}, stalled for {stalled:.2f} s"
 
     def saved(self, iteration: int, seconds: float) -> str:
-        """Return the line about a save that succeeded after this many `seconds`."""
+        """Return the line that reports a successful save. `seconds` is the duration of the save."""
         folder = self.place or self.config.checkpoint.save
         return f" saved checkpoint at iteration {iteration} to {folder} in {seconds:.2f} s"
 

@@ -1,4 +1,4 @@
-"""Numbers, names and sizes of a run's data sets."""
+"""Indices, names and token counts of a run's data sources."""
 
 from __future__ import annotations
 

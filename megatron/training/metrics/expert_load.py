@@ -48,7 +48,8 @@ class ExpertLoad(Meter):
         the first of each pipeline stage, so that a sum over all ranks counts every token once."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """Return the micro-batches, to which their numbers and the factor for auxiliary gradients are added."""
+        """Return the micro-batches. Each gets its number (`Batch.number`) and the factor for auxiliary gradients
+        (`Batch.aux_scale`)."""
         if not self.totals.shape[0]:
             return batches
         for balance in self.balances:
@@ -78,8 +79,8 @@ class ExpertLoad(Meter):
         return totals
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, object]:
-        """Return expert loads relative to an even share, and auxiliary losses without coefficients, per token and
-        layer."""
+        """Return expert loads and auxiliary losses for the record. A load of 1 is an even share of the tokens.
+        Auxiliary losses are means per token and layer, not multiplied by their coefficients."""
         table, tokens = summed.view(self.totals.shape), interval.samples * self.seq_length
         if not table.shape[0] or not interval.results:
             return {}

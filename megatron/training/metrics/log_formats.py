@@ -8,7 +8,8 @@ from megatron.core.registry import NoFacts, Registry
 
 
 class LogFormat(Protocol):
-    """Class that formats console lines, created with (config, train_iters); see `megatron.training.metrics.console`."""
+    """Class that formats console lines. It is created with the arguments (config, train_iters), like
+    `megatron.training.metrics.console.LogLines`."""
 
     def progress(self, record: dict[str, object]) -> str: ...
 

@@ -49,8 +49,8 @@ class Tallies(Meter):
 
 
 def means(summed: Tensor) -> list[float | None]:
-    """Return the mean of each row of (sum, count) pairs, after `take` has been summed over the world; None for a row
-    without tokens."""
+    """Return the mean for each row [sum, count] in the result of `take` summed over all ranks. The mean is None for a
+    row whose count is 0."""
     return [total / count if count else None for total, count in summed.view(-1, 2).tolist()]
 
 
@@ -105,7 +105,7 @@ class UserMetrics(Tallies):
         return torch.stack([total, count])
 
     def report(self, summed: Tensor, interval: Interval) -> dict[str, float | None]:
-        """Return the mean of each metric by name; None if its count is zero."""
+        """Return a dict from the name of each metric to its mean. The mean is None if the metric's count is zero."""
         return dict(zip(self.metrics, means(summed), strict=True))
 
 
@@ -127,7 +127,8 @@ class PeakMemory(Meter):
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: the CUDA allocator's on GPUs, the process's on CPU."""
+    """Return the peak memory so far, in bytes. On GPUs, this is the memory of the CUDA allocator; on the CPU, the
+    memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     scale = 1 if sys.platform == "darwin" else 1024

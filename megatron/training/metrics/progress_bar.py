@@ -50,7 +50,7 @@ class ProgressBar:
             self._bar = tqdm(total=total, desc=what, unit=unit, unit_scale=unit == "B", leave=False, dynamic_ncols=True)
 
     def update(self, done: int) -> None:
-        """Show that `done` of `total` are done."""
+        """Show that `done` of `total` units of work are complete."""
         if self._bar is not None:
             self._bar.update(done - self._bar.n)
         elif done and self.clock() - self.last >= SECONDS_BETWEEN_LINES:
@@ -81,4 +81,4 @@ def bars(what: str, unit: str, say: Callable[[str], None] | None = None) -> Call
 
 
 def no_bar(done: int, total: int) -> None:
-    """Show no progress. Ranks other than the first use this function."""
+    """Show no progress. All ranks except the first use this function in place of a progress bar."""

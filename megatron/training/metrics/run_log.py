@@ -22,7 +22,7 @@ from megatron.training.run import TrainingRun
 
 SCHEMA = 1
 """Version of the keys and units of records, documented in docs/getting_started.md. The version increases when a key is
-removed or changes its meaning. New keys may be added within a version."""
+removed or changes its meaning. Adding a key does not change the version."""
 
 
 class RunLog:

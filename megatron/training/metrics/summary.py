@@ -114,7 +114,7 @@ def peak_tflops(
 
 def peak_of_model(name: str, peaks: Mapping[str, float]) -> float | None:
     """Return the peak in TFLOP/s of the device that torch calls `name`; None if `peaks` does not contain the device.
-    `peaks` maps device models to peaks."""
+    `peaks` is a dict from device models to TFLOP/s."""
     return next((peak for model, peak in peaks.items() if re.search(rf"\b{model}\b{OTHER_MODELS}", name)), None)
 
 

@@ -25,7 +25,7 @@ def end_daemons(grace: float = DAEMON_GRACE) -> None:
     """End daemonic multiprocessing processes. Without this function, Python would send SIGTERM to these processes and
     then wait for them without a time limit. Prints a line for each process that must be killed."""
     multiprocessing = sys.modules.get("multiprocessing")
-    if multiprocessing is None:  # no process was started
+    if multiprocessing is None:  # this process has no children
         return
     own = [each for each in multiprocessing.active_children() if getattr(each, "_parent_pid", None) == os.getpid()]
     daemons = [child for child in own if child.daemon]  # a forked process inherits the list of its parent's children
@@ -42,7 +42,8 @@ def end_daemons(grace: float = DAEMON_GRACE) -> None:
 
 
 def end_children() -> None:
-    """End the child processes of this process. Children in a session of their own are meant to survive."""
+    """End the child processes of this process. Child processes in another session keep running, because their creator
+    detached them deliberately."""
     with suppress(OSError):
         session = os.getsid(0)
         children = [pid for pid in _children() if os.getsid(pid) == session]
@@ -92,9 +93,9 @@ def wait_until_gone(thread: threading.Thread, seconds: float) -> bool:
     """Wait until the operating-system thread of `thread` has ended, after its Python code has finished. Returns True if
     the thread ended within `seconds`.
 
-    Python reports the end of a thread slightly earlier, while glibc still frees the thread's data under locks, such as
-    the lock of the name resolver. A fork at that moment would copy a locked lock but not the thread that unlocks it, so
-    the child would wait for the lock forever.
+    When Python reports that a thread has ended, glibc may still hold locks to free the thread's data, such as the lock
+    of the name resolver. A fork at that moment would copy a locked lock but not the thread that unlocks it, so the
+    child would wait for the lock forever.
     """
     task, deadline = Path(f"/proc/self/task/{thread.native_id}"), time.monotonic() + seconds
     while task.exists():

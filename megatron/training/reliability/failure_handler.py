@@ -1,4 +1,5 @@
-"""End all ranks after one fails. The first failed rank reports for all; the others report their positions and exit.
+"""End all ranks after one fails. The first failed rank writes one report for all ranks. The other ranks send it their
+positions and exit.
 
 A rank whose error may be the consequence of another rank's end first waits for the original error. Every public method
 of `FailureHandler` except `connect` ends the process.
@@ -51,11 +52,11 @@ PARTING = 5.0
 """Maximum number of seconds that a rank waits until the others have read its reason for leaving."""
 
 LAST_RESORT = 30.0
-"""Seconds after which an exiting process is killed if the store, the terminal or a disk blocks it."""
+"""Seconds after which an exiting process is killed if it still waits for the store, the terminal or a disk."""
 
 
 class FailureHandler:
-    """Report why this process ends to the other ranks, the screen, the launcher and OUTCOME_FILE, and then exit."""
+    """Exit this process, after reporting the reason to the other ranks, the screen, the launcher and OUTCOME_FILE."""
 
     def __init__(
         self, launch: Launch, status: RankStatus, stacks: StackDump, signals: SignalListener, outcome: Outcome
@@ -76,7 +77,7 @@ class FailureHandler:
         """Failure that ends this rank, for use in `at_exit` functions; None if the rank ends for another reason."""
 
         self.left = False
-        """True if this rank no longer needs the store. The process with the store may then end at any time."""
+        """True if this rank no longer needs the store. The process that hosts the store may then end at any time."""
 
         self._launch = launch
         self._status = status
@@ -193,8 +194,8 @@ class FailureHandler:
             self._exit(code)
 
     def _end_alone(self, failure: Failure) -> NoReturn:
-        """Report the failure on this host and end the process, without messages to or from other hosts. Other hosts may
-        still share files with this host."""
+        """Report the failure on this host and end the process, without messages to or from other hosts. The hosts may
+        still share files."""
         self.reported = failure
         _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
         if self._launch.local_rank == 0:
@@ -243,7 +244,7 @@ class FailureHandler:
             self._exit(ExitCode.FAILED)
 
     def _await_cause(self, error: BaseException) -> list[int]:
-        """Wait for another rank's report of the cause of `error`. Returns the ranks that did not answer in time."""
+        """Wait for another rank to report the cause of `error`. Returns the ranks that did not answer in time."""
         board = self._board
         try:
             before = board.get_all("beat")
@@ -264,8 +265,7 @@ class FailureHandler:
             return []
 
     def _end(self, failure: Failure, silent: Collection[int] = (), waited: bool = False) -> NoReturn:
-        """Report and end, unless another rank already reports. `silent` contains the ranks that will not report their
-        positions."""
+        """Report the failure, unless another rank already does, and end. `silent` contains ranks that do not answer."""
         board, rank = self._board, self._launch.rank
         try:
             first = board.post_cause(failure)
@@ -291,8 +291,8 @@ class FailureHandler:
         self._exit(failure.code)
 
     def _first_gone(self, noticed: str) -> Failure | None:
-        """Return the failure of rank 0 if its process, which contained the store, is gone. `noticed` is the error that
-        revealed the failure."""
+        """Return the failure of rank 0 if its process hosted the store and is gone. `noticed` is the error that
+        revealed this."""
         board, launch = self._board, self._launch
         if launch.rank == 0 or launcher_has_store():
             return None
@@ -301,7 +301,7 @@ class FailureHandler:
         def gone() -> bool:
             return not here.state() if here is not None else store_refuses()
 
-        if not board.wait(gone, STORE_ANSWER):  # a process closes its connections before it is gone
+        if not board.wait(gone, STORE_ANSWER):  # a process closes connections before it ends
             return None
         who = board.name(0) if 0 in board.peers else f"rank 0 of {launch.world_size}"
         process = f"process {board.peers[0].pid}" if 0 in board.peers else "its process"
@@ -322,7 +322,7 @@ class FailureHandler:
         self._exit(failure.code)
 
     def _gather(self, silent: Collection[int]) -> dict[int, Standing]:
-        """Collect the positions of the other ranks that can still report them."""
+        """Collect the positions of the other ranks, as far as they can still report them."""
         board = self._board
         gone = {rank for rank, peer in board.neighbours().items() if not peer.state()} | set(silent)
         board.wait(lambda: len(board.get_all("place")) >= self._launch.world_size - 1 - len(gone), GATHER)
@@ -389,7 +389,7 @@ class FailureHandler:
         self._exit(cause.code)
 
     def _echo(self, cause: Failure) -> None:
-        """Print one line about a report that appears on another host's screen, if torchrun does not show it here."""
+        """Print one line about a failure if its report appears only on another host and torchrun shows none here."""
         elsewhere = cause.reporter not in self._board.neighbours() and self._launch.launcher == "torchrun"
         if self._launch.local_rank == 0 and elsewhere and restarts_left():
             print(cause.line(), file=sys.stderr, flush=True)

@@ -50,7 +50,7 @@ GONE = "process is gone"
 
 @dataclass(frozen=True)
 class Failure:
-    """Root cause of a failed run. Ranks send this object to each other as JSON."""
+    """Root cause of a failed run. Ranks exchange instances of this class as JSON."""
 
     reporter: int
     """Rank that prints the report."""
@@ -149,7 +149,7 @@ class LateRanksError(TimeoutError):
 
 def _grouped(places: dict[int, str]) -> dict[str, str]:
     """Group ranks by the place in the code at which they are. Returns a dict from each place to a text such as `ranks
-    0, 1`. Places with the fewest ranks come last."""
+    0, 1`. The places are sorted by their number of ranks, largest number first."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(places.items()):
         ranks.setdefault(place, []).append(rank)
@@ -266,8 +266,8 @@ def place_in(error: BaseException) -> str:
 
 
 def place_of(thread_id: int) -> str:
-    """Return the innermost line of this package's code that a thread of this process executes. The watchdog's code is
-    not considered."""
+    """Return the innermost line of this package's code that a thread of this process executes. Lines of the code in
+    `megatron/training/reliability` are skipped."""
     frame: FrameType | None = sys._current_frames().get(thread_id)
     while frame is not None:
         code = frame.f_code

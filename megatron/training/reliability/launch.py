@@ -65,8 +65,8 @@ def quiet_torch(environ: MutableMapping[str, str]) -> None:
 def skip_final_collection() -> None:
     """Make this process exit without Python's final garbage collections.
 
-    These collections take seconds, because they traverse all objects that torch created when it was imported. Files are
-    still closed, and `atexit` functions still run."""
+    The final collections take seconds, because they traverse all objects that torch created when it was imported. Files
+    are still closed, and `atexit` functions still run."""
     atexit.register(gc.freeze)
 
 
@@ -151,8 +151,8 @@ def hold_ignored_signals() -> None:
     """Block the signals that this process has inherited as ignored from its launcher. They stay blocked until
     `SignalListener.start`, so that signals which arrive earlier are kept.
 
-    A script that launches ranks may ignore signals that are meant for the ranks, and the ranks inherit this setting. If
-    such signals were not blocked, those that arrive before the watchdog starts would be lost.
+    A script that launches ranks may itself ignore signals that are meant for the ranks. The ranks inherit this setting,
+    and would lose signals that arrive before the watchdog starts.
     """
     held = {number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN} - {signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, held)

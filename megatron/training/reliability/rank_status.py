@@ -17,7 +17,7 @@ from megatron.training.reliability.untrusted import parse_record
 
 @dataclass(frozen=True)
 class Standing:
-    """What a rank was doing when the run failed: the phase and the line of code."""
+    """Activity of a rank when the run failed: the phase and the line of code."""
 
     phase: str
     place: str
@@ -32,7 +32,7 @@ class Standing:
 
     @classmethod
     def from_json(cls, text: str) -> Standing:
-        """Parse a position. Raises ValueError if the text does not describe a position."""
+        """Parse the JSON of a `Standing`. Raises ValueError if the text is not valid."""
         return parse_record(cls, text)
 
 
@@ -58,7 +58,7 @@ class Meeting:
 
 
 class HangAnalysis:
-    """Base class of the hang analyses that callbacks provide. The methods of this class return no findings."""
+    """Base class of the hang analyses that callbacks provide. The base class itself finds nothing."""
 
     def __init__(self, status: RankStatus) -> None:
         self.status = status
@@ -73,7 +73,7 @@ class HangAnalysis:
         return None
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write additional evidence next to a rank's stack file. May raise OSError."""
+        """Write further evidence into `folder`, which contains the stack file of `rank`. May raise OSError."""
 
 
 class RankStatus:
@@ -83,7 +83,7 @@ class RankStatus:
     def __init__(self) -> None:
         self.phase = "start-up"
         self.limit = ""
-        """Flag that limits how long ranks wait for one another in this phase, with its value."""
+        """Flag, with its value, that limits how long ranks wait for each other in this phase."""
 
         self.executor: object = None
         """Pipeline schedule executor. The executor's attribute `current` is the running action, and `message_from` is
@@ -115,7 +115,7 @@ class RankStatus:
         return f"{self.phase_and_action()}, {self.line()}"
 
     def standing(self) -> Standing:
-        """Return this rank's position, so that another rank can report it."""
+        """Return what this rank is doing, so that another rank can report it."""
         if self.error is not None:
             frames = traceback.extract_tb(self.error.__traceback__)
         else:

@@ -60,7 +60,7 @@ def tell(line: str) -> None:
 
 
 class NoStoreError(ConnectionError):
-    """Raised if this rank cannot reach the ranks' store. `waited` is True if it waited until the timeout."""
+    """Raised if this rank cannot reach the ranks' store. `waited` is True if the rank waited until the timeout."""
 
     def __init__(self, message: str, waited: bool = False) -> None:
         super().__init__(message)
@@ -73,8 +73,8 @@ def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here
 
     torchrun's store outlives the ranks that torchrun restarts, so each start uses its own keys. If rank 0 opens the
     store, each start has a separate port and store. Raises NoStoreError if there is no store within `timeout`, if rank
-    0 cannot open the store, or if the store belongs to another run. `run` is this run's `identity`; empty if already
-    checked."""
+    0 cannot open the store, or if the store belongs to another run. `run` is the `identity` of this run. If it is
+    empty, the store's run is not checked."""
     if launch.world_size == 1:
         return dist.HashStore()
     has_one = launcher_has_store()
@@ -198,7 +198,7 @@ class Peer:
     pid: int
     namespace: str
     started: str
-    """Start time of the process, which distinguishes it from a later process with the same pid."""
+    """Start time of the process. A later process with the same pid has a different start time."""
 
     @classmethod
     def here(cls) -> Peer:
@@ -266,7 +266,7 @@ class Board:
 
     def __init__(self, store: dist.Store, launch: Launch) -> None:
         self.store: Any = store
-        """Client of the store; a `Watch` may replace it."""
+        """Client with which this rank accesses the store. A `Watch` may replace the client."""
 
         self.launch, self.peers = launch, dict[int, Peer]()
         self.ranks = range(launch.world_size)
@@ -338,7 +338,7 @@ class Board:
         return self.store.check([f"{name}/{rank}" for rank in self.ranks])
 
     def neighbours(self) -> dict[int, Peer]:
-        """Return the other ranks on this machine; empty until all ranks have arrived."""
+        """Return the other ranks on this machine. The result is empty until all ranks have connected to the store."""
         if not self.peers and self.complete("peer"):
             self.peers = self.read_all("peer", _parse_peer)
         rank, space = self.launch.rank, self.me.namespace
@@ -400,7 +400,8 @@ class Board:
         return self.read(f"ask/{number}", _parse_request)
 
     def agreed(self, number: int) -> int | None:
-        """Return the tick after which a request is carried out: the last that any rank began. Rank 0 computes it."""
+        """Return the tick after which a request is carried out. Rank 0 computes it: the latest tick that any rank has
+        begun."""
         found = self.read(f"agreed/{number}", parse_integer)
         if found is None and self.launch.rank == 0:
             positions = self.read_all(f"at/{number}", parse_integer)
@@ -437,6 +438,6 @@ class Board:
         return self.store.add(f"came/{meeting}", 0) == self.launch.world_size
 
     def missing(self, meeting: str) -> list[int]:
-        """Return the ranks that have not arrived."""
+        """Return the ranks that have not reached the meeting point `meeting`."""
         came = self.get_all(f"came/{meeting}")
         return [rank for rank in self.ranks if rank not in came]

@@ -1,9 +1,9 @@
 """Exit codes, the status file for the script that launched a run, and the event log of a run. This module does not
 import torch.
 
-Launchers do not pass on exit codes: torchrun turns every nonzero code of a worker into 1, and srun kills the processes
-on the other nodes after a nonzero code. If OUTCOME_FILE is set in the environment, the status of the run is therefore
-written to this file, as lines of `key=value`:
+Launchers do not forward exit codes: torchrun replaces every nonzero code of a worker with 1, and srun kills the
+processes on the other nodes after a nonzero code. If OUTCOME_FILE is set in the environment, the status of the run is
+therefore written to this file, as lines of `key=value`:
 
     name    RUNNING, then a name of `ExitCode`; a run that is killed leaves RUNNING
     why     the reason, in one line
@@ -58,7 +58,7 @@ class Outcome:
         return self.file is not None and self.file.with_name(f"{self.file.name}.asked").exists()
 
     def begin(self, save: str | None, load: str | None, write: bool) -> None:
-        """Store the checkpoint folders and, with `write`, write the status RUNNING."""
+        """Store the checkpoint folders. If `write` is True, also write the status RUNNING."""
         self.folders = {
             name: str(resolved(located(path))) if path else "" for name, path in (("save", save), ("load", load))
         }
@@ -86,8 +86,8 @@ class Outcome:
 
 @contextmanager
 def early_end_told(launch: Launch) -> Iterator[None]:
-    """Write the status file if an error in the flags ends the run before it starts. Every host writes, because
-    OUTCOME_FILE may be local."""
+    """Write the status file if an error in the flags ends the run before it starts. One process on every host writes
+    it, because OUTCOME_FILE may be on a local disk."""
     try:
         yield
     except SystemExit as ended:

@@ -20,7 +20,8 @@ class Starter(Protocol):
     failure."""
 
     def __call__(self, config: RunConfig, launch: Launch, attempt: Attempt) -> int:
-        """Call `attempt`, possibly several times, each in a separate process with its own rank and world.
+        """Call `attempt` once or several times. Each call runs in a separate process, with a rank and a world of its
+        own.
 
         The launcher may have started more processes than the world has ranks. Returns the exit code of the last
         attempt.

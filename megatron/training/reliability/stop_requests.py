@@ -2,10 +2,10 @@
 
 If a rank notices a signal, a time limit or a request file, it puts a request into the rank store. A tick is a step or
 an evaluation batch; all ranks perform the same ticks. Each rank answers a request with the number of ticks that the
-rank has begun, and begins no further tick until all answers are known. The highest answer is the agreed tick. All ranks
-therefore stop after the same tick. If there is no request, a tick only tests a flag. It needs no collective and does
-not wait for the device. Signals arrive on a socket, so that a thread receives them while the main thread is inside a
-collective.
+rank has begun, and begins no further tick until all answers are known. The highest of these numbers is the agreed tick,
+after which all ranks carry out the request. If there is no request, a tick only tests a flag. It needs no collective
+and does not wait for the device. Signals arrive on a socket, so that a thread receives them while the main thread is
+inside a collective.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class StopRequests:
         same number of ticks."""
 
         self.undecided = False
-        """True while it is unknown whether the run starts from a state that is not on disk. The value is equal on all
-        ranks. While this attribute is True, ranks answer no request. The attribute must be set before the watchdog
+        """True while it is unknown whether the run starts from a state that is not on disk. All ranks have the same
+        value. While this attribute is True, ranks answer no request. The attribute must be set before the watchdog
         starts."""
 
         self._ticks, self._number = 0, 0
@@ -67,8 +67,8 @@ class StopRequests:
         return self.request.why if self.request is not None else ""
 
     def tick(self, save_later: bool = False) -> bool:
-        """Begin a tick. If a request must be carried out before that tick, store the request in `request`, begin no
-        tick, and return False. If `save_later` is True, requests to save are postponed."""
+        """Begin a tick and return True. If all ranks must carry out a request now, do not begin a tick, but store the
+        request in `request` and return False. If `save_later` is True, requests to save are postponed."""
         with self._change:
             while self._asked is not None:
                 if self._after is not None:
@@ -103,8 +103,8 @@ class StopRequests:
         """Exchange requests and answers with the other ranks. `signal_at` is the `time.monotonic()` value of this
         rank's first signal.
 
-        Returns a reason if the run must end immediately, and None otherwise. The run ends in this way only before the
-        first step, when there is nothing to save.
+        Returns the reason if the run must end immediately, and None otherwise. The run can end immediately only before
+        the first step, when there is nothing to save.
         """
         if self._asked is None:
             if self._wishes:
@@ -128,8 +128,8 @@ class StopRequests:
         return "ending although some ranks have not started" if unanswered and late and not self._waits(board) else None
 
     def _waits(self, board: Board) -> bool:
-        """Return True if this rank may have to take part in a save with other ranks that have started or will start
-        soon."""
+        """Return True if this rank must wait, because it may have to save together with ranks that have started or will
+        start soon."""
         return self.undecided and (int(os.environ.get(START, "0")) > 0 or board.complete("peer"))
 
 
@@ -192,7 +192,7 @@ class SignalListener:
 
 
 def _forget_socket() -> None:
-    with suppress(ValueError):  # raised on any thread except the main one
+    with suppress(ValueError):  # raised on threads other than the main thread
         signal.set_wakeup_fd(-1)
 
 

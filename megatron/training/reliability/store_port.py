@@ -23,14 +23,16 @@ CLOCK = time.CLOCK_BOOTTIME
 IMPORTED = time.clock_gettime(CLOCK)
 
 BANNER = 1.0
-"""Seconds within which a program that speaks first, such as a mail or SSH server, has sent some data."""
+"""Seconds to wait for data from the program on the port. Within this time, a mail or SSH server has sent its greeting,
+whereas a store sends nothing."""
 
 SHOWN = 60
-"""Maximum number of the received bytes that a message shows."""
+"""Maximum number of bytes received from the port that a message shows."""
 
 
 class ForeignPortError(ConnectionError):
-    """Raised if it is useless to wait for the store, because another program uses its port or its rank has failed."""
+    """Raised if waiting for the store is pointless, because another program uses the port or the rank that opens the
+    store has failed."""
 
 
 def leave_failure(address: str, port: int, why: str) -> None:
@@ -63,7 +65,8 @@ def left_failure(address: str, port: int) -> str | None:
 
 
 def _started() -> float:
-    """Return the `CLOCK` time at which this process started. A forked process may start later than `IMPORTED`."""
+    """Return the time at which this process started, on the clock `CLOCK`. A forked process may start later than
+    `IMPORTED`."""
     try:
         return own_start_time()
     except ValueError:

@@ -1,9 +1,9 @@
 """Remove URL credentials from files, logs and messages. This module does not import torch.
 
 Flags accept URLs with credentials, such as https://user:password@host/data.jsonl or a presigned link.
-`take_credentials` returns such a URL with *** in place of secrets. Configurations, and everything derived from them,
-contain only this form. The full URL stays in this process. `with_credentials` returns the full URL when a connection is
-opened.
+`take_credentials` replaces the credentials in a URL with ***. Configurations, and everything derived from them, contain
+only the URL with ***. Only the memory of this process contains the full URL. `with_credentials` returns the full URL
+when a connection is opened.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def take_credentials(url: str) -> str:
 
 
 def with_credentials(url: str) -> str:
-    """Return the URL with the credentials that were given for it. Raises ValueError if this process does not have the
-    credentials, which files do not contain."""
+    """Return the URL with the credentials that the user passed for it. Raises ValueError if this process does not have
+    the credentials. Files never contain them."""
     if url in _URLS or HIDDEN not in url:
         return _URLS.get(url, url)
     raise ValueError(
@@ -88,6 +88,6 @@ def _hidden(text: str) -> str:
 
 
 def _is_secret(user: re.Match[str]) -> bool:
-    """Return True if the user part of a URL is secret: it contains a password, or a token for the web.
-    abfs://container@account is not secret."""
+    """Return True if the part of a URL before the `@` is secret. It is secret if it contains a password, or if the URL
+    is a web address, in which it may be a token. In abfs://container@account, it is not secret."""
     return ":" in user["secret"] or user["scheme"].lower() in ("http", "https")

@@ -78,7 +78,8 @@ class VisibleStream:
 
 @contextmanager
 def visible_output() -> Iterator[None]:
-    """Make all output within the block `visible`, for programs that print no escape sequences themselves."""
+    """Context manager that applies `visible` to everything that is printed in its block. Use it for programs that print
+    no escape sequences of their own."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, VisibleStream(stream)) for stream in before)
     try:
