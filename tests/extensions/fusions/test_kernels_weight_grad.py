@@ -186,7 +186,7 @@ def test_cublaslt_calls_match_the_definition(library: None) -> None:
         cublaslt.add_product_cublaslt_(out, a.values, b.values, a.scale, b.scale, overwrite=True)
         torch.testing.assert_close(out, product, rtol=1e-5, atol=1e-4)
     rows = operand(o, n, E5M2, "rows")
-    with pytest.raises(RuntimeError, match="operands must have one scale each"):
+    with pytest.raises(RuntimeError, match="each fp8 operand must have one scale"):
         cublaslt.add_product_cublaslt_(out, rows.values, b.values, rows.scale, rows.scale, False)
 
 

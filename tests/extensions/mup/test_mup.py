@@ -163,7 +163,7 @@ def test_the_base_model_equals_the_model_without_mup() -> None:
 
 PROBLEMS = [
     ("--logits-scaling 3", "--logits-scaling 3.0: must be 4 or omitted with --use-mup, which sets it"),
-    ("--mup-width-mult 3", "--mup-width-mult 3.0: is 4 by the sizes of both models"),
+    ("--mup-width-mult 3", "--mup-width-mult 3.0: must be 4 according to the sizes of the model and the base model"),
     (f"{DEPTH} --norm-placement sum", "--mup-base-num-layers 2: cannot be combined with --norm-placement sum"),
     ("--optimizer lion", "--optimizer lion: has Adam's learning rate factors under --use-mup"),
     ("--mup-base-widths depth=3", "--mup-base-widths depth=3: must be NAME=NUMBER with one of num-attention-heads, "),
@@ -171,7 +171,10 @@ PROBLEMS = [
         "--num-query-groups 2 --group-query-attention --mup-base-widths ffn-hidden-size=64",
         "must have num-query-groups=NUMBER: 1/4 of its 2 in this model is not a whole number",
     ),
-    ("--mup-parameter-widths x=1,1", "--mup-parameter-widths x=1,1: differs from the sizes of both models"),
+    (
+        "--mup-parameter-widths x=1,1",
+        "--mup-parameter-widths x=1,1: does not match the sizes of the model and the base model",
+    ),
     ("--mup-base-hidden-size 0", "--mup-base-hidden-size 0: must be above 0"),
 ]
 

@@ -15,7 +15,7 @@ from megatron.training.extensions import CALLBACKS, Stored, extension_flags
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 AVERAGES = "--ema-decay or --ema-half-life-tokens"
-ROLL_BACK = "--optimizer-post-validation: averages follow each update, so no update can precede its check"
+ROLL_BACK = "--optimizer-post-validation: averages would keep a step that is rolled back"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -40,24 +40,25 @@ class AveragedWeightsFlags:
     saved like the optimizer's states, and start from the weights after the first step."""
 
     ema_half_life_tokens: tuple[int, ...] | None = flag(None, many=True, above=0, excludes=ROLL_BACK)
-    """Keep an exponential moving average of the weights for each of these half-lives in tokens: a step of T tokens has
-    the decay 2^(-T / half-life)."""
+    """Keep an exponential moving average of the weights for each of these half-lives, which are given in tokens. A step
+    with T tokens has the decay 2^(-T / half-life)."""
 
     ema_dtype: str | None = flag(None, choices=("fp32", "bf16"), no_effect_without=AVERAGES)
     """Number format of the averages. bf16 uses stochastic rounding, so that small changes are not lost. Default: the
     format of the main parameters, fp32."""
 
     ema_on_host: bool = flag(False, no_effect_without=AVERAGES)
-    """Keep the averages in host memory. Each update copies the weights to the host; --ema-interval makes these copies
-    less frequent."""
+    """Keep the averages in host memory. Each update of the averages copies the weights to the host. --ema-interval
+    makes these copies less frequent."""
 
     ema_interval: int = flag(1, above=0, no_effect_without=AVERAGES)
-    """Steps between updates of the averages. An update applies the decay of all steps since the previous update."""
+    """Number of steps between updates of the averages. Each update applies the decay of all steps since the previous
+    update."""
 
     eval_weights: str = flag("trained", choices=("trained", "ema"))
-    """Weights used in evaluations: the trained weights, or the first average. Averages of --ema-decay precede averages
-    of --ema-half-life-tokens. Before the first update of the average, a run evaluates the trained weights and logs a
-    message, whereas --skip-train reports an error."""
+    """Weights used in evaluations: the trained weights, or the first average. If both --ema-decay and
+    --ema-half-life-tokens are set, the first average belongs to --ema-decay. Before the average's first update,
+    evaluations use the trained weights and log a message. With --skip-train, the run instead reports an error."""
 
 
 @dataclass(frozen=True)

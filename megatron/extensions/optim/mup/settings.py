@@ -83,18 +83,19 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     if own.mup_parameter_widths and own.mup_parameter_widths != parameters:
         given_ones = " ".join(own.mup_parameter_widths)
-        yield Problem("--mup-parameter-widths", given_ones, "differs from the sizes of both models", "remove it")
+        rule = "does not match the sizes of the model and the base model"
+        yield Problem("--mup-parameter-widths", given_ones, rule, "remove it")
     width, depth = ratios(m)
     for name, value in {"mup_width_mult": width, "mup_depth_mult": depth}.items():
         if not isclose(given := getattr(own, name), value):
-            rule = f"is {value:g} by the sizes of both models"
+            rule = f"must be {value:g} according to the sizes of the model and the base model"
             yield Problem(field_table()[name].name, given, rule, "remove it")
     for name, value in multipliers(m).items():
         if not isclose(given := getattr(m, name), value):
             rule = f"must be {value:g} or omitted with {SWITCH}, which sets it"
             yield Problem(field_table()[name].name, given, rule, "remove it, or see --mup-output-mult and its like")
     if depth != 1 and m.norms_sums:
-        rule = "cannot be combined with --norm-placement sum: norms of sums undo the factor of sublayers"
+        rule = "cannot be combined with --norm-placement sum: its norms undo the scaling of sublayer outputs"
         yield Problem("--mup-base-num-layers", own.mup_base_num_layers, rule, "remove it, or use other norms")
     for name in dict.fromkeys((c.optimizer.optimizer, c.optimizer.elementwise)):
         if name not in RATED:

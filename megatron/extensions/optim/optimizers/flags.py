@@ -62,8 +62,8 @@ class MuonFlags:
     or fp32."""
 
     muon_tp_mode: str = flag("duplicated", choices=("duplicated", "blockwise"))
-    """Muon: orthogonalize whole matrices, or with blockwise, each tensor-parallel shard separately. The result of
-    blockwise depends on the tensor-parallel size."""
+    """Muon: orthogonalize whole matrices (duplicated), or each tensor-parallel shard separately (blockwise). With
+    blockwise, results depend on the tensor-parallel size."""
 
     muon_split_qkv: bool = flag(True, name="--muon-no-split-qkv")
     """Muon: orthogonalize queries, keys and values as one matrix."""
@@ -104,7 +104,7 @@ class QKClipFlags:
     qk_clip: bool = flag(
         False,
         excludes=(
-            "--position-embedding-type alibi: its biases are not products of queries and keys",
+            "--position-embedding-type alibi: scaling queries and keys does not scale its biases",
             "--attn-logit-softcapping: logits are already bounded",
             "--clip-qkv: queries and keys are already bounded",
             "--use-precision-aware-optimizer: main parameters are scaled in fp32",
@@ -114,7 +114,7 @@ class QKClipFlags:
         ),
     )
     """QK-clip (MuonClip, Kimi K2): after an update, scale down the query and key projections of each head whose
-    largest attention logit in the step exceeded --qk-clip-threshold. With this flag, attention runs in plain torch."""
+    largest attention logit in the step exceeded --qk-clip-threshold. QK-clip requires attention in plain torch."""
 
     qk_clip_threshold: float = flag(100.0, above=0, no_effect_without="--qk-clip")
     """--qk-clip: heads whose largest attention logit exceeds this value are clipped."""
@@ -127,7 +127,7 @@ class QKClipFlags:
 @dataclass(frozen=True)
 class PrecisionAwareFlags:
     use_precision_aware_optimizer: bool = flag(
-        False, excludes="--optimizer-post-validation: copies for a rollback have the main dtype"
+        False, excludes="--optimizer-post-validation: its rollback copies support only states in the main dtype"
     )
     """Adam: store gradients, main parameters and moments in the formats of --main-grads-dtype, --main-params-dtype,
     --exp-avg-dtype and --exp-avg-sq-dtype."""

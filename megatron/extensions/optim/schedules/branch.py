@@ -107,7 +107,7 @@ def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
         raise ValueError(f"{where}: contains no checkpoint; pass a checkpoint, or the --save folder of a run")
     begun = int(metadata["consumed_samples"])
     if begun == 0:
-        raise ValueError(f"{where}: its run has not trained yet; give a later checkpoint")
+        raise ValueError(f"{where}: this checkpoint was saved before the first training step; pass a later checkpoint")
     samples = _samples(config, options.decay_tokens)
     factor = _rate(metadata) / (config.optimizer.lr or 1.0)
     text = f"linear 0% to {factor!r}, hold rest, {options.decay_shape} {samples} samples"

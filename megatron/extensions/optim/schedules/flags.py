@@ -99,13 +99,13 @@ class ScheduleFlags:
     lr_schedule: str | None = None
     """Pieces of the learning rate schedule, separated by commas: `warm-up 1%, hold rest, 1-sqrt 20%`. A piece consists
     of a shape (warm-up, hold, linear, cosine, sqrt, 1-sqrt, power), a length (a percentage of the decay length, `2B
-    tokens`, `5e6 samples`, or the `rest`), and `to F`, where F is the last rate of the piece as a factor of --lr. The
-    default last rate is 1 x --lr for a warm-up, and --min-lr for a decay. `power` needs `exponent E`, the exponent of
-    the consumed samples, and may have `after LENGTH`, the position at which the decay starts."""
+    tokens`, `5e6 samples`, or the `rest`), and `to F`, where F is the last rate of the piece as a factor of --lr. By
+    default, a warm-up ends at --lr, and a decay ends at --min-lr. `power` needs `exponent E`, the exponent of the
+    consumed samples. It also accepts `after LENGTH`, the position at which the decay starts."""
 
     lr_schedule_file: str | None = flag(None, path="local")
-    """File with the value of --lr-schedule, one piece per line; # begins a comment. The run's configuration records
-    the text of the file, not its name."""
+    """File that contains the value of --lr-schedule, with one piece per line. A # starts a comment. The run's
+    configuration records the file's text instead of its name."""
 
 
 def _length(config: RunConfig) -> int | None:
@@ -129,7 +129,7 @@ def rules_of_branch(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if source is None:
         return
     if save is None:
-        yield Problem("--branch-from", source, "needs --save", "add --save, a folder for the branch")
+        yield Problem("--branch-from", source, "needs --save", "add --save with a folder for the branch")
     elif is_source(save, source):
         yield Problem(
             "--save", save, f"is the folder of --branch-from {source}", "use a different folder for the branch"

@@ -134,7 +134,7 @@ def _check(text: str, piece: Piece) -> None:
     if piece.length.unit == "%" and piece.length.amount > 100:
         raise ValueError(f"`{text}` is longer than 100%; use at most 100%")
     if piece.to is not None and not 0 <= piece.to < math.inf:
-        raise ValueError(f"`{text}`: to must be a factor of --lr of at least 0; for example to 0.1")
+        raise ValueError(f"`{text}`: `to` must be at least 0, because it is a factor of --lr; write for example to 0.1")
     if piece.to is not None and (power or piece.shape == "hold"):
         raise ValueError(f"`{text}`: {piece.shape} does not accept `to`; remove it")
     if power != (piece.exponent is not None) or (piece.exponent or -1.0) >= 0:

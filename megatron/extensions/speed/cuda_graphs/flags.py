@@ -72,7 +72,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
             other = f"--experimental-attention-variant {variant}" if by_flag else f"layers with {variant}"
             yield Problem.exclusive(name, impl, other, "recording its triangular solves is untested")
     if c.ddp.shards_gradients:
-        why = "memory for whole gradients is allocated and freed during the passes"
+        why = "memory for whole gradients is allocated and freed during the forward and backward pass"
         strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
         yield Problem.exclusive(name, impl, strategy, why)
     if gathered_format(p) is not None and c.optimizer.use_distributed_optimizer:  # otherwise, another rule reports it

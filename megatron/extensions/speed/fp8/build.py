@@ -68,13 +68,13 @@ class Fp8Format(Fp8Context):
             cuda, name = torch.version.cuda or "0", torch.cuda.get_device_name(device)
             if found[0] != BLOCK_CAPABILITY or tuple(map(int, cuda.split("."))) < BLOCK_CUDA:
                 raise ValueError(
-                    f"--fp8-recipe blockwise needs a GPU of compute capability {BLOCK_CAPABILITY}, as Hopper is, and "
-                    f"torch for CUDA {'{}.{}'.format(*BLOCK_CUDA)} or above; {name} has {'{}.{}'.format(*found)} and "
-                    f"torch has CUDA {cuda}: use --fp8-recipe tensorwise"
+                    f"--fp8-recipe blockwise needs a GPU of compute capability {BLOCK_CAPABILITY} (Hopper) and "
+                    f"torch for CUDA {'{}.{}'.format(*BLOCK_CUDA)} or above, but {name} has "
+                    f"{'{}.{}'.format(*found)} and torch has CUDA {cuda}: use --fp8-recipe tensorwise"
                 )
         if found < FIRST_CAPABILITY:
             needed, has = ("{}.{}".format(*capability) for capability in (FIRST_CAPABILITY, found))
             raise ValueError(
-                f"--fp8-format {own.fp8_format} needs a GPU of compute capability {needed} or above, as Ada and Hopper "
-                f"are, and {torch.cuda.get_device_name(device)} has {has}: remove it, or use another GPU"
+                f"--fp8-format {own.fp8_format} needs a GPU of compute capability {needed} or above (Ada, "
+                f"Hopper or newer), but {torch.cuda.get_device_name(device)} has {has}: remove it, or use another GPU"
             )

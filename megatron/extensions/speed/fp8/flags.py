@@ -23,9 +23,9 @@ TILE = 128
 @dataclass(frozen=True)
 class Fp8Flags:
     fp8_format: str | None = flag(None, choices=("e4m3", "hybrid"))
-    """Compute the matrix products of linear layers in 8-bit floating point. e4m3: all operands in e4m3. hybrid: output
-    gradients in e5m2, except in experts. Attention (without --attention-backend fp8), embedding and output layer stay
-    in bf16."""
+    """Compute the matrix products of linear layers in 8-bit floating point. e4m3 uses e4m3 for all operands. hybrid
+    uses e5m2 for output gradients, except in experts. Attention (without --attention-backend fp8), the embedding and
+    the output layer stay in bf16."""
 
     fp8_recipe: str = flag("delayed", choices=("tensorwise", "delayed", "rowwise", "blockwise"))
     """How fp8 tensors are scaled: by the largest value of the tensor (tensorwise), of the tensor in earlier steps
@@ -50,8 +50,8 @@ class Fp8Flags:
     """--first-last-layers-bf16: number of last layers in bf16."""
 
     fp8_param_gather: bool = False
-    """Gather the updated weights of fp8 linear layers in fp8 over the data-parallel ranks. An fp8 gather transfers half
-    as many bytes, and does not change the results."""
+    """Gather the updated weights of fp8 linear layers in fp8 over the data-parallel ranks. The all-gather then
+    transfers half as many bytes, and the results stay the same."""
 
     def layers(self, num_layers: int) -> range:
         """Return the indices of the transformer layers whose linear layers use fp8."""

@@ -57,7 +57,7 @@ def _param_gather(c: RunConfig) -> Iterator[Problem]:
         return
     if c.ddp.shards_gradients:
         strategy = f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}"
-        yield Problem.exclusive(flag, None, strategy, "units are gathered in the precision of the parameters")
+        yield Problem.exclusive(flag, None, strategy, "weights are gathered in the dtype of the parameters")
     if own.fp8_format is None:
         yield Problem.no_effect(flag, None, "--fp8-format")
     elif not c.optimizer.use_distributed_optimizer:

@@ -20,7 +20,7 @@ def overlap(c: RunConfig, world_size: int) -> Iterator[Problem]:
 def _method(c: RunConfig) -> Iterator[Problem]:
     p, method = c.parallel, c.options(OverlapFlags).tp_comm_overlap_method
     if method == "symmetric" and (p.cpu or p.distributed_backend == "gloo"):
-        rule = "needs GPUs and nccl, but --cpu or gloo is given"
+        rule = "needs GPUs and nccl, but the run uses --cpu or gloo"
         yield Problem("--tp-comm-overlap-method", method, rule, "use ring, which runs on any device")
 
 
@@ -33,7 +33,8 @@ def _in_turns(c: RunConfig) -> Iterator[Problem]:
     if m.num_experts is None or not c.options(OverlapFlags).overlap_moe_expert_parallel_comm:
         return
     if p.expert_model_parallel_size == 1:
-        yield Problem(OVERLAP, None, "needs --expert-model-parallel-size above 1, which has all-to-alls", "remove it")
+        rule = "needs --expert-model-parallel-size above 1, because a single rank has no all-to-alls"
+        yield Problem(OVERLAP, None, rule, "remove it")
     if m.moe_token_dispatcher_type != "alltoall":
         rule = f"cannot be combined with --moe-token-dispatcher-type {m.moe_token_dispatcher_type}"
         yield Problem(OVERLAP, None, rule, "use --moe-token-dispatcher-type alltoall")

@@ -222,7 +222,7 @@ def _multiply(
     if any(x.data_ptr() % ALIGNMENT or not x.is_contiguous() for x in operands):
         raise RuntimeError("operands must be contiguous and aligned to 16 bytes")
     if (scales is not None) != kind.scaled or any(scale.ndim for scale in scales or ()):
-        raise RuntimeError("fp8 operands must have one scale each, and other operands none")
+        raise RuntimeError("each fp8 operand must have one scale, and operands of other dtypes must have none")
     product = _prepared(device, o, i, n, kind)
     pointers = {} if scales is None else {A_SCALE_POINTER: scales[1].data_ptr(), B_SCALE_POINTER: scales[0].data_ptr()}
     _set_pointers(product.description, pointers | ({} if bias is None else {BIAS_POINTER: bias.data_ptr()}))
