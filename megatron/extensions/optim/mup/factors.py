@@ -6,12 +6,11 @@ The factors follow table 8 of muP (arXiv 2203.03466), which also permits tied em
 weights therefore follow table 3, an equivalent parametrization without output factors.
 
 The scaling rules of all optimizers follow from two numbers, `change` and `gradient`, both relative to the base model.
-An optimizer step must change a layer's output as much as in the base model. `change` is the size of the weight update,
-per element, that has this effect. `gradient` is the size of a gradient element. Adam's updates are proportional to the
-learning rate, so `change` multiplies Adam's learning rate. Adam's epsilon is added to gradient magnitudes, so
-`gradient` multiplies epsilon. SGD's updates are proportional to the learning rate times the gradient, so `change /
-gradient` multiplies SGD's learning rate. The weight decay of one step (learning rate times decay) is the same as in the
-base model.
+`change` is the size of a weight update, per element, that changes a layer's output as much as in the base model.
+`gradient` is the size of a gradient element. Adam's updates are proportional to the learning rate, so `change`
+multiplies Adam's learning rate. Adam's epsilon is added to gradient magnitudes, so `gradient` multiplies epsilon. SGD's
+updates are proportional to the learning rate times the gradient, so `change / gradient` multiplies SGD's learning rate.
+The weight decay of one step (learning rate times decay) is the same as in the base model.
 """
 
 from __future__ import annotations
@@ -105,9 +104,9 @@ def in_block(meta: ParamMeta) -> bool:
 
 
 def rate(found: Factors, optimizer: str, matrix_scale: str | None = None) -> float:
-    """Return the learning rate factor for an `optimizer`. For a matrix that Muon updates, `matrix_scale` is
-    --muon-scale-mode. All optimizers except SGD and Muon are assumed to behave like Adam, whose updates do not grow
-    with the gradients.
+    """Return the factor by which muP multiplies the learning rate of `optimizer`. For a matrix that Muon updates,
+    `matrix_scale` is --muon-scale-mode. All optimizers except SGD and Muon are assumed to behave like Adam, whose
+    updates do not grow with the gradients.
     """
     if optimizer == "sgd":
         return found.change / found.gradient

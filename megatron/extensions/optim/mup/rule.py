@@ -30,7 +30,7 @@ class MupRule(ParameterRule):
         return factors(meta, self.options.mup_width_mult, self.options.mup_depth_mult, own)
 
     def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
-        """Apply the factors of learning rate, epsilon and weight decay to `group`.
+        """Multiply the learning rate, epsilon and weight decay of `group` by the factors of the parameter.
 
         A learning rate or weight decay that a flag sets specifically for these parameters is left unchanged.
         """

@@ -31,8 +31,8 @@ from megatron.extensions.optim.optimizers.flags import MuonFlags, product_dtypes
 from megatron.extensions.optim.optimizers.newton_schulz import Coefficients, coefficients
 
 EPS = 1e-15
-"""Lower bound of the norm by which a matrix is divided, as in Emerging-Optimizers since 0.4.0. Because this lower bound
-is small, the size of updates does not depend on the size of gradients.
+"""Minimum of the norm by which a matrix is divided before the iteration, as in Emerging-Optimizers since 0.4.0. The
+minimum is so small that the size of updates does not depend on the size of gradients.
 """
 
 
@@ -72,14 +72,14 @@ class Muon(FusedTransform):
         return MuonKernel(options, plain_shards(shards), exchange)
 
     def flops(self, meta: ParamMeta) -> int:
-        """Return the FLOPs of a parameter's Newton-Schulz iterations. Each matrix is counted once, independent of
-        layout and batch."""
+        """Return the FLOPs of a parameter's Newton-Schulz iterations. Each matrix is counted once, whatever the
+        parallel layout and the batch size are."""
         boxes = linear_maps(meta, meta.fused is not None and splits_of(self.options)(meta.fused.name))
         return 2 * self.options.muon_num_ns_steps * sum(Matrix(meta, *box).cost for box in boxes)
 
 
 class MuonKernel(ShardUpdate):
-    """Muon update of all matrices in a stage, stored as flat shards."""
+    """Muon update of all matrices of a pipeline stage, whose values are stored in flat shards."""
 
     def __init__(self, options: MuonFlags, shards: Sequence[OptimizerShard], exchange: MatrixExchange) -> None:
         self.options = options

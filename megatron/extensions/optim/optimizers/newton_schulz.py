@@ -36,7 +36,7 @@ COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
         (2.2737, -1.6447, 0.4162),
     ),
 }
-"""Coefficients of each step, by the name of the set.
+"""Sets of coefficients, keyed by name. A set contains the coefficients of each step.
 
 "simple" is from Muon (Jordan, 2024), and is also used by Moonlight (arXiv 2502.16982). "quintic" (Cesista) is optimized
 for five steps. "polar_express" is algorithm 1 of arXiv 2505.16932, with the paper's safety factor 1.01. "cans" is from

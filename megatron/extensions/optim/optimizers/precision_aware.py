@@ -177,8 +177,8 @@ def power_of_two(exponents: Tensor) -> Tensor:
 def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
     """Return the smallest e (int32) for which amax / 2^e is at most the format's largest number.
 
-    For values that were already rounded with the scale 2^e, this function may return a smaller exponent. The new scale
-    also represents these values exactly.
+    For values that were already rounded with the scale 2^e, this function may return a smaller exponent. The scale with
+    this exponent also represents the values exactly.
     """
     assert number.largest is not None
     ratio = (amax / number.largest).view(torch.int32)
@@ -356,8 +356,8 @@ class PrecisionAwareAdam(FusedTransform):
 
 
 def stored_state(name: str, meta: ParamMeta, number: StateFormat) -> State:
-    """Return the description of a moment that is stored in the format `number`. The format fp32 means the main
-    dtype."""
+    """Return the description of a moment that is stored in the format `number`. If `number` is fp32, the main dtype is
+    used."""
     dtype = None if number.dtype == torch.float32 else str(number.dtype).removeprefix("torch.")
     return elements(name, meta, dtype, SCALE_BLOCK if number.scaled else 0)
 

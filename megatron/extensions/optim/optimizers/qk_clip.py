@@ -41,7 +41,7 @@ class QKClip:
         self.alpha = options.qk_clip_alpha
         self.shards = shards
         self.data = state.dp_cp
-        """Ranks that process different tokens with the same heads."""
+        """Axis of the ranks that hold the same attention heads but process different tokens."""
         every: dict[int, Any] = {id(layer): layer for module in modules for layer in module.modules()}
         self.layers: list[AttentionWithRows] = [
             layer for layer in every.values() if isinstance(getattr(layer, "core", None), CoreAttention)

@@ -1,4 +1,4 @@
-"""Rules of Muon, QK-clip and the precision-aware optimizer. This module does not import torch."""
+"""Validation rules for Muon, QK-clip and the precision-aware optimizer. This module does not import torch."""
 
 from __future__ import annotations
 

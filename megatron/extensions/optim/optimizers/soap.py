@@ -78,8 +78,8 @@ class Soap(Transform):
 
     def update(self, x: ParameterUpdate) -> Requests:
         done = int(x.step.item()) - 1
-        """Number of updates that have changed this parameter so far. The first update does not change the parameter and
-        is not counted."""
+        """Number of previous updates of this parameter. The first update is not counted, because it does not change the
+        parameter."""
 
         def moved(matrix: Tensor, states: dict[str, Tensor]) -> Tensor:
             return self.direction(matrix, states, done, self.eps * x.eps_mult)
@@ -173,8 +173,8 @@ def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     """Find the columns that are linearly independent of all independent columns before them.
 
-    A single QR decomposition identifies only the first dependent column reliably. Later columns would be compared with
-    a basis that contains the rounding errors of the first dependent column.
+    A single QR decomposition identifies only the first dependent column reliably. The basis for later columns would
+    contain a direction that consists of the first dependent column's rounding errors.
 
     Args:
         columns: Vectors [n, count].

@@ -17,7 +17,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 
 STYLE = "pieces"
-"""Value of --lr-decay-style for piecewise schedules."""
+"""Value of --lr-decay-style that selects a piecewise schedule."""
 
 REPLACED = (OptimizerConfig.lr_decay_style, "constant", STYLE)
 """Values of --lr-decay-style that pieces may replace: the default, and the style of phases without their own learning

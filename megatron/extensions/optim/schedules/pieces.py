@@ -68,8 +68,8 @@ class Piece:
     """For `power`: exponent of the number of samples consumed since the start of the run."""
 
     after: Length | None = None
-    """For `power`: position at which the power law starts. Until this position, the learning rate keeps its initial
-    value. If None, the power law starts at the beginning of this schedule piece."""
+    """For `power`: position at which the power law starts. Before the start of the power law, the learning rate is
+    constant. If None, the power law starts at the beginning of this schedule piece."""
 
     def __str__(self) -> str:
         words = [self.shape, str(self.length)]

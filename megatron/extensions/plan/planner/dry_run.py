@@ -87,8 +87,7 @@ def print_plan(
     is too small, the object also has the keys "host_memory" and "host_bytes_over". `problems` lists missing input
     files, which are included in the JSON object; the caller reports them. If the path is "", only the JSON is printed,
     to standard output. Raises OutputError if the file cannot be written, and DeviceError if no step of this kind can be
-    predicted.
-    """
+    predicted."""
     from megatron.extensions.plan.planner.fake_stage import PlannerCache
     from megatron.extensions.plan.planner.time.step_time import predict_step
 

@@ -18,9 +18,8 @@ HERE = "megatron.extensions.speed.cuda_graphs"
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the configuration allows a training step to be captured as a CUDA graph. A graph replays the recorded
-    kernels on the same memory, so it can contain neither host decisions that change between batches nor
-    synchronizations with the host."""
+    """Check that a training step can be captured as a CUDA graph. A graph replays the recorded kernels on the same
+    memory, so it can contain neither host decisions that change between batches nor synchronizations with the host."""
     own = config.options(CudaGraphFlags)
     c = config
     p = config.parallel

@@ -49,8 +49,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Call `run`, and record the kernels that it launches without executing them. Returns the result of `run`, and
-        a function that replays the recording. Each call of the replay function writes new values to this result."""
+        """Call `run`, and record the kernels that it launches without executing them. Returns the result of `run` and a
+        function that replays the recording. Each replay writes new values to this result."""
         graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
         gc.collect()
         gc.disable()

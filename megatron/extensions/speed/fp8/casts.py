@@ -77,7 +77,7 @@ def cast_transpose(
 @operation
 def cast_transpose_noting_amax(x: Tensor, cast: CastOrder, compiled: bool) -> CastPair:
     """Cast x [n, k] and record its amax, which does not affect the multiplier. If the amax is not finite, the scales
-    are NaN. Otherwise, saturation would hide the overflow."""
+    are NaN, so that saturation does not hide the overflow."""
     return noting(cast_transpose_with_amax_twin, compiled, cast, x)
 
 
@@ -177,8 +177,8 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def multiplier_of(amax: Tensor, largest: float | Tensor, margin: int = 0) -> Tensor:
-    """Return the multiplier largest / amax / 2^margin. It is 1 if the amax is 0, and 0 or NaN if the amax is not
-    finite."""
+    """Return the multiplier largest / amax / 2^margin. The multiplier is 1 if the amax is 0, and 0 or NaN if the amax
+    is not finite."""
     return torch.where(amax == 0, 1.0, largest / 2.0**margin / amax.clamp(min=SMALLEST_AMAX))
 
 
@@ -307,8 +307,8 @@ def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor 
 
 
 def _in_whole_tiles(values: Tensor, rows: int) -> Tensor:
-    """Pad fp8 values [n, k] with zeros to multiples of `rows` and 128, because some torch versions do not support
-    smaller tiles."""
+    """Pad fp8 values [n, k] with zeros, so that n is a multiple of `rows` and k a multiple of 128. Some torch versions
+    do not support incomplete tiles."""
     n, k = values.shape
     if n % rows == 0 and k % TILE == 0:
         return values

@@ -240,8 +240,8 @@ class Fp8GroupedGemms:
         add_fp8_products_grouped_(out, of_dy, of_x, tile_ends)
 
     def _rows(self, x: Tensor, cut: bool) -> Scaled:
-        """Cast x [n, k] by rows, or by tiles of 128 values. Compiled regions have dynamic shapes, because the number of
-        rows changes."""
+        """Cast x [n, k] by rows, or by tiles of 128 values. The compiled cast has dynamic shapes, because the number of
+        rows differs from call to call."""
         x = x.detach()
         if self.in_blocks:
             return region(cast_by_blocks, self.compiled and x.shape[1] % TILE == 0)(x, 1, E4M3)

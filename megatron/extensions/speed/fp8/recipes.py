@@ -269,7 +269,7 @@ class TensorwiseGemms(PerTensorGemms):
     """Tensorwise recipe: scale each tensor by its amax, which requires one more pass over the tensor."""
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
-        x = x.detach()  # so that each region is compiled only for tensors without gradients
+        x = x.detach()  # compile each region only for tensors without gradients
         amax, cuts = region(amax_of, self.compiled, static=True)(x), self.cuts
         sequence = cuts.sequence or cuts.tokens
         cut = (sequence or cuts.inputs, cuts.inputs or cuts.outputs, cuts.outputs or cuts.tokens)[which]
@@ -315,7 +315,7 @@ class DelayedGemms(PerTensorGemms):
         return _scaled(cast_transpose_noting_amax(x.detach(), self._order(which, wanted), self.compiled), wanted)
 
     def input_order(self, needs_dw: bool) -> CastOrder:
-        """Return a request that lets the kernel of the preceding operation also compute the casts of this input."""
+        """Return a request for casts of this layer's input, for the kernel that computes the input."""
         return self._order(INPUT, BOTH if needs_dw and not self.cuts.sequence else ROWS)
 
     def given_input(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:

@@ -45,7 +45,7 @@ class Part:
 
     def amax(self) -> tuple[int, Tensor]:
         """Return (row, amax). `amax` [rows, columns] contains the amax of each block in this part. `row` is the index
-        of its first row within the amax of the whole weight."""
+        of the first row of `amax` within the amax of the whole weight."""
         if not isinstance(self.gemms, BlockwiseGemms):
             return 0, region(amax_of, self.gemms.compiled)(self.values).view(1, 1)
         first, before, matrix_shape = self._blocks()

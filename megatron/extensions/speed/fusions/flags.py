@@ -28,7 +28,7 @@ are used only if requested."""
 
 
 FP8_CHANNELS, WIDEST_FP8 = 16, 256
-"""Head widths that fp8 attention supports: multiples of the first number, up to the second number."""
+"""Limits of fp8 attention: head widths must be multiples of FP8_CHANNELS, and at most WIDEST_FP8."""
 
 
 def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -67,7 +67,7 @@ class DropoutMask(NamedTuple):
 
 
 def add_update(x: Tensor, update: Tensor, mask: DropoutMask | None) -> Tensor:
-    """Return x + dropout(update), computed in one kernel. If there is no mask, return x + update."""
+    """Compute x + dropout(update) in one kernel. If there is no dropout mask, return x + update."""
     return x + update if mask is None else _AddDropped.apply(x, update, mask)
 
 

@@ -57,7 +57,7 @@ CHECKED = 64
 
 TOLERANCES = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 """Allowed error for each result dtype: the norm of the error, divided by the norm of the sums. For 16-bit results, the
-tolerance is twice the rounding error of one sum. For fp32 weight gradients, it is the same as for bf16."""
+tolerance is twice the rounding error of one sum. For fp32 weight gradients, the tolerance is the same as for bf16."""
 
 Run = Callable[[], object]
 

@@ -134,7 +134,8 @@ def _untimed(run: Callable[[], object]) -> float:
 def weight_grad_runs(
     shapes: RunShapes, outputs: int, inputs: int, operands: tuple[Tensor, Tensor, Tensor, Segments]
 ) -> dict[str, Callable[[], object]]:
-    """Return one function per implementation (each kernel, and torch) that runs this implementation on the operands.
+    """Return a mapping from the names of all kernels and of torch's implementation to functions that run them on the
+    operands.
 
     The first run of a kernel checks its sums, once with equal and once with unequal numbers of rows per expert, and
     raises RuntimeError if they are wrong.

@@ -122,7 +122,7 @@ class ExpertKernel(Generic[*Operands]):
             runs: Functions to compare: for each kernel name, a function that runs the kernel.
             shapes: Shapes of the training run.
             world: Axis of all ranks.
-            clock: Function that times a run. None: choose the first correct kernel.
+            clock: Function that times a run. If None, kernels are not timed, and the first correct kernel is chosen.
         """
         choice = compare(runs, clock or _untimed, shapes.device, world)
         own = Choice({name: seconds for name, seconds in choice.seconds.items() if name != TORCH}, choice.errors)
@@ -243,7 +243,7 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
 
 
 def _part(tiles: ExpertTiles, start: int, stop: int, columns: slice) -> ExpertTiles:
-    """Return a range of columns of tiles [start, stop)."""
+    """Return the tiles [start, stop), restricted to a range of columns."""
     values, rows = tiles.values[columns, TILE * start : TILE * stop], TILE * (stop - start)
     return ExpertTiles(values, tiles.scale[start:stop, columns], rows)
 

@@ -300,8 +300,8 @@ LONGEST_ERROR = 120
 
 
 def _time(name: str, run: Callable[[], object], clock: Clock, errors: dict[str, str]) -> float:
-    """Time a run in seconds. If the run raises an error, returns infinity and stores the reason in `errors`. torch and
-    Triton raise errors for unsupported shapes. A package may be missing, or its functions may have a different
+    """Time a run in seconds. If the run raises an error, returns infinity and stores the reason in `errors`. Possible
+    reasons are an unsupported shape, a missing package, or a package version whose functions have a different
     signature."""
     try:
         return clock(run)

@@ -6,8 +6,8 @@ pass runs inside autograd and cannot return before it ends. With threads, layers
 of a micro-batch is not split, including recomputation. (DualPipe, arXiv 2412.19437, section 3.2.1, overlaps a forward
 with a backward; Megatron-LM cuts the graph at the same places instead.)
 
-Turns depend only on which collectives were started, never on time. Ranks that run the same passes therefore launch
-their collectives in the same order.
+The order in which passes alternate depends only on the collectives that they start, and never on time. Ranks that run
+the same passes therefore launch their collectives in the same order.
 """
 
 from __future__ import annotations

@@ -58,8 +58,7 @@ def selected_sum(
     the sums to dk [parts, s, b, w] in fp32.
 
     `weights` and `ds` are the attention weights and score gradients [n, b, count, heads]. `readers` is a tuple of the
-    tensors in `Readers`.
-    """
+    tensors in `Readers`."""
     samples, heads, count, s = sizes
     places, firsts, ends = readers
     part, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)

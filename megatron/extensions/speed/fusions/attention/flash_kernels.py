@@ -205,8 +205,8 @@ def _pack(x: Tensor, tiles: Sequence[Tile], rows: TileRows) -> Tensor:
 
 
 def _unpack(packed: Tensor, tiles: Sequence[Tile], x: Tensor, rows: TileRows) -> Iterator[Tensor]:
-    """Yield the rows of each tile as a tensor [n, b, ...]. `packed` [total, ...] is the result of `_pack` for x [s, b,
-    ...] or a tensor with the same rows."""
+    """Yield the rows of each tile as a tensor [n, b, ...]. `packed` [total, ...] is arranged like the result of `_pack`
+    for x [s, b, ...]."""
     shapes = [rows(x, tile).shape[:2] for tile in tiles]
     for part, (n, b) in zip(packed.split([n * b for n, b in shapes]), shapes, strict=True):
         yield part.unflatten(0, (b, n)).transpose(0, 1)

@@ -101,8 +101,8 @@ class Kernels(Protocol):
 
 
 class Twin:
-    """Reference implementation in plain torch, for any device. The implementation computes one group of heads at a
-    time, and stores the scores of this group in memory."""
+    """Reference implementation in plain torch, for any device. `Twin` computes attention for one group of heads at a
+    time, and stores the scores of the group in memory."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -259,8 +259,7 @@ class Fp8Attention(nn.Module):
         return out
 
     def planned(self, launches: Launches) -> Fp8Attention:
-        """Return a copy of this attention for planning a run on GPUs. In the copy, kernels only record their
-        launches."""
+        """Return a version of this module for plans of a run on GPUs. Its kernels only record their launches."""
         return Fp8Attention(self.name, PlannedKernels(self.name, launches), compiled=True)
 
 

@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
 
     data: Tensor
     sample: int
-    """Stride between the bounds of two samples; 0 if all samples have the same bounds."""
+    """Stride in `data` between the bounds of two samples; 0 if all samples have the same bounds."""
     stop: int
     """Stride in `data` between the start and the end of the same range."""
 
@@ -54,7 +54,7 @@ def _absorb(state, value):
 
 @triton.jit
 def hash_rows(key, sample_index, sample, head, places, i, in_i):
-    """Compute the uint32 hashes of the rows i for one head."""
+    """Compute the uint32 dropout hash of each row in i, for one head."""
     state = _absorb(key.to(tl.uint64), tl.load(sample_index + sample))
     rows = _absorb(_absorb(state, head), tl.load(places + i, mask=in_i, other=0))
     return rows.to(tl.uint32) + tl.full([], 0x80000000, tl.uint32)
@@ -108,9 +108,9 @@ def load_bounds(bounds, sample, i, in_i):
 
 @triton.jit
 def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
-    """Divide the range to which any of the rows attends into blocks. Each row attends to its own range [first, stop).
-    Returns five numbers: the start of the first block, the start and end of the blocks to which every row attends, and
-    the numbers of remaining blocks before and after these."""
+    """Divide the keys or queries to which the rows attend into blocks. Each row attends to a range [first, stop).
+    Returns five numbers: the start of the first block, the start and the end of the blocks to which all rows attend,
+    the number of blocks before them, and the number of blocks after them."""
     begin = tl.min(tl.where(inside, first, size)) // BLOCK * BLOCK
     end = tl.maximum(tl.max(tl.where(inside, stop, 0)), begin)
     end = begin + (end - begin + BLOCK - 1) // BLOCK * BLOCK

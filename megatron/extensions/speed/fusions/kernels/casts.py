@@ -194,9 +194,9 @@ def swiglu_gradient_cast_twin(x: Tensor, grad: Tensor, cast: CastOrder) -> tuple
 
 
 def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: object) -> bool:
-    """Return True if `heads_gradient_cast` supports these head gradients and these tables of a non-interleaved
-    rotation. On a GPU, gradients must have 16 bits, because Triton 3.6 casts fp32 to e5m2 by columns incorrectly
-    there."""
+    """Return True if `heads_gradient_cast` supports the head gradients `grads` and the rotation `tables`. The rotation
+    must not be interleaved. On GPUs, gradients must have 16 bits, because Triton 3.6 casts fp32 to e5m2 by columns
+    incorrectly."""
     if len(grads) != 3 or any(grad.shape[-1] != grads[0].shape[-1] for grad in grads):
         return False
     width = grads[0].shape[-1]

@@ -2,9 +2,9 @@
 is written once.
 
 The gradient of a token's loss depends on a sum over the vocabulary. A program that computes both the sum and the
-gradient reads each row twice, the second time from the L2 cache. Separate forward and backward kernels would each read
-all logits from memory. The backward pass only multiplies each row by its loss gradient, and skips rows whose loss
-gradient is 1."""
+gradient reads each row twice, the second time from the L2 cache. If the forward and the backward pass were separate
+kernels, both would read all logits from memory. The backward pass only multiplies each row by its loss gradient, and
+skips rows whose loss gradient is 1."""
 
 from __future__ import annotations
 

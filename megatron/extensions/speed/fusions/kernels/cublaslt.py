@@ -38,7 +38,8 @@ BIAS_TYPE = 26
 not needed, because B is not transposed by default."""
 
 MAX_WORKSPACE, MIN_ALIGNMENTS = 1, (5, 6, 7, 8)
-"""Numbers of preference attributes: workspace bytes, and alignments of A, B, C and D."""
+"""Identifiers of the preference attributes for the maximum workspace in bytes, and for the minimum alignments of A, B,
+C and D."""
 
 WORKSPACE = 32 * 2**20
 ALIGNMENT = 16

@@ -1,10 +1,10 @@
-"""fp8 Triton kernels for experts: casts of rows by tiles along tokens, weight gradients with one list of tiles
-(`grouped_triton.py`), and products of rows.
+"""fp8 Triton kernels for experts. They cast rows by tiles along tokens, add weight gradients with a single list of
+tiles (see `grouped_triton.py`), and multiply rows by the experts' matrices.
 
 Tensor cores read fp8 operands along the dimension over which a product sums. Casts for weight gradients are therefore
 stored as columns [k, tokens]. The rows of each expert are padded to whole tiles of 128, so that every load is aligned.
-Each step of the loop processes one tile and applies its scales in fp32. Hopper's tensor cores sum in less than fp32
-precision, but each of their sums therefore contains only the terms of one tile.
+Each step of the loop processes one tile, and applies the tile's scales in fp32. Hopper's tensor cores sum with less
+than fp32 precision, but they compute only the sums within a tile.
 """
 
 # mypy: disable-error-code="no-untyped-def"

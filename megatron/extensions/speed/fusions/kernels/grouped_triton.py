@@ -2,9 +2,9 @@
 
 With few tokens per expert, the memory traffic of the fp32 sums limits the speed of a weight gradient. For a matrix of
 3,584 x 4,096 and 1,024 tokens, reading and writing the sums takes as long as the multiplication. Programs therefore do
-not wait for these reads and writes. Each program sends its tile to the L2 cache. The cache performs the addition while
-the program loads operands of the next tile. One program runs on each multiprocessor, with tiles of 128 x
-256. Smaller tiles of 128 x 128 would read their operands more often than the cache can deliver them.
+not wait until the sums are read and written. Each program sends its tile to the L2 cache. The cache performs the
+addition while the program loads operands of the next tile. One program runs on each multiprocessor, with tiles of 128 x
+256. With smaller tiles of 128 x 128, programs would read operands faster than the cache can deliver them.
 
 Experts are listed in ascending order of their numbers of rows, so that adjacent tiles take about the same time. If the
 last tiles would leave many multiprocessors idle, these tiles are split along tokens into equal parts. The first part of
@@ -71,8 +71,8 @@ TILINGS = {
 
 @triton.jit
 def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Compute the order in which the programs of `add_grouped_kernel` process tiles, and write it to `schedule`. This
-    kernel runs as a single program. EXPERTS is a power of two."""
+    """Compute the order in which the programs of `add_grouped_kernel` process tiles, and write it to `schedule`. The
+    kernel is launched with a single program. EXPERTS is a power of two."""
     e = tl.arange(0, EXPERTS)
     stop = tl.load(ends + e, mask=e < experts, other=0)
     start = tl.load(ends + e - 1, mask=(e > 0) & (e < experts), other=0)
@@ -111,8 +111,8 @@ def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl
 
 @triton.jit
 def list_item(schedule, item, experts, tiles, BLOCK_N: tl.constexpr):
-    """Return (position of the expert, tile, part, first row, end) of a list item, which is a whole tile or a part of a
-    tile."""
+    """Look up an item of the tile list, which is a whole tile or a part of a tile. Returns the position of its expert
+    in the schedule, the index of the tile, the index of the part, the first row, and the end of the rows."""
     whole = tl.load(schedule + WHOLE)
     tail = tl.load(schedule + TAIL)
     split = item >= whole
