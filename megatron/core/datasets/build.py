@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 @dataclass
 class TrainingOrder:
-    """Consumed samples of each training source over the phases of a run so far."""
+    """State of the training sources of a run: how many samples of each source all phases so far have consumed."""
 
     planned: tuple[int | None, ...] = ()
-    """Sample counts of the current phase before each of its extensions, in order. The list is empty if the phase was
-    never extended."""
+    """Sample counts of the current phase before each of its extensions, in order. If the phase was never extended,
+    `planned` is empty."""
 
     take_up: Callable[[SourceOrder, str, SampleFormat], None] = lambda *told: None
     """Function called for each source of the current phase before the source is used. Its arguments are the source, the

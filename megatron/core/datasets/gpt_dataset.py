@@ -207,7 +207,7 @@ class GPTDataset(DocumentSamples):
             cache: Cache for the index files.
 
         Raises:
-            ValueError: The documents contain too few tokens, or token ids outside the vocabulary.
+            ValueError: The documents contain too few tokens for a sample, or token ids outside the vocabulary.
         """
         super().__init__(indexed, documents, format, split, 1 if samples is not None else format.seq_length + 1)
         self.plan = plan_epochs(self.tokens, samples, format.seq_length)
@@ -267,7 +267,7 @@ class GPTDataset(DocumentSamples):
 
 class SampleMaker(Protocol):
     """Interface of functions and classes that make samples from documents: at least `samples` samples, or one epoch if
-    `samples` is None. `GPTDataset` is an example."""
+    `samples` is None. `GPTDataset` is a class with this interface."""
 
     def __call__(
         self,

@@ -12,7 +12,8 @@ sequence.
     int64[n]  byte offset of each sequence in `.bin`
     int64[d]  first sequence of each document, and n at the end
 
-A GPT dataset has one sequence per document. All positions are int64: files may be far larger than 2**31 bytes.
+A GPT dataset has one sequence per document. All positions in a file are int64, because files may be far larger than
+2**31 bytes.
 """
 
 from __future__ import annotations

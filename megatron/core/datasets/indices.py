@@ -30,7 +30,8 @@ CELLS = 1 << 16
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Parse `--split` to normalized shares of train, valid and test. Raises ValueError.
+    """Parse the value of `--split`. Return the shares of train, valid and test, normalized to sum to 1. Raises
+    ValueError.
 
     Surrounding quotes, which a shell leaves in a variable, are ignored.
     """
@@ -62,7 +63,8 @@ def split_documents(shares: Sequence[float], documents: int) -> list[range]:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Number of epochs of a split, and whether the last, partial epoch is shuffled separately."""
+    """Number of epochs of a split. The plan also states whether the last epoch, which may be partial, is shuffled
+    separately."""
 
     epochs: int
     final_apart: bool
@@ -138,7 +140,7 @@ def gpt_index_parts(
     """Yield the fields of a split's `GPTIndex` one by one, so that each field can be written while the next one is
     built.
 
-    One RandomState(seed) shuffles the document index first, then the shuffle index.
+    A single `RandomState(seed)` first shuffles the document index, and then the shuffle index.
 
     Args:
         lengths: Document lengths of the whole dataset.
@@ -158,7 +160,8 @@ def gpt_index_parts(
 
 
 def build_document_index(documents: range, plan: EpochPlan, random: np.random.RandomState) -> NDArray:
-    """Shuffle the documents of all epochs together, or shuffle the last epoch separately."""
+    """Return the document numbers of all epochs in shuffled order. If the plan requires it, the last epoch is shuffled
+    separately."""
     dtype = np.int32 if documents.stop <= INT32_MAX else np.int64
     index = np.tile(np.arange(documents.start, documents.stop, dtype=dtype), plan.epochs)
     apart = (plan.epochs - 1) * len(documents) if plan.final_apart else len(index)
@@ -272,13 +275,13 @@ def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
 
 
 def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
-    """Draw all samples of a blend. The draws are divided into blocks that are computed in parallel. For each block, the
-    number of samples drawn from each dataset before the block is first guessed.
+    """Draw all samples of a blend. The draws are divided into blocks that are computed in parallel. A block depends on
+    how many samples were drawn from each dataset before it. These numbers are first guessed.
 
-    Greedy drawing corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If the counts
-    after these early draws equal the counts at the end of the previous block, all draws of the block are correct,
-    provided that those of the previous block are. If the counts differ, the samples of the block are drawn again one by
-    one from the correct counts.
+    Greedy drawing corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If the numbers
+    after these early draws equal the numbers at the end of the previous block, the guess was right, and all draws of
+    the block are correct. Otherwise, the samples of the block are drawn again one by one, starting with the correct
+    numbers.
     """
     blocks = -(-size // BLOCK)
     choice = np.empty((blocks, BLOCK), np.int16)

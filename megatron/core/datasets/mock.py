@@ -49,7 +49,8 @@ class MockGPTDataset(TextDataset):
             ends = chance > 1 - END_OF_DOCUMENT
             fresh[1:] |= ends[:-1]
         fresh[0] = True
-        # Token t results from applying the map t - start times to the last random token.
+        # The last random token before or at position t is at position `start`. Token t is this token after applying the
+        # map t - start times.
         positions = np.arange(length)
         start = np.maximum.accumulate(positions * fresh)
         steps = positions - start

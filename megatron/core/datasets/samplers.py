@@ -50,10 +50,10 @@ def collate(samples: list[Sample], indices: Sequence[int]) -> MicroBatch:
 
 class DataIterator:
     """Iterator over the micro-batches of a data-parallel rank, step by step. With `num_workers` > 0, threads prepare
-    the micro-batches ahead of the step. Threads are sufficient. Threads read and copy without the interpreter lock, so
-    a single thread prepares samples faster than training consumes samples. Worker processes have disadvantages: they
-    would be forked from a process that has gloo and CUDA threads. They would also need shared memory, and could
-    continue to run after the training process.
+    the micro-batches ahead of the step. Threads are sufficient. They read and copy without holding the interpreter
+    lock, so even a single thread prepares samples faster than training consumes them. Worker processes have
+    disadvantages: they would be forked from a process that has gloo and CUDA threads. They would also need shared
+    memory, and could continue to run after the training process.
     """
 
     def __init__(
@@ -97,9 +97,8 @@ class DataIterator:
 
         self._pool = None
         if num_workers:
-            # The current device of a new thread is device 0. Without this call, pinning memory would create a CUDA
-            # context of every rank
-            # on that device.
+            # The current device of a new thread is device 0. If it were not set here, pinning memory would create a
+            # CUDA context on device 0 for every rank.
             start = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else (None, ())
             self._pool = ThreadPoolExecutor(num_workers, f"{name}-data", *start)
         self._depth = num_workers * PREFETCH

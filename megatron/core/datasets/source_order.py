@@ -57,7 +57,7 @@ class SourceOrder:
         self.cache = cache
         self.segments: list[DocumentSamples] = []
         self.taken = 0
-        """Number of consumed samples in the segments."""
+        """Number of samples of the segments that were consumed."""
         self._begun = 0
 
     @property
@@ -89,7 +89,7 @@ class SourceOrder:
         self.taken += samples
 
     def restart(self) -> None:
-        """Start a new order with no samples consumed."""
+        """Discard all segments, and start a new order of which no samples are consumed."""
         self.segments, self.taken = [], 0
 
     def add(self, documents: range | Pieces, samples: int | None, format: SampleFormat) -> None:

@@ -117,8 +117,8 @@ class CheckpointWriter:
         self._staging.release()
 
     def reports(self) -> list[SaveReport]:
-        """Return the attempts that ended since the last call, without waiting. Raises the exception that ended the
-        thread, if any."""
+        """Return reports of the attempts that ended since the last call. This method does not wait. If an exception
+        ended the writer's thread, it is raised here."""
         if self._crash is not None:
             raise self._crash
         found = []
@@ -178,8 +178,8 @@ ALIGNMENT = 64
 
 class HostStaging:
     """Host buffer for everything that this rank writes. The buffer is reused for all saves, and is pinned if the state
-    is on a GPU. The buffer is allocated pageable and then pinned, because torch's pinned allocator rounds sizes up to a
-    power of two.
+    is on a GPU. The buffer is allocated as pageable memory and pinned afterwards, because torch's allocator for pinned
+    memory rounds sizes up to a power of two.
     """
 
     def __init__(self) -> None:
@@ -204,7 +204,7 @@ class HostStaging:
 
     def stage(self, tensors: StateDict) -> StateDict:
         """Copy everything that this rank writes to the host buffer, and wait only for these copies. The next call
-        overwrites the buffer, and thus the returned tensors."""
+        overwrites this buffer, which contains the returned tensors."""
         self.wait()
         boxes = _written(tensors)
         every = [data for found in boxes.values() for data in found.values()]
@@ -252,8 +252,8 @@ class HostStaging:
 
 
 def _written(tensors: StateDict) -> dict[str, dict[tuple[int, ...], Tensor]]:
-    """Return key -> offset -> data for everything that this rank writes. If several boxes are equal, only the first box
-    is kept."""
+    """Return the boxes that this rank writes, as a dictionary from the key of a tensor to {offset of the box: data}. If
+    several boxes are equal, only the first box is kept."""
     return {key: dict(reversed(tensor.boxes)) for key, tensor in tensors.items() if tensor.writes and tensor.boxes}
 
 

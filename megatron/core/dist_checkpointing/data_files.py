@@ -182,8 +182,8 @@ def archive_bytes(kind: Kind, template: Template) -> int:
 
 
 def tensor_in(archive: bytes, kind: Kind, template: Template) -> Tensor | None:
-    """Return the tensor in an archive; None unless the archive is exactly the template around data of the right
-    size."""
+    """Return the tensor that an archive contains. Return None if the archive differs from the template in anything
+    except the tensor's data."""
     dtype, shape, stride = kind
     before, after = template
     alike = len(archive) == archive_bytes(kind, template) and archive.startswith(before) and archive.endswith(after)

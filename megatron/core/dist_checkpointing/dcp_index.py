@@ -1,8 +1,9 @@
 """Safe reading of the files of torch.distributed.checkpoint (DCP).
 
-The index is a pickle that may come from an untrusted source. The pickle may therefore name only the types of a tensor
-index, and files in the folder of the index. A small tensor is copied without unpickling if all bytes around its data
-are exactly those that torch would write. The pickles of all other tensors are checked before torch reads them.
+The index is a pickle that may come from an untrusted source. The pickle is therefore restricted: the only classes that
+it may refer to are those of a tensor index, and the only files are those in the folder of the index. A small tensor is
+copied without unpickling if all bytes around its data are exactly those that torch would write. The pickles of all
+other tensors are checked before torch reads them.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ MALFORMED = (
 
 
 class IndexReader(dcp.FileSystemReader):
-    """Reader that reads DCP's index once, and unpickles only the types of a tensor index. Each tensor's part of a file
-    is checked before torch unpickles it."""
+    """DCP reader that reads the index only once, and accepts only the classes of a tensor index in it. Before torch
+    unpickles a tensor, the tensor's part of the file is checked."""
 
     def __init__(self, folder: PurePath) -> None:
         super().__init__("")

@@ -64,8 +64,8 @@ def write_summed(path: PurePath, text: str) -> dict[str, int]:
 
 
 def write_manifest(folder: PurePath, sums: Sums) -> None:
-    """Write the manifest of a folder. Raises OSError if a file has a wrong size, due to a faulty disk or another
-    writer."""
+    """Write the manifest of a folder. Raises OSError if a file does not have the expected size, which indicates a
+    faulty disk or another writer."""
     for name, expected in sums.items():
         size = storage_of(folder).size(folder / name)
         if size is None:

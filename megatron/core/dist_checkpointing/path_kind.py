@@ -250,8 +250,9 @@ def is_checkpoint(path: PurePath) -> bool:
 def named_folder(path: Folder) -> Folder:
     """Return the folder that a path refers to.
 
-    File systems without links use a text file `path`.txt in place of a link. If `path` does not exist, the text file
-    contains the name of a checkpoint in the same folder, and the path of that checkpoint is returned.
+    File systems without links use a text file `path`.txt in place of a link. The text file contains the name of a
+    checkpoint in the same folder. If `path` does not exist, but the text file does, the path of this checkpoint is
+    returned.
     """
     storage = storage_of(path)
     if os.path.lexists(path) if isinstance(path, Path) else storage.exists(path):

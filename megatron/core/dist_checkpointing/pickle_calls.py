@@ -95,8 +95,8 @@ class _Reader:
             OPERATIONS[code](self)
 
     def take(self, count: int) -> bytes:
-        """Return the next `count` bytes. Refuse a count beyond the end of the data, because Python allocates `count`
-        bytes before it reads."""
+        """Return the next `count` bytes of the pickle. If `count` exceeds the remaining length, the pickle is refused,
+        because Python would allocate `count` bytes before reading."""
         left = len(self.data) - self.place
         if count > left:
             if count > max(left, 1 << 16):
@@ -259,5 +259,5 @@ OPERATIONS: Mapping[bytes, Callable[[_Reader], object]] = {
     pickle.BINPUT: _put("B"),
     pickle.LONG_BINPUT: _put("<I"),
 }
-"""Functions that interpret pickle instructions, keyed by instruction. Contains all instructions that torch's reader
-supports."""
+"""Functions that interpret pickle instructions, keyed by instruction. The keys are the instructions that
+`torch.load(weights_only=True)` supports."""

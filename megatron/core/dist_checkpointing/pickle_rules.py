@@ -25,7 +25,7 @@ class Name(str):
 
 
 OTHER = object()
-"""A value that no rule inspects."""
+"""Placeholder for pickled values that no rule inspects."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Storage:
-    """Number of elements in a storage, and bytes per element."""
+    """Size of a tensor storage: the number of elements, and the number of bytes per element."""
 
     elements: int
     itemsize: int
@@ -165,7 +165,8 @@ RULES: Mapping[str, Callable[[Call], str | None]] = {
     "numpy.dtype": _dtype,
 }
 """Rules that decide whether a pickle's call is permitted, keyed by the called function. A rule returns the reason for
-refusing a call, or None if the call is permitted. Functions that are always harmless have None instead of a rule."""
+refusing a call, or None if the call is permitted. For functions that are always harmless, the value is None instead of
+a rule."""
 
 _WIDE = {
     **dict.fromkeys(("float64", "double", "int64", "long", "uint64", "complex64", "cfloat"), 8),

@@ -59,7 +59,7 @@ class SeekableFile(io.RawIOBase):
 
 
 class RangedFile(SeekableFile):
-    """A stored file of which hardly any bytes outside of `ranges` are read.
+    """A file in a storage that fetches mainly the bytes in `ranges`, and hardly any other bytes.
 
     Each byte is fetched about once if the ranges are read one after another, from front to back. Within a range, the
     order of the reads does not matter. Up to `HELD` pieces of the file are kept in memory.
@@ -110,10 +110,10 @@ class RangedFile(SeekableFile):
 
 
 def pieces(ranges: Iterable[Range], largest: int) -> Iterator[Range]:
-    """Divide sorted ranges into pieces to fetch.
+    """Divide sorted byte ranges into pieces, each of which is fetched with one request.
 
-    Several small ranges form one piece. A range larger than `largest` is divided into a piece at each end, and several
-    pieces in between.
+    Small neighbouring ranges are combined into one piece. A range larger than `largest` is divided into a piece at each
+    end, and several pieces in between.
     """
     together = Range(0, 0)
     for start, end in ranges:

@@ -3,8 +3,7 @@ and `OptimizerPiece` describes one rank's optimizer state of a parameter.
 
 A rank holds a rectangle ("box") of each parameter. Under ZeRO-1 it holds a flat range of that rectangle's elements in
 row-major order, which consists of a few boxes (`core.boxes`). DCP reshards boxes: any set of boxes can be loaded from
-any other set. State is therefore saved in the form in which it is in memory, without gathering or copying the whole
-tensor.
+any other set. Therefore each rank saves its state as it is in memory; no rank gathers or copies a whole tensor.
 
 DCP reads boxes through three private torch methods, which only this file implements.
 """
@@ -31,10 +30,10 @@ class ShardedBoxes(Tensor):
     """The boxes of a global tensor that one rank stores. `ShardedBoxes.shape` is the global shape. The object itself
     stores no data; it refers to the tensors of its boxes.
 
-    A save reads the tensors of the boxes. A load writes into these tensors, and converts data from the dtype of the
-    file if the dtypes differ. When loading, boxes may overlap, and every box is filled. The boxes to save, which are
-    the boxes with `writes` on all ranks, must tile the global tensor. Set `writes=False` for a replica of boxes that
-    another rank writes.
+    A save reads the tensors of the boxes. A load writes into the tensors of the boxes. If the dtype in the file
+    differs, the data are converted. When loading, boxes may overlap, and every box is filled. The boxes to save, which
+    are the boxes with `writes` on all ranks, must tile the global tensor. Set `writes=False` for a replica of boxes
+    that another rank writes.
     """
 
     boxes: list[LocalBox]
@@ -54,7 +53,8 @@ class ShardedBoxes(Tensor):
     __torch_function__ = disabled_torch_function
 
     @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:  # type: ignore[override]
+    # Type: ignore[override].
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         raise TypeError(f"{func} on ShardedBoxes, which only locates data and supports no computation")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -101,7 +101,8 @@ def without_surroundings(data: Tensor) -> Tensor:
     if data.is_cuda or not data.is_contiguous():
         return data
     begin = data.storage_offset() * data.itemsize
-    storage = data.untyped_storage()[begin : begin + data.nbytes]  # the view keeps the whole buffer alive
+    # This view of the storage keeps the whole buffer alive.
+    storage = data.untyped_storage()[begin : begin + data.nbytes]
     return torch.empty(0, dtype=data.dtype).set_(storage, 0, data.shape, data.stride())
 
 

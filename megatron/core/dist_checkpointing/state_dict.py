@@ -166,7 +166,7 @@ class _Entries:
 
 
 class _Writers:
-    """Selection of the replica that writes each tensor. Every rank computes the same selection independently.
+    """Selects, for each tensor, the replica that writes it. Every rank computes the same selection independently.
 
     Among model-parallel replicas, only the first one writes (`ParamMeta.is_first_replica`). Data-parallel replicas
     divide the tensors among themselves. Each tensor is assigned to the replica that has the fewest elements to write so

@@ -154,7 +154,8 @@ def _save(
         latest = storage.content(root / LATEST)
         check()
         _publish(root, iteration, payload, sums)
-        storage.replace(root / LATEST, str(iteration).encode(), latest)  # This fails if another run has published.
+        # Fails if another run has published a checkpoint.
+        storage.replace(root / LATEST, str(iteration).encode(), latest)
 
     on_first_rank(publish, world)
     return final
@@ -271,7 +272,7 @@ def open_checkpoint(folder: PurePath, world: Axis) -> Checkpoint:
 
 
 def on_first_rank(fn: Callable[[], T], world: Axis) -> T:
-    """Run `fn` on the first rank only, and return its result on all ranks. A failure is raised on all ranks."""
+    """Run `fn` on the first rank only, and return its result on all ranks. If `fn` fails, all ranks raise the error."""
     outcome: list[Any] = list(_attempt(fn)) if world.first else [None, None]
     if world.size > 1:
         dist.broadcast_object_list(outcome, src=world.ranks[0], group=world.group)
@@ -352,7 +353,7 @@ def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator
 def _is_of_content(error: BaseException) -> bool:
     """Return whether an error means that a checkpoint's file is damaged or forged.
 
-    Damage and forgery may remain undetected when the manifest is checked.
+    Such an error can occur even if the check of the manifest found no problem.
     """
     malformed = isinstance(error, MALFORMED) and not isinstance(error, MemoryError)
     return malformed or (isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error))

@@ -4,7 +4,7 @@ Dispatch is a linear map of the tokens: it copies, sends and sorts rows. The com
 outputs. The combine step is the adjoint of dispatch, so each of the two is the backward pass of the other. A subclass
 of `Dispatcher` therefore defines only dispatch.
 
-Together, the ranks along the axes (ep, expt_tp) hold all experts. Each rank has different tokens.
+Together, the ranks along the axes (ep, expt_tp) hold all experts. Every rank dispatches different tokens.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Exchange:
     """Number of rows received from each rank, in rank order."""
 
     pair: PassPair
-    """Pair of passes. The computation of the other micro-batch's pass can overlap with the exchange."""
+    """Pair of passes that run in turns. While the exchange of one pass is in flight, the pass of the other micro-batch
+    can compute."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """x [sum(send), ...] -> [sum(receive), ...] for each x"""
@@ -130,8 +131,8 @@ class Routes:
 class Dispatcher(ABC):
     """Planner of the dispatch of tokens to their selected experts.
 
-    If neither message sizes nor large buffers depend on the token counts, the counts stay on the device. In this case,
-    the host does not know the number of rows, so each buffer has the maximum number of rows. Rows that are in use
+    If neither message sizes nor large buffers depend on the token counts, the counts stay on the device. The host then
+    does not know how many rows a buffer needs, so each buffer has the maximum number of rows. Rows that are in use
     precede spare rows.
     """
 
@@ -166,8 +167,8 @@ class Dispatcher(ABC):
         """
 
     def copies(self, assignments: Tensor, rows: int, k: int) -> tuple[RowMap, RowMap]:
-        """Return the maps of `rows` tokens, and of their k assignments each, to sorted `assignments` without spare
-        rows."""
+        """Return two maps to the rows of `assignments`, which are sorted and without spare rows. The first map is
+        applied to `rows` tokens, and the second map to the k assignments of each token."""
         if self.hardware.host_waits_for(assignments):
             kept = None if assignments.shape[0] == rows * k else assignments
             slots, valid = inverse_of(assignments, rows * k, kept)
@@ -186,8 +187,8 @@ class Dispatcher(ABC):
 
 
 SPARE_ROWS = 2
-"""Maximum number of rows, relative to an even load, that an all-gather dispatch allocates without waiting for the
-actual number. If the number of rows could exceed this maximum, the host waits for the actual number.
+"""Limit on the rows that an all-gather dispatch allocates before the actual number of rows is known, as a multiple of
+the number under an even load. If more rows are possible, the host waits for the actual number.
 """
 
 
@@ -255,9 +256,9 @@ class AllToAllDispatcher(Dispatcher):
     def _by_bounds(self, chosen: Tensor, order: Tensor, table: Tensor, most: int | None) -> Routes:
         """Return routes whose buffers have the maximum number of rows. The token counts stay on the device.
 
-        If there is no all-to-all, the rows of a rank are its assignments, sorted by expert. If there is one, each rank
-        sends exactly `most` rows to every expert, including spare rows. Received rows are sorted by expert, spare rows
-        last.
+        If there is no all-to-all, the rows of a rank are its assignments, sorted by expert. If there is an all-to-all,
+        each rank sends exactly `most` rows to every expert, including spare rows. Received rows are sorted by expert,
+        spare rows last.
         """
         ep = self.ep
         expt_tp = self.expt_tp
@@ -288,7 +289,7 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def behind(first: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap]:
-    """Return both maps of `copies`, each preceded by the map `first`."""
+    """Return two maps, which apply `first` and then one of the two maps in `copies`."""
     return first.then(copies[0]), first.then(copies[1])
 
 

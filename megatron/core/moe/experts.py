@@ -1,8 +1,8 @@
 """Experts of one rank: two grouped linear layers over rows sorted by expert.
 
 The weights [E, ..., in] are sharded twice: along E over the expert-parallel ranks, and along the width of the experts
-over the expert tensor-parallel ranks. The output of a rank is a partial sum. The dispatcher adds up the partial sums of
-the expert tensor-parallel ranks.
+over the expert tensor-parallel ranks. The experts' output on a rank is a partial sum. The dispatcher adds up the
+partial sums of the expert tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -240,7 +240,8 @@ class GroupedLinear(nn.Module):
         self.first_column = ctx.state.axis("expt_tp").rank * bias[0].shape[1] if bias and cuts.inputs else 0
 
     def forward(self, x: Tensor, segments: Segments, factors: Tensor | None = None) -> Tensor:
-        """Apply the layer. `factors` [n] are the factors of each row's bias, 1 by default."""
+        """Apply the layer. `factors` [n] contains a factor for each row, by which the row's bias is multiplied. By
+        default, all factors are 1."""
         y = GroupedLinearFunction.apply(x, self.weight, segments, self.gemms, self.queue)
         if self.bias is None:
             return y
@@ -296,9 +297,9 @@ class Experts(nn.Module):
 def expert_metas(name: str, config: TransformerConfig) -> tuple[list[ParamMeta], list[ParamMeta]]:
     """Return the weights of linear_fc1 and linear_fc2 of all experts, and optional biases.
 
-    A gated fc1 stacks gate and up: [E, 2, ffn, h], where h is the latent width of --moe-latent-size if there is one.
-    The output of linear_fc2 on an expert tensor-parallel rank is a partial sum. The bias of linear_fc2 is sharded by
-    columns, and each rank adds its own columns of the bias.
+    If the MLP is gated, the weight of fc1 contains the gate and the up projection, [E, 2, ffn, h]. If --moe-latent-size
+    is set, h is the latent width. The output of linear_fc2 on an expert tensor-parallel rank is a partial sum. The bias
+    of linear_fc2 is sharded by columns, and each rank adds its own columns of the bias.
     """
     count = config.num_experts
     hidden = config.expert_io_size

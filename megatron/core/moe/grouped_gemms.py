@@ -18,9 +18,9 @@ from megatron.core.tensor_parallel.weight_grad import add_product_
 class Segments:
     """Rows of the local experts, sorted by expert.
 
-    Rows after the last expert's rows are spare: they belong to no expert, have finite but meaningless contents, and no
-    gradient. Row counts are either on the device (`of_counts`), where kernels read them, or known to the host
-    (`of_sizes`), which can then split tensors.
+    Spare rows follow the rows of the last expert. A spare row belongs to no expert, has no gradient, and contains
+    finite but meaningless values. Row counts are either on the device (`of_counts`), where kernels read them, or known
+    to the host (`of_sizes`), which can then split tensors.
     """
 
     def __init__(self, sizes: Sequence[int] | None, ends: Tensor | None, device: torch.device, spare: bool) -> None:
@@ -114,7 +114,7 @@ def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
 
 
 def gemm_grouped(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
-    """Run the grouped GEMM in one kernel. `gemm_each` is equivalent, but runs one GEMM per expert."""
+    """Run the grouped GEMM in one kernel. The result equals that of `gemm_each`, which runs one GEMM per expert."""
     if not x.shape[0]:
         return x.new_empty(0, matrices.shape[-1])
     return segments.clear_spare_(F.grouped_mm(x, matrices, offs=segments.ends))

@@ -77,7 +77,7 @@ class MoELayer(nn.Module):
     def _run(self, x: Tensor, context: BatchContext) -> Tensor:
         choice = self.router(x, context)
         finish = self.dispatcher.start(choice.experts.flatten(0, 1), choice.most)
-        # The shared experts run between `start` and `finish`, so that the host launches their work before it waits for
+        # The shared experts run between `start` and `finish`. The host thus launches their kernels before it waits for
         # the message sizes.
         shared = None if self.shared_experts is None else self.shared_experts(x)
         routes = finish()

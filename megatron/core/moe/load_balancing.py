@@ -33,12 +33,12 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.torch_private import AutogradContext
 
 EXTRA_COLUMNS = 3
-"""Number of entries in a tally of router statistics that are not per expert: balancing loss, z-loss and dropped
-assignments."""
+"""Number of router statistics that are single numbers instead of one number per expert: the balancing loss, the z-loss
+and the number of dropped assignments."""
 
 PER_EXPERT = 4
-"""Number of entries per expert in a tally of router statistics: assignments, accepted assignments, assignments without
-expert bias, and probabilities."""
+"""Number of router statistics per expert: assignments, accepted assignments, assignments without expert bias, and
+probabilities."""
 
 
 class RunningLoads:
@@ -212,10 +212,10 @@ class Balance(nn.Module):
         """Return two scalars: the balancing loss of these tokens with its coefficients applied, and the value of the
         loss that balances each sequence.
 
-        Each balancing loss is the sum over tokens of E * sum_i f_i p_i. A token contributes 1 to this sum if the load
-        is balanced, and E if a single expert receives all tokens. `counts` [b, E] counts the assignments of these
-        tokens in micro-batch `number`. Of the balancing losses, only the loss that balances each sequence has a known
-        value in the forward pass.
+        Each balancing loss is the sum over tokens of E * sum_i f_i p_i. Each token's term is 1 if the load is balanced,
+        and E if a single expert receives all tokens. `counts` [b, E] counts the assignments of these tokens in
+        micro-batch `number`. Of the balancing losses, only the loss that balances each sequence has a known value in
+        the forward pass.
         """
         loss = of_sequences = probabilities.new_zeros(())
         if self.running_coeff:
@@ -230,8 +230,8 @@ class Balance(nn.Module):
         return loss, of_sequences
 
     def _assignments(self, chosen: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Convert selected experts to a 0/1 mask of assignments: chosen [s, b, k] -> [s, b, E]. If `kept` [s, b, k] is
-        given, assignments that it excludes are 0."""
+        """Convert selected experts to a 0/1 mask of assignments: chosen [s, b, k] -> [s, b, E]. If the mask `kept` [s,
+        b, k] is given, assignments for which it is False are left out."""
         zeros = torch.zeros(*chosen.shape[:2], self.num_experts, device=chosen.device)
         return zeros.scatter_(-1, chosen, 1.0 if kept is None else kept.to(zeros.dtype))
 

@@ -2,7 +2,8 @@
 
 The experts selected for a token usually depend only on this token. If experts drop tokens, or under Sinkhorn routing,
 the selection also depends on the token's sequence. The selection never depends on the micro-batch, the rank or the
-layout. Scores are fp32, or fp64 for fp64 parameters, because small differences decide a choice.
+layout. Scores are computed in fp32, or in fp64 if the parameters are fp64, because small differences decide which
+experts are selected.
 """
 
 from __future__ import annotations
@@ -177,7 +178,7 @@ class TopKRouter(nn.Module):
         """Create the router's score function: softmax, sigmoid or sqrtsoftplus. To use a different score function,
         override this method in a subclass.
 
-        Raises NotImplementedError if `config.moe_router_scores` is none of these.
+        Raises NotImplementedError if `config.moe_router_scores` is not one of these three functions.
         """
         kind = config.moe_router_scores
         if kind in ("softmax", "pre_softmax"):
@@ -197,7 +198,7 @@ class TopKRouter(nn.Module):
         if self.scaling is not None:
             weights = weights * self.scaling
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        if context.cache is not None:  # the padding of generated text must not count, and later tokens do not exist yet
+        if context.cache is not None:  # during generation, padding must not count, and later tokens do not exist yet
             factor = None
         capacity = None if factor is None else self._capacity(chosen.shape[0], factor)
         kept = None if capacity is None else self._kept(chosen, weights.detach(), context, capacity)
@@ -275,9 +276,9 @@ def without_rounding(scores: Tensor) -> Tensor:
     """Round scores to a grid that is far coarser than their rounding errors, because rounding errors differ between
     layouts.
 
-    Tokens with equal context, such as the first tokens of documents, have equal scores. After rounding, such scores are
-    exactly equal under every layout, so that token positions decide which tokens are selected. In Sinkhorn routing, all
-    experts tie if all tokens of a sequence are equal.
+    Tokens with the same context have the same scores. An example are the first tokens of documents. After rounding,
+    such scores are exactly equal under every layout, so that token positions decide which tokens are selected. In
+    Sinkhorn routing, all experts tie if all tokens of a sequence are equal.
     """
     grid = 2.0 ** (40 if scores.dtype == torch.float64 else 16)
     return (scores * grid).round_().div_(grid)

@@ -81,7 +81,7 @@ class _Param:
     """This rank's flat part of each state."""
 
     matrices: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """Unflattened states of the matrices that this rank owns, keyed by matrix number."""
+    """States of the matrices that this rank owns, in their original shape, keyed by matrix number."""
 
 
 _Elements = tuple[_Param, slice]
@@ -97,8 +97,8 @@ class _Run:
     x: ParameterUpdate
     steps: Requests
     into: Tensor | None
-    """Gradient tensor into which the update is written if a fused link follows, which reads this tensor. None if the
-    update is added to the parameter."""
+    """If a fused link follows, gradient tensor into which the update is written, because the fused link reads its input
+    there. None if the update is added to the parameter."""
 
     requests: tuple[Request, ...] = ()
     done: bool = False

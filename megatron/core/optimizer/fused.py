@@ -110,10 +110,10 @@ class TorchKernel(ShardUpdate):
             fused.state[shard.main].update(shard.states)
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Scale gradients.
+        """Multiply the gradients that the next step reads by `factor`.
 
-        The kernels divide by a float32 scalar while reading and storing the gradient; float64 gradients need a more
-        precise scalar.
+        torch's kernels divide the gradient by a float32 scalar while they read it, and store the result. This scalar is
+        not precise enough for float64 gradients, which are therefore multiplied in a separate step.
         """
         if any(shard.main.dtype == torch.float64 for shard in self.shards):
             scale_gradients_(self.shards, factor)

@@ -24,8 +24,8 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 
 ROUND = 2**26
-"""Maximum number of elements that a rank gathers at a time. A larger matrix is gathered alone. The limit bounds the
-memory that an exchange of matrices needs."""
+"""Maximum number of elements that a rank gathers at a time. A matrix with more elements is gathered on its own. The
+limit bounds the memory that an exchange of matrices needs."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ class MatrixPlan:
     Args:
         layouts: Buffers of the stage's ranks.
         ranks: Ranks of the stage.
-        splits: Predicate of the name that decides whether a fused weight is split into its linear maps.
+        splits: Function that takes the name of a fused weight, and returns True if the weight is split into its linear
+            maps.
         blockwise: Whether to treat each tensor-parallel shard as a separate matrix.
         round_size: Replaces `ROUND`.
         wanted: Predicate that selects the parameters of the plan, in whichever buffer they are.

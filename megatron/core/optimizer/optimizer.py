@@ -27,7 +27,7 @@ from megatron.core.parallel_state import Axis
 from megatron.core.torch_private import foreach_mul_
 
 MAIN_PARAM = "main_param"
-"""Kind of state for main parameters."""
+"""Name under which main parameters are stored among the optimizer states."""
 
 CHUNK = 2**22
 """Number of elements per chunk of an element-wise update. The chunk size limits the memory of temporary copies."""
@@ -35,7 +35,7 @@ CHUNK = 2**22
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Part of a bucket that a rank updates, with the optimizer states for this part."""
+    """Description of a shard: the part of a bucket that a rank updates, and the optimizer states of this part."""
 
     bucket: Bucket
     layout: BufferLayout
@@ -73,8 +73,8 @@ class Shard:
         self.device = torch.device("cpu") if self.on_host else self.params.device
         """Device on which states are stored and updated."""
         self.params_are_main = self.params.dtype == spec.main_dtype
-        """True if the model parameters themselves serve as main parameters. Main parameters are then not saved
-        separately."""
+        """True if the model parameters themselves serve as main parameters. If this is True, checkpoints contain no
+        separate main parameters."""
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate memory for states on the shard's device."""
@@ -205,7 +205,7 @@ class ShardUpdate:
         raise NotImplementedError
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Make the next `step` use the gradients multiplied by `factor`, a float64 scalar on the device."""
+        """Multiply the gradients that the next `step` uses by `factor`, a float64 scalar on the device."""
         raise NotImplementedError
 
     def set_step_count(self, updates: int) -> None:

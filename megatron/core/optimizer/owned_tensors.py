@@ -1,4 +1,5 @@
-"""Tensors with one element per parameter element that a rank updates: weights, callback states, weights for evaluation.
+"""Tensors with one element for each parameter element that a rank updates. Examples are the weights themselves, states
+of callbacks, and weights that are used only for evaluation.
 
 These tensors are sharded like optimizer states, so checkpoints load under any layout.
 """
@@ -48,7 +49,7 @@ def with_main_weights(
 def owned_zeros(
     ddp: DistributedDataParallel, names: Sequence[str], dtype: str | None = None, on_host: bool = False
 ) -> list[OptimizerPiece]:
-    """Return, for each of `names`, zeros for the elements of `owned_weights`.
+    """For each name in `names`, allocate a state of zeros with the elements of `owned_weights`, and return the pieces.
 
     The memory includes bucket padding, which plans count too.
 

@@ -55,9 +55,9 @@ class ScheduleLength:
     def in_iterations(
         cls, config: OptimizerConfig, iterations: int, samples_at: Callable[[int], int]
     ) -> ScheduleLength:
-        """Read the flags in iterations, for a run of `iterations` iterations.
+        """Read the lengths from the flags that are given in iterations. The run has `iterations` iterations.
 
-        `samples_at` returns the samples that a number of iterations consumes.
+        `samples_at(n)` returns the number of samples that the first n iterations consume.
         """
         last = iterations if config.lr_decay_iters is None else config.lr_decay_iters
         decay = samples_at(last)

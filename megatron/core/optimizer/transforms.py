@@ -290,10 +290,10 @@ class FusedTransform(Transform):
     """Base class of fused links, which update the main parameters of whole shards in place. The kernels of a fused link
     process many parameters at once.
 
-    The states of a fused link have the kind `elements`, and the same names and dtypes (`states`) for every parameter.
-    These states are stored together with the main parameters (`OptimizerShard.states`), including padding. Either all
-    parameters of a buffer use the same fused link, or none of them uses a fused link. Matrices whose role is in
-    `OptimizerConfig.whole_roles` are in separate buffers.
+    All states of a fused link are of kind `elements`. The method `states` must return the same names and dtypes for
+    every parameter. These states are stored together with the main parameters (`OptimizerShard.states`), including
+    padding. Either all parameters of a buffer use the same fused link, or none of them uses a fused link. Matrices
+    whose role is in `OptimizerConfig.whole_roles` are in separate buffers.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:

@@ -102,8 +102,9 @@ class PipelineExecutor(Generic[Module, Micro]):
         """Functions that create a context manager for an action. The executor runs each action, including the wait for
         its message, within the context managers of all these functions."""
         self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext
-        """Contexts around the "forward" and "backward" computation of training actions, without the wait for messages.
-        A forward and a backward pass that run in turns are timed as one backward pass."""
+        """Function that returns a context manager for a training pass, given "forward" or "backward". The context
+        encloses the computation of the pass, but not the wait for messages. A forward and a backward pass that run in
+        turns are timed as one backward pass."""
         self._handlers = {
             Kind.F: self._forward,
             Kind.B: self._backward,

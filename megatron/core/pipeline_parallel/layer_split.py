@@ -17,9 +17,9 @@ from megatron.core.pipeline_parallel.stages import pipeline_layout
 
 
 def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> list[Stage]:
-    """Return the contents of every stage, in order of global stage number, for any number of layers and stages. The
-    first and the last stage contain fewer layers, depending on the costs of the embedding and the head. Raises
-    ValueError with the name of the flag if a requested number of layers does not fit.
+    """Return the contents of every stage, in order of global stage number, for any number of layers and stages. Because
+    the embedding and the head also take time, the first and the last stage may contain fewer layers than other stages.
+    Raises ValueError with the name of the flag if a requested number of layers does not fit.
     """
     layout, split = pipeline_layout(model, parallel), parallel.stage_split
     (first_cost, last_cost), fixed = end_costs(model), None

@@ -122,8 +122,8 @@ def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *
 
 
 def _check_complete(actions: set[Action], num_stages: int, microbatches: int, forward_only: bool) -> None:
-    """Raise ValueError unless every stage runs all passes of each micro-batch: F and B, or F, I and W, or only F if
-    there are no backward passes."""
+    """Raise ValueError unless every stage runs all passes of each micro-batch. These are F and B, or F, I and W;
+    without backward passes, only F."""
     forward = {Kind.F}
     whole = {Kind.F, Kind.B}
     halves = {Kind.F, Kind.I, Kind.W}
@@ -174,7 +174,8 @@ def pipeline_lists(
         compute = forward_only(layout, m) if evaluate else whole()
         validate_schedule(compute, layout, m, forward_only=evaluate)
     except Exception as error:
-        if str(error).startswith("--"):  # the schedule does not support v or group
+        # A user error that names a flag, for example if the schedule does not support v or group.
+        if str(error).startswith("--"):
             raise
         what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(

@@ -48,7 +48,8 @@ class EndlessSchedule(Protocol):
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """Properties of a pipeline schedule. The default values of the fields describe a custom schedule."""
+    """Properties of a pipeline schedule. The default values suit a schedule that a user registers without further
+    arguments."""
 
     chunks: int = 1
     """Default number of stages per rank."""
@@ -81,8 +82,8 @@ class ScheduleFacts:
     """Extension options that this schedule adds to `config.options` of every run that uses it."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Function that validates runs with this schedule. The function maps (RunConfig, world size) to the `Problem`s of
-    the run."""
+    """Function that validates runs with this schedule. The function takes a `RunConfig` and the world size, and returns
+    a `Problem` for each violated rule."""
 
     def __post_init__(self) -> None:
         for name, protocol, part in (
@@ -137,8 +138,8 @@ def interleaved(p: int, m: int, v: int = 2, group: int | None = None, in_turns: 
     than p would leave bubbles within a group. For m from p to 2p - 1, there is only one group, and a rank holds the
     activations of all m micro-batches.
 
-    With `in_turns`, the forward and backward passes of the steady state run in turns. Each rank then starts with one
-    additional forward pass, so that the two passes that run in turns do not depend on each other.
+    With `in_turns`, the forward and backward passes of the steady state run in turns. If `in_turns` is True, each rank
+    starts with one additional forward pass, so that the two passes of a pair do not depend on each other.
 
     Args:
         p: Number of pipeline ranks.

@@ -75,7 +75,8 @@ def _layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[Tensors
 
 @lru_cache(maxsize=2)
 def built_layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[torch.nn.Module, ...]:
-    """Return every layer on the meta device. The layers are cached, so callers must not modify them.
+    """Build all layers of the model on the meta device, and return them. The layers are cached, so callers must not
+    modify them.
 
     Building a single model with all layers is faster than building a model for each layer.
     """
@@ -146,7 +147,8 @@ class ParameterCount:
     experts: int = 0
     norms: int = 0
     other: int = 0
-    """Multi-token prediction projections, and extension parameters whose names match no other component."""
+    """Number of all remaining parameters: the projections of multi-token prediction, and parameters of extensions whose
+    names belong to no other component."""
     output_layer: int = 0
 
     @property

@@ -19,7 +19,8 @@ def whole_model(config: TransformerConfig) -> Stage:
 def pipeline_layout(model: TransformerConfig, parallel: ModelParallelConfig) -> PipelineLayout:
     """Return the placement of stages on ranks.
 
-    Raises ValueError if the schedule does not support that many stages per rank, or if manually set stages do not fit.
+    Raises ValueError if the schedule does not support the requested number of stages per rank, or if stages that are
+    set by hand do not fit the model.
     """
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank
     split = parallel.stage_split

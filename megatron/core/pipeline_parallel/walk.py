@@ -1,4 +1,4 @@
-"""Simulation of the start order of actions, which also detects deadlocks."""
+"""Simulation of action lists. It determines the order in which actions start, and detects deadlocks."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class Timed(NamedTuple):
 class DeadlockError(ValueError):
     """Raised if lists deadlock.
 
-    `cycle` lists the ranks that wait for each other as (rank, next action of the rank, action that the rank waits for).
-    If the reason is not a cycle, but a missing action (one that no list contains), `cycle` is empty.
+    `cycle` lists the ranks that wait for each other. Each entry contains a rank, the next action of the rank, and the
+    action for which the rank waits. `cycle` is empty if the lists are blocked by a missing action, that is, an action
+    that no list contains.
     """
 
     def __init__(self, message: str, cycle: Sequence[tuple[int, Action, Action]] = ()) -> None:
@@ -43,7 +44,8 @@ class DeadlockError(ValueError):
 
 
 def _ranks_of(lists: Lists) -> dict[Action, int]:
-    """Return the rank of each action. Raises ValueError if an action is listed twice."""
+    """Return a dictionary that maps each action to the rank that runs it. Raises ValueError if an action is listed
+    twice."""
     where: dict[Action, int] = {}
     for rank, actions in enumerate(lists):
         for action in actions:
@@ -87,7 +89,8 @@ class Walk:
             rank = ready.pop()
             while (action := self.head(rank)) is not None:
                 if action.kind not in TIMED and action not in self.done:
-                    self.done[action] = self.free[rank]  # this end is reached, so the other end may continue
+                    # The rank has reached its end of the message, so the other end may continue.
+                    self.done[action] = self.free[rank]
                     ready += self.waiting.pop(action, [])
                 needs = self.needs(action, rank)
                 missing = next((need for need, _ in needs if need not in self.done), None)
@@ -113,8 +116,8 @@ class Walk:
         return sum(2.0 if action.kind is Kind.B else 1.0 for action in actions)
 
     def lag(self, stage: int | None) -> float:
-        """Return the latency of a message from a stage to the next stage; for `None`, the latency of the verdict on the
-        previous step."""
+        """Return the time that a message from stage `stage` to the next stage takes. If `stage` is None, return the
+        time until a rank learns whether the previous step was valid."""
         return 0.0
 
     def head(self, rank: int) -> Action | None:

@@ -31,9 +31,9 @@ def vocab_parallel_cross_entropy(
     If `z_loss_coeff` is not 0, each loss includes the z-loss: the coefficient times the square of log(sum of
     exp(logits)) (arXiv 2204.02311, section 5).
 
-    Columns from `vocab_size` on are padding. Padding columns are excluded from the sum, and their gradients are zero. A
-    token whose loss is multiplied by zero contributes exactly zero to every gradient. Raises ValueError for a label
-    outside [0, vocab_size).
+    Columns with index `vocab_size` or higher are padding. Padding columns are excluded from the sum, and their
+    gradients are zero. A token whose loss is multiplied by zero contributes exactly zero to every gradient. Raises
+    ValueError for a label outside [0, vocab_size).
 
     If the logits are an intermediate result, the gradient overwrites them, which halves the memory. Because the logits
     are overwritten, autograd refuses a second backward pass through them. Clone the logits before this call if you read

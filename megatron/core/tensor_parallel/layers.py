@@ -144,7 +144,7 @@ class TPContext(Section):
 class Boundary:
     """Collectives before and after a layer, y = leave(f(enter(x))), and their adjoints for the backward pass.
 
-    An adjoint may overwrite its operand.
+    The adjoint of a collective may overwrite its input.
     """
 
     enter: Start = start_nothing

@@ -44,8 +44,8 @@ class LinearFormatFacts:
     """Peak TFLOP/s according to the data sheet, keyed by a substring of the GPU's name."""
 
     gathers: Callable[[ModelParallelConfig], bool] = lambda parallel: False
-    """Predicate that returns True if data-parallel ranks gather the weights of linear layers in this format. These
-    weights then have buffers of their own."""
+    """Predicate that returns True if data-parallel ranks gather the weights of linear layers in this format. If they
+    do, the weights of linear layers have separate buffers."""
 
 
 class ParamGather(Protocol):

@@ -4,10 +4,10 @@
 of the GEMMs.
 
 Kernels before and after a layer may cast and sum the layer's tensors while the tensors are in registers. If the kernel
-that computes a layer's input also casts it, the uncast input is never stored: the layer receives a placeholder tensor
-to which the cast input is attached (`given_input`). In the backward pass, the operation that consumes the layer's
-output computes the output gradient. It also casts this gradient and sums it for the bias gradient (`OutputGradient`).
-If no adjacent kernel casts a tensor, the layer casts it.
+that computes a layer's input also casts it, the original input is not stored. The layer then receives a placeholder
+tensor to which the cast input is attached (`given_input`). In the backward pass, the operation that consumes the
+layer's output computes the output gradient. It also casts this gradient and sums it for the bias gradient
+(`OutputGradient`). If no adjacent kernel casts a tensor, the layer casts it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class GradCasts(Protocol):
         returns."""
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
-        """Return a NaN scalar. Tensors that have casts instead of values are expanded from this scalar."""
+        """Return a NaN scalar. Placeholder tensors, which have attached casts but no values, are expanded from this
+        scalar."""
 
 
 @operation
@@ -114,8 +115,8 @@ class LinearGemms:
     """True if the tokens are cast and multiplied independently of each other, so that each output row is the same for
     any subset of the tokens.
 
-    Parts of a sequence can then be gathered and multiplied separately, by `forward_rows_`, `input_grad_rows_`,
-    `cast_grad_to_gather` and `gathered_grad`.
+    If this is True, parts of a sequence can be gathered and multiplied separately, with the methods `forward_rows_`,
+    `input_grad_rows_`, `cast_grad_to_gather` and `gathered_grad`.
     """
 
     grad_casts: GradCasts | None = None

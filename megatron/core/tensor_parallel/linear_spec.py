@@ -116,8 +116,8 @@ class MakeLinear(Protocol):
 
 
 LINEARS = Registry("linear layer", NoFacts, protocol=MakeLinear)
-"""Registered implementations of `MakeLinear`, by name. A substitute computes the same result with equivalent
-communication."""
+"""Registered implementations of `MakeLinear`, by name. An implementation that replaces a built-in one must compute the
+same result with equivalent communication."""
 
 LINEARS.register("column_parallel", "megatron.core.tensor_parallel.layers:ColumnParallelLinear")
 LINEARS.register("row_parallel", "megatron.core.tensor_parallel.layers:RowParallelLinear")

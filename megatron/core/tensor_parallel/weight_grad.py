@@ -90,7 +90,7 @@ def accumulate_weight_grad(
     input.
 
     `weight.before_main_grad`, if set, is called before each contribution, because a `main_grad` may have no memory yet.
-    For a frozen weight, the function does nothing. The gradient of a weight without `main_grad` is returned to
+    If the weight is frozen, this function does nothing. The gradient of a weight without `main_grad` is returned to
     autograd. If `weight.on_main_grad` is set, it is called after each contribution to `main_grad`. `GradReadiness`
     counts these calls.
     """
@@ -164,8 +164,8 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def saved_without_graph(ctx: AutogradContext) -> tuple[Tensor, ...]:
-    """Return the saved tensors of an autograd Function. The tensors are detached. Otherwise a queued weight-gradient
-    job that uses them would keep the autograd graph alive."""
+    """Return the saved tensors of an autograd Function. The returned tensors are detached. Otherwise a queued
+    weight-gradient job that uses them would keep the autograd graph alive."""
     return tuple(x.detach() for x in ctx.saved_tensors)
 
 
