@@ -2,5 +2,5 @@
 
 `indexed_dataset` reads and writes `.bin/.idx` pairs. `indices` computes the order of samples. `gpt_dataset` and
 `blended` are the datasets, and `build` creates the datasets of a run. `samplers` provides the batches of each
-data-parallel rank. Only `samplers` imports torch, so the data tools run without it.
+data-parallel rank. Of these modules, only `samplers` imports torch, so the data tools run without torch.
 """

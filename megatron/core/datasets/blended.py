@@ -1,4 +1,5 @@
-"""Blends of several datasets by weight or in proportion to their sizes, and views that renumber a dataset."""
+"""Datasets that blend several datasets by weight or in proportion to their sizes, and views that renumber the sources
+of a dataset."""
 
 from __future__ import annotations
 

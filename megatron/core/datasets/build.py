@@ -142,7 +142,7 @@ def build_datasets(
         demands: Requirements of the run in addition to `config`. Only indexed datasets use these requirements.
 
     Raises:
-        ValueError: A flag or file is wrong, a split has no documents, or a token id is outside the vocabulary.
+        ValueError: A flag or a file is invalid, a split contains no documents, or a token id is outside the vocabulary.
     """
     format = SampleFormat(
         seq_length, eod, vocab_size, config.eod_mask_loss, config.reset_position_ids, config.reset_attention_mask

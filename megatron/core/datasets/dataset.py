@@ -45,7 +45,7 @@ class StepShape(NamedTuple):
     replicas: int
     micro_batch_size: int
     context_ranks: int = 1
-    """Number of ranks that divide the queries of each sample."""
+    """Number of context-parallel ranks, which divide the tokens of each sample among themselves."""
 
 
 class Dealer(Protocol):

@@ -162,7 +162,7 @@ class DocumentSamples(TextDataset):
 
     @abstractmethod
     def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        """Return the parts of a sample as `TextDataset.documents_of` does, without padding."""
+        """Return the parts of documents that a sample contains, without padding (see `TextDataset.documents_of`)."""
 
     def origin(self, index: int) -> str:
         """Return the start of a sample as `dataset:document+token`."""

@@ -92,7 +92,7 @@ class IndexCache:
 
         Args:
             names: Names of the arrays, in the order in which `build` yields the arrays.
-            label: Readable part of the file names.
+            label: Part of the file names that tells a human reader what the files contain.
             description: Mapping with all values that determine the contents of the arrays. The hash of the description
                 is part of the file names.
             build: Function that yields the arrays.

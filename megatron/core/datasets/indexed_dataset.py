@@ -117,8 +117,7 @@ class IndexedDataset:
         return np.frombuffer(data, self.dtype)
 
     def verify(self) -> list[str]:
-        """List all inconsistencies within the index, and between the index and the data. This method reads the whole
-        index."""
+        """Read the whole index, and list all inconsistencies within the index, and between the index and the data."""
         found = self._wrong_sequences()
         if not self._boundaries_ascend():
             found.append(f"document boundaries do not run from 0 to the {len(self)} sequences")

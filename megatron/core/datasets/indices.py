@@ -22,8 +22,9 @@ STREAM = 1 << 18
 """Number of documents of a token stream that are processed at a time. Draws of a blend are processed in parts of the
 same size."""
 
-# Constants for blends. BLOCK is the number of draws per block. LEAD is the number of draws before a block that correct
-# a wrong guess of its start. CELLS is the maximum number of counts (blocks times datasets) processed in parallel.
+# Constants for blends. BLOCK is the number of draws per block. LEAD is the number of draws by which a block starts
+# early, so that these draws correct a wrong guess. CELLS is the maximum number of counts (blocks times datasets)
+# processed in parallel.
 BLOCK = 1 << 10
 LEAD = 1 << 7
 CELLS = 1 << 16
@@ -92,7 +93,8 @@ def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> EpochPlan:
 
 
 class GPTIndex(NamedTuple):
-    """Arrays that map a sample number to positions in documents."""
+    """Three arrays that together map the number of a sample to the documents, and the positions in them, of which it
+    consists."""
 
     document_index: NDArray
     """Document numbers [E * documents], in the order of the token stream."""
@@ -228,7 +230,7 @@ def _lengths_in_parts(lengths: NDArray, document_index: NDArray) -> Iterator[tup
 
 
 def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArray:
-    """Return the draw order of samples.
+    """Return the order in which samples are drawn.
 
     If the plan separates the last epoch, the samples of that epoch are shuffled separately. Otherwise, all samples are
     shuffled together.
@@ -326,7 +328,7 @@ def _draw_side_by_side(
 def _draw(
     weights: Sequence[float], draws: range, taken: NDArray[np.float64], limits: Sequence[int] | None = None
 ) -> NDArray[np.int16]:
-    """Apply the greedy rule one draw at a time.
+    """Draw samples one at a time, each from the dataset that is furthest below its share.
 
     `taken` contains the number of samples drawn from each dataset so far, and is updated in place. No samples are drawn
     from a dataset that has reached its limit.
@@ -348,7 +350,8 @@ def _draw(
 
 
 def _nth_of_each(choice: NDArray[np.int16], datasets: int) -> NDArray[np.int64]:
-    """For each draw, return how many earlier draws were from the same dataset. The draws are processed in parts."""
+    """For each draw, return how many earlier draws were from the same dataset. To save memory, the draws are processed
+    in parts."""
     sample = np.empty(len(choice), np.int64)
     before = np.zeros(datasets, np.int64)
     for first in range(0, len(choice), STREAM):

@@ -51,9 +51,9 @@ def collate(samples: list[Sample], indices: Sequence[int]) -> MicroBatch:
 class DataIterator:
     """Iterator over the micro-batches of a data-parallel rank, step by step. With `num_workers` > 0, threads prepare
     the micro-batches ahead of the step. Threads are sufficient. They read and copy without holding the interpreter
-    lock, so even a single thread prepares samples faster than training consumes them. Worker processes have
-    disadvantages: they would be forked from a process that has gloo and CUDA threads. They would also need shared
-    memory, and could continue to run after the training process.
+    lock, so even a single thread prepares samples faster than training consumes them. Worker processes have three
+    disadvantages: they would be forked from a process with gloo and CUDA threads, would need shared memory, and could
+    continue to run after the training process.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class DataIterator:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _deal(self, samples: range) -> list[Sequence[int]]:
-        """Return this rank's micro-batches of a step with these samples."""
+        """Return the sample numbers of each micro-batch of this rank, for a step that uses `samples`."""
         dealt = self.deal(self.dataset, samples, self.dp_size, self.micro_batch_size)
         mine: list[Sequence[int]] = dealt[:, self.dp_rank].tolist()
         return mine

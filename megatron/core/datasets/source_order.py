@@ -2,8 +2,8 @@
 
 Megatron-LM's order of a source depends on the requested number of samples, which determines how many epochs are
 shuffled together and whether the last epoch is shuffled separately. If a run with Megatron-LM's order were extended,
-the new order would repeat some samples and skip others. In contrast, a `SourceOrder` never changes the order of samples
-that it has already planned. An order is a list of segments:
+the new order would repeat some samples and skip others. A `SourceOrder`, in contrast to Megatron-LM's order, never
+changes the order of samples that it has already planned. An order is a list of segments:
 
 - The first segment is Megatron-LM's order for the number of samples that the run planned at its start.
 - Each further segment consists of further epochs, shuffled with another seed.

@@ -194,7 +194,7 @@ def tensor_in(archive: bytes, kind: Kind, template: Template) -> Tensor | None:
 
 
 def contiguous(dtype: torch.dtype, shape: Sequence[int]) -> Kind:
-    """Return the kind of a contiguous tensor."""
+    """Return the `Kind` (dtype, shape and strides) of a contiguous tensor."""
     strides = accumulate(reversed(shape[1:]), lambda stride, size: stride * max(size, 1), initial=1)
     return dtype, torch.Size(shape), tuple(reversed([*strides])) if shape else ()
 

@@ -112,7 +112,7 @@ class Storage(Protocol):
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
         """Read part of a file that never changes. All processes of the host may read the file.
 
-        The default implementation calls `read` and caches nothing.
+        The default implementation calls `read`, and caches no data.
         """
         return self.read(path, start, length)
 
@@ -167,9 +167,9 @@ class Storage(Protocol):
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
         """Prepare a folder for writing.
 
-        This method also deletes unfinished folders of killed writers. These are folders next to `final` whose names
-        have the same prefix up to the first underscore. The default implementation first deletes the folder `final` if
-        it was published before.
+        Also delete unfinished folders that killed writers have left next to `final`. Only folders are deleted whose
+        names have the same prefix as `final` up to the first underscore. The default implementation first deletes the
+        folder `final` if it was published before.
 
         Args:
             final: The folder to be published.
@@ -396,7 +396,7 @@ class _Upload(io.BytesIO):
 
 
 class _Ranges(SeekableFile):
-    """A file object that reads ranges of a stored file."""
+    """A seekable file object that reads byte ranges of a file in a storage."""
 
     def __init__(self, storage: Storage, path: PurePath) -> None:
         super().__init__(storage._known_size(path))

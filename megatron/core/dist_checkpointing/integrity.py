@@ -98,7 +98,8 @@ def misfits(folder: PurePath, sums: Sums) -> list[str]:
 
 
 def damages(folder: PurePath, sums: Sums, names: Sequence[str]) -> list[str]:
-    """Return one message for each damaged file. Every file that has the right size is read."""
+    """Return one message for each damaged file. Files of the expected size are read completely to verify their
+    checksums."""
     return [f"{name} {damage}" for name in names if (damage := _damage(folder / name, sums[name]))]
 
 

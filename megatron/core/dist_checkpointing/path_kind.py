@@ -39,7 +39,7 @@ Folder = TypeVar("Folder", bound=PurePath)
 @dataclass(frozen=True)
 class KindFacts:
     about: str
-    """Description of what a path of this kind contains, such as "is an archive of text". In messages, the description
+    """Description of what a path of this kind contains, such as "is an archive of text". In a message, the description
     follows the path."""
 
     order: int
@@ -210,7 +210,8 @@ def is_foreign_model(path: str | PurePath) -> bool:
 
 
 def refusal(path: str | PurePath, remedy: str | None = None) -> str:
-    """Explain why a flag or tool refuses a path, and what to pass instead; by default, what --load accepts."""
+    """Return a message that explains why a flag or tool refuses a path. The message ends with `remedy`, by default a
+    list of what --load accepts."""
     kind, folder = kind_of(path), located(path).parent
     if remedy is None:
         *others, last = filter(None, (PATH_KINDS.facts(name).loaded_as for name in PATH_KINDS))

@@ -140,8 +140,8 @@ class _Reader:
         self.stack.append(self.call(self.stack.pop(), given))
 
     def call(self, function: object, given: object) -> object:
-        """Return a stand-in for the result of a call, without calling the function. Raises Refused unless the call is
-        known to be harmless."""
+        """Return a stand-in for the result of a call, without calling the function. Raises `Refused` unless the rules
+        state that the call is harmless."""
         if not isinstance(function, Name) or not isinstance(given, tuple):
             raise Refused("it calls something other than a function with arguments")
         self.spent += len(given) + sum(map(cost, given))
@@ -157,7 +157,8 @@ class _Reader:
         return Made(str(function), call.size)
 
     def build(self) -> None:
-        """Set the state of an object: a new storage and sizes for a tensor, or a shape and values for an array."""
+        """Check the BUILD instruction, which sets the state of an object. For an array, the state consists of a shape
+        and values."""
         state, built = self.stack.pop(), self.stack[-1]
         if isinstance(built, Made) and built.name.startswith("torch."):
             raise Refused(f"it changes the result of {built.name}")
@@ -170,7 +171,8 @@ class _Reader:
             raise Refused("it has an array whose number of values differs from its shape")
 
     def load_storage(self) -> None:
-        """Check a storage ('storage', type, key, place, elements, ...), which torch may allocate before reading it."""
+        """Check the description of a storage, ('storage', type, key, place, elements, ...), because torch may allocate
+        the storage before it reads the data."""
         given = self.stack.pop()
         kind, key, _, count = given[1:5] if isinstance(given, tuple) and len(given) >= 5 else (None,) * 4
         if not isinstance(kind, Name) or kind not in STORAGES or type(count) is not int or count < 0:

@@ -111,7 +111,7 @@ class OptimizerPiece:
     """Optimizer state of elements [start, stop) of a parameter's local shard. The shard is flattened in row-major
     order.
 
-    `data` is a live 1-D view of stop - start elements. A save reads from the view, and a load writes to it. An
+    `data` is a live 1-D view of stop - start elements. A save reads from `data`, and a load writes to `data`. An
     `OptimizerPiece` may be empty. Without the distributed optimizer, every data-parallel rank holds the whole shard
     from 0 to its size.
 

@@ -1,7 +1,7 @@
 """State dict of a checkpoint: parameters and optimizer state by global parameter name, independent of the layout.
 
 Keys are `model.<name>`, `optimizer.<kind>.<name>` and `callbacks.<callback>.<kind>.<name>`. For each key, every rank
-adds the boxes of the tensor that it stores. `writes` is True for one replica of each tensor.
+adds the boxes of the tensor that it stores. If a tensor is replicated, `writes` is True for only one of its replicas.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def load_targets(
         state: Process groups.
         saved: Keys that the checkpoint contains.
         load_optimizer: Whether to load the optimizer states too.
-        sharded: Pieces of parameters that this rank does not hold as a whole.
+        sharded: Pieces of parameters of which this rank holds only a part.
     """
 
     def weight_key(name: str) -> str:
@@ -179,7 +179,8 @@ class _Writers:
         self.decided: dict[str, bool] = {}
 
     def on_first_stage(self, meta: ParamMeta) -> bool:
-        """Return whether this rank's stage writes a tensor that only one rank of each stage holds."""
+        """Return whether this rank's stage may write a tensor. If several stages hold the tensor, only the first stage
+        may."""
         return not meta.shared_stages or self.state.pp.first
 
     def mine(self, key: str, meta: ParamMeta) -> bool:

@@ -234,7 +234,7 @@ class Checkpoint:
 
     @property
     def index(self) -> Metadata:
-        """DCP's index, including entries of other programs."""
+        """The checkpoint's index as DCP reads it. It may contain entries that another program wrote."""
         return self._reader.read_metadata()
 
     def _check(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool]) -> None:
@@ -335,8 +335,8 @@ def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator
     """Convert DCP's exception to a CheckpointError with the cause on the first failed rank. If `reads` is True, a
     damaged checkpoint file raises ValueError instead of CheckpointError.
 
-    On every rank, DCP raises a BaseException with the failures of all ranks. DCP's warning about working in a single
-    process is silenced, because a single process is intended.
+    If any rank fails, DCP raises a BaseException that contains the failures of all ranks, on every rank. DCP's warning
+    about working in a single process is silenced, because a single process is intended.
     """
     try:
         with warnings.catch_warnings():

@@ -75,7 +75,7 @@ def _pickle_of(file: IO[bytes], size: int) -> bytes | None:
 def _check_older(file: IO[bytes], size: int, permitted: Sequence[str]) -> None:
     try:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, AttributeError):  # The stream is not a file of the operating system.
+    except (OSError, AttributeError):  # the stream has no file descriptor, or cannot be memory-mapped
         check_calls(file.read(), size, permitted, PICKLES)
         return
     with mapped:

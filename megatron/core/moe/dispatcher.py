@@ -102,7 +102,8 @@ class Routes:
     """Linear map from this rank's tokens [n, ...] to the rows that it sends, [assignments, ...]."""
 
     of_assignments: RowMap
-    """Map from the k assignments of each of this rank's tokens [n * k, ...] to rows [assignments, ...]."""
+    """Linear map from the k assignments of each token of this rank, [n * k, ...], to the rows that it sends,
+    [assignments, ...]."""
 
     segments: Segments
     exchange: Exchange | None = None
@@ -225,7 +226,7 @@ class AllToAllDispatcher(Dispatcher):
     """Dispatcher that sends each token only to the ranks of its experts, with an all-to-all over ep followed by an
     all-gather over expt_tp.
 
-    The host must read the message sizes, unless all messages are padded or no all-to-all is needed.
+    The host must wait for the message sizes, unless all messages are padded or there is only one expert-parallel rank.
     """
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
@@ -254,7 +255,7 @@ class AllToAllDispatcher(Dispatcher):
         return Routes(*self.copies(order[: sum(mine)], *chosen.shape), segments, exchange, arrival)
 
     def _by_bounds(self, chosen: Tensor, order: Tensor, table: Tensor, most: int | None) -> Routes:
-        """Return routes whose buffers have the maximum number of rows. The token counts stay on the device.
+        """Return routes whose buffers have the maximum number of rows. The host does not read the token counts.
 
         If there is no all-to-all, the rows of a rank are its assignments, sorted by expert. If there is an all-to-all,
         each rank sends exactly `most` rows to every expert, including spare rows. Received rows are sorted by expert,
@@ -403,7 +404,7 @@ def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
 
 
 def sort_blocks_map(counts: np.ndarray, device: torch.device) -> RowMap:
-    """Return a `RowMap` that sorts rows by expert. The rows arrive sorted by source rank, and by expert within each
+    """Return a `RowMap` that sorts rows by expert. The input rows are sorted by source rank, and by expert within each
     source. `counts` [..., experts] contains the number of rows that each source sends to each expert."""
     blocks = counts.reshape(-1, counts.shape[-1])
     if blocks.shape[0] == 1:

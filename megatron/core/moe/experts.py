@@ -75,7 +75,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 
 
 def _with_bias(y: Tensor, bias: Tensor, experts: Tensor, factors: Tensor | None, first: int) -> Tensor:
-    """Add each row's expert bias [experts, columns] to y [n, out], in the columns from `first` on.
+    """Add the bias of each row's expert, `bias` [experts, columns], to y [n, out] in the columns from `first` on.
 
     If `factors` [n] is given, each row's bias is first multiplied by the row's factor.
     """
@@ -98,7 +98,8 @@ class _GroupedBiasContext(AutogradContext):
 
 
 class GroupedBiasFunction(torch.autograd.Function):
-    """Adds the bias [experts, ..., columns] of a row's expert to each row of y [n, out], from column `first` on.
+    """Adds an expert bias to each row of y [n, out]. The expert of the row selects the bias from `bias` [experts, ...,
+    columns], which is added to the columns from `first` on.
 
     If `factors` [n] is given, the bias of each row is first multiplied by the row's factor.
     """
@@ -136,8 +137,8 @@ class GroupedBiasFunction(torch.autograd.Function):
         weights = columns.new_ones(dy.shape[0]) if factors is None else factors.detach().to(dy.dtype)
 
         def add_db_(out: Tensor, overwrite: bool) -> None:
-            """Add the bias gradient to `out`. The bias acts as the weight of an additional input, whose value is the
-            row's factor."""
+            """Add the bias gradient to `out`. The bias gradient is computed like a weight gradient: the bias acts as
+            the weight of one additional input feature, whose value is the factor of the row."""
             out = (out.zero_() if overwrite else out).view(*bias.shape, 1)
             ctx.layer.gemms.add_bias_grad_(out, columns, weights[:, None], segments)
 
@@ -164,8 +165,8 @@ class _WeightedContext(AutogradContext):
 class _WeightedActivation(torch.autograd.Function):
     """Computes activation(x) * weight row by row, and saves only x and the weights for the backward pass.
 
-    The routing weight of a token is applied before the second layer instead of after it. Its gradient therefore does
-    not require the outputs of the experts.
+    The routing weight of a token is applied before the second layer instead of after it. The gradient of the routing
+    weight therefore does not require the outputs of the experts.
     """
 
     @staticmethod
@@ -194,7 +195,7 @@ def _weighted_forward(x: Tensor, weights: Tensor, kind: Kind) -> Tensor:
 
 
 def _weighted_backward(x: Tensor, weights: Tensor, grad: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x [n, f] and of the weights [n]."""
+    """Return the gradients of activation(x) * weights with respect to x [n, f] and to the weights [n]."""
     forward, backward = functions_of(kind)
     d_weights = (grad * forward(x)).sum(-1, dtype=weights.dtype)
     return backward(x, grad * weights[:, None].to(grad.dtype)), d_weights

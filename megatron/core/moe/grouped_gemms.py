@@ -19,8 +19,8 @@ class Segments:
     """Rows of the local experts, sorted by expert.
 
     Spare rows follow the rows of the last expert. A spare row belongs to no expert, has no gradient, and contains
-    finite but meaningless values. Row counts are either on the device (`of_counts`), where kernels read them, or known
-    to the host (`of_sizes`), which can then split tensors.
+    finite but meaningless values. The row counts are either on the device or known to the host. On the device
+    (`of_counts`), kernels can read them. On the host (`of_sizes`), tensors can be split according to them.
     """
 
     def __init__(self, sizes: Sequence[int] | None, ends: Tensor | None, device: torch.device, spare: bool) -> None:

@@ -44,8 +44,8 @@ probabilities."""
 class RunningLoads:
     """Running share of assignments that each expert receives in the global batch, sample by sample.
 
-    The reduction of a micro-batch's counts starts in its forward pass and completes in its backward pass, which needs
-    the result. If the forward pass is recomputed, the loads of its first run are used.
+    The forward pass of a micro-batch launches the all-reduce of its counts. The backward pass needs the result, and
+    waits for it. If the forward pass is recomputed, the loads of its first run are used.
     """
 
     def __init__(self, state: ParallelState) -> None:

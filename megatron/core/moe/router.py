@@ -129,7 +129,8 @@ class Choice:
     """Selected experts of each token, best first, and their weights."""
 
     experts: Tensor
-    """Selected experts [s, b, k] int64. The entry of a dropped assignment is E, one past the last expert."""
+    """Selected experts [s, b, k] int64. If an assignment was dropped, its entry is E, which is not the number of an
+    expert."""
 
     weights: Tensor
     """Routing weights [s, b, k]; 0 for dropped tokens."""
@@ -241,8 +242,8 @@ class TopKRouter(nn.Module):
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]
 
     def _capacity(self, rows: int, factor: float) -> int:
-        """Return the number of tokens per sequence that an expert accepts under a capacity factor; this rank holds
-        `rows` of the sequence's tokens."""
+        """Return the expert capacity: the number of tokens of each sequence that an expert accepts under the capacity
+        factor `factor`. `rows` is the number of the sequence's tokens on this rank."""
         length = rows * self.sequence.size
         return max(ceil(factor * self.topk * length / self.num_experts), self.min_capacity)
 

@@ -7,7 +7,7 @@ parameter is a generator. Once every update of the batch has either finished or 
 answered together. One reduce-scatter and one all-gather over the stage answer requests for sums. One exchange with the
 matrices' owners (`MatrixExchange`) answers requests for whole matrices. After the reduce-scatter, each rank updates its
 part of the reduced states with the sums that it received. The all-gather distributes the updated states and the sums to
-all ranks of the stage. Sharded states therefore need no more communication than replicated states.
+all ranks of the stage. For this reason, sharded states require no more communication than replicated states.
 """
 
 from __future__ import annotations

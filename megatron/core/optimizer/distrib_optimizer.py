@@ -1,8 +1,8 @@
 """Distributed optimizer (ZeRO-1), which clips gradients, updates this rank's shards, and gathers the updated
 parameters.
 
-Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Without sharding
-(--no-use-distributed-optimizer), a rank's shard is the whole bucket; everything else is the same.
+Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Under
+--no-use-distributed-optimizer, the shard of every rank is the whole bucket. Everything else is the same.
 
 The host waits for the device in two cases only: to change a dynamic loss scale, or to read gradients for states that it
 updates in host memory. A non-finite loss or gradient leaves parameters and moments unchanged in every precision,
@@ -147,11 +147,12 @@ class Update:
 
     on_update: Callable[[Tensor], None] | None = None
     """Function that is called after the update and before the parameters are gathered, because the scales of cast
-    weights may change in between. The argument is `skip`, which is 1 if nothing was updated."""
+    weights may change in between. The function receives `skip`, which is 1 if the update was skipped."""
 
 
 class DistributedOptimizer:
-    """Optimizer named by --optimizer, applied to one rank's main-precision shards on the device or the host.
+    """Optimizer that is selected by --optimizer. It updates this rank's shards of main parameters, which are on the
+    device or on the host.
 
     All ranks of the world must make the same calls. The parameters must have their initial values before the optimizer
     is created. Raises ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
@@ -226,7 +227,7 @@ class DistributedOptimizer:
 
     def verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
         """Return the skip flag (1 to skip the update, else 0) and the clipping factor. The clipping factor is at most
-        1, and reduces the gradient norm to --clip-grad. If clipping is off, it is None.
+        1, and reduces the gradient norm to --clip-grad. If clipping is off, the factor is None.
 
         Settles the result. `summed` is the result of the all-reduce that `GradNorm.start` launched.
         """
@@ -291,8 +292,8 @@ class DistributedOptimizer:
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Memory of main parameters and states in bytes: on the device, and in host memory including transfer
-        buffers."""
+        """Memory in bytes that main parameters and states take on the device, and in host memory. The second number
+        includes transfer buffers."""
         device, host = (sum(sum(s.nbytes) for s in self.shards if s.on_host == place) for place in (False, True))
         device += sum(chain.nbytes for chain in self.chains if not chain.on_host)
         host += sum(chain.nbytes for chain in self.chains if chain.on_host)

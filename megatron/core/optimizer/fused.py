@@ -94,7 +94,7 @@ class FusedSGD(FusedTransform):
 
 
 def plain_shards(shards: Sequence[Shard]) -> list[OptimizerShard]:
-    """Return the shards unchanged, after checking that their main parameters and states are plain tensors."""
+    """Check that the main parameters and states of all shards are plain tensors, and return the shards."""
     plain = [shard for shard in shards if isinstance(shard, OptimizerShard)]
     assert len(plain) == len(shards), "the kernel of this link cannot read the format of the states"
     return plain

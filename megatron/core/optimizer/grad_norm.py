@@ -1,11 +1,11 @@
 """The global gradient norm, computed without waiting for the device.
 
 Each parameter element of the model counts once. Every data-parallel rank sums over its shard, with or without the
-distributed optimizer. If parameters are replicated along a model axis, only one replica counts. Likewise, only one of
-the two copies of a tied embedding counts. The sum has two stages. First, rows of `ROW` elements are summed in the
-precision of the gradients. Then the row sums are summed in float64. A sum in float32 alone would be wrong in the third
-digit for a flat shard of 10^7 elements. Summing only in float64 would require converting the whole shard to float64,
-which takes 40 times as long on CPU.
+distributed optimizer. If a parameter is replicated along a model-parallel axis, only one replica is counted. Likewise,
+only one of the two copies of a tied embedding counts. The sum has two stages. First, rows of `ROW` elements are summed
+in the precision of the gradients. Second, the row sums are summed in float64. A sum in float32 alone would be wrong in
+the third digit for a flat shard of 10^7 elements. Summing only in float64 would require converting the whole shard to
+float64, which takes 40 times as long on CPU.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GradNorm:
         return squares if sums is None else torch.cat([squares, sums.to(squares)])
 
     def start(self, own: Tensor) -> Pending:
-        """Launch the sum of `own` over the world, in place."""
+        """Launch an all-reduce that replaces `own` with its sum over all ranks."""
         return start_all_reduce_(own, self.world)
 
     def finish(self, summed: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,9 +3,9 @@ import torch.
 
 Main parameters, gradients and momentum stay in flat shards, divided by tensor and expert parallelism and by ZeRO-1. An
 operation on a whole matrix needs all parts of the matrix on one rank. Each matrix of a stage has one owner among the
-ranks of the stage. The owner receives the parts, transforms the whole matrix, and sends the parts back. Every matrix is
-therefore transformed only once, rather than on each rank that holds a part. Each rank sends its parts of the matrices
-to the owners once, and receives the results once.
+ranks of the stage. The owner receives the parts, transforms the whole matrix, and sends the parts back. In this way,
+each matrix is transformed only once, and not again on every rank that holds a part. Each rank sends its parts of the
+matrices to the owners once, and receives the results once.
 
 All ranks of a stage have parameters with the same names and shapes, so all compute the same plan without communication.
 """
@@ -61,7 +61,7 @@ class Part:
 
     start: int
     stop: int
-    """End of the range [start, stop) of shard elements. These elements are a box of shape `held` in row-major order."""
+    """End of the range of shard elements. Elements [start, stop) contain a box of shape `held` in row-major order."""
 
     held: tuple[int, ...]
     within: tuple[slice, ...]
@@ -213,7 +213,7 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
     """Assign each cost to a rank so that the sums are nearly equal. Go through the costs in descending order, and
     assign each cost to the rank whose sum is smallest so far.
 
-    By Graham's LPT rule the largest sum is at most 4/3 of the optimum.
+    This is Graham's LPT rule: the largest sum is at most 4/3 of the smallest possible largest sum.
     """
     heap, owners = [(0, rank) for rank in range(ranks)], [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):

@@ -52,9 +52,9 @@ class ShardSpec:
 
 
 class Shard:
-    """One rank's part of a bucket, or a range of this part. A shard contains main parameters and states in any storage
-    format, on the device or the host. States are allocated immediately, so that a checkpoint can be loaded into them
-    and memory use does not grow in the first step.
+    """The part of a bucket that one rank updates, or a range of this part. A shard contains main parameters and states
+    in any storage format, on the device or the host. States are allocated immediately, so that a checkpoint can be
+    loaded into them and memory use does not grow in the first step.
     """
 
     def __init__(self, spec: ShardSpec) -> None:
@@ -83,7 +83,7 @@ class Shard:
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     changes_params_when_loaded = False
-    """True if loading main parameters may change how parameters are rounded."""
+    """True if the model parameters may be rounded differently after main parameters were loaded."""
 
     def attach(self, grads: Tensor, params: Tensor) -> None:
         """Make the next update read `grads` and write `params`, which are copies on the host."""
@@ -198,7 +198,8 @@ class StepValues:
 
 
 class ShardUpdate:
-    """Base class for updating the shards of one rank: a chain of transforms, or the kernels of one fused link."""
+    """Base class of objects that update the shards of one rank, such as a chain of transforms, or the kernels of one
+    fused link."""
 
     def step(self, values: StepValues) -> None:
         """Update all shards once."""
@@ -234,11 +235,12 @@ class HostUpdateRule(Protocol):
         """
 
     def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
-        """Start copying the inputs of `update`, so that `update` does not wait for kernels launched later."""
+        """Start copying the scalar inputs of `update` to the host, so that `update` need not wait for kernels that are
+        launched later."""
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
-        """Update the shards once. Must be called after `start`, with the result of `scalars()` for this step. This
-        method waits for the gradients.
+        """Update the shards once. Call this method after `start`. `scalars` is the result of `scalars()` for this step.
+        This method waits for the gradients.
 
         If `scaled` is True, the update multiplies the gradients by the `factor` passed to `scalars()`. Kernels launched
         afterwards see the new parameters.
@@ -248,8 +250,8 @@ class HostUpdateRule(Protocol):
 def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, world: Axis) -> list[str]:
     """Freeze the parameters to which a freezing rule applies. Call this function before gradient buffers are built. If
     there are custom groups, return text lines that describe the groups of the other parameters. A frozen parameter has
-    no gradient, is in no bucket and has no optimizer state. This function is a collective if there are rules or custom
-    groups. If a rule does not fit the parameters of the whole model, every rank raises ValueError.
+    no gradient, is in no bucket and has no optimizer state. If there are rules or custom groups, all ranks must call
+    this function together. If a rule does not fit the parameters of the whole model, every rank raises ValueError.
     """
     if not config.parameter_rules and not config.has_own_groups:
         return []

@@ -29,9 +29,10 @@ def owned_weights(ddp: DistributedDataParallel) -> Iterator[OptimizerPiece]:
 def with_main_weights(
     optimizer: DistributedOptimizer, pieces: Iterable[OptimizerPiece]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of tensors [n] for the same elements: the values in `pieces`, which may be written in place, and the
-    main weights, which may only be read. Both tensors are on the same device. Main weights are fp32 under --bf16 and
-    --fp16. `pieces` are elements that this rank updates, in any order, such as callback states.
+    """Yield pairs of tensors [n] that belong to the same parameter elements. The first tensor contains values of
+    `pieces`, and may be written in place. The second tensor contains the main weights, and must only be read. Both
+    tensors are on the same device. Main weights are fp32 under --bf16 and --fp16. `pieces` are elements that this rank
+    updates, in any order, such as callback states.
     """
     if any(shard.on_host for shard in optimizer.shards):
         optimizer.finish_param_sync()  # wait until the host has updated its shards
@@ -51,7 +52,7 @@ def owned_zeros(
 ) -> list[OptimizerPiece]:
     """For each name in `names`, allocate a state of zeros with the elements of `owned_weights`, and return the pieces.
 
-    The memory includes bucket padding, which plans count too.
+    The allocated memory includes the padding of the buckets. Memory plans count it too.
 
     Args:
         ddp: Parameters of the rank.
@@ -77,10 +78,11 @@ def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPi
     """Set the parameters to the values of `offered` within the block. Values are rounded to the dtype of the
     parameters.
 
-    After the block, the parameters have exactly their previous values. Elements that no rank offers keep their values.
-    `offered` contains the new values of this rank's elements, as pieces on any device. These elements are those that
-    the rank updates. The block may run forward passes but no updates. All data-parallel ranks must enter the context
-    together. The context manager allocates memory for a copy of `owned_weights`.
+    After the block, the parameters have exactly their previous values. Parameter elements that are in no rank's
+    `offered` keep their values. `offered` contains the new values of this rank's elements, as pieces on any device.
+    These elements are those that the rank updates. Within the block, forward passes are allowed, but updates are not.
+    All data-parallel ranks must enter the context together. The context manager allocates memory for a copy of
+    `owned_weights`.
     """
     optimizer.finish_param_sync()
     by_name = pieces_by_name(offered)

@@ -43,7 +43,7 @@ class ScheduleLength:
     """Length of the final anneal of a warmup-stable-decay (WSD) schedule."""
 
     total: float
-    """Length of the run. The weight decay changes linearly or along a cosine over this length."""
+    """Length of the run. If the weight decay changes during the run, it reaches its final value at this length."""
 
     @classmethod
     def in_samples(cls, config: OptimizerConfig, samples: int) -> ScheduleLength:
@@ -74,7 +74,7 @@ class ScheduleLength:
 
 
 def constant(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """Keep the peak rate until the end."""
+    """Keep the peak learning rate until the end of the run."""
     assert config.lr is not None
     return config.lr
 

@@ -105,7 +105,7 @@ def reduced_shape(meta: ParamMeta, dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_states(meta: ParamMeta, states: Sequence[State]) -> None:
-    """Raise ValueError, with every error at once, for states that a parameter cannot have."""
+    """Raise ValueError if the parameter cannot have one of the states. The message contains all errors."""
     names = [state.name for state in states]
     errors = [f"two states are named {name}" for name in sorted(set(names)) if names.count(name) > 1]
     errors += [
@@ -126,7 +126,7 @@ def check_states(meta: ParamMeta, states: Sequence[State]) -> None:
 
 @dataclass(frozen=True)
 class PlannedParam:
-    """A parameter of a stage, and its location and states."""
+    """A parameter of a stage, with its location in the buffers and its optimizer states."""
 
     meta: ParamMeta
     place: tuple[int, int]

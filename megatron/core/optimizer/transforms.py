@@ -223,8 +223,8 @@ class Place:
         Args:
             local: Offset and shape of the local tensor within the whole parameter.
             held: Elements [start, stop) of the local tensor.
-            counts: True if sums over the parameter include this rank's elements. False if another rank holds a replica
-                of these elements, and the sums include that replica instead.
+            counts: True if sums over the parameter include this rank's elements. False if the sums instead include a
+                replica of the elements on another rank.
             reduced: Shapes of states by name.
         """
         self.start = held[0]
@@ -365,8 +365,8 @@ class AverageWeights(Transform):
 def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
     """Return the chain of a parameter.
 
-    Raises ValueError if a link has no `update`, if there is more than one fused link, or if the optimizer is registered
-    with `by_element` but a link reads other elements.
+    Raises ValueError in three cases: a link has no `update` method; there is more than one fused link; the optimizer is
+    registered with `by_element`, but the update of an element depends on other elements.
     """
     name = config.optimizer if meta.matrix and meta.role in config.whole_roles else config.elementwise
     made = OPTIMIZERS.build(name, config, meta)

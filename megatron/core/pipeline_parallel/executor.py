@@ -142,7 +142,7 @@ class PipelineExecutor(Generic[Module, Micro]):
                 loss sums.
 
         Returns:
-            The detached loss sum of each micro-batch on the rank of the last stage; [] on all other ranks.
+            On the rank of the last stage, the detached loss sum of each micro-batch. On all other ranks, an empty list.
         """
         microbatches = 1 + max((action.microbatch for action in actions), default=-1)
         assert len(batches) == microbatches, f"{len(batches)} batches for a list of {microbatches} microbatches"

@@ -35,7 +35,7 @@ def pipeline_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> 
 
 
 def stage_costs(model: TransformerConfig, parallel: ModelParallelConfig) -> list[float]:
-    """Return the forward cost of each stage in FLOPs, in units of the mean layer."""
+    """Return the FLOPs of each stage's forward pass as a multiple of the mean FLOPs of a layer."""
     first_cost, last_cost = end_costs(model)
     last_cost += multi_token_cost(model)
     stages, costs = pipeline_stages(model, parallel), relative_costs(model)

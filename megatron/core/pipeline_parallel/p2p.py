@@ -77,8 +77,8 @@ class PipelineP2P:
         self.dtype = dtype
         self.device = device
         self.timeout: timedelta | None = None
-        """Timeout of gloo messages, which replaces the timeout of the group. NCCL always uses the timeout of the
-        group."""
+        """Timeout of gloo messages, used instead of the timeout of the process group. With NCCL, the timeout of the
+        process group always applies."""
         self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
         self._gloo = pp.group is not None and dist.get_backend(pp.group) == "gloo"
         self.wire_device = torch.device("cpu") if self._gloo else device

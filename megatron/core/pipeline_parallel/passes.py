@@ -30,16 +30,16 @@ from megatron.core.pipeline_parallel.walk import Walk
 def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     """Add SEND_F, RECV_F, SEND_B and RECV_B to lists of compute actions. Stages on the same rank need no messages.
 
-    The function visits the actions of all ranks in the order in which they would start. The function appends each send
-    to the sender's list, directly after the action that computes the message. At the same time, the function appends
-    the receive to the peer's list. The peer therefore posts the receive while the message is being computed, and then
-    continues with its next actions.
+    The function visits the actions of all ranks in the order in which they would start. Each send is appended to the
+    sender's list, directly after the action that computes the message. At the same time, the matching receive is
+    appended to the list of the receiver. The receiver therefore posts the receive while the message is still being
+    computed, and continues with its next actions.
 
     The resulting lists cannot deadlock, even if each send blocks until its receive is reached, and each receive until
-    its send is reached. Each list is part of one global order. In the global order, every send directly precedes its
-    receive and follows all its dependencies. Therefore at least one action can always run: the first unfinished action
-    of the global order. Two passes that run in turns are adjacent in the global order, and the messages of both passes
-    follow them.
+    its send is reached. The reason is that all lists follow one global order of actions. In the global order, every
+    send directly precedes its receive and follows all its dependencies. Therefore at least one action can always run:
+    the first unfinished action of the global order. Two passes that run in turns are adjacent in the global order, and
+    the messages of both passes follow them.
 
     If `validates` is True, a VALIDATE is inserted into every list at the position of the first backward pass in the
     global order. No message is sent before a VALIDATE and received after it, so all ranks can restart their lists at
@@ -64,7 +64,7 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
 
 
 Unit = tuple[Action, ...]
-"""One action, or an FB and the two passes that run in turns."""
+"""Unit of actions: a single action, or an FB and the two passes that run in turns."""
 
 
 def _by_start(lists: Lists) -> list[tuple[int, Unit]]:

@@ -55,7 +55,8 @@ class ScheduleFacts:
     """Default number of stages per rank."""
 
     with_chunks: ChunkedSchedule | None = None
-    """Variant of the schedule for any number of stages per rank; None if the number is always `chunks`."""
+    """Variant of the schedule that supports any number of stages per rank. None if the schedule always has `chunks`
+    stages per rank."""
 
     any_groups: bool = False
     """True if the function `with_chunks` uses its argument `group`."""
@@ -214,8 +215,8 @@ def alternate(
 def groups_of(m: int, p: int, group: int | None = None) -> list[range]:
     """Divide m micro-batches into groups of `group`, by default p.
 
-    If m is not a multiple of the group size, a remainder of at least p micro-batches forms its own group. A smaller
-    remainder is spread evenly over the other groups. Larger groups precede smaller groups.
+    If m is not a multiple of the group size, a remainder of at least p micro-batches forms its own group. If fewer than
+    p micro-batches remain, they are distributed evenly over the other groups. Larger groups precede smaller groups.
     """
     group = group or p
     if m > group and m % group >= p:
@@ -244,7 +245,7 @@ def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
 
 
 def splits_backward(schedule: str) -> bool:
-    """Return whether a schedule splits each backward pass (B) into I and W. Such a schedule requires a
+    """Return whether a schedule splits each backward pass (B) into I and W. Schedules that split it require a
     `WeightGradQueue`."""
     return PIPELINE_SCHEDULES.facts(schedule).splits_backward
 

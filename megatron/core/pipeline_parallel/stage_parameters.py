@@ -1,7 +1,7 @@
 """Parameters of a model and of its pipeline stages, read from modules built on the meta device.
 
-Plans, checkpoints and conversions use this module. The constructor of an extension's layer determines its parameters,
-so no separate list of parameters is needed.
+Memory plans, checkpoints and format conversions read parameter metadata from this module. The constructor of an
+extension's layer determines its parameters, so no separate list of parameters is needed.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[Tensors
 
 @lru_cache(maxsize=2)
 def built_layers(config: TransformerConfig, sequence_parallel: bool) -> tuple[torch.nn.Module, ...]:
-    """Build all layers of the model on the meta device, and return them. The layers are cached, so callers must not
-    modify them.
+    """Build all layers of the model on the meta device, and return them. Callers must not modify the layers, because
+    they are cached.
 
     Building a single model with all layers is faster than building a model for each layer.
     """

@@ -1,8 +1,8 @@
 """Vocabulary-parallel cross entropy: the loss of logits that are sharded over the tensor-parallel ranks and never
 gathered.
 
-Each rank reduces its columns of the logits to three numbers per token. These numbers are all-gathered, and every rank
-computes the loss from them. The backward pass recomputes the softmax, so that only the logits are saved.
+Each rank reduces its columns of the logits to three numbers per token. After an all-gather of these numbers, every rank
+computes the loss. The backward pass recomputes the softmax, so that only the logits are saved.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def local_columns(logits: Tensor, vocab_size: int, tp: Axis) -> tuple[int, int]:
     """Return the token id of this rank's first column of `logits` [..., V/t], and the number of its columns that are
     not padding.
 
-    All columns after these are padding. A rank may hold only padding.
+    The other columns of the rank, which may be all of them, are padding.
     """
     start, stop = local_rows(logits.shape[-1] * tp.size, tp)
     return start, max(0, min(vocab_size, stop) - start)
@@ -137,8 +137,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 @operation
 def scale_rows_(x: Tensor, factors: Tensor) -> None:
-    """Multiply in place: x [n, width] *= factors [n]. Rows with factor 0 become 0 even if they contain non-finite
-    values."""
+    """Multiply each row of x [n, width] by its factor in `factors` [n], in place. Rows with factor 0 become 0 even if
+    they contain non-finite values."""
     x.copy_(torch.where(factors[:, None] == 0, 0, x.float() * factors[:, None]))
 
 

@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Hardware:
-    """Capabilities of the device that holds the tensors. Layers receive these capabilities in their `TPContext`. For a
+    """Capabilities of the device that holds the tensors. Layers read these capabilities from their `TPContext`. For a
     dry run, the model is built with a `Hardware` object that describes another device.
     """
 
@@ -255,7 +255,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.queue = queue
         ctx.gemms = gemms
         ctx.of_output = of_output
-        del saved  # This lets autograd free the tensors.
+        del saved  # so that autograd can free the tensors
         full_x = entered(enter(local, boundary, axis))
         flat_bias = None
         if bias is not None:

@@ -51,7 +51,8 @@ class LinearFormatFacts:
 class ParamGather(Protocol):
     """Object that casts weights of linear layers before they are gathered.
 
-    The gather processes the buckets that it supports (`Bucket.gather_bytes`).
+    The object chooses the buckets that are gathered in the number format, and calls `Bucket.gather_bytes` of each of
+    them.
     """
 
     def cast_(self) -> None:
@@ -73,7 +74,8 @@ class FormatOfProducts(Protocol):
 
 
 LINEAR_FORMATS = Registry("format of products", LinearFormatFacts, protocol=FormatOfProducts)
-"""Registered implementations of `FormatOfProducts`, by name. Only extensions register formats."""
+"""Registered implementations of `FormatOfProducts`, by name. The core registers no number format itself; extensions
+do."""
 
 
 def linear_format(parallel: ModelParallelConfig) -> str | None:

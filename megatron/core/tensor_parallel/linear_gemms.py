@@ -44,8 +44,8 @@ class Operands(NamedTuple):
     """Operand of the GEMM that computes Y or dX."""
 
     weight_grad: Operand
-    """Operand of the GEMM that computes dW. If the operands belong to the layer's input, `weight_grad` is saved for the
-    backward pass."""
+    """Operand of the GEMM that computes dW. The `weight_grad` operand of the layer's input is saved for the backward
+    pass."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,8 @@ class LinearGemms:
     in advance."""
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
-        """Cast x [s, b, in] before a gather. `needs_dw` is False if the weight gradient is not needed."""
+        """Cast the layer input x [s, b, in], which may be gathered afterwards, to the form that the GEMMs read.
+        `needs_dw` is False if the weight gradient is not needed."""
         return Operands((x,), (x,))
 
     def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
