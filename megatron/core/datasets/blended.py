@@ -20,7 +20,7 @@ MAX_DATASETS = 2**15 - 1
 
 
 def normalise(weights: Sequence[float]) -> list[float]:
-    """Divide weights by their sum, with Megatron-LM's rounding."""
+    """Divide the weights by their sum. The results are rounded in the same way as in Megatron-LM."""
     array = np.array(weights, np.float64)
     return (array / np.sum(array)).tolist()
 

@@ -336,12 +336,13 @@ class _Builder:
 
 
 def dividers(config: DatasetConfig) -> list[DividesDocuments]:
-    """Return the flags of extensions that may divide documents into samples."""
+    """Return the extension options that may replace the division of documents into samples."""
     return [options for options in config.extension_options if isinstance(options, DividesDocuments)]
 
 
 def training_sources(config: DatasetConfig) -> list[tuple[str, float, float | None]]:
-    """Return (prefix, document share for training, sample share) of each dataset of the training split.
+    """For each dataset of the training split, return its prefix, the share of its documents used for training, and its
+    share of the samples.
 
     The sample share is None for several datasets without weights, because each dataset is then used completely.
     """

@@ -55,7 +55,7 @@ class TextDataset(ABC):
     def documents_of(self, index: int) -> list[tuple[int, int, int]]:
         """Return (document, first token, number of tokens) of each part of a sample's seq_length + 1 tokens, in order.
 
-        The list is empty if the parts are unknown.
+        The list is empty if the dataset does not record from which documents its samples come.
         """
         return []
 

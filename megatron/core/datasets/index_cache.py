@@ -1,10 +1,11 @@
 """Cache of index files, which are built once and memory-mapped by every process of a node.
 
-A file name contains a hash of everything that determines the content, so a stale file is never read. A file is written
-under a temporary name, synced and renamed, so an existing file is complete. Each file ends with a checksum of its
-array. Every process verifies the checksum. A changed or damaged file is rebuilt. Each process checks on its own whether
-the files exist, so the cache may be on one disk per node or on a shared disk. A lock on the folder lets one process
-build while the others wait. Without locks, as on some network disks, processes build the same files concurrently.
+A file name contains a hash of everything that determines the content, so a stale file is never read. Each file is first
+written and synced under a temporary name, and then renamed. A file that exists under its final name is therefore
+complete. Each file ends with a checksum of its array. Every process verifies the checksum. A changed or damaged file is
+rebuilt. Each process checks on its own whether the files exist, so the cache may be on one disk per node or on a shared
+disk. A lock on the folder lets one process build while the others wait. Without locks, as on some network disks,
+processes build the same files concurrently.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def array_checksum(array: NDArray) -> int:
 
 
 def _of_blocks(function: Callable[[memoryview], bytes], array: NDArray) -> bytes:
-    """Concatenate the results of `function` for all blocks of an array."""
+    """Call `function` for each block of an array, in threads, and return the concatenated results."""
 
     def of_block(start: int) -> bytes:
         return function(np.ascontiguousarray(array[start : start + DIGEST_BLOCK]).data.cast("B"))

@@ -125,9 +125,10 @@ class IndexedDataset:
 
     @cached_property
     def checked(self) -> bool:
-        """Return True, or raise ValueError if lengths, positions and boundaries contradict each other.
+        """Raise ValueError if the lengths, positions and document boundaries in the index contradict each other.
+        Otherwise return True.
 
-        This method reads the whole index, which takes about 1 s per 100 million sequences.
+        The whole index is read, which takes about 1 s per 100 million sequences.
         """
         if wrong := self.verify():
             raise ValueError(

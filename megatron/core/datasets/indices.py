@@ -3,7 +3,8 @@ only numpy and does not access the disk.
 
 The document index shuffles the documents of a split over E epochs into one stream of tokens. The sample index divides
 the stream: sample i consists of the s + 1 tokens i*s to (i+1)*s and shares its last token with sample i + 1. The
-shuffle index is the shuffled order of samples. The blend index draws from several datasets by weight.
+shuffle index lists the sample numbers in the order in which samples are drawn. The blend index draws from several
+datasets by weight.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ STREAM = 1 << 18
 """Number of documents of a token stream that are processed at a time. Draws of a blend are processed in parts of the
 same size."""
 
-# Constants for blends. BLOCK is the number of draws per block. LEAD is the number of draws by which a block starts
-# early, so that these draws correct a wrong guess. CELLS is the maximum number of counts (blocks times datasets)
+# Constants for blends. BLOCK is the number of draws per block. LEAD is the number of additional draws before each
+# block, which correct a wrong guess of the initial state. CELLS is the maximum number of counts (blocks times datasets)
 # processed in parallel.
 BLOCK = 1 << 10
 LEAD = 1 << 7
@@ -131,8 +132,8 @@ other arrays, even if a run reads only few samples.
 
 
 def finds_starts(plan: EpochPlan, documents: range) -> bool:
-    """Return True if the index of a split stores where documents end, so that sample starts are found by search. Return
-    False if the index stores sample starts."""
+    """Return True if the index of a split stores where documents end instead of where samples start. In this case, the
+    start of a sample is found by search."""
     return plan.samples > MANY_SAMPLES * plan.epochs * len(documents)
 
 

@@ -62,7 +62,8 @@ class MockGPTDataset(TextDataset):
 
 
 def _affine_powers(modulus: int, count: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return (a**n, b * (1 + a + ... + a**(n-1))) modulo `modulus` for n < count; a and `modulus` are coprime."""
+    """Return two arrays with the values a**n and b * (1 + a + ... + a**(n-1)), modulo `modulus`, for all n < count. a
+    and `modulus` are coprime."""
     random = np.random.default_rng([seed, len(SPLITS)])
     multiplier = int(random.integers(1, max(2, modulus)))
     while np.gcd(multiplier, modulus) > 1:

@@ -50,8 +50,8 @@ def collate(samples: list[Sample], indices: Sequence[int]) -> MicroBatch:
 
 class DataIterator:
     """Iterator over the micro-batches of a data-parallel rank, step by step. With `num_workers` > 0, threads prepare
-    the micro-batches ahead of the step. Threads are sufficient. They read and copy without holding the interpreter
-    lock, so even a single thread prepares samples faster than training consumes them. Worker processes have three
+    the micro-batches ahead of the step. Threads are sufficient: reading and copying do not hold the interpreter lock,
+    so even a single thread prepares samples faster than training consumes them. Worker processes have three
     disadvantages: they would be forked from a process with gloo and CUDA threads, would need shared memory, and could
     continue to run after the training process.
     """
@@ -87,7 +87,8 @@ class DataIterator:
         self.pin_memory = pin_memory
         self.deal: Dealer = in_order
         self.with_sources = False
-        """Whether micro-batches contain `source_ids` [b], the source number of each sample."""
+        """Whether micro-batches contain the tensor `source_ids` [b], which contains the source number of each
+        sample."""
 
         self.end = len(dataset)
         """End of the samples that may be used: samples with this or a higher number are neither used nor prefetched."""

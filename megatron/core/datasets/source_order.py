@@ -104,7 +104,7 @@ class SourceOrder:
 
 
 class _View(SampleOrder):
-    """Dataset of the samples of some segments, starting at sample number `first`."""
+    """Dataset that contains the samples of consecutive segments, starting at sample number `first`."""
 
     def __init__(self, segments: Sequence[DocumentSamples], first: int) -> None:
         self.segments = list(segments)

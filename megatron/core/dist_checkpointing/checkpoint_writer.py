@@ -60,9 +60,9 @@ class CheckpointWriter:
             root: Folder of the run's checkpoints.
             world: Axis of all ranks that save.
             background: Whether to write on a thread instead of within `save`.
-            cleanups: Functions that delete older checkpoints. One rank calls them after each save. Each function
-                receives `root`, the saved iteration, and the list `held` of checkpoints to keep, such as the checkpoint
-                from which the run was loaded. The functions may raise OSError.
+            cleanups: Functions that delete older checkpoints. After each save, one rank calls these functions. Each
+                function receives `root`, the saved iteration, and the list `held` of checkpoints to keep, such as the
+                checkpoint from which the run was loaded. The functions may raise OSError.
         """
         self.root, self.background = root, background
         self.cleanups, self.held = cleanups, list[PurePath]()

@@ -33,8 +33,8 @@ from megatron.core.dist_checkpointing.ranged_file import Range
 from megatron.core.torch_private import storage_info
 
 SMALL = 1 << 20
-"""Maximum size in bytes up to which a tensor is written from a template. For larger tensors, pickling takes less time
-than writing."""
+"""Maximum size in bytes up to which a tensor is written from a template. For larger tensors, a template is not
+worthwhile, because writing the data takes longer than pickling."""
 
 Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 """Dtype, shape and strides of a tensor."""

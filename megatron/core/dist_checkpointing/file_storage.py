@@ -36,7 +36,8 @@ UNFINISHED = ".unfinished"
 
 
 class UrlPath(PurePosixPath):
-    """A path in the storage of a URL scheme, such as `UrlPath("s3://bucket/run") / "iter_0000100"`."""
+    """A path in the storage that is registered for a URL scheme. Example: `UrlPath("s3://bucket/run") /
+    "iter_0000100"`."""
 
     @property
     def scheme(self) -> str:
@@ -182,7 +183,7 @@ class Storage(Protocol):
         self.write(final / UNFINISHED, b"")
 
     def publish(self, final: PurePath) -> None:
-        """Make the complete folder visible atomically and durably."""
+        """Make the complete folder visible under its final name, in one atomic and durable step."""
         self.remove(final / UNFINISHED)
 
     def finished(self, final: PurePath) -> bool:

@@ -76,7 +76,8 @@ def write_manifest(folder: PurePath, sums: Sums) -> None:
 
 
 def read_manifest(folder: PurePath) -> Sums:
-    """Read the manifest of a folder. Raises ValueError with the reason if the manifest is missing or damaged."""
+    """Read the manifest of a checkpoint folder. Raises ValueError with the reason if the manifest is missing or
+    damaged."""
     try:
         files = parse_json(storage_of(folder).read(folder / MANIFEST).decode())["files"]
         for name, entry in files.items():

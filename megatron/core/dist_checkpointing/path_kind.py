@@ -118,7 +118,7 @@ RUNS = ("checkpoints", "run")
 """Description of the contents of a run's --save folder, for error messages."""
 
 TEXTS = ("text", "url")
-"""Values of --data-path other than the prefix of an indexed dataset."""
+"""Kinds of paths, other than prefixes of indexed datasets, that may be passed to --data-path."""
 
 
 def kind_of(path: str | PurePath) -> str:
@@ -131,7 +131,7 @@ def _is_dataset(path: str) -> bool:
     ends = path.endswith((".bin", ".idx"))
     try:
         return _is_file(f"{path}.idx") or (ends and _is_file(f"{path[:-4]}.idx"))
-    except OSError as error:  # used for paths in a storage; messages show the path that the user passed
+    except OSError as error:  # raised for paths in a storage; the message must show the path that the user passed
         raise OSError(str(error).replace(f"{path}.idx", path)) from error
 
 
@@ -191,7 +191,7 @@ for _order, (_name, _holds, _about, _loaded_as) in enumerate(
 def data_kind_of(path: str | PurePath) -> DataKind | None:
     """Return the kind of a path from which an indexed dataset is made.
 
-    Returns None for indexed datasets, and if no kind can make a dataset from the path.
+    Returns None if the path is an indexed dataset already, or if no kind can make a dataset from it.
     """
     is_url = "://" in str(path)  # with any scheme
     kind = "url" if is_url else kind_of(path)
@@ -204,7 +204,7 @@ def data_kind_of(path: str | PurePath) -> DataKind | None:
 
 
 def is_foreign_model(path: str | PurePath) -> bool:
-    """Return whether --load accepts a path that is not one of our checkpoints."""
+    """Return whether --load accepts the path as a model that is stored in another format than our checkpoints."""
     kind = kind_of(path)
     return kind not in OURS and bool(PATH_KINDS.facts(kind).loaded_as)
 

@@ -1,8 +1,8 @@
 """Checks which calls a torch.save pickle makes before torch reads it. This module does not import torch.
 
-`torch.load(weights_only=True)` runs no code from a file. However, some of the functions that `torch.load` permits
-allocate memory of a given size or repeat text, so a pickle of 30 bytes may request gigabytes. `check_calls` interprets
-the instructions without calling any function. Pickles that `check_calls` cannot interpret to the end are refused.
+`torch.load(weights_only=True)` runs no code from a file. However, `torch.load` permits some functions that allocate
+memory of a given size or repeat text, so a pickle of 30 bytes may request gigabytes. `check_calls` interprets the
+instructions without calling any function. Pickles that `check_calls` cannot interpret to the end are refused.
 `check_calls` supports the same pickle instructions as `torch.load(weights_only=True)`.
 """
 
@@ -87,7 +87,7 @@ class _Reader:
     """Total size of all storages in bytes."""
 
     def follow(self) -> None:
-        """Interpret one pickle to its end."""
+        """Interpret the instructions of one pickle until its end."""
         self.stack = []
         self.marked = []
         self.memo = {}

@@ -30,7 +30,7 @@ OTHER = object()
 
 @dataclass
 class Listed:
-    """A list, which may grow in place."""
+    """A list in a pickle. Only its length is tracked, because instructions may append to the list."""
 
     length: int = 0
 
@@ -82,8 +82,8 @@ def _harmless(call: Call) -> str | None:
 
 
 def _array_of_bytes(call: Call) -> str | None:
-    """Check a call of bytearray. The argument may be text or bytes. Numbers are refused, because bytearray(n) allocates
-    n bytes, and so are objects that may be numbers."""
+    """Check a call of bytearray. Only text and bytes are accepted as arguments. Numbers are refused, because
+    bytearray(n) allocates n bytes, and so are objects that may be numbers."""
     first = call.given[0] if call.given else ""
     call.size = cost(first)
     known = isinstance(first, str | bytes | Listed) or (isinstance(first, Made) and first.size is not None)

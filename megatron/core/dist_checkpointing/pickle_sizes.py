@@ -27,7 +27,8 @@ _NAMES = {ord(each.code): each.name for each in pickletools.opcodes}
 def check_sizes(data: bytes) -> None:
     """Check that no length and no memo index in a pickle is larger than the pickle itself.
 
-    Python's unpickler allocates the stated size before it reads. Raises pickle.UnpicklingError.
+    If a pickle states the length of a value, Python's unpickler allocates this number of bytes before it reads the
+    value. Raises pickle.UnpicklingError.
     """
     place, end = 0, len(data)
     while place < end:
@@ -65,6 +66,7 @@ def check_sizes(data: bytes) -> None:
 
 
 def _check_place(place: int, most: int) -> None:
-    """Check a memo index against the pickle's size: each memo entry needs at least one byte."""
+    """Raise an error if a memo index exceeds the size of the pickle. Such an index is invalid, because each memo entry
+    needs at least one byte."""
     if place > most:
         raise pickle.UnpicklingError(f"it asks for {place:,} remembered values, and has {most:,} bytes")

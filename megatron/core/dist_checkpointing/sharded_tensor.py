@@ -1,9 +1,10 @@
 """Sharded tensors for torch.distributed.checkpoint (DCP). `ShardedBoxes` describes one rank's boxes of a global tensor,
 and `OptimizerPiece` describes one rank's optimizer state of a parameter.
 
-A rank holds a rectangle ("box") of each parameter. Under ZeRO-1 it holds a flat range of that rectangle's elements in
-row-major order, which consists of a few boxes (`core.boxes`). DCP reshards boxes: any set of boxes can be loaded from
-any other set. Therefore each rank saves its state as it is in memory; no rank gathers or copies a whole tensor.
+A rank holds a rectangle ("box") of each parameter. Under ZeRO-1, a rank instead holds a range of the rectangle's
+elements, flattened in row-major order. Such a range consists of a few boxes (`core.boxes`). DCP reshards boxes: any set
+of boxes can be loaded from any other set. Therefore each rank saves its state as it is in memory; no rank gathers or
+copies a whole tensor.
 
 DCP reads boxes through three private torch methods, which only this file implements.
 """
@@ -137,8 +138,8 @@ class OptimizerPiece:
         assert self.data.dim() == 1 and self.data.numel() == self.stop - self.start, self.meta.name
 
     def boxes(self, coords: Mapping[str, tuple[int, int]]) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Return (offset in the global tensor, live view) of the boxes that make up the piece on the rank at
-        `coords`."""
+        """Return the boxes that the piece consists of, if the rank has the coordinates `coords`. A box is a pair: its
+        offset in the global tensor, and a live view of its data."""
         whole = self.own_shape
         local = self.meta.box(coords) if whole is None else ((0,) * len(whole), whole)
         flat = boxes_of_flat_range(*local, self.start, self.stop)

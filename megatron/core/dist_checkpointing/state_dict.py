@@ -35,7 +35,7 @@ def model_state(
 ) -> StateDict:
     """Return the state dict to save for the parameters of this rank's stages.
 
-    `sharded` contains the pieces of parameters that the rank does not hold as a whole.
+    `sharded` contains pieces of those parameters of which the rank holds only a part.
     """
     writers = _Writers(state)
     of_shards = _Writers(state, True)
@@ -57,7 +57,7 @@ def optimizer_state(
         pieces: State on this rank.
         state: Process groups.
         data_sharded: True if each data-parallel rank holds a different part (ZeRO-1).
-        prefix: Prefix of all keys, which identifies the optimizer or the callback.
+        prefix: Prefix of all keys. The prefix identifies the optimizer or the callback.
     """
     writers, entries = _Writers(state, data_sharded), _Entries()
     for piece in pieces:

@@ -92,7 +92,8 @@ def save(
         The folder of the checkpoint. The checkpoint is complete on disk when this function returns on any rank.
 
     Raises:
-        CheckpointError: The save failed; raised on every live rank. If the save fails, the files that it wrote are
+        CheckpointError: The checkpoint could not be saved. All live ranks raise the error. If the save fails, the files
+        that it wrote are
             deleted, and the previous checkpoint remains the latest.
     """
     try:

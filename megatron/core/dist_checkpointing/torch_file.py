@@ -25,8 +25,8 @@ def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
 
     `permitted` lists additional classes and functions to which the file may refer. If a file refers to a class or
     function under another name, list the pair (object, name). A permitted function must not let its arguments choose
-    how much memory it allocates. Raises pickle.UnpicklingError if a file requests anything else, or more memory than
-    its size. If the file is damaged, many other exceptions are possible.
+    how much memory it allocates. Raises pickle.UnpicklingError if a file refers to other classes or functions, or
+    requests more memory than its size. If the file is damaged, many other exceptions are possible.
     """
     names = [each[1] if isinstance(each, tuple) else f"{each.__module__}.{each.__qualname__}" for each in permitted]
     with path.open("rb") as file:
@@ -36,8 +36,8 @@ def load_torch_file(path: Path, permitted: Sequence[Any] = ()) -> Any:
 
 
 def check_torch_file(file: IO[bytes], permitted: Sequence[str] = ()) -> bool:
-    """Check the calls that torch.load would make for a seekable file. The file must be positioned at its beginning.
-    Restores the position.
+    """Check the calls that `torch.load` would make if it loaded `file`, which must be seekable. The file must be
+    positioned at its beginning. Restores the position.
 
     Returns whether the file is in zip format. Raises pickle.UnpicklingError for calls that would allocate more bytes
     than the file has, and for a damaged pickle. torch reports damage in a zip file.

@@ -56,8 +56,8 @@ class RowMap:
 
 
 WAIT = "wait for all-to-all of experts"
-"""Profiler range in which a rank waits without computing. On GPUs, this range does not measure the waiting time,
-because the host does not wait."""
+"""Name of the profiler range in which a rank waits without computing. On GPUs, this range does not measure the waiting
+time, because the host does not wait."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ the number under an even load. If more rows are possible, the host waits for the
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Dispatcher that all-gathers the tokens. Each rank then selects the tokens of its experts. This dispatcher is
-    suitable if there are few experts, or if k is about as large as ep."""
+    """Dispatcher that all-gathers the tokens. From the gathered tokens, each rank selects those that its experts
+    process. This dispatcher is suitable if there are few experts, or if k is about as large as ep."""
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         both, local = self.both, self.local_experts
@@ -259,7 +259,7 @@ class AllToAllDispatcher(Dispatcher):
 
         If there is no all-to-all, the rows of a rank are its assignments, sorted by expert. If there is an all-to-all,
         each rank sends exactly `most` rows to every expert, including spare rows. Received rows are sorted by expert,
-        spare rows last.
+        and spare rows follow at the end.
         """
         ep = self.ep
         expt_tp = self.expt_tp
@@ -384,7 +384,8 @@ def gather_map(axis: Axis) -> RowMap:
 
 
 def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
-    """All-gather sizes[i] rows from each rank i, in rank order. Ranks with fewer rows than others send padding."""
+    """All-gather sizes[i] rows from each rank i, in rank order. A rank that has fewer rows than another rank sends
+    padding in addition."""
     most, mine = max(sizes), sizes[axis.rank]
     if axis.size == 1 or min(sizes) == most:
         return gather_map(axis)

@@ -207,8 +207,8 @@ class _FusedWeightedContext(AutogradContext):
 
 
 class FusedWeightedActivation(torch.autograd.Function):
-    """Compiled form of `_WeightedActivation` for an activation function with a known gradient. The compiled form stores
-    no intermediate products."""
+    """Compiled variant of `_WeightedActivation`, for activation functions whose gradient is known in closed form. The
+    compiled form stores no intermediate products."""
 
     @staticmethod
     def forward(ctx: _FusedWeightedContext, x: Tensor, weights: Tensor, kind: Kind, compiled: bool) -> Tensor:

@@ -94,7 +94,7 @@ class Segments:
 
 @operation
 def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
-    """Zero the rows of x [n, width] from ends[-1] on."""
+    """Set the spare rows of x [n, width] to zero, that is, all rows from number ends[-1] on."""
     rows = torch.arange(x.shape[0], device=x.device)
     x.masked_fill_((rows >= ends[-1])[:, None], 0.0)
 

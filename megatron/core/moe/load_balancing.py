@@ -1,7 +1,7 @@
 """Expert load balancing: auxiliary losses, z-loss and expert bias, equal under every layout.
 
 Auxiliary losses are means over the tokens of the global batch. The value of an auxiliary loss does not depend on the
-layout or on the micro-batch size. Two measures ensure this independence.
+layout or on the micro-batch size. Two measures make the auxiliary losses independent of layout and micro-batch size.
 
 First, scaling. All other losses are token sums, which are divided by the number of valid tokens at the end of the step.
 Gradients of auxiliary losses are injected during the backward pass, so they are multiplied by the number of valid
@@ -120,7 +120,8 @@ class _AttachContext(AutogradContext):
 
 
 class _Attach(torch.autograd.Function):
-    """Passes `weights` through. The backward pass injects d loss = scale and adds `entries` to the tally.
+    """Passes `weights` through. The backward pass also computes gradients of `loss`, with `scale` as its output
+    gradient, and adds `entries` to the tally.
 
     The tally is updated in the backward pass, because a recomputed forward pass would be counted twice.
     """

@@ -78,7 +78,7 @@ class _Param:
     place: Place
     elements: dict[str, Tensor] = field(default_factory=dict)
     reduced: dict[str, Tensor] = field(default_factory=dict)
-    """This rank's flat part of each state."""
+    """Reduced states by name. Each tensor is this rank's part of the state, flattened."""
 
     matrices: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """States of the matrices that this rank owns, in their original shape, keyed by matrix number."""
@@ -116,7 +116,7 @@ class Chain(ShardUpdate):
     """Optimizer chains for the parameters of `shards`. The shards are either all on the device or all on the host.
 
     All ranks of the stage must create this object together, unless the optimizer updates each element independently.
-    `shards` contain main parameters, gradients and the states of fused links. `Chain` keeps the states of all links
+    The shards contain main parameters, gradients and the states of fused links. `Chain` keeps the states of all links
     that are not fused.
     """
 
@@ -153,7 +153,7 @@ class Chain(ShardUpdate):
         self._after = self._batches([param for param in self._params if param.links.after])
         changed = {id(param.shard) for param in self._params if param.links.before}
         self._scaling = [each for each in self._fused if not any(id(shard) in changed for shard in each.shards)]
-        """Kernels that scale gradients while reading them."""
+        """Kernels that multiply the gradients by the factor while they read them."""
         read_scaled = {id(shard) for each in self._scaling for shard in each.shards}
         self._scaled_here = [shard for shard in shards if id(shard) not in read_scaled]
 
@@ -350,7 +350,7 @@ class Chain(ShardUpdate):
 
 
 def _run_links(links: Sequence[Transform], x: ParameterUpdate) -> Requests:
-    """Run all links one after another."""
+    """Run the update of all links, one after another."""
     for link in links:
         requests = link.update(x)
         if requests is not None:

@@ -50,7 +50,7 @@ class StepResult:
         self._scale_can_fall = scale_can_fall
 
     def settle(self, values: Tensor) -> None:
-        """Store the values: [norm, overflow, skip, spike, *sums] float64 on the device."""
+        """Store the values of the result, [norm, overflow, skip, spike, *sums] in float64 on the device."""
         self.skip = values[2]
         """The value of `skipped` as a float64 scalar on the device."""
         self._values = HostCopy[float](values)
@@ -61,8 +61,8 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float:
-        """Return the gradient norm of the whole model before clipping. The norm is not finite if a gradient was not
-        finite."""
+        """Return the gradient norm of the whole model before clipping. If a gradient is not finite, the norm is not
+        finite either."""
         return self._read()[0]
 
     @property
@@ -77,7 +77,8 @@ class StepResult:
 
     @property
     def spike(self) -> bool:
-        """True if the judge classified the step as a spike; its update may have been applied."""
+        """True if `Update.judge` classified the step as a spike. The update of such a step may still have been
+        applied."""
         return bool(self._read()[3])
 
     @property
@@ -89,8 +90,8 @@ class StepResult:
     def scale_overflow(self) -> bool:
         """True if this was an fp16 overflow that a lower loss scale can fix.
 
-        False if an element of `sums` is not finite: the loss scale does not multiply `sums`, so a lower scale would not
-        help. Also False if the loss scale is at its minimum.
+        False in two cases: an element of `sums` is not finite, which a lower scale cannot change, because the loss
+        scale does not multiply `sums`; or the loss scale is at its minimum.
         """
         return not self.finite and self._scale_can_fall and all(map(math.isfinite, self.sums))
 
@@ -203,12 +204,14 @@ class DistributedOptimizer:
     def step(self, update: Update) -> StepResult:
         """Update the parameters once. The gradients must be final, except for the factor that `reduce_model_grads`
         returns. Most optimizers multiply the gradients by this factor, and by the clipping factor, in place. Fused
-        optimizers instead multiply while they read the gradients.
+        optimizers instead apply both factors while they read the gradients.
 
-        With `overlap_param_gather`, the parameters are whole again only after a forward pass or `finish_param_sync` has
-        waited for them. If `ddp` has a `param_gather`, only `finish_param_sync` makes the parameters whole.
+        With `overlap_param_gather`, the all-gather of the updated parameters is still in flight when this method
+        returns. A forward pass waits for it, and so does `finish_param_sync`. If `ddp` has a `param_gather`, only
+        `finish_param_sync` gathers the parameters in their own dtype.
         """
-        self.ddp.wait_param_sync()  # Modules that did not run since the last step have not waited for parameters.
+        # Modules that have not run since the last step have not yet waited for their parameters.
+        self.ddp.wait_param_sync()
         if self.host_update is not None:
             self.host_update.start()
         result = StepResult(self.scaler.scale, self.scaler.can_fall)

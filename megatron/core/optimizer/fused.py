@@ -152,7 +152,7 @@ class SGDKernel(TorchKernel):
 
 
 def _groups(shards: Sequence[OptimizerShard]) -> list[dict]:
-    """Return the main parameters of each group in the form that torch's optimizers expect."""
+    """Return the main parameters of each parameter group, in the form that torch's optimizers expect for `params`."""
     groups: dict[ParamGroup, list[Tensor]] = {}
     for shard in shards:
         groups.setdefault(shard.group, []).append(shard.main)

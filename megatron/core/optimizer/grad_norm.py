@@ -2,10 +2,10 @@
 
 Each parameter element of the model counts once. Every data-parallel rank sums over its shard, with or without the
 distributed optimizer. If a parameter is replicated along a model-parallel axis, only one replica is counted. Likewise,
-only one of the two copies of a tied embedding counts. The sum has two stages. First, rows of `ROW` elements are summed
-in the precision of the gradients. Second, the row sums are summed in float64. A sum in float32 alone would be wrong in
-the third digit for a flat shard of 10^7 elements. Summing only in float64 would require converting the whole shard to
-float64, which takes 40 times as long on CPU.
+only one of the two copies of a tied embedding counts. Rows of `ROW` elements are summed in the precision of the
+gradients, and the resulting row sums are summed in float64. A sum in float32 alone would be wrong in the third digit
+for a flat shard of 10^7 elements. Summing only in float64 would require converting the whole shard to float64, which
+takes 40 times as long on CPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class GradNorm:
                 counts = piece.meta.is_first_replica(state.coords) and bucket.copies.first
                 stop = piece.offset + piece.stop - piece.start
                 if runs and runs[-1][0] == counts:
-                    runs[-1] = (counts, runs[-1][1], stop)  # The padding between the parameters is zero.
+                    # Padding between the parameters is zero, so it may be included.
+                    runs[-1] = (counts, runs[-1][1], stop)
                 else:
                     runs.append((counts, piece.offset, stop))
             for counts, start, stop in runs:
@@ -64,7 +65,7 @@ class GradNorm:
         return start_all_reduce_(own, self.world)
 
     def finish(self, summed: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (norm, overflow, sums) in float64 on the device, from the sum over the world.
+        """Compute (norm, overflow, sums) in float64 on the device. `summed` is the result of the all-reduce.
 
         `overflow` is 1 if a gradient or an element of `sums` is infinite or NaN, else 0; the gradients of replicas
         count as well. If `factor` is given, `norm` is the norm of the gradients multiplied by the factor.

@@ -72,8 +72,8 @@ class DynamicLossScaler(LossScaler):
 
 
 def build_loss_scaler(config: OptimizerConfig, fp16: bool) -> LossScaler:
-    """Build the loss scaler of a run. In fp16, the loss scale is dynamic unless --loss-scale is given. In other
-    precisions, the loss scale is 1."""
+    """Build the loss scaler of a run. In fp16, the loss scale is dynamic unless --loss-scale is given. If the precision
+    is not fp16, the loss scale is 1."""
     if not fp16:
         return LossScaler()
     if config.loss_scale is not None:

@@ -36,11 +36,11 @@ class _Round:
     arriving: list[list[Part]]
     """Parts that this rank receives of the matrices that it owns, one list per sending rank."""
     returned: list[list[Part]]
-    """Parts of transformed matrices that this rank, their owner, sends back; one list per receiving rank."""
+    """Parts that this rank sends back after it has transformed its own matrices, one list per receiving rank."""
     written: list[list[Part]]
     """Parts of transformed matrices that this rank receives from their owners, one list per owner."""
     stacks: list[list[int]]
-    """Matrices that this rank owns, grouped by size."""
+    """Numbers of the matrices that this rank owns. Each list contains matrices of the same size."""
 
 
 class MatrixExchange:
@@ -88,10 +88,10 @@ class MatrixExchange:
 
     def transform(self, read: Read, direction: Direction, write: Write, numbers: Sequence[int] | None = None) -> None:
         """Transform every matrix x of the stage to direction(x) and write the results. If `numbers` is given, transform
-        only these matrices, in one round.
+        only the matrices with these numbers, in a single round.
 
-        While one round is transformed, the next round's matrices are gathered and the previous round's results are sent
-        back.
+        Rounds overlap: while the matrices of one round are transformed, the matrices of the next round are gathered,
+        and the results of the previous round are sent back.
 
         Args:
             read: Function that reads this rank's parts of x.
@@ -168,7 +168,8 @@ def _sizes(messages: list[list[Part]]) -> list[int]:
 
 
 def _views(packed: Tensor, messages: list[list[Part]]) -> list[tuple[Part, Tensor]]:
-    """Return each part of the messages, with a view of the part's values in `packed`."""
+    """Return all parts of the messages, each with a view of its values. `packed` contains the values of all messages,
+    one after another."""
     found, start = [], 0
     for part in (part for message in messages for part in message):
         found.append((part, packed[start : start + part.numel].view(part.shape)))

@@ -80,8 +80,8 @@ class Part:
 
 
 class MatrixPlan:
-    """Exchange plan of a rank's stage. By default, the plan contains all matrices in buffers that are updated as whole
-    matrices.
+    """Plan of how the ranks of a pipeline stage exchange parts of matrices. By default, the plan contains all matrices
+    in buffers that are updated as whole matrices.
 
     Args:
         layouts: Buffers of the stage's ranks.

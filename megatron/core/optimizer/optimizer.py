@@ -86,7 +86,8 @@ class Shard:
     """True if the model parameters may be rounded differently after main parameters were loaded."""
 
     def attach(self, grads: Tensor, params: Tensor) -> None:
-        """Make the next update read `grads` and write `params`, which are copies on the host."""
+        """Use `grads` and `params` in the next update: it reads the first and writes the second. Both are copies on the
+        host."""
         self.grads, self.params = grads, params
 
     def write_params(self) -> None:
@@ -108,7 +109,7 @@ class Shard:
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Return the bytes of (main parameters, states)."""
+        """Return the sizes in bytes of the main parameters and of the states."""
         raise NotImplementedError
 
     def owned_pieces(self, start: int, stop: int) -> Iterator[tuple[Piece, slice]]:
@@ -118,7 +119,8 @@ class Shard:
             yield piece, slice(piece.offset - first, piece.offset - first + piece.stop - piece.start)
 
     def pieces(self, exported: Mapping[str, Tensor]) -> Iterator[OptimizerPiece]:
-        """Return views of `exported`, one for each kind of state and owned part of a parameter."""
+        """Yield views of the tensors in `exported`: one for each kind of state and each part of a parameter that the
+        shard contains."""
         for piece, span in self.owned_pieces(*self.range):
             for key, tensor in exported.items():
                 yield OptimizerPiece(key, piece.meta, tensor[span], piece.start, piece.stop)
@@ -177,7 +179,7 @@ class Rates:
     lr: float
     weight_decay: float = 0.0
     decoupled_lr: float | None = None
-    """Learning rate of decoupled groups, if there are any."""
+    """Learning rate of the parameter groups with a decoupled learning rate; None if there are none."""
 
     def of(self, group: ParamGroup) -> tuple[float, float]:
         """Return (learning rate, weight decay) of a group of parameters."""
@@ -194,7 +196,7 @@ class StepValues:
     """1 if the update is skipped, else 0."""
 
     updates: Tensor
-    """Number of earlier updates."""
+    """Number of updates before this one, without skipped steps."""
 
 
 class ShardUpdate:

@@ -1,7 +1,7 @@
 """Tensors with one element for each parameter element that a rank updates. Examples are the weights themselves, states
 of callbacks, and weights that are used only for evaluation.
 
-These tensors are sharded like optimizer states, so checkpoints load under any layout.
+Such tensors are sharded in the same way as optimizer states, so their checkpoints can be loaded under any layout.
 """
 
 from __future__ import annotations
@@ -79,10 +79,9 @@ def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPi
     parameters.
 
     After the block, the parameters have exactly their previous values. Parameter elements that are in no rank's
-    `offered` keep their values. `offered` contains the new values of this rank's elements, as pieces on any device.
-    These elements are those that the rank updates. Within the block, forward passes are allowed, but updates are not.
-    All data-parallel ranks must enter the context together. The context manager allocates memory for a copy of
-    `owned_weights`.
+    `offered` keep their values. `offered` contains new values of elements that this rank updates, as pieces on any
+    device. Within the block, forward passes are allowed, but updates are not. All data-parallel ranks must enter the
+    context together. The context manager allocates memory for a copy of `owned_weights`.
     """
     optimizer.finish_param_sync()
     by_name = pieces_by_name(offered)

@@ -4,8 +4,8 @@ module does not import torch.
 A transform derives the list of tensors that it keeps from a parameter's `ParamMeta` alone. There are three kinds:
 
 - `elements`: the parameter's own shape. Each rank stores the range of elements that it updates (ZeRO-1).
-- `reduced`: the parameter's shape, but size 1 in some dims. An example is the mean of each row. The flat tensor is
-  split evenly over all ranks of the stage.
+- `reduced`: the parameter's shape, but size 1 in some dims. For example, a state may contain the mean of each row. The
+  flat tensor is split evenly over all ranks of the stage.
 - `of_matrices`: any shape for each matrix, such as the factors [m, m] and [n, n] of Shampoo. The owner of the matrix
   (`MatrixPlan`) holds the whole state.
 
@@ -53,7 +53,8 @@ class State:
     """Name of the dtype; None for the dtype of main parameters."""
 
     scale_block: int = 0
-    """Number of elements that share a scale in a one-byte state of a fused link; 0 for none."""
+    """Number of elements that share a scale, if a fused link stores the state in a one-byte dtype. 0 if the state has
+    no scales."""
 
     @property
     def numel(self) -> int:
@@ -83,8 +84,8 @@ def reduced(name: str, meta: ParamMeta, *dims: int, dtype: str | None = None) ->
 
 
 def of_matrices(name: str, meta: ParamMeta, *shape: int, dtype: str | None = None) -> State:
-    """Declare one state of shape `shape` for each matrix of the parameter. `matrix_size` returns the size of a
-    matrix."""
+    """Declare one state of shape `shape` for each matrix of the parameter. The function `matrix_size` returns the size
+    of each matrix."""
     return State(name, (*meta.global_shape[: meta.stacked], *shape), MATRICES, dtype)
 
 
@@ -144,7 +145,8 @@ class PlannedParam:
 
 
 class ChainPlan:
-    """States that chains keep for one stage's parameters; states of fused links are in shards.
+    """Plan of the states that optimizer chains keep for the parameters of one stage. It does not contain the states of
+    fused links, which are stored in shards.
 
     Args:
         layouts: Buffers of the stage's ranks.
@@ -207,8 +209,8 @@ class ChainPlan:
         return -(-numel // len(self.ranks))
 
     def owned(self, param: PlannedParam, state: State, place: int) -> list[tuple[int, int, int]]:
-        """Return (matrix number, start, stop) for each matrix that ranks[place] owns. Elements [start, stop) of the
-        state belong to this matrix."""
+        """Return (matrix number, start, stop) for each matrix of `param` that ranks[place] owns. [start, stop) are the
+        elements of the state that belong to the matrix."""
         numbers = self.matrices.numbers(param.meta.name)
         size = state.numel // len(numbers)
         return [(n, i * size, (i + 1) * size) for i, n in enumerate(numbers) if self.matrices.owners[n] == place]
@@ -218,7 +220,8 @@ class ChainPlan:
         memory, otherwise those on the device. `main` is the size in bytes of an element of the main dtype."""
         size, data = len(self.ranks), {axis: [0] * len(self.ranks) for axis in self._data_rank}
         steps, further = [0] * (size + 1), [0] * (size + 1)
-        """Bytes of reduced states on all ranks from an index on, and additional bytes on single ranks."""
+        """Two lists in bytes: changes that apply to a rank and all ranks after it, and additional memory of individual
+        ranks."""
         for param in self.params:
             for state in param.states:
                 width = state.nbytes(1, main)

@@ -17,8 +17,8 @@ function with each whole matrix on the rank that owns it. The requests of all pa
 layouts compute the same result.
 
 A `FusedTransform` updates the flat shards of many parameters at once. Examples are torch's fused Adam, and Muon, which
-exchanges all matrices of a stage. Earlier links receive the gradient of each parameter, and later links the updated
-parameter: `[FusedAdam(config), AverageWeights(0.999)]`.
+exchanges all matrices of a stage. Links before a fused link receive the gradient of each parameter. Links after it
+receive the updated parameter: `[FusedAdam(config), AverageWeights(0.999)]`.
 """
 
 from __future__ import annotations
@@ -191,14 +191,15 @@ class ParameterUpdate:
         return MatrixRequest(values, function)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Broadcast `values` to the shape of the whole parameter, and return the values at this rank's elements, [n].
-        `values` may be a result of `sum` or `fold`."""
+        """Broadcast `values` to the shape of the whole parameter, and return the values that correspond to this rank's
+        elements, [n]. `values` may be a result of `sum` or `fold`."""
         parts = [values[_within(box.offset, box.shape, values.shape)] for box in self._place.boxes]
         parts = [part.expand(box.shape).reshape(-1) for part, box in zip(parts, self._place.boxes, strict=True)]
         return torch.cat(parts) if parts else values.new_empty(0)
 
     def _partial(self, values: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return this rank's term of a sum; zero if another rank counts the same elements."""
+        """Return the term that this rank contributes to a sum. The term is zero if another rank counts the same
+        elements."""
         found = values.new_zeros(shape)
         summed = [dim for dim, size in enumerate(shape) if size == 1]
         for box in self._place.boxes if self._place.counts else ():

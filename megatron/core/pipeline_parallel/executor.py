@@ -169,7 +169,7 @@ class PipelineExecutor(Generic[Module, Micro]):
 
     def drop(self) -> None:
         """Wait until all messages have arrived, and discard all tensors that the executor still holds. Every pipeline
-        rank must call this method after posting its sends."""
+        rank must post all its sends before it calls this method."""
         for receive in self.held.arriving.values():
             receive.wait()
         self.p2p.finish()
@@ -180,8 +180,8 @@ class PipelineExecutor(Generic[Module, Micro]):
         return [self._losses[microbatch] for microbatch in sorted(self._losses)]
 
     def results(self) -> list[Tensor]:
-        """Return the losses computed so far and the tensors in flight between stages: computed, being sent or being
-        received."""
+        """Return the losses computed so far, and all tensors in flight between stages: computed but not sent, being
+        sent, or being received."""
         arriving = (receive.buffer for receive in self.held.arriving.values())
         return [*self._losses.values(), *self.held.outbox.values(), *self.p2p.sending(), *arriving]
 

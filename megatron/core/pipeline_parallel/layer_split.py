@@ -1,6 +1,6 @@
 """Division of the layers among pipeline stages according to cost.
 
-The model builder, the printed plan and the planner all call this module.
+The code that builds the model, the printed plan and the layout planner all use the functions of this module.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _layer_costs(config: TransformerConfig) -> float:
 
 
 def _attention_cost(config: TransformerConfig, number: int) -> float:
-    """Return the multiplications per token of a layer's attention to its visible tokens."""
+    """Return the number of multiplications per token in the attention scores and the weighted sum of values of a layer,
+    averaged over the tokens of a sequence."""
     if not config.layer(number).attends:
         return 0.0
     own = config.of_layer(number)

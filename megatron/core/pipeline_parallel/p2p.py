@@ -10,8 +10,8 @@ would be too slow: each send would wait for the receives launched before it, and
 computed the message. There are therefore four lanes, each with its own group over the same ranks: one lane for each
 combination of forward or backward messages and even or odd sending ranks. On each lane, a rank either only sends
 messages or only receives messages. There is one exception: the messages between the last and the first rank of an
-interleaved schedule, if the number of ranks is odd. For these messages, a rank both sends and receives on one lane, in
-an order that is the same on all ranks.
+interleaved schedule, if the number of ranks is odd. On the lane of these messages, a rank both sends and receives. The
+order is the same on all ranks.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def tied_stages(model: TransformerConfig, layout: PipelineLayout) -> tuple[int, 
 def has_tied_stages(model: TransformerConfig, parallel: ModelParallelConfig) -> bool:
     """Return whether the embedding is tied and two ranks each hold a copy of it.
 
-    Returns False for an invalid layout, which other rules report.
+    Returns False if the layout is invalid, because other validation rules report invalid layouts.
     """
     try:
         return bool(tied_stages(model, pipeline_layout(model, parallel)))

@@ -35,9 +35,10 @@ def vocab_parallel_cross_entropy(
     gradients are zero. A token whose loss is multiplied by zero contributes exactly zero to every gradient. Raises
     ValueError for a label outside [0, vocab_size).
 
-    If the logits are an intermediate result, the gradient overwrites them, which halves the memory. Because the logits
-    are overwritten, autograd refuses a second backward pass through them. Clone the logits before this call if you read
-    them later: if `compiled` GPU kernels process the whole vocabulary, even the forward pass overwrites the logits.
+    If the logits are no leaf and no view, the backward pass overwrites them with their gradient, which halves the memory.
+    Because the logits are overwritten, autograd refuses a second backward pass through them. Clone the logits before
+    this call if you read them later: if `compiled` GPU kernels process the whole vocabulary, even the forward pass
+    overwrites the logits.
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not is_view(logits)
@@ -64,7 +65,7 @@ If no kernel is registered under this name, plain torch computes the gradients i
 
 class _CrossEntropyContext(AutogradContext):
     made: bool
-    """True if the logits were overwritten with their gradient. If it is true, all later fields are unset."""
+    """True if the logits were overwritten with their gradient. If `made` is True, all fields below are unset."""
     columns: int
     overwrite: bool
     compiled: bool
@@ -187,6 +188,7 @@ def _largest_and_sum(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _rows_at_a_time(rows: Tensor, compiled: bool) -> int:
-    """Return the number of rows in a chunk: all rows for compiled regions, which need no temporary memory."""
+    """Return the number of rows to process at a time. Compiled regions need no temporary memory, and process all rows
+    at once."""
     chunk = CPU_CHUNK if rows.device.type == "cpu" else CHUNK
     return max(1, rows.shape[0] if compiled else chunk // rows.shape[1])

@@ -104,7 +104,7 @@ class TPContext(Section):
     """Properties of the device that layers depend on, including whether regions are compiled."""
 
     attention_backend: str = "auto"
-    """Value of --attention-backend, or the result of `backend_choice`; "auto" for torch's own order."""
+    """Value of --attention-backend, or the backend that `backend_choice` selected. With "auto", torch selects."""
 
     format: LinearFormat | None = None
     """Number format in which linear layers compute their GEMMs; None if they compute in `dtype`."""
@@ -371,7 +371,7 @@ def observed(*modules: nn.Module) -> bool:
 
 
 class RowParallelLinear(ParallelLinear):
-    """Linear layer with sharded input features: y = x Wᵀ + bias. The bias is added once, to the reduced output."""
+    """Linear layer with sharded input features: y = x Wᵀ + bias. The bias is added once, after the reduction."""
 
     # x [s, b, in/t] -> [s, b, out], or [s/t, b, out] under sequence parallelism; W [out, in/t]
     def __init__(self, linear: RowLinear, ctx: TPContext) -> None:
@@ -402,8 +402,8 @@ def row_parallel(linear: RowLinear, ctx: TPContext) -> RowParallelLinear:
 
 
 class ReplicatedParallelLinear(ParallelLinear):
-    """Linear layer with the whole weight on every rank: y = x Wᵀ + bias. The layer is applied to the rank's tokens
-    without a collective. Under sequence parallelism, weight gradients are partial sums, as in norms."""
+    """Linear layer with the whole weight on every rank: y = x Wᵀ + bias. The forward pass needs no collective. Under
+    sequence parallelism, the weight gradient on a rank is a partial sum."""
 
     # x [s, b, in] -> [s, b, out], or [s/t, b, in] -> [s/t, b, out] under sequence parallelism; W [out, in]
     def __init__(self, linear: ReplicatedLinear, ctx: TPContext) -> None:
@@ -419,8 +419,8 @@ def local_rows(rows: int, axis: Axis) -> tuple[int, int]:
 
 
 def check_ids(ids: Tensor, size: int, what: str) -> None:
-    """Check that every id is in [0, size). No rank owns an id outside this range, so such an id would silently
-    contribute nothing. On CPU, an invalid id raises ValueError. On a GPU, the check is an assertion on the device,
+    """Check that every id is in [0, size). An id outside this range belongs to no rank's vocabulary shard, so it would
+    silently have no effect. On CPU, an invalid id raises ValueError. On a GPU, the check is an assertion on the device,
     because reading the ids would stall the host."""
     message = f"{what} must be in [0, {size}), the vocabulary; check --vocab-size and the tokenizer of the data"
     if not ids.numel():

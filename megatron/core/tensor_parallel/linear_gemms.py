@@ -74,8 +74,8 @@ class GradCasts(Protocol):
         """Return an object that tells a kernel which casts of the gradient to compute."""
 
     def given_grad(self, pair: Any, tokens: tuple[int, ...]) -> Operands:
-        """Convert `pair`, the casts that a kernel made of a gradient [*tokens, out], to the form that `cast_grad`
-        returns."""
+        """Convert `pair` to the form that `cast_grad` returns. `pair` contains the casts that a kernel computed from a
+        gradient [*tokens, out]."""
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
         """Return a NaN scalar. Placeholder tensors, which have attached casts but no values, are expanded from this
@@ -120,8 +120,8 @@ class LinearGemms:
     """
 
     grad_casts: GradCasts | None = None
-    """Gradient casts that other kernels may make; None if the GEMMs read gradients directly, or if scales are not known
-    in advance."""
+    """Interface through which other kernels can cast gradients for these GEMMs. None if the GEMMs read uncast
+    gradients, or if the scales are not known in advance."""
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
         """Cast the layer input x [s, b, in], which may be gathered afterwards, to the form that the GEMMs read.
@@ -287,8 +287,8 @@ def given_input(x: Tensor) -> Operands | None:
 
 
 class OutputGradient:
-    """Gradient dY of a linear layer's output. The operation that computes dY in the backward pass can attach casts of
-    dY."""
+    """Gradient dY of a linear layer's output. In the backward pass, the operation that computes dY can attach casts of
+    dY to this object."""
 
     def __init__(self, gemms: LinearGemms, needs_dw: bool, needs_sum: bool) -> None:
         self.gemms, self.needs_dw = gemms, needs_dw
@@ -314,8 +314,8 @@ class OutputGradient:
         self._made = grad, version_of(grad), operands, row_sum
 
     def put_stand_in(self, pair: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Like `put`, but for a gradient [s, b, ...] of which only the casts `pair` exist, because no other operation
-        reads it. Return a NaN tensor of shape `shape` as a placeholder for the gradient."""
+        """Like `put`, but for a gradient [s, b, ...] that is not stored itself: only its casts `pair` are needed.
+        Return a NaN tensor of shape `shape` as a placeholder for the gradient."""
         assert self.gemms.grad_casts is not None
         grad = self.gemms.grad_casts.no_value(dtype).expand(shape)
         self.put(grad, pair, None)

@@ -64,7 +64,8 @@ class ColumnLinear:
 
 @dataclass(frozen=True)
 class RowLinear:
-    """A linear layer with sharded input features: weight [out_size, in_size]. Each rank holds the whole bias."""
+    """A linear layer with sharded input features: weight [out_size, in_size]. The bias is not sharded: each rank holds
+    all of it."""
 
     name: str
     in_size: int

@@ -1,9 +1,9 @@
 """Weight gradients, which are accumulated into `main_grad` during the backward pass or queued for the W passes of a
 zero-bubble schedule.
 
-The backward pass of a linear layer consists of two computations. The first one computes the input gradient, for which
-the previous pipeline stage waits. The second one computes the weight gradient, for which no rank waits. Zero-bubble
-schedules (Qi et al., arXiv 2401.10241) therefore compute the weight gradient when a rank would otherwise be idle.
+The backward pass of a linear layer computes two gradients. The previous pipeline stage waits for the input gradient,
+but no rank waits for the weight gradient. Zero-bubble schedules (Qi et al., arXiv 2401.10241) therefore compute the
+weight gradient when a rank would otherwise be idle.
 
 Every autograd Function with a weight passes its weight gradient to `accumulate_weight_grad`, which adds, queues or
 returns the gradient. The pipeline executor owns the `WeightGradQueue`, which layers receive when they are built.
@@ -21,7 +21,8 @@ from megatron.core.dropout import mixed, round_to_bf16, uniform_of
 from megatron.core.torch_private import AutogradContext, index_put_impl_
 
 ROUNDED_AT_ONCE = 2**22
-"""Number of elements of a bf16 sum that are rounded at a time. This number bounds the memory of temporary tensors."""
+"""Number of elements of a bf16 sum that are rounded at a time. The number limits the memory that temporary tensors
+take."""
 
 SALT = 0x2545F491
 """Salt that separates the random bits for gradients from other random bits."""
@@ -40,7 +41,7 @@ class WeightGradQueue:
         self._key: Hashable | None = None
 
     def begin(self, key: Hashable) -> None:
-        """Start queueing weight gradients under `key`."""
+        """From now on, queue weight gradients under `key`, until `end` is called."""
         assert key is not None and self._key is None, f"{key} begins before {self._key} has ended"
         assert key not in self._jobs, f"the weight gradients of {key} have not been run"
         self._key = key
@@ -141,9 +142,9 @@ def rounding_sum(compiled: bool) -> Callable[[Tensor, Tensor], None]:
     """Return a function that adds an fp32 tensor to a contiguous bf16 sum of the same shape. The function may overwrite
     the fp32 tensor.
 
-    The sum is computed in fp32, then rounded up or down at random, so that the expected sum is exact. With rounding to
-    nearest, micro-batches that add less than half the distance between two numbers would be lost. The random bits are a
-    hash of both addends, so a repeated step gives the same result.
+    The sum is computed in fp32, then rounded up or down at random, so that the expected sum is exact. If the sum were
+    rounded to nearest, small contributions of micro-batches would be lost: those smaller than half the distance between
+    two bf16 numbers. The random bits are a hash of both addends, so a repeated step gives the same result.
     """
     return region(_add_rounded_, True, static=True) if compiled else _add_rounded_in_parts_
 
