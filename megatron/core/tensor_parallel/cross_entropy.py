@@ -35,7 +35,7 @@ def vocab_parallel_cross_entropy(
     gradients are zero. A token whose loss is multiplied by zero contributes exactly zero to every gradient. Raises
     ValueError for a label outside [0, vocab_size).
 
-    If the logits are no leaf and no view, the backward pass overwrites them with their gradient, which halves the memory.
+    If the logits are no leaf and no view, the backward pass overwrites them with their gradient, which halves memory.
     Because the logits are overwritten, autograd refuses a second backward pass through them. Clone the logits before
     this call if you read them later: if `compiled` GPU kernels process the whole vocabulary, even the forward pass
     overwrites the logits.
