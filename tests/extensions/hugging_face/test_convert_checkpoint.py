@@ -224,11 +224,11 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "index_that_lies": (index("shard.safetensors", "model.extra"), "shard.safetensors lacks model.extra"),
     "pickle_that_executes": (
         pickled(lambda folder, file: torch.save({NORM: Attack(folder)}, file)),
-        "pytorch_model.bin is refused, because it is no plain tensor file: it asks for ",
+        "pytorch_model.bin is refused, because it is not a plain tensor file: it asks for ",
     ),
     "plain_pickle_that_executes": (
         pickled(lambda folder, file: file.write_bytes(pickle.dumps(Attack(folder)))),
-        "pytorch_model.bin is refused, because it is no plain tensor file: it is damaged or not a torch.save file",
+        "pytorch_model.bin is refused, because it is not a plain tensor file: it is damaged or not a torch.save file",
     ),
     "bin_of_bytes_by_a_number": (
         pickled(lambda folder, file: file.write_bytes(older(LARGE["bytes by a number"]))),

@@ -93,7 +93,7 @@ def test_a_model_that_no_longer_fits_its_family_is_refused() -> None:
     assert chosen == "llama" and notice is not None and "instead of gpt2, the family of the model's origin" in notice
     assert hf_format._family_to_write(model, "mistral", None) == ("mistral", None)
     chosen, notice = hf_format._family_to_write(model, "pebbles", None)
-    assert chosen == "llama" and str(notice).endswith("this family is not known; add --hf-family FILE")
+    assert chosen == "llama" and str(notice).endswith("this family is unknown; add --hf-family FILE")
 
 
 def test_an_origin_of_wrong_types_is_ignored() -> None:
@@ -111,7 +111,7 @@ def test_a_family_can_be_chosen_by_name(tmp_path: Path, capsys: pytest.CaptureFi
         assert json.loads((tmp_path / flag / "config.json").read_text())["model_type"] == "mistral"
     with pytest.raises(ValueError, match="--hf-family: mistrall: is not a Hugging Face family; nearest: mistral;"):
         convert(tmp_path / "ours", tmp_path / "second", "--hf-family", "mistrall")
-    with pytest.raises(ValueError, match="--hf-family: llama and qwen2 are several families to write; give one NAME"):
+    with pytest.raises(ValueError, match="--hf-family: llama and qwen2 both select the family of exports; give only"):
         convert(tmp_path / "ours", tmp_path / "second", "--hf-family", "llama", "--hf-family", "qwen2")
     with pytest.raises(ValueError, match="model_type gpt2 cannot have"):
         convert(tmp_path / "ours", tmp_path / "second", "--hf-family", "gpt2")

@@ -332,7 +332,7 @@ def test_a_tokenizer_with_added_tokens_is_exported_with_their_rows(llama: Path, 
     flags = f"--load {tmp_path}/llama --save {run} --save-interval 1 --export-hf-interval 1 {given} {TRAINING} 1"
     screen = run_forked(1, flags.split(), tmp_path / "screen")
     assert "6 new tokens (from id 83): rows set to the mean of 80 rows, the tokens of the folder's" in screen
-    assert "rows 80 to 82, which pad the folder's vocabulary, keep its values" in screen
+    assert "rows 80 to 82 are padding in the folder and keep the folder's values" in screen
     exported = run / "hf/iter_0000001"
     model = AutoModelForCausalLM.from_pretrained(exported)
     assert model.config.vocab_size == 89

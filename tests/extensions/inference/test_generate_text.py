@@ -99,7 +99,7 @@ WRONG: list[tuple[bytes, str]] = [
     (b"[1]", "must be a JSON object, not [1]"),
     (b"[" * 100_000, "is not JSON: it nests too deeply"),
     (b'{"prompt": "x", "temprature": 1, "seed": -1}', "temprature is not a field of this request; did you mean temper"),
-    (b'{"id": 5}', "prompt must be given unless messages is given"),
+    (b'{"id": 5}', "prompt must be given if messages is not given"),
     (b'{"prompt": 5}', "prompt must be a text or a list of token ids"),
     (b'{"prompt": []}', "has no tokens"),
     (b'{"prompt": [257]}', "tokens must be from 0 to 256"),
@@ -163,7 +163,7 @@ def assert_same(found: list[Any], expected: list[Any]) -> None:
 def test_invalid_layouts_are_refused_once(checkpoint: str, tmp_path: Path) -> None:
     argv = ["--load", checkpoint, "--device", "cpu", "--prompt", "a"]
     for flags, message in (
-        ("--tensor-model-parallel-size 4", "must be 4: the larger of PP 1 times TP 4"),
+        ("--tensor-model-parallel-size 4", "must be 4: PP 1 times the least common multiple of TP 4"),
         ("--pipeline-model-parallel-size 2 --expert-model-parallel-size 2", "must be 4"),
         ("--expert-model-parallel-size 2", "--expert-model-parallel-size"),
     ):

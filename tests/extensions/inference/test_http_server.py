@@ -208,7 +208,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"prompt": "a" * 64}, "the prompt has 64 tokens, but the model reads at most 64"),
     ({"prompt": [1, -1]}, "tokens must be from 0 to 256"),
     ({"prompt": []}, "prompt: must be a text"),
-    ({"prompt": "a", "stop": ""}, "stop: must be a text or a list of texts, none of them empty"),
+    ({"prompt": "a", "stop": ""}, "stop: must be a nonempty text or a list of nonempty texts"),
     ({"prompt": "a", "max_tokens": 10**11}, "max_tokens: 100000000000 exceeds the limit of this server"),
     ({"prompt": "a", "max_tokens": True, "n": 0, "top_p": 2}, "; max_tokens: must be a whole number"),
     ({"prompt": ["a"] * 9, "n": 2}, "requests 18 texts"),

@@ -96,7 +96,7 @@ def test_megatron_checkpoints_are_recognized_before_ours(tmp_path: Path, files: 
 
 UNEQUAL = {
     "streams-mean": "--enable-mhc-connections and --mtp-num-layers",
-    "hybrid-multi-token": "with modules that differ",
+    "hybrid-multi-token": "whose multi-token prediction modules differ",
     "own-widths": "--ffn-hidden-size-pattern",
 }
 

@@ -166,7 +166,7 @@ class Conversion:
         self.output, self.force = output, force
         refuse(output, force)
         if options.weights is not None and given.format != "dcp":
-            raise ValueError(f"--weights {options.weights}: applies only to checkpoints of pretrain_gpt.py; remove it")
+            raise ValueError(f"--weights {options.weights}: needs a checkpoint of pretrain_gpt.py; remove the flag")
         if any(output.resolve() in (resolved(path), *resolved(path).parents) for path in given.paths):
             raise ValueError(f"--output {output} contains the input; choose another folder")
         self.source: Source = given.open(options)

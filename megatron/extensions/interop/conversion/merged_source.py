@@ -63,7 +63,7 @@ class MergedSource(Source):
         for part in self.parts:
             yield from (f"{part.path}: {note}" for note in part.source.notes)
         if lost := sorted(states.difference(self.states)):
-            yield f"not all models have {few(lost, 3)}, which are initialized to their values in a new model"
+            yield f"not all models have {few(lost, 3)}; these tensors are initialized as in a new model"
 
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
         """Return `wanted`, or the dtype to which the models' dtypes promote."""

@@ -92,7 +92,8 @@ def family_to_write(values: Iterable[str]) -> str | None:
     after family files are registered. Raises ValueError if the flag contains an unknown name or several names."""
     names = [each for each in values if not is_family_file(each)]
     if len(names) > 1:
-        raise ValueError(f"{' and '.join(names)} are several families to write; give one NAME, and files as FILE.json")
+        rule = "both select the family of exports; give only one NAME. Files must end in .json"
+        raise ValueError(f"{' and '.join(names)} {rule}")
     if unknown := [name for name in names if name not in FAMILIES]:
         remedy = f"{near(unknown[0], FAMILIES)}; files with custom families end in .json"
         raise ValueError(f"{unknown[0]}: is not a Hugging Face family{remedy}")

@@ -33,8 +33,8 @@ class HuggingFaceConfig:
     family of exports. The flag may be given more than once."""
 
     new_token_init: str = flag("mean", choices=("mean", "normal"), no_effect_without="--load")
-    """Initialization of embedding and output rows for tokens beyond the vocabulary of the Hugging Face folder in
-    --load: the mean of the folder's rows, or the normal distribution of a new model."""
+    """Initialization of embedding and output rows for tokens that the Hugging Face folder in --load lacks. mean uses
+    the mean of the folder's rows. normal draws the rows from the same normal distribution as in a new model."""
 
 
 PATH_KINDS.register(

@@ -63,7 +63,7 @@ def _open_weights(folder: Path, named: object) -> dict[str, Sliceable]:
 def _open_named(folder: Path, named: object) -> dict[str, Sliceable]:
     endings = (".safetensors", ".safetensors.index.json")
     if not isinstance(named, str) or not named.endswith(endings) or "\0" in named:
-        rule = "must name a file *.safetensors or *.safetensors.index.json"
+        rule = "must be the name of a file that ends in .safetensors or .safetensors.index.json"
         raise ValueError(f"{folder / CONFIG}: {NAMED_WEIGHTS} {str(named)[:80]!r} {rule}; correct or remove the key")
     root, place = (os.path.abspath(each) for each in (folder, folder / named))
     if os.path.commonpath([root, place]) != root:
@@ -131,7 +131,7 @@ def _load_bin(path: Path) -> dict[str, Tensor]:
     try:
         found = load_torch_file(path)
     except Exception as error:  # a damaged or malicious file can cause any exception
-        raise ValueError(f"{path} is refused, because it is no plain tensor file: {why_refused(error)}") from None
+        raise ValueError(f"{path} is refused, because it is not a plain tensor file: {why_refused(error)}") from None
     if not isinstance(found, dict) or not all(
         isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
         for value in found.values()

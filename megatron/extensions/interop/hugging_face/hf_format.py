@@ -95,7 +95,7 @@ class HFSource(Source):
         self.weights.check_copies()
 
 
-WITHOUT_MODULES = "which are not needed to predict one token at a time"
+WITHOUT_MODULES = "because they are not needed to generate one token at a time"
 
 
 class HFTarget(Target):
@@ -180,7 +180,7 @@ def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str 
         return wanted or choose_family(config), None
     try:
         if origin not in FAMILIES:
-            raise ValueError("this family is not known; add --hf-family FILE")
+            raise ValueError("this family is unknown; add --hf-family FILE")
         config_to_hf(config, origin)
         placements(config, origin)
     except ValueError as error:

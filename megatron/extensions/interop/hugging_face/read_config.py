@@ -241,7 +241,7 @@ def _problems(hf: Values, family: Family) -> Iterator[str]:
         method = table({"": quantization}, "").get("quant_method")
         if method not in family.quantized:
             known = f"; {' and '.join(family.quantized)} is" if family.quantized else ""
-            yield f"quantization_config is given; weights quantized by {method} are not supported{known}"
+            yield f"quantization_config: weights quantized by {method} are not supported{known}"
     if "attention_types" in family.defaults and "attention_layers" in hf and not _is_derived("attention_layers", hf):
         yield "attention_layers differs from attention_types"
     for key, other in family.equal.items():
@@ -277,7 +277,7 @@ def _problems_of_experts(hf: Values, family: Family) -> Iterator[str]:
     if (own_scores or "scoring_func" in family.values) and normalized and hf.get(of_topk) == 1:
         yield f"{of_topk} = 1 with norm_topk_prob; supported: 2 or more"
     if hf.get("moe_layer_end_index", -1) != -1 and hf["moe_layer_end_index"] != whole(hf, "num_hidden_layers") - 1:
-        yield f"moe_layer_end_index = {hf['moe_layer_end_index']!r}, supported: the last layer"
+        yield f"moe_layer_end_index = {hf['moe_layer_end_index']!r} is not supported; it must be the last layer"
 
 
 def _config(hf: Values, family: Family) -> TransformerConfig:

@@ -137,7 +137,7 @@ def read_header(path: Path) -> dict[str, FileTensor]:
     end = 8 + length
     for tensor in sorted(found.values(), key=lambda each: (each.start, each.nbytes)):
         if tensor.start != end:
-            raise ValueError(f"{path} is damaged: its header describes some bytes twice, or omits some")
+            raise ValueError(f"{path} is damaged: the tensors in its header overlap or leave gaps")
         end += tensor.nbytes
     if end != size:
         raise ValueError(f"{path} is {'truncated' if size < end else 'damaged'}: it has {size} bytes instead of {end}")

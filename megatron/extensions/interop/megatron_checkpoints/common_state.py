@@ -87,7 +87,7 @@ def args_of(common: Mapping[str, object], path: Path) -> dict[str, object]:
     args = common.get("args")
     if not isinstance(args, argparse.Namespace):
         raise ValueError(
-            f"{path} has no arguments (args), which describe the model; save it with Megatron-LM's training"
+            f"{path} has no arguments (args) that describe the model; use a checkpoint of Megatron-LM's training"
         )
     return vars(args)
 
@@ -111,7 +111,7 @@ def update_count(optimizer: object) -> int | None:
 
     search(optimizer)
     if len(counts) > 1:
-        raise ValueError(f"its parameters differ in the number of updates: {sorted(counts)}; only one is supported")
+        raise ValueError(f"the optimizer's update counts {sorted(counts)} differ; all parameters must have the same")
     return counts.pop() if counts else None
 
 

@@ -55,7 +55,7 @@ class GradientFolder(LegacyTensors):
         ranks = [[int(number) for number in match.groups() if number] for match in matches if match is not None]
         if len(ranks) != len(matches) or len({len(rank) for rank in ranks}) != 1:
             names = ", ".join(path.name for path in self.files.values())
-            raise ValueError(f"{names} are not named after the ranks of one run, for example mp_rank_00_001.pth")
+            raise ValueError(f"{names}: the file names are not those of one run's ranks, such as mp_rank_00_001.pth")
         tp, *others = [1 + max(numbers) for numbers in zip(*ranks, strict=True)]
         if len(others) != 1:
             return (tp, others[0], others[1]) if others else (tp, 1, 1)
@@ -76,5 +76,5 @@ def _chunks(path: Path) -> dict[str, Mapping[str, object]]:
     besides chunks."""
     found = load_common(path)
     if not found or any(not key.startswith(CHUNK) or not isinstance(chunk, Mapping) for key, chunk in found.items()):
-        raise ValueError(f"{path} contains no gradients of --save-wgrads-interval ({CHUNK}0)")
+        raise ValueError(f"{path} contains no gradients written by --save-wgrads-interval (key {CHUNK}0)")
     return {key: chunk for key, chunk in found.items() if isinstance(chunk, Mapping)}

@@ -94,7 +94,7 @@ def _members(
     """Yield the names and tensors of the parameters in an optimizer parameter group. If EP is above 1, expert
     parameters are in separate groups."""
     if group.get("lr_mult", 1.0) != 1.0:
-        raise ValueError("a parameter group has a learning rate factor (lr_mult), which is not supported")
+        raise ValueError("a parameter group has a learning rate multiplier (lr_mult), which is not supported")
     decays = group.get("wd_mult", group.get("weight_decay")) != 0
     for chunk in chunks:
         for name, weight in chunk.items():
@@ -139,7 +139,7 @@ def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapp
 def _stored(part: object) -> Iterator[Mapping[str, Tensor]]:
     """Yield the state tensors of each buffer of an optimizer."""
     if not isinstance(part, dict) or not part.get("buckets_coalesced"):
-        raise ValueError("distrib_optim.pt stores single buckets, as Megatron-LM did before core 0.6")
+        raise ValueError("distrib_optim.pt stores each bucket separately, as Megatron core before 0.6 did")
     for number in sorted(key for key in part if isinstance(key, int)):
         for stored in part[number].values() if isinstance(part[number], dict) else [None]:
             tensors: Mapping[str, Tensor] = stored if isinstance(stored, dict) else {}

@@ -79,7 +79,7 @@ def _check(args: Mapping[str, object]) -> None:
     pattern = str(args.get("hybrid_layer_pattern") or "")
     unknown = " ".join(sorted(set(pattern) - LETTERS))
     problems = {f"{name} {args.get(name)}: {what}": args.get(name) for name, what in DATA["refused"].items()} | {
-        "is_hybrid_model without hybrid_layer_pattern: layers given by ratios": args.get("is_hybrid_model")
+        "is_hybrid_model without hybrid_layer_pattern, that is, layer kinds by ratios": args.get("is_hybrid_model")
         and not pattern,
         f"hybrid_layer_pattern {pattern}: layers {unknown}": unknown,
         f"experimental_attention_variant {variant}": variant not in (None, *MIXERS),
@@ -227,7 +227,8 @@ def _unequal(config: RunConfig) -> Iterator[tuple[str, object]]:
     yield from ((f"router {router}", router not in ("top_k", "hash")) for router in sorted(routers))
     yield "--head-wise-attn-gate", model.head_wise_attn_gate
     yield f"--hybrid-layer-pattern {pattern}", set(pattern) - LETTERS
-    yield f"--hybrid-layer-pattern {pattern}, with modules that differ", len({*pattern.split("/")[1:]}) > 1
+    differ = len({*pattern.split("/")[1:]}) > 1
+    yield f"--hybrid-layer-pattern {pattern}, whose multi-token prediction modules differ", differ
     yield f"--layer-module {model.layer_module}", model.layer_module != "transformer_layer"
     yield f"--normalization {model.normalization}", not NORMALIZATIONS.facts(model.normalization).standard
     yield f"--attention-module {model.attention}", model.attention not in ATTENTION

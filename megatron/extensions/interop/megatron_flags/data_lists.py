@@ -73,7 +73,7 @@ def weighted_ranges(text: str) -> tuple[str, ...]:
         raise ValueError('must be "NAME: WEIGHT START:END PREFIX, ..."')
     names, bodies = sections[1::2], sections[2::2]
     if len(names) > 1:
-        raise ValueError(f"has the sets {', '.join(names)}, but only one set per split is supported; give one")
+        raise ValueError(f"defines the data sets {', '.join(names)}, but a split supports only one data set; give one")
     return _members(bodies[0])
 
 

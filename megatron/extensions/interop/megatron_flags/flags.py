@@ -37,14 +37,14 @@ class DataLists:
     """File that contains the value of --valid-weighted-split-paths."""
 
     test_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
-    """Test data, in the form of --train-weighted-split-paths."""
+    """Test data, in the same form as --train-weighted-split-paths."""
 
     test_weighted_split_paths_path: str | None = flag(None, path="local")
     """File that contains the value of --test-weighted-split-paths."""
 
     @property
     def given(self) -> dict[str, tuple[str, ...] | str]:
-        """Maps the fields of the flags that the user set to their values."""
+        """Values of the flags that the user set, keyed by field name."""
         return {field: value for field, value in vars(self).items() if value}
 
 

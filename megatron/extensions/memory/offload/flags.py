@@ -26,7 +26,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if own.optimizer_cpu_offload and config.optimizer.updates_together:
         name = config.optimizer.optimizer
         does = "needs whole matrices" if config.optimizer.whole_roles else "needs whole parameters"
-        rule = f"updates states element by element on the host, but --optimizer {name} {does}"
+        rule = f"updates elements independently on the host, but --optimizer {name} {does}"
         elementwise = [name for name in OPTIMIZERS if not replace(config.optimizer, optimizer=name).updates_together]
         remedy = f"remove it, or use --optimizer {' or '.join(elementwise)}"
         yield Problem("--optimizer-cpu-offload", None, rule, remedy)
@@ -40,8 +40,8 @@ class HostStateFlags:
         excludes="--optimizer-post-validation: updates on the host cannot be rolled back",
     )
     """Keep a fraction of the optimizer states in host memory, and update these states there (ZeRO-Offload).
-    --optimizer-offload-fraction sets the fraction. Copies of gradients to the host, and of updated parameters to the
-    device, overlap with updates of other elements."""
+    --optimizer-offload-fraction sets the fraction. While some elements are updated, the gradients and updated
+    parameters of other elements are copied between device and host."""
 
     optimizer_offload_fraction: float = flag(1.0, at_least=0, at_most=1, no_effect_without="--optimizer-cpu-offload")
     """--optimizer-cpu-offload: fraction of the elements whose states are in host memory, in [0, 1]."""
@@ -83,13 +83,13 @@ class ActivationFlags:
         False,
         excludes="--optimizer-post-validation: activations of forward passes that are rolled back stay offloaded",
     )
-    """Offload to host memory the activations that the first layers of each pipeline stage save for the backward pass.
-    For GPUs, this host memory is pinned. Activations are copied while the forward pass computes, and fetched one layer
-    ahead of the backward pass."""
+    """Offload activations to host memory until the backward pass needs them. Only activations of the first layers of
+    each pipeline stage are offloaded. For GPUs, the host memory is pinned. Activations are copied while the forward
+    pass computes, and fetched one layer ahead of the backward pass."""
 
     cpu_offloading_num_layers: int = flag(0, at_least=0, no_effect_without="--cpu-offloading")
-    """--cpu-offloading: number of layers at the beginning of each stage whose activations are offloaded. If the last
-    layer is not offloaded, the first fetch also overlaps with computation."""
+    """--cpu-offloading: number of layers whose activations are offloaded, counted from the first layer of each pipeline
+    stage. If the last layer is not offloaded, the first fetch also overlaps with computation."""
 
     min_offloaded_tensor_size: int = flag(1024 * 1024, above=0, no_effect_without="--cpu-offloading")
     """--cpu-offloading: tensors with fewer elements than this number are not offloaded."""

@@ -23,7 +23,7 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem(NAME, None, rule, f"add it, or remove {NAME}")
     elif states.optimizer_offload_fraction < 1:
         fraction = f"--optimizer-offload-fraction {states.optimizer_offload_fraction}"
-        rule = "needs all states in host memory: weights are updated there"
+        rule = "needs all optimizer states in host memory, where weights are updated"
         yield Problem(NAME, None, rule, f"remove {fraction}, or {NAME}")
     if not c.optimizer.use_distributed_optimizer:
         flag, other = unsharded_by(c)
@@ -37,7 +37,7 @@ def _ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
     shards."""
     if c.parallel.num_distributed_optimizer_instances > 1:
         instances = f"--num-distributed-optimizer-instances {c.parallel.num_distributed_optimizer_instances}"
-        yield Problem.exclusive(NAME, None, instances, "the gradients of several instances are summed on the device")
+        yield Problem.exclusive(NAME, None, instances, "the gradients of instances are summed on the device")
     try:
         dims = ParallelDims.from_config(c.parallel, world_size)
     except (ValueError, ZeroDivisionError):
@@ -53,8 +53,8 @@ def _others(c: RunConfig) -> Iterator[Problem]:
     """Check flags of other extensions that read or write weights outside the forward and backward passes."""
     given = {field: getattr(options, field) for options in c.extension_options for field in vars(options)}
     for field, value, text, why in (
-        ("cuda_graph_impl", "local", "--cuda-graph-impl local", "weights are allocated and freed during the passes"),
-        ("fp8_param_gather", True, "--fp8-param-gather", "weights are copied in the parameters' format"),
+        ("cuda_graph_impl", "local", "--cuda-graph-impl local", "offloaded weights are allocated during the passes"),
+        ("fp8_param_gather", True, "--fp8-param-gather", "offloaded weights are not copied in fp8"),
     ):
         if given.get(field) == value:
             yield Problem.exclusive(NAME, None, text, why)

@@ -34,26 +34,26 @@ def _excluded(c: RunConfig) -> Iterator[tuple[str, str]]:
     p = c.parallel
     o = c.optimizer
     if p.fp16:
-        yield "--fp16", "the passes of a step begin before the loss scale that they need is known"
+        yield "--fp16", "a step begins before its loss scale is known"
     if list(LINEAR_FORMATS.wanted(p)):
-        yield "--fp8-format", "weight casts exist for only one version"
+        yield "--fp8-format", "fp8 copies of weights exist for only one weight version"
     if launches_once(c):
-        yield "--cuda-graph-impl", "CUDA graphs hold the weights of only one version"
+        yield "--cuda-graph-impl", "a CUDA graph always uses the same weight version"
     if p.activation_store is not None:
-        yield "--cpu-offloading", "it requires that each step ends before the next"
+        yield "--cpu-offloading", "it requires that each step ends before the next step begins"
     if c.ddp.shards_gradients:
         yield (
             f"--data-parallel-sharding-strategy {c.ddp.data_parallel_sharding_strategy}",
             "weights do not stay in memory",
         )
     if o.host_fraction:
-        yield "--optimizer-cpu-offload", "states in host memory are updated at the end of a step"
+        yield "--optimizer-cpu-offload", "optimizer states in host memory are always updated at the end of a step"
     if o.updates_together:
-        yield f"--optimizer {o.optimizer}", "updates during the next step are untested"
+        yield f"--optimizer {o.optimizer}", "performing this optimizer's updates during the next step is untested"
     if [name for name in STATE_STORES if STATE_STORES.facts(name).holds(o)][1:-1] or o.state_store != "two versions":
-        yield "--use-precision-aware-optimizer", "main parameters are kept whole"
+        yield "--use-precision-aware-optimizer", "main parameters must be stored at full precision"
     if sum(STEP_PARTS.facts(name).kept is not None for name in STEP_PARTS.wanted(c)) > 1:
-        yield "--optimizer-post-validation", "updates wait for the norm, and are never rolled back"
+        yield "--optimizer-post-validation", "updates always wait for the gradient norm and are never rolled back"
     yield from _of_experts(m)
 
 
@@ -61,12 +61,12 @@ def _of_experts(m: TransformerConfig) -> Iterator[tuple[str, str]]:
     if m.num_experts is None:
         return
     if m.moe_router_enable_expert_bias:
-        yield "--moe-router-enable-expert-bias", "biases have only one version"
+        yield "--moe-router-enable-expert-bias", "expert biases exist in only one version"
     if m.moe_balancing_coeff("aux_loss", "global_aux_loss"):
         kinds = " ".join(m.moe_router_load_balancing_type)
         yield (
             f"--moe-router-load-balancing-type {kinds}",
-            "it sums loads over a step, but two steps are in progress: use seq_aux_loss",
+            "it sums expert loads over a step, but two steps may be in progress at the same time; use seq_aux_loss",
         )
 
 
@@ -87,9 +87,9 @@ def _no_use(c: RunConfig) -> Iterator[Problem]:
     if c.parallel.pipeline_model_parallel_size == 1:
         return
     if c.logging.log_interval == 1:
-        rule = "empties the pipeline after every step because --log-interval 1 reads the loss and the norm"
+        rule = "drains the pipeline after every step, because --log-interval 1 waits for each step's loss and norm"
         yield Problem(SCHEDULE, NAME, rule, "raise --log-interval", harmless=True)
         return
     if has_tied_stages(c.model, c.parallel):
-        rule = "has a bubble: the gradients of the embedding are summed over the first and the last rank"
+        rule = "has a pipeline bubble, because the embedding gradients are summed over the first and the last rank"
         yield Problem(SCHEDULE, NAME, rule, "use --untie-embeddings-and-output-weights", harmless=True)

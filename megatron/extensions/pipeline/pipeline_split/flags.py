@@ -14,11 +14,11 @@ LAYOUT = "--pipeline-model-parallel-layout"
 LAST_LAYERS = "--decoder-last-pipeline-num-layers"
 
 FIRST_FIXED = Condition(
-    f"{FIRST_LAYERS}: it fixes the layers of that end",
+    f"{FIRST_LAYERS}: it sets the number of layers at that end",
     lambda config: config.options(SplitFlags).decoder_first_pipeline_num_layers is not None,
 )
 LAST_FIXED = Condition(
-    f"{LAST_LAYERS}: it fixes the layers of that end",
+    f"{LAST_LAYERS}: it sets the number of layers at that end",
     lambda config: config.options(SplitFlags).decoder_last_pipeline_num_layers is not None,
 )
 
@@ -40,22 +40,23 @@ class SplitFlags:
     )
     """Explicit pipeline stages, such as "Et*3|(tt|)*6t*2L": E is the embedding, t is a layer, m is a multi-token
     prediction module (right before L), and L is the loss. | begins the next stage, and *n repeats a symbol or group.
-    The number of stages must be a multiple of PP; stages are assigned to ranks in turn."""
+    The number of stages must be a multiple of PP; the stages are assigned to the pipeline ranks in round-robin
+    order."""
 
     decoder_first_pipeline_num_layers: int | None = flag(None, at_least=0)
-    """Number of layers on the first pipeline rank, divided among its stages. With zb-v, number of layers on the first
-    stage."""
+    """Number of layers on the first pipeline rank, which divides them among its stages. With zb-v: number of layers in
+    the first stage."""
 
     decoder_last_pipeline_num_layers: int | None = flag(None, at_least=0)
-    """Number of layers on the last pipeline rank, divided among its stages. With zb-v, number of layers on the last
-    stage."""
+    """Number of layers on the last pipeline rank, which divides them among its stages. With zb-v: number of layers in
+    the last stage."""
 
     account_for_embedding_in_pipeline_split: bool = flag(False, excludes=FIRST_FIXED)
-    """Count the embedding as one layer when layers are divided into stages, instead of by its FLOPs (zero)."""
+    """Count the embedding as one layer when layers are divided into stages, instead of counting its FLOPs (zero)."""
 
     account_for_loss_in_pipeline_split: bool = flag(False, excludes=LAST_FIXED)
-    """Count the output layer and the loss as one layer when layers are divided into stages, instead of by their
-    FLOPs."""
+    """Count the output layer and the loss together as one layer when layers are divided into stages, instead of
+    counting their FLOPs."""
 
 
 STAGE_SPLITS.register(

@@ -29,7 +29,7 @@ def layers_of_stages(text: str) -> tuple[int, ...]:
     if whole.count("L") != 1 or not stages[-1].endswith("L"):
         raise ValueError("must have L, the loss, once, as the last symbol; use for example Et*3|t*3L")
     if "m" in whole.rstrip("L").rstrip("m") or whole.count("m") != stages[-1].count("m"):
-        rule = "must have m, multi-token prediction, only in the last stage, right before L, whose head it shares"
+        rule = "may contain m, multi-token prediction, only directly before L in the last stage, whose head m uses"
         raise ValueError(f"{rule}; use for example Et*3|t*3|mL")
     return tuple(stage.count("t") for stage in stages)
 

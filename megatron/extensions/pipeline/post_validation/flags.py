@@ -20,11 +20,11 @@ HERE = "megatron.extensions.pipeline.post_validation"
 @dataclass(frozen=True)
 class PostValidationFlags:
     optimizer_post_validation: bool = flag(
-        False, excludes="--fp8-param-gather: a rollback gathers parameters in their own format"
+        False, excludes="--fp8-param-gather: a rollback gathers parameters in the dtype of the parameters, not in fp8"
     )
     """Update the parameters of a pipeline stage before the gradients of other stages are complete, and check the global
     gradient norm after the first forward passes of the next step, so that no rank waits between steps. A step that must
-    be clipped or skipped is rolled back exactly and repeated (arXiv 2401.10241, section 4)."""
+    be clipped or skipped is rolled back bit-exactly and repeated (arXiv 2401.10241, section 4)."""
 
 
 STEP_PARTS.register(

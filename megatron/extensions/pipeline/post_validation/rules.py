@@ -48,7 +48,7 @@ def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem(SWITCH, None, rule, f"use zb-h2 or zb-v, or remove {SWITCH}", harmless=True)
         return
     if has_tied_stages(c.model, c.parallel):
-        rule = "saves no time: the gradients of the embedding are summed over the first and the last rank"
+        rule = "saves no time, because the embedding gradients are summed over the first and the last rank"
         remedy = "use --pipeline-schedule zb-v, which puts the first and the last stage on one rank"
         if not c.model.mtp_depths:
             remedy += ", or --untie-embeddings-and-output-weights"

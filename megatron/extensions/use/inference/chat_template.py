@@ -79,7 +79,7 @@ def find_chat_template(config: TokenizerConfig, file: Path | None) -> ChatTempla
     if not isinstance(source, str):
         where = f"tokenizer in {folder}" if folder else f"--tokenizer-type {config.tokenizer_type}"
         raise ValueError(
-            f"{where} has no chat template, neither chat_template.jinja nor chat_template in tokenizer_config.json; "
+            f"{where} has no chat template in chat_template.jinja or in chat_template of tokenizer_config.json; "
             "give one with --chat-template FILE, or use prompts in place of messages"
         )
     return ChatTemplate(source, known, str(folder))

@@ -84,7 +84,7 @@ class Fields:
         value = self.body.get(name)
         found = [value] if isinstance(value, str) else [] if value is None else value
         if not isinstance(found, list) or not all(isinstance(each, str) and each for each in found):
-            self.refuse(name, f"must be a text or a list of texts, none of them empty, not {shown(value)}")
+            self.refuse(name, f"must be a nonempty text or a list of nonempty texts, not {shown(value)}")
             return ()
         if len(found) > most:
             self.refuse(name, f"has {len(found)} texts; at most {most} are allowed")
@@ -196,7 +196,7 @@ def _request_of(fields: Fields, defaults: Request) -> Callable[[Sequence[int]], 
     fields.only(KNOWN)
     prompt = fields.body.get("prompt")
     if (prompt is None) == (fields.body.get("messages") is None):
-        fields.refuse("prompt", "must be given unless messages is given; give one of them")
+        fields.refuse("prompt", "must be given if messages is not given; give exactly one of the two")
     elif not (prompt is None or is_prompt(prompt)):
         fields.refuse("prompt", "must be a text or a list of token ids")
     return partial(

@@ -127,7 +127,7 @@ def wrong_world(layout: ModelParallelConfig, world_size: int) -> Problem | None:
     needed = pp * math.lcm(tp, ep * expt_tp)
     if world_size == needed:
         return None
-    rule = f"must be {needed}: the larger of PP {pp} times TP {tp} and EP {ep} times expert TP {expt_tp}"
+    rule = f"must be {needed}: PP {pp} times the least common multiple of TP {tp} and EP * expert TP {ep * expt_tp}"
     return Problem(
         "world size", world_size, rule, f"start {needed} ranks (torchrun --nproc-per-node), or change the sizes"
     )

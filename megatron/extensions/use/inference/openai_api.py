@@ -120,7 +120,7 @@ class OpenAIApi:
                 fields.refuse(name, f"{shown(body[name])} is not supported; leave it out")
         options = body.get("stream_options")
         if options is not None and not (isinstance(options, dict) and body.get("stream") is True):
-            fields.refuse("stream_options", "must be an object, and needs stream: true")
+            fields.refuse("stream_options", "must be an object, and can be given only with stream: true")
         prompts = self._messages(fields) if chat else self._prompts(fields)
         requests = self._requests(fields, prompts, chat)
         if fields.problems:

@@ -45,7 +45,8 @@ def _ratios(hf: Values) -> list[object]:
     ratio_of.update(rates.items())
     found = [ratio_of[kind] for kind in _kinds(hf)[:layers]]
     if rates[SELECTED] != 4 or rates[COMPRESSED] in (0, 4) or len(found) != layers:
-        raise ValueError(f"config.json: compress_rates = {rates} of {len(found)} layers are not supported; CSA needs 4")
+        rule = f"is not supported; {SELECTED} must have rate 4"
+        raise ValueError(f"config.json: compress_rates = {rates} for {len(found)} layers {rule}")
     return found
 
 
@@ -66,7 +67,8 @@ def _hashed_layers(hf: Values) -> int:
         return min(usual, whole(hf, "num_hidden_layers"))
     hashed = [kind == "hash_moe" for kind in entries(hf, "mlp_layer_types")]
     if any(hashed[sum(hashed) :]):
-        raise ValueError("config.json: mlp_layer_types has hash_moe after moe, which is not supported")
+        rule = "contains hash_moe after another kind; hash_moe is supported only for the first layers"
+        raise ValueError(f"config.json: mlp_layer_types {rule}")
     return sum(hashed)
 
 
@@ -80,8 +82,9 @@ def _rotated_channels(hf: Values) -> Fields:
     rotary = int(width * percent)
     heads, groups = whole(hf, "num_attention_heads"), whole(hf, "o_groups")
     if rotary < 2 or rotary % 2 or heads % groups:
-        sizes = f"{rotary} rotated channels and o_groups = {groups} of {heads} heads"
-        raise ValueError(f"config.json: {sizes} are not supported; use an even number, and a divisor")
+        sizes = f"{rotary} rotated channels and o_groups = {groups} for {heads} heads"
+        remedy = "use an even number of channels, and an o_groups that divides the number of heads"
+        raise ValueError(f"config.json: {sizes} are not supported; {remedy}")
     return {"qk_head_dim": width - rotary, "qk_pos_emb_head_dim": rotary, "rotary_percent": 1.0}
 
 

@@ -68,8 +68,8 @@ class LayersWithoutKeys(Adapter):
         local = windows(hf, family)
         own, others = local[: layers - shared], local[layers - shared :]
         if shared < 0 or shared >= layers or not {*others} <= {*own}:
-            kinds = "must leave at least one layer of each kind in layer_types with its own keys and values"
-            raise ValueError(f"config.json: num_kv_shared_layers = {shared} {kinds}, before those without")
+            rule = "is invalid: before the layers that reuse keys and values, each kind of layer in layer_types"
+            raise ValueError(f"config.json: num_kv_shared_layers = {shared} {rule} must occur at least once")
         found: Fields = {"kv_shared_layers": shared}
         if shared and hf["use_double_wide_mlp"]:
             width = whole(fields, "ffn_hidden_size")

@@ -38,7 +38,7 @@ class RotaryOfKinds(Adapter):
         tables = {kind: table(given, kind) for kind in kinds}
         rotated = {kind: each for kind, each in tables.items() if each}
         if not rotated:
-            raise ValueError("config.json: rope_parameters has null for every kind of layer")
+            raise ValueError("config.json: rope_parameters is null for every kind of layer")
         usual = next(iter(rotated.values()))
         both = {kind: rotated.get(kind, usual) for kind in (FULL, LOCAL)}
         unrotated = [(LOCAL if each else FULL) not in rotated for each in local]

@@ -89,7 +89,7 @@ class NewTokens:
         how = "drawn as in a new model" if self.drawn else f"set to the mean of {self.averaged} rows, {source}"
         line = f" {new - old} new token{'s' * (new - old > 1)} (from id {old}): rows {how}"
         if not self.drawn and self.averaged < old:
-            line += f"; rows {self.averaged} to {old - 1}, which pad the folder's vocabulary, keep its values"
+            line += f"; rows {self.averaged} to {old - 1} are padding in the folder and keep the folder's values"
         return line
 
 
