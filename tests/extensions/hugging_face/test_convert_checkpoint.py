@@ -272,8 +272,8 @@ def test_weights_named_in_config_json_take_precedence(llama: Path, tmp_path: Pat
             assert torch.equal(found[name][()], value) and torch.equal(theirs[name], value), (named, name)
     for named, why in (
         ("../other.safetensors", "must name a file inside the folder"),
-        ("pytorch_model.bin", r"must name a file \*\.safetensors or \*\.safetensors\.index\.json"),
-        (7, r"must name a file \*\.safetensors"),
+        ("pytorch_model.bin", r"must be the name of a file that ends in \.safetensors or \.safetensors\.index\.json"),
+        (7, r"must be the name of a file that ends in \.safetensors"),
         ("none.safetensors", "is missing; transformers_weights in config.json names it"),
     ):
         change_json(folder / "config.json", transformers_weights=named)

@@ -103,7 +103,7 @@ WRONG: list[tuple[bytes, str]] = [
     (b'{"prompt": 5}', "prompt must be a text or a list of token ids"),
     (b'{"prompt": []}', "has no tokens"),
     (b'{"prompt": [257]}', "tokens must be from 0 to 256"),
-    (b'{"prompt": "x", "stop": ["a", ""]}', "none of them empty"),
+    (b'{"prompt": "x", "stop": ["a", ""]}', "stop must be a nonempty text or a list of nonempty texts"),
     (b'{"prompt": "x", "top_p": 0, "temperature": NaN}', "top_p 0.0 must be above 0"),
     (b'{"prompt": "x", "max_new_tokens": 1.5}', "max_new_tokens must be a whole number of at least 0, not 1.5"),
     (b'{"prompt": "' + b"x" * 60 + b'"}', "has 60 tokens, but the model reads at most 48"),

@@ -305,7 +305,7 @@ BUFFERS: dict[str, Damage] = {
         lambda kinds: kinds.update(param=kinds["param"].roll(1))
     ),
     "distrib_optim.pt is refused": replaced([Attack()]),
-    "stores single buckets": replaced({0: {}}),
+    "stores each bucket separately": replaced({0: {}}),
 }
 
 
