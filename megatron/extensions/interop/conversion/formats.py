@@ -40,8 +40,8 @@ class Options:
     """Hugging Face target: maximum size of a weights file."""
 
     family: str | None = None
-    """Hugging Face target: family to write. None selects the source's family or, if it cannot express the model, the
-    first family that can."""
+    """Hugging Face target: family to write. None selects the source's family or, if this family cannot express the
+    model, the first family that can express it."""
 
     weights_only: bool = False
     """True to omit the optimizer's state and the run's progress."""
@@ -68,11 +68,11 @@ class TrainingState:
     """Kinds of optimizer state, such as "main_param" and "exp_avg"."""
 
     read: Callable[[str, str], Tensor]
-    """Function that returns a complete, unsharded optimizer state. Its arguments are the kind of state and the
-    parameter name."""
+    """Function that returns a complete, unsharded optimizer state. The arguments of the function are the kind of state
+    and the parameter name."""
 
     dtype: Callable[[str, str], torch.dtype]
-    """Function with the same arguments as `read`. It returns the dtype of the tensor that `read` returns."""
+    """Function that returns the dtype of the tensor that `read` returns for the same arguments."""
 
     loss_scaler: Mapping[str, float] = field(default_factory=dict)
     """State of the fp16 loss scaler. The keys are "scale" and, if the loss scale is dynamic, "good_steps" and
@@ -144,8 +144,8 @@ class Source(ABC):
 
     @abstractmethod
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
-        """Return the dtype in which `read` returns a parameter. It is `wanted`, or the stored dtype if `wanted` is
-        None."""
+        """Return the dtype in which `read` returns a parameter. The dtype is `wanted`, or the stored dtype if `wanted`
+        is None."""
 
     @abstractmethod
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
@@ -191,8 +191,8 @@ class Target(ABC):
 
     @abstractmethod
     def finish(self, folder: Path) -> None:
-        """Write all files of the output that do not contain weights. This method is called once, after the weights are
-        written."""
+        """Write all files of the output that do not contain weights. The conversion calls this method once, after the
+        weights are written."""
 
 
 @runtime_checkable

@@ -33,18 +33,18 @@ class Selection:
     """Number of newest checkpoints to merge from a single input, which is a folder of checkpoints."""
 
     stable: bool = False
-    """True to select only from checkpoints before the learning rate decay, that is, checkpoints whose last update used
-    the peak learning rate. `last` then counts only these checkpoints."""
+    """True to select only checkpoints before the learning rate decay, that is, checkpoints whose last update used the
+    peak learning rate."""
 
     iterations: Sequence[int] = ()
-    """If there is a single input, the iterations of its checkpoints that are merged. If there are several inputs, the
-    iteration of each input."""
+    """Iterations of checkpoints. If there is a single input, they select the checkpoints to merge. If there are several
+    inputs, they are the iterations of these inputs."""
 
 
 @dataclass(frozen=True)
 class Weighting:
     """Settings that determine the checkpoint weights of a merge. Either `given` lists the weights, or the weights
-    emulate the learning rate decay `decay`. If neither is set, all weights are equal."""
+    emulate the learning rate decay `decay`. If neither `given` nor `decay` is set, all weights are equal."""
 
     given: Sequence[float] | None = None
     allow_unnormalized: bool = False
@@ -76,7 +76,7 @@ def checkpoints_in(root: PurePath) -> dict[int, PurePath]:
 
 
 def choose(selection: Selection) -> list[Chosen]:
-    """Return the selected checkpoints. If they come from one run, they are sorted from the oldest to the newest. Raises
+    """Return the selected checkpoints. Checkpoints from a single run are sorted from the oldest to the newest. Raises
     ValueError if a selected checkpoint is missing."""
     inputs, iterations = selection.inputs, selection.iterations
     if selection.last is None and (len(inputs) > 1 or not iterations):

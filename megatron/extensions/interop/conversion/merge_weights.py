@@ -37,8 +37,8 @@ TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Decay:
-    """Learning rate decay that a merge emulates. It corresponds to the final annealing phase of --lr-decay-style
-    WSD."""
+    """Learning rate decay that a merge emulates. The decay has the same form as the final annealing phase of
+    --lr-decay-style WSD."""
 
     style: str
     floor: float = 0.0
@@ -52,8 +52,8 @@ def equal_weights(count: int) -> list[float]:
 def given_weights(values: Sequence[float], count: int, allow_unnormalized: bool) -> list[float]:
     """Validate the checkpoint weights that the user specified with --weights, and return them.
 
-    Raises ValueError unless there is one finite weight for each of `count` checkpoints, and the weights sum to 1 or
-    `allow_unnormalized` is True.
+    Raises ValueError if the number of weights is not `count`, or if a weight is not finite. Also raises ValueError if
+    the weights do not sum to 1, unless `allow_unnormalized` is True.
     """
     if len(values) != count:
         raise ValueError(
@@ -71,8 +71,8 @@ def given_weights(values: Sequence[float], count: int, allow_unnormalized: bool)
 
 
 def decay_weights(decay: Decay, positions: Sequence[float], iterations: Sequence[int]) -> list[float]:
-    """Return checkpoint weights that emulate a decay from the first to the last checkpoint of a run with a constant
-    rate.
+    """Return checkpoint weights that emulate a learning rate decay. The run had a constant learning rate; the emulated
+    decay extends from the first to the last checkpoint.
 
     The emulated learning rate decays over the samples from the first to the last checkpoint, as if
     --lr-wsd-decay-samples were this number of samples. As in training, the learning rate of an update depends on the

@@ -66,7 +66,7 @@ class MergedSource(Source):
             yield f"not all models have {few(lost, 3)}; these tensors are initialized as in a new model"
 
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
-        """Return `wanted`, or the dtype to which the models' dtypes promote."""
+        """Return `wanted`. If it is None, return the dtype that results from type promotion of the models' dtypes."""
         return wanted or reduce(torch.promote_types, (part.source.dtype(name, None) for part in self.parts))
 
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
@@ -78,8 +78,8 @@ class MergedSource(Source):
         return self._mean(name, precision, reads).to(dtype)
 
     def _mean(self, name: str, precision: torch.dtype, reads: Iterable[Callable[[], Tensor]]) -> Tensor:
-        """Return the weighted sum of one tensor of all models. `reads` contains one function per model, which reads the
-        model's tensor."""
+        """Return the weighted sum over all models of one tensor. `reads` contains one function per model, which reads
+        the model's tensor."""
         total: Tensor | None = None
         for part, read in zip(self.parts, reads, strict=True):
             tensor = read()
@@ -164,7 +164,7 @@ def _other_tensors(one: Part, two: Part) -> Iterator[str]:
 
 def _other_fields(one: Part, two: Part) -> list[str]:
     saved, run = one.source.config, two.source.config
-    ignored = free_choices(saved) | WITH_PARAMETERS  # another check compares parameters
+    ignored = free_choices(saved) | WITH_PARAMETERS  # parameters are compared elsewhere
     return changed_fields(saved, run, EXTENSION_SECTIONS, ignored, (f"in {one.path.name}", f"in {two.path.name}"))
 
 

@@ -62,8 +62,9 @@ class StreamingWriter(DataWriter):
 class StreamedTensor(ShardedBoxes):
     """Tensor to save, with parts that are created only when the writer writes them.
 
-    `make` returns the whole tensor. Alternatively, this process writes only some entries along the first dim. `parts`
-    then maps the index of each entry to a function that returns the entry. Use a writer that frees tensors after
+    `make` returns the whole tensor. `parts` is an alternative to `make` if this process writes only some entries along
+    the first dim. It maps the index of each entry to a function that returns the entry. Use a writer that frees tensors
+    after
     writing: `storage.save(..., writer=StreamingWriter)`.
     """
 

@@ -1,4 +1,5 @@
-"""Buffers in Hugging Face files. Their values are computed from the model's configuration."""
+"""Buffers that Hugging Face files contain in addition to weights. The values of buffers are computed from the model's
+configuration."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class Rule:
     ours: str
     theirs: tuple[str, ...]
     layout: str | Layout = "Same"
-    """Layout that converts between the Hugging Face tensors and the parameter. The value is a name defined in
-    `named_layouts` or a custom `Layout`."""
+    """Layout that converts between the Hugging Face tensors and the parameter. A layout is specified by a name defined
+    in `named_layouts`, or is a custom `Layout`."""
 
 
 class Adapter(ABC):
@@ -103,8 +103,7 @@ class Family:
     """Maps alternative spellings of parts of tensor names to the usual spellings."""
 
     left_out: Sequence[str] = ()
-    """Prefixes of the names of tensors to ignore. The transformers model class has no modules for these tensors
-    either."""
+    """Prefixes of the names of tensors to ignore. The transformers model class also ignores these tensors."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps alternative spellings of config.json keys to the usual spellings."""
@@ -130,8 +129,8 @@ class Family:
     """Number of layers in this program's model for each layer that config.json counts."""
 
     windows_below: str | None = None
-    """Key that gives the first layer without a sliding window. It is read if config.json does not list the layer
-    kinds."""
+    """Key that gives the first layer without a sliding window. The key is read only if config.json does not list the
+    layer kinds."""
 
     window_groups: int = 1
     """Number of key/value heads in sliding-window layers, divided by the number of key/value heads in other layers."""
@@ -204,7 +203,8 @@ FAMILIES = Registry("model_type", NoFacts, protocol=Family)
     FAMILIES.register("pebble", replace(FAMILIES["llama"], model_type="pebble", rules=RULES))
 """
 
-# Values of keys that a config.json lacks: the transformers configuration class has defaults for them or derives them.
+# Values of keys that a config.json lacks. The transformers configuration class defines defaults for these keys, or
+# derives their values from other keys.
 
 ROTARY = "rope_parameters"
 
@@ -231,8 +231,8 @@ def by_precedence(given: Iterable[str], family: Family) -> list[str]:
 def usual_values(family: Family, names: Mapping[str, str]) -> Fields:
     """Return the default value of each key, under the family's usual names.
 
-    The default of the transformers class takes precedence. However, if the transformers class derives a value from
-    other keys, its default for this key is None. In this case, the family's default is used.
+    The default of the transformers class takes precedence. The family's default is used for keys whose default in the
+    transformers class is None, because the transformers class derives their values from other keys.
     """
     of_class = {names.get(key, key): value for key, value in family.class_defaults.items()}
     return {**family.defaults, **{key: value for key, value in of_class.items() if _stands(key, value, family)}}
@@ -243,13 +243,13 @@ def _stands(key: str, value: object, family: Family) -> bool:
 
 
 def inner_values(hf_config: Values, family: Family) -> Fields:
-    """Return values in nested objects of config.json, keyed by `object.key`. Only objects are included for which the
-    family's tables contain keys of the form `object.key`."""
+    """Return values in nested objects of config.json, keyed by `object.key`. A nested object is included only if the
+    family's tables contain keys of the form `object.key` for it."""
     found: Fields = {}
     nested = (known for known in (*family.keys, *family.defaults, *family.aliases) if "." in known)
     for outer in {known.partition(".")[0] for known in nested}:
         inner = hf_config.get(outer) or family.defaults.get(outer)
-        if outer == ROTARY:  # an older name takes precedence; the longest context defaults to the unscaled one
+        if outer == ROTARY:  # the older name rope_scaling takes precedence
             inner = hf_config.get("rope_scaling") or inner
             longest = "max_position_embeddings"
             usual = {f"original_{longest}": hf_config.get(longest, family.class_defaults.get(longest))}
@@ -287,12 +287,13 @@ DERIVED: Mapping[str, Callable[[Values], object]] = {
     "ssm_multipliers": lambda hf: [1.0] * 5,
     "mlp_multipliers": lambda hf: [1.0] * 2,
 }
-"""Maps each derived key to the function that computes its value from other keys. The order is the order in which the
-classes compute the keys."""
+"""Maps each derived key to the function that computes its value from other keys. The keys are in the order in which the
+transformers classes compute them."""
 
 
 def derived_values(hf: Values, family: Family, names: Mapping[str, str]) -> Fields:
-    """Return the values that the family's class derives for keys that config.json does not set."""
+    """Return the values of keys that config.json does not set and that the family's transformers class derives from
+    other keys."""
     open_keys = {names.get(key, key) for key, value in family.class_defaults.items() if value in UNSET}
     found: Fields = {}
     for key, derive in DERIVED.items():

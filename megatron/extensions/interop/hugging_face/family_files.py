@@ -1,10 +1,10 @@
 """Reader of Hugging Face families, in the folder `families` and in user files (--hf-family). This module does not
 import torch.
 
-The file NAME.json describes the `model_type` NAME. It contains keys of `Family` and the rules for the family's weights.
-If the file contains the key `like`, it extends another family or a base. Raises ValueError if a key is unknown, if a
-value has the wrong type, or if a name is unknown. The message is one line that states the file, the key and the rule.
-If a family file lists the supported values of a key, the first value is the default.
+The file NAME.json describes the `model_type` NAME. The file contains keys of `Family` and the rules for the family's
+weights. If the file contains the key `like`, it extends another family or a base. Raises ValueError if a key is
+unknown, if a value has the wrong type, or if a name is unknown. The message is one line that states the file, the key
+and the rule. If a family file lists the supported values of a key, the first value is the default.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ for _computed in ("model_type", "rules", "multi_token", "file", "class_defaults"
     del SCHEMA[_computed]
 
 OF_OUR_FIELDS = {"keys": True, "powers": False, "fixed": False, "same": False}
-"""Tables of a family file that contain names of TransformerConfig fields. True if the values in the table are field
-names; False if the keys are field names."""
+"""Tables of a family file that contain names of TransformerConfig fields. For each table, True means that the values in
+the table are field names, and False means that the keys are field names."""
 
 
 @cache
@@ -101,8 +101,8 @@ def family_to_write(values: Iterable[str]) -> str | None:
 
 
 def add_families(values: Iterable[str]) -> None:
-    """Register families that users define in files. The name of a file without its suffix becomes the family's name.
-    Raises ValueError if a file is invalid."""
+    """Register families that users define in files. The stem of the file name becomes the name of the family. Raises
+    ValueError if a file is invalid."""
     for each in filter(is_family_file, values):
         path = Path(each).expanduser().resolve()
         name = path.stem

@@ -1,8 +1,8 @@
 """Checks of the names in a user's family file: parameters and config.json keys. This module does not import torch.
 
-A name that no built-in family uses may be new, such as a key that exists only in the user's config.json. Some tables
-must refer to existing names; a new name in them is an error. A new name that closely resembles an existing key is also
-an error, because it is probably a typo.
+A name that no built-in family uses may be new, such as a key that exists only in the user's config.json. A new name is
+an error in tables that must refer to existing names. A new name that closely resembles an existing key is also an
+error, because it is probably a typo.
 """
 
 from __future__ import annotations

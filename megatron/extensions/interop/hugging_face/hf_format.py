@@ -174,7 +174,8 @@ class HFTarget(Target):
 def _family_to_write(config: TransformerConfig, origin: str | None, wanted: str | None) -> tuple[str, str | None]:
     """Select the family of an export. Returns the family, and a notice if the family differs from the model's origin. A
     requested family takes precedence. Without a request, the family of the model's origin is selected if that family
-    can still express the model. Otherwise, the first family that can express the model is selected.
+    can still express the model. If this family cannot express the model, the first family that can express it is
+    selected.
     """
     if wanted is not None or origin is None:
         return wanted or choose_family(config), None
@@ -199,8 +200,8 @@ def origin_of(hf_config: Mapping[str, object]) -> Origin:
 
 
 def stated_token_ids(hf_config: Mapping[str, object]) -> dict[str, object]:
-    """Return the token ids in a config.json. For a missing id, return the default of the transformers class if the
-    vocabulary contains the default id; otherwise None."""
+    """Return the token ids in a config.json. If an id is missing, the default of the transformers class is used,
+    provided that the default is an id in the vocabulary; otherwise, the id is None."""
     usual, tokens = family_of(hf_config).class_defaults, config_from_hf(hf_config).vocab_size or 0
     known = {key: value for key, value in usual.items() if type(value) is int and value < tokens}
     return {key: hf_config.get(key, known.get(key)) for key in TOKEN_IDS}

@@ -67,12 +67,12 @@ class Pieces(Layout):
     size 1."""
 
     section: int | None = None
-    """If several pieces are concatenated in one Hugging Face tensor: dim of the tensor along which they are
-    concatenated, with sizes in proportion to `counts`. None if each piece is a separate tensor."""
+    """Dim along which several pieces are concatenated in one Hugging Face tensor. The sizes of the pieces are in
+    proportion to `counts`. None if each piece is a separate tensor."""
 
     sections: int | None = None
-    """If only some of the pieces are concatenated: number of pieces in the first Hugging Face tensor. Every further
-    tensor is a single piece."""
+    """Number of pieces that are concatenated in the first Hugging Face tensor, if every further tensor contains a
+    single piece. None if all pieces are in one tensor."""
 
     may_be_thirds: bool = False
     """True if files may also contain the same rows in tensors of equal size. transformers writes such files when it
@@ -110,9 +110,9 @@ class Pieces(Layout):
         return cat(found, dim=self.joined)
 
     def _piece(self, config: TransformerConfig, at: int, tensor: Sliceable, box: Box) -> Tensor:
-        """Read the part of a piece that lies in `box`, a slice of the piece. A dim of the Hugging Face tensor may
-        consist of several axes; the read is then restricted only along the outermost axis, and the result is sliced
-        afterwards."""
+        """Read the part of a piece that lies in `box`, a slice of the piece. If a dim of the Hugging Face tensor
+        consists of several axes, only the required range of the outermost axis is read. The other axes are sliced after
+        reading."""
         theirs, ours = self._sides(at)
         further = len(tensor.shape) - len(_dims(theirs, 0))
         sizes, axes = self.sizes(config), _dims(ours, further)
@@ -189,8 +189,8 @@ def _axis_sizes(size: int, names: Sequence[str], sizes: Mapping[str, int]) -> di
 class HeadsOfGroups(Layout):
     """Layout of linear_qkv.
 
-    If all heads have the same width, the shape of the parameter is [groups, heads, channels of a head, ...]. Otherwise,
-    the shape is [groups, rows, ...].
+    If all heads have the same width, the shape of the parameter is [groups, heads, channels of a head, ...]. If the
+    head widths differ, the shape is [groups, rows, ...].
     """
 
     even: Layout
@@ -325,8 +325,8 @@ class Reordered(Layout):
     tensor."""
 
     but_values: bool = False
-    """True if only queries and keys are reordered, and the channels of values are not. The values of a query group are
-    the last rows of dim 1."""
+    """True if the channels of queries and keys are reordered, but the channels of values are not. The values of a query
+    group are the last rows of dim 1."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         back = torch.tensor(self.order(config), device=parameter.device).argsort()

@@ -152,7 +152,7 @@ ATTENTION: dict[str, Layout] = {
     # DiffLlama: group p of the first half of the groups and group p of the second half form a pair
     "PairsOfGroups": Pieces("(two p n d) ... -> p two n d ...", _pairs_of_groups, 2, _of_group("q", "k", "v")),
     "Heads": Pieces("(g d) ... -> g d ...", _attention_heads),
-    # A.X K2: one tensor contains, for each head, the query rows and then the gate rows. They are two parameters here.
+    # A.X K2: one tensor contains each head's query rows and then its gate rows, which are two parameters here
     "QueriesBesideGates": RowsOfEachHead(lambda config: (0, config.head_dim, config.value_head_dim)),
     "GatesBesideQueries": RowsOfEachHead(lambda config: (config.head_dim, config.value_head_dim, 0)),
     # MiniMax's lightning attention: one tensor contains each head's query, key and value; another contains its gate
@@ -285,8 +285,8 @@ def _convolved_of_mamba_group(config: TransformerConfig) -> tuple[int, ...]:
 
 
 MAMBA: dict[str, Layout] = {
-    # Mamba-2: one tensor with the gates of all groups, then all inputs, B, C and step sizes. Inputs, B and C have
-    # convolutions with biases.
+    # Mamba-2: one tensor contains the gates of all groups, then all inputs, B, C and step sizes. There are convolutions
+    # with biases for inputs, B and C.
     "GroupsOfHeads": Pieces(ROWS, _mamba_groups, 1, mamba_channels, section=0),
     "ConvolvedGroups": Pieces(TAPS, _mamba_groups, 1, _convolved_of_mamba_group, section=0),
     "GroupsOfBiases": Pieces("(g n) -> g n", _mamba_groups, 1, _convolved_of_mamba_group, section=0),

@@ -32,7 +32,8 @@ def _has_config(folder: PurePath) -> bool:
 
 
 class HuggingFaceFolder:
-    """Path kind for model folders, an implementation of `StatesFlags`, `LoadsModels` and `Format`."""
+    """Path kind for Hugging Face model folders. It implements the protocols `StatesFlags`, `LoadsModels` and
+    `Format`."""
 
     format = "hf"
     usual = True

@@ -72,7 +72,7 @@ def text_model(hf_config: Values) -> tuple[dict[str, object], str]:
     """Return the configuration of the text model in a config.json, and the prefix of the names of the text model's
     weights.
 
-    Only the text part of a multimodal model is read. If the model is not multimodal, its configuration is returned
+    In a multimodal model, only the text part is read. If the model is not multimodal, its configuration is returned
     unchanged. Raises ValueError if the text part is missing.
     """
     model_type = hf_config.get("model_type")
@@ -114,8 +114,8 @@ IDLE = {
     *("rope_scaling", "rope_parameters", "attn_implementation", "_attn_implementation", "tie_word_embeddings"),
     *("transformers_weights", "layer_types", "output_attentions"),
 }
-"""Config.json keys that no family's tables need to contain. These keys do not describe the model, or are read in the
-same way for all families."""
+"""Keys of config.json that are known for every family, so that the tables of a family need not contain them. Either the
+keys do not describe the model, or they are read in the same way for all families."""
 
 
 OLDER = ("compress_ratios", "compress_rate_csa", "compress_rate_hca", "num_hash_layers", "qk_rope_head_dim")
@@ -131,14 +131,14 @@ WRITTEN: Mapping[str, Callable[[Values], object]] = {
     "attention_layers": lambda hf: repeated(entries(hf, "attention_types"), len(entries(hf, "attention_layers")) + 1),
     "final_w_init_variance_scale": lambda hf: 2 / number(hf, "num_hidden_layers"),
 }
-"""Keys that some transformers classes write but never read. Each key is mapped to a function that computes its value
-from other keys."""
+"""Keys that some transformers classes write but never read. Each of these keys is mapped to a function that computes
+its value from other keys."""
 
 
 def unread_keys(hf_config: Values) -> Iterator[str]:
     """Yield a notice about config.json keys that are ignored. A key is ignored if neither the family nor its
-    transformers class uses it. A key that the transformers class computes is also ignored; the notice mentions such
-    keys if their values differ from the computed values.
+    transformers class uses it. Keys that a transformers class computes from other keys are mentioned only if their
+    values differ from the computed values.
     """
     family = family_of(hf_config)
     tables = (family.keys, family.defaults, family.only, family.values, family.equal, family.aliases, family.spelling)
@@ -169,7 +169,8 @@ def _is_derived(key: str, whole: Values) -> bool:
 
 
 def config_from_hf(hf_config: Values) -> TransformerConfig:
-    """Convert a config.json to a model configuration. The seq_length of the configuration is the longest context.
+    """Convert a config.json to a model configuration. In the returned configuration, seq_length is the model's maximum
+    context length.
 
     Raises ValueError with a list of all unsupported settings.
     """
@@ -197,7 +198,8 @@ def config_from_hf(hf_config: Values) -> TransformerConfig:
 
 
 def _out_of_bounds(config: TransformerConfig) -> list[str]:
-    """Return problems with values outside the bounds of their flags and with expert groups."""
+    """Return an error message for each field whose value is outside the bounds of its flag, and for invalid expert
+    groups."""
     if config.head_dim < 1:
         return [f"a head has no channels: hidden_size {config.hidden_size} for {config.num_attention_heads} heads"]
     flags, values = {flag.field: flag for flag in flags_of("model")}, fields_of(config)

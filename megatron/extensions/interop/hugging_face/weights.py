@@ -51,8 +51,8 @@ class HFWeights:
     of one parameter.
 
     The constructor checks names, shapes and dtypes without reading data, and raises ValueError with a list of all
-    mismatches. The number of multi-token prediction modules in the files may differ from the number in the model. Only
-    modules that both contain are read.
+    mismatches. The number of multi-token prediction modules in the files may differ from the number in the model.
+    Modules that the files or the model lacks are not read.
     """
 
     def __init__(self, tensors: Mapping[str, Sliceable], config: TransformerConfig, model_type: str) -> None:
@@ -88,7 +88,8 @@ class HFWeights:
             raise ValueError(f"weights of model_type {model_type}: {few(problems, 8)}")
 
     def _misfit(self, placement: Placement) -> list[str]:
-        """Return a list with the mismatch of a parameter's tensors; empty if they match."""
+        """Return a list with an error message if the tensors of a parameter do not match the model. The list is empty
+        if they match."""
         tensors, names = [self._tensors[name] for name in placement.theirs], ", ".join(placement.theirs)
         try:
             found = [list(tensor.shape) for tensor in tensors]
@@ -137,7 +138,7 @@ class HFWeights:
 
 def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[str, Sliceable]:
     """Return a parameter's tensors with the expected sizes, if the files store all their rows in tensors of equal size.
-    Otherwise, return an empty dict."""
+    If the files store the rows in any other way, return an empty dict."""
     parts = [tensors[name] for name in placement.theirs if name in tensors]
     whole = placement.to_theirs(torch.empty(placement.meta.global_shape, device="meta"))
     expected = [tuple(tensor.shape) for tensor in whole]
@@ -201,8 +202,8 @@ class _Converted:
 
 def placements(config: TransformerConfig, model_type: str) -> list[Placement]:
     """Return, for each parameter and state of a model, the Hugging Face tensors that store it. Multi-token prediction
-    modules are omitted if the family does not support them. Raises ValueError if the family has no tensors for a
-    different parameter of the model.
+    modules are omitted if the family does not support them. Raises ValueError if the family has no tensors for any
+    other parameter of the model.
     """
     family = family_of({"model_type": model_type})
     rules = {rule.ours: rule for rule in (*family.rules, *family.multi_token)}
@@ -251,7 +252,7 @@ def multi_token_depths(tensors: Mapping[str, Sliceable], config: TransformerConf
 
 
 def _counts(rule: Rule) -> bool:
-    """Return True if the Hugging Face names of a rule include a module number."""
+    """Return True if the Hugging Face names in a rule contain a placeholder for the module number."""
     return any(mark in name for name in rule.theirs for mark in ("{i}", "{n}"))
 
 

@@ -273,7 +273,7 @@ def _stretches(config: TransformerConfig) -> bool:
 
 
 def _in_proportion(config: TransformerConfig) -> bool:
-    """Return True if proportional frequencies differ from the default frequencies."""
+    """Return True if the rotary type is proportional and its frequencies differ from the default rotary frequencies."""
     return config.rotary_type == PROPORTIONAL and config.rotary_percent != 1
 
 

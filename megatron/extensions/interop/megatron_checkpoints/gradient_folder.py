@@ -6,9 +6,9 @@ tensor}}. The file has the same name as the rank's folder in a checkpoint:
     SAVE/wgrads/iter_XXXXXXX/mp_rank_TT[_PPP][_EEE].pth
 
 The files do not contain the run's arguments, so the parallel sizes are derived from file names and tensor shapes. If
-experts are not sharded over TP, every TP rank and every EP rank occurs in some file name, but not every combination of
-a TP rank and an EP rank has a file. If the TP size is larger than EP times the TP size of experts, Megatron-LM writes
-no files for some TP ranks, so the dump is incomplete.
+experts are not sharded over TP, some combinations of a TP rank and an EP rank have no file, but every TP rank and every
+EP rank occurs in some file name. If the TP size is larger than EP times the TP size of experts, Megatron-LM writes no
+files for some TP ranks, so the dump is incomplete.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class GradientFolder(LegacyTensors):
 
     def _sizes(self) -> tuple[int, int, int]:
         """Return the (TP, PP, EP) sizes. In a file name with two numbers, the second number is the EP rank or the PP
-        rank. It is the EP rank if all files contain the same dense parameters."""
+        rank. If all files contain the same dense parameters, the second number is the EP rank; otherwise, it is the PP
+        rank."""
         matches = [RANK_FOLDER.fullmatch(name) for name in self.files]
         ranks = [[int(number) for number in match.groups() if number] for match in matches if match is not None]
         if len(ranks) != len(matches) or len({len(rank) for rank in ranks}) != 1:

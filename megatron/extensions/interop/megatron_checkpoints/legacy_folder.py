@@ -57,7 +57,8 @@ class Layout:
 
     @classmethod
     def of(cls, args: Mapping[str, object]) -> Layout:
-        """Return the parallel sizes in the arguments. A missing size is 1. Raises ValueError if a size is invalid."""
+        """Return the parallel sizes in the arguments. Sizes that the arguments do not contain are assumed to be 1.
+        Raises ValueError if a size is invalid."""
         tp = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or 1
         given = {
             "tp": tp,
@@ -81,8 +82,8 @@ class Layout:
         return f"TP {self.tp}, PP {self.pp}, EP {self.ep}"
 
     def rank(self, folder: str) -> Rank:
-        """Return the rank in the name of a folder. The name contains no numbers for parallel axes of size 1. Raises
-        ValueError if the name is invalid."""
+        """Parse the name of a rank's folder and return the (TP, PP, EP) rank. Folder names omit the numbers of parallel
+        axes of size 1. Raises ValueError if the name is invalid."""
         match = RANK_FOLDER.fullmatch(folder)
         tp, *others = [int(number) for number in match.groups() if number] if match else [self.tp]
         axes = [size for size in (self.pp, self.ep) if size > 1]
@@ -95,9 +96,8 @@ class Layout:
         return f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (self.pp > 1) + f"_{ep:03d}" * (self.ep > 1)
 
     def check_complete(self, ranks: Collection[Rank]) -> None:
-        """Raise ValueError if the folder of a rank is missing. If experts are not sharded over TP, every TP rank and
-        every EP rank must occur in some folder name, but not every combination of a TP rank and an EP rank needs a
-        folder."""
+        """Raise ValueError if the folder of a rank is missing. If experts are not sharded over TP, a combination of a
+        TP rank and an EP rank may lack a folder, provided that both ranks occur in the names of other folders."""
         whole = self.expt_tp == self.tp
         for tp, pp, ep in ((tp, pp, ep) for tp in range(self.tp) for pp in range(self.pp) for ep in range(self.ep)):
             present = (tp, pp, ep) in ranks
@@ -221,7 +221,7 @@ class LegacyTensors:
                     yield f"{name} has shape {list(tensor.shape)} {where}, not {list(way.shape)}"
 
     def _ways(self, meta: ParamMeta) -> Iterator[Way]:
-        """Yield every way in which a rank's file may store the rank's box of a parameter."""
+        """Yield every `Way` in which the file of one rank may store the rank's shard of a parameter."""
         _, _, box = next(self._boxes(meta))
         shape = their_shape(replace(meta, global_shape=box))
         if not meta.expert:
@@ -310,7 +310,7 @@ class LegacyTensors:
 
 
 def _tensors_of(model: object, path: Path, prefix: str = "") -> Held:
-    """Return the tensors of a model chunk, keyed by their current names. They have the same order as the chunk's
+    """Return the tensors of a model chunk, keyed by their current names. The tensors have the same order as the chunk's
     parameters."""
     if not isinstance(model, Mapping):
         raise ValueError(f"{path} contains a {type(model).__name__} instead of a model")

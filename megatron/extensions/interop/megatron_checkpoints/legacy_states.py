@@ -164,8 +164,8 @@ def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tens
 def _places(
     buffer: Sequence[tuple[str, Tensor]], tensors: Mapping[str, Tensor], args: Mapping[str, object]
 ) -> list[int]:
-    """Return the offset of each parameter in the flat tensors of its buffer. Whether the buffer is divided into
-    buckets, and whether tied embeddings have a separate bucket, is inferred from the size of the tensors."""
+    """Return the offset of each parameter in the flat tensors of its buffer. The size of the tensors shows whether the
+    buffer is divided into buckets, and whether tied embeddings have a separate bucket."""
     total = tensors["param"].numel()
     replicas = args.get("data_parallel_size") or 1
     size = args.get("ddp_bucket_size")

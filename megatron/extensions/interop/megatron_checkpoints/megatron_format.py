@@ -40,7 +40,7 @@ from megatron.extensions.interop.megatron_checkpoints.megatron_names import (
     with_rows,
 )
 
-for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # pickled in checkpoint indices
+for _name, _module in (("Metadata", "metadata"), ("SavePlan", "planner")):  # index files contain these classes
     theirs = "megatron.core.dist_checkpointing.strategies.torch", f"MCore{_name}"
     RENAMED[theirs] = f"torch.distributed.checkpoint.{_module}", _name
 
@@ -75,7 +75,7 @@ class TorchDistTensors:
     """Parameters of a model, read from a torch_dist checkpoint. `MegatronSource` reads tensors through this class.
 
     Older versions of Megatron-LM flatten optimizer states: a tensor that is divided into a grid of blocks is stored as
-    [grid..., elements of a block]. The index contains the original shape.
+    [grid..., elements of a block]. The original shape of such a tensor is stored in the checkpoint's index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -188,7 +188,7 @@ class MegatronSource(Source):
         self.side_files = side_files_of(self.config.tokenizer)
         with suppress(ValueError):  # the checkpoint may not record its progress
             progress = progress_of(self.tensors.common, self.args)
-            self.progress = progress if progress.iteration else None  # a release has no progress
+            self.progress = progress if progress.iteration else None  # releases have no iteration
 
     def _remarks(self, options: Options) -> Iterator[str]:
         tokens = self.config.model.vocab_size

@@ -1,17 +1,17 @@
 """Parameter names in Megatron-LM checkpoints, and the locations of this program's parameters in torch_dist checkpoints.
 
-Identical layers may be stacked along a new first dim under one name. Otherwise, each layer has separate names. Each
-Megatron-LM tensor is a parameter of this program in a different shape. Megatron-LM merges query groups, heads and
-channels into one dim. Megatron-LM also merges gate and up into one dim. In a HybridModel, each sublayer is a separate
-layer, also in multi-token prediction modules, and hyper-connections wrap each of these layers. Parameters whose names
-differ between Megatron-LM and this program are listed in three tables of `names.json`. A row of `renamed` replaces the
-beginning of a parameter's name within its layer. If the row contains `beside`, it applies only to layers that also have
-a parameter whose name begins with `beside`. A tensor is written under all names in `theirs` and can be read from any of
-these names. Rows of `kinds` describe parameters that Megatron-LM splits into several tensors, one for each kind of
-channel, such as queries and keys. Such a tensor contains all groups, whereas the parameter of this program keeps all
-channels of a group together. For some kinds, the number of channels per group is the last dim of another parameter of
-the module, divided by the number of groups. The channels that remain are divided equally among the other kinds. Rows of
-`older` rename tensors from before Megatron core.
+Identical layers may be stacked along a new first dim under one name. If layers are not stacked, each layer's tensors
+have their own names. Each Megatron-LM tensor is a parameter of this program in a different shape. Megatron-LM merges
+query groups, heads and channels into one dim. Megatron-LM also merges gate and up into one dim. In a HybridModel, each
+sublayer is a separate layer, also in multi-token prediction modules, and hyper-connections wrap each of these layers.
+Parameters whose names differ between Megatron-LM and this program are listed in three tables of `names.json`. A row of
+`renamed` replaces the beginning of a parameter's name within its layer. If the row contains `beside`, it applies only
+to layers that also have a parameter whose name begins with `beside`. A tensor is written under all names in `theirs`
+and can be read from any of these names. Rows of `kinds` describe parameters that Megatron-LM splits into several
+tensors, one for each kind of channel, such as queries and keys. In Megatron-LM, a tensor with one kind of channel
+contains all groups; in this program's parameter, all channels of a group are adjacent. For some kinds, the number of
+channels per group is the last dim of another parameter of the module, divided by the number of groups. The channels
+that remain are divided equally among the other kinds. Rows of `older` rename tensors from before Megatron core.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Way:
     transposed: bool = False
     """True if one tensor contains all experts as [experts, input channels, output channels]."""
     kinds: tuple[int, ...] = ()
-    """If the rows of the stored tensor are ordered by kind of channel, such as queries and keys: number of channels per
-    group for each kind. Otherwise empty."""
+    """Number of channels per group for each kind of channel, such as queries and keys. The tuple is empty if the rows
+    of the stored tensor are not ordered by kind of channel."""
 
     def whole(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
         """Assemble the parameter from its tensors."""
@@ -105,7 +105,7 @@ def find_ways(
     optional: Collection[str] = (),
     used: Iterable[str] = (),
 ) -> dict[str, Way]:
-    """Determine how the files store each parameter. The result contains, for each parameter, the first `Way` whose
+    """Determine how the files store each parameter. The result maps each parameter name to the first `Way` whose
     tensors all exist. Raises ValueError with a list of problems: missing parameters that are not `optional`, tensors of
     the wrong shape, and unknown tensors. A tensor is unknown if it is not in `used` and does not belong to any
     parameter."""
@@ -181,8 +181,9 @@ def _in_layer(name: str) -> tuple[str, int | None, str]:
 
 
 class Piece(NamedTuple):
-    """Part of a parameter that Megatron-LM stores as a separate tensor. `names` are the names of the tensor, and
-    `shape` is its shape. From each group of the parameter, the tensor contains the channels `channels`."""
+    """Part of a parameter that Megatron-LM stores as a separate tensor. `names` contains the possible names of the
+    tensor, and `shape` is the tensor's shape. The tensor contains the slice `channels` of the channels of each
+    group."""
 
     names: list[str]
     channels: slice

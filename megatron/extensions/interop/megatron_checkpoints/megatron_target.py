@@ -85,8 +85,8 @@ class TorchDistTarget(Target):
         self.nbytes = sum(made.nbytes for made in self.tensors.values())
 
     def _tensors(self) -> Iterator[tuple[Place, Made]]:
-        """Yield all tensors of the checkpoint. The key of a tensor consists of its names and of its index in a stack of
-        layers."""
+        """Yield all tensors of the checkpoint with their keys. A key (`Place`) contains the names of the tensor and, if
+        layers are stacked, the tensor's index in the stack."""
         source, wanted = self.source, self.options.dtype
         for name, meta in source.metas.items():
             yield from self._pieces("", meta, source.dtype(name, wanted), partial(source.read, name, wanted))
@@ -187,8 +187,8 @@ class TorchDistTarget(Target):
         return common | {"optimizer": optimizer, "opt_param_scheduler": scheduler_state(self.config, self.training)}
 
     def _optimizer(self, step_count: int, expert: bool) -> dict[str, object]:
-        """Return the non-tensor state of Megatron-LM's optimizer. It consists of two parameter groups: one with weight
-        decay and one without."""
+        """Return the non-tensor state of Megatron-LM's optimizer. The state consists of two parameter groups: one with
+        weight decay and one without."""
         options = self.config.optimizer
         group = DATA["group"] | {
             "is_expert_parallel": expert,
@@ -209,7 +209,7 @@ class TorchDistTarget(Target):
 
 
 def _channels(read: Callable[[], Tensor], channels: slice) -> Tensor:
-    """Return a range of channels of each group of a parameter."""
+    """Return the same range of channels from every group of a parameter."""
     return read()[:, channels]
 
 

@@ -36,8 +36,8 @@ def with_data_lists(config: RunConfig) -> RunConfig:
 
 
 def _read(field: str, value: tuple[str, ...] | str) -> dict[str, tuple[str, ...]]:
-    """Parse the value of a data list flag, and return the words of each data path field. If `value` is a str, it is the
-    path of a file that contains the list. If it is a tuple, it is the list."""
+    """Parse the value of a data list flag, and return the words of each data path field. `value` is either a str, which
+    is the path of a file that contains the list, or a tuple, which is the list itself."""
     if not isinstance(value, str):
         return {_data_path(field): weighted_ranges(" ".join(value))}
     if field == "data_args_path":

@@ -16,7 +16,7 @@ from megatron.training.extensions import extension_flags
 @extension_flags("lists of data", may_change=True, reads=f"{__package__}.data_lists:with_data_lists", part_of="data")
 @dataclass(frozen=True)
 class DataLists:
-    """Megatron's flags for data lists. They are an alternative to --data-path and related flags."""
+    """Megatron's flags for data lists. These flags are an alternative to --data-path and related flags."""
 
     data_args_path: str | None = flag(None, path="local")
     """File that contains the value of --data-path."""

@@ -43,7 +43,8 @@ class TheirFlag:
     """Name of the function that parses a value of the flag, or "switch" if the flag has no value."""
 
     count: str
-    """Number of values in argparse's notation: "1", "3", "*", "+" or "?". The number is "0" for a switch."""
+    """Number of values in argparse's notation: "1", "3", "*", "+" or "?". For flags without a value, the number is
+    "0"."""
 
     choices: tuple[str, ...]
     """Permitted values; empty if all values of the type are permitted."""
@@ -63,7 +64,7 @@ class Row:
 
     flag: TheirFlag
     branches: str
-    """Megatron-LM branches on which the flag exists. The value is "main", "dev" or "main dev"."""
+    """Megatron-LM branches on which the flag exists, given as "main", "dev" or "main dev"."""
 
     treatment: str
 

@@ -68,8 +68,8 @@ class NotBuilt:
     feature: str
     remedy: str = "remove it"
     switch: tuple[str, ...] = ()
-    """Other flags that request the feature, given as "FLAG" or "FLAG VALUE". If such flags exist but the user sets none
-    of them, this flag has no effect, because it only configures the feature."""
+    """Other flags that request the feature, given as "FLAG" or "FLAG VALUE". If the tuple is not empty and the user
+    sets none of these other flags, this flag has no effect, because it only configures the feature."""
 
     beside: tuple[str, ...] = ()
     """Flags that request the same feature as this flag. If the user also sets one of them, this flag has no effect."""
@@ -83,12 +83,12 @@ Entry = Accepted | SameAs | Exchange | NotBuilt
 
 @dataclass(frozen=True)
 class ForeignFlags:
-    """Treatment of another program's flags. It covers flags that have no configuration field in this program, and flag
-    values that this program does not support."""
+    """Treatment of another program's flags. The tables cover flags that have no configuration field in this program,
+    and flag values that this program does not support."""
 
     entries: dict[str, Entry]
     prefixes: dict[str, NotBuilt]
-    """Maps a flag prefix to an unsupported feature. It applies to flags with this prefix that have neither a
+    """Maps a flag prefix to an unsupported feature. An entry applies to all flags with the prefix that have neither a
     configuration field nor an entry in `entries`."""
 
     same_values: dict[str, dict[str, str]]

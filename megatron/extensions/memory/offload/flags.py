@@ -60,8 +60,8 @@ def rules_of_activation(config: RunConfig, world_size: int) -> Iterator[Problem]
         return
     try:
         longest = model.num_layers // pipeline_layout(model, config.parallel).num_stages
-        # The exact stage lengths depend on the vocabulary size. They matter only if `layers` exceeds the average
-        # length.
+        # If `layers` exceeds the average stage length, compute the exact stage lengths, which depend on the vocabulary
+        # size.
         if layers > longest:
             if model.vocab_size is None:
                 return  # this rule runs again when the tokenizer is known

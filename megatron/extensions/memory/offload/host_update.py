@@ -7,8 +7,8 @@ and parameters are copied chunk by chunk through a few reusable host buffers (sl
 gradients of the next chunk and the parameters of the previous chunk are copied, each direction on its own stream. While
 the host works, the device updates the states that are in device memory.
 
-ZeRO-Offload can delay an update to the next step. Here, the update is complete when the step returns. The result equals
-the result of the same optimizer on the device, except for rounding differences between kernels.
+Unlike in ZeRO-Offload, updates are never delayed to the next step: the update is complete when the step returns. The
+result equals the result of the same optimizer on the device, except for rounding differences between kernels.
 """
 
 from __future__ import annotations

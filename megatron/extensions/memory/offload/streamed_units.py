@@ -118,7 +118,7 @@ class HostUnitStore(ShardedUnits):
 
 
 class StreamedBucket(UnitBucket):
-    """Bucket of a unit. The bucket's `param_shard` and `grad_shard` are in host memory."""
+    """Bucket of a unit whose weights are offloaded. The bucket's `param_shard` and `grad_shard` are in host memory."""
 
     on_host = True
 
@@ -156,9 +156,9 @@ class StreamedBucket(UnitBucket):
 
     @property
     def returns(self) -> bool:
-        """True if the gradient sum is fetched to the device before gradients are added to it. This is the case from the
-        second micro-batch on if there is a single data-parallel rank. With several data-parallel ranks, the sum is
-        fetched only after the reduction."""
+        """True if the gradient sum is fetched to the device before gradients are added to it. With a single
+        data-parallel rank, the sum is fetched in advance from the second micro-batch on. With several data-parallel
+        ranks, the sum is fetched only after gradients are reduced."""
         return self.summed and self.axis.size == 1
 
     def await_sum(self) -> None:
@@ -193,7 +193,7 @@ class StreamedBucket(UnitBucket):
 
     def _add_to_sum(self, reduced: Tensor) -> None:
         if self.summed:
-            total = self.grads.chunk(self.axis.size)[self.axis.rank]  # overwrites this rank's shard
+            total = self.grads.chunk(self.axis.size)[self.axis.rank]  # reuse this rank's part of the memory
             self.store.start_fetch(self.grad_shard, total, ALONE).wait()
             reduced = total.add_(reduced)
         self.store.start_send(reduced, self.grad_shard).wait()
@@ -237,7 +237,8 @@ class StreamedUnits(UnitSharding):
     ) -> None:
         super().__init__(modules, params, buckets, shards_params, queue, casts)
         self.course = Order[Unit | StreamedBucket]()
-        """Order of unit passes and of first additions to buckets, which determines the next sum to fetch."""
+        """Recorded order of two kinds of events: passes of units, and the first addition to each bucket's gradient sum.
+        The order determines which gradient sum is fetched next."""
         self._forward_since = False
         """True if a forward pass has begun since the last copy of gradients to the host."""
 
@@ -285,8 +286,8 @@ class StreamedUnits(UnitSharding):
             following.open_grads()
 
     def _make_room(self) -> None:
-        """Free the device memory of gradients that were sent to the host before the last forward pass. Otherwise, the
-        gradients of the last unit in a backward pass would stay on the device."""
+        """Free the device memory of gradients that were sent to the host before the last forward pass. Without this,
+        the gradients of the last unit in a backward pass would stay on the device."""
         if self._forward_since:
             self._finish(0)
             self._forward_since = False

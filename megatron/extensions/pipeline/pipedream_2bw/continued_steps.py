@@ -29,7 +29,7 @@ class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
     """Optimizer that owns both versions of the weights."""
 
     _microbatches = 0
-    """First micro-batch that belongs to the next step."""
+    """Number of the first micro-batch that belongs to the next step."""
 
     def run_step(
         self, actions: Sequence[Action], batches: Sequence[Batch], following: Sequence[Batch], seed: float

@@ -39,8 +39,8 @@ class StoredMain(StatePlan):
 
 
 def two_bw(p: int, m: int) -> Schedule:
-    """Return the action lists of PipeDream-2BW (arXiv 2006.09503, section 3.1). Within one step, they equal the lists
-    of 1F1B."""
+    """Return the action lists of PipeDream-2BW (arXiv 2006.09503, section 3.1). Within one step, the lists are the same
+    as for 1F1B."""
     return one_f_one_b(p, m)
 
 

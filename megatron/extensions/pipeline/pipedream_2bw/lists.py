@@ -18,12 +18,13 @@ ENDS = BACKWARDS | {Kind.W, Kind.SEND_B}
 def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: int) -> tuple[tuple[Action, ...], ...]:
     """Return the action lists of one step of a schedule that does not flush, for the executor.
 
-    A step overlaps with the previous and the next step. To obtain its lists, the micro-batches of all three steps are
-    scheduled as if they were one long step. Each rank's list begins after the rank's last backward pass of the previous
-    step, and ends with the rank's last backward pass of this step. Micro-batches are numbered from the first
-    micro-batch of this step. Numbers of at least `microbatches` therefore belong to the next step. The action VALIDATE
-    precedes the first pass of the next step: it performs the update of the previous step, which this pass needs. Of the
-    previous and the next step, only micro-batches that may overlap with this step are scheduled.
+    A step overlaps with the previous and the next step. Therefore, the micro-batches of these three steps are scheduled
+    as if they were one long step, and the lists of the step are cut out. Each rank's list begins after the rank's last
+    backward pass of the previous step, and ends with the rank's last backward pass of this step. Micro-batches are
+    numbered from the first micro-batch of this step. Numbers of at least `microbatches` therefore belong to the next
+    step. The action VALIDATE precedes the first pass of the next step: it performs the update of the previous step,
+    which this pass needs. Micro-batches of the previous and the next step are scheduled only if they may overlap with
+    this step.
 
     Args:
         schedule: Name of the schedule.
@@ -60,8 +61,8 @@ def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
 
 
 def _with_validate(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
-    """Insert VALIDATE before the first forward pass of the next step. Micro-batches of the next step have numbers from
-    `microbatches` upwards."""
+    """Insert VALIDATE before the first forward pass of the next step. Numbers of at least `microbatches` belong to the
+    next step's micro-batches."""
     first = next((i for i, a in enumerate(actions) if a.kind is Kind.F and a.microbatch >= microbatches), None)
     if first is None:
         return tuple(actions)

@@ -8,7 +8,8 @@ update,
 
 so that the passes of a step can begin before the previous step ends, and the pipeline never empties. Clipping is exact,
 unlike in the paper: gradients are kept until the norm over all stages is known. No rank waits for the norm. Each rank
-performs the update of step t before its first pass of step t+2 (VALIDATE). Until then, the passes of step t+1 continue.
+performs the update of step t before its first pass of step t+2 (VALIDATE). While the update of step t is pending, the
+passes of step t+1 continue.
 
 Each parameter has two memory locations, one for each of its two versions. The parameter buffers contain the newest
 version, which is all-gathered and saved in checkpoints. The other location contains the previous version. An update
@@ -46,7 +47,8 @@ class VersionedShard(OptimizerShard):
         self.attach(torch.zeros_like(self.device_grads), self.device_params)
 
     def of_bucket(self, params: Tensor) -> Tensor:
-        """Return the elements of this shard. `params` contains the elements of a bucket that this rank owns."""
+        """Return the part of `params` that belongs to this shard. `params` contains those elements of the bucket that
+        this rank owns."""
         return params[self.place.start : self.place.stop]
 
     def exported(self) -> dict[str, Tensor]:
@@ -140,9 +142,9 @@ class LateOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def start(self) -> bool:
-        """Gather the weights before the last update from the shards that each rank loaded. Any weights before the last
-        update that the checkpoint lacks are set to the newest weights. Return True if the checkpoint contained all
-        weights of this rank. Collective."""
+        """Gather the weights before the last update from the shards that each rank loaded. If the checkpoint does not
+        contain the weights before the last update, the newest weights are used instead. Return True if the checkpoint
+        contained all weights of this rank. Collective."""
         complete = True
         for shard in self.versioned:
             pieces = shard.pieces({PREVIOUS: shard.previous})

@@ -1,7 +1,7 @@
 """Grammar of --pipeline-model-parallel-layout, which lists pipeline stages by hand. This module does not import torch.
 
 A stage is a sequence of E (embedding), t (transformer layer), m (multi-token prediction module) and L (norm, head and
-loss). The character | separates stages. The symbol m may only stand directly before L. Multi-token prediction modules
+loss). The character | separates stages. The symbol m may occur only directly before L. Multi-token prediction modules
 use the output head of L. A symbol or a group in parentheses is repeated by *n: `Et*3|(tt|)*2mL` is `Ettt|tt|tt|mL`.
 Commas and spaces are ignored.
 """

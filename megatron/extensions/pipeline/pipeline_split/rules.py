@@ -32,8 +32,8 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _of_layout(p: ModelParallelConfig, text: str, message: str) -> Problem:
-    """Report an invalid division into pipeline stages. Either the text cannot be parsed, or the stages do not match the
-    model, or the schedule does not support this number of stages."""
+    """Report an invalid division into pipeline stages. A division is invalid if the text cannot be parsed, if the
+    stages do not match the model, or if the schedule does not support the number of stages."""
     if message.startswith(LAYOUT):
         rule, _, remedy = message.removeprefix(f"{LAYOUT} {text}: ").partition("; ")
         return Problem(LAYOUT, text, rule, remedy)

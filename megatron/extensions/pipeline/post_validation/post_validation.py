@@ -2,11 +2,11 @@
 
 Qi et al., arXiv 2401.10241, section 4. Without post-validation, a step waits for the norm, and therefore for the last
 backward pass of the slowest pipeline stage. With post-validation, each stage starts the reduction of the norm, and
-updates its parameters without waiting for the result. At this point, the stage does not clip its gradients. It skips
-the update only if its own gradients are not finite. After its update, the stage runs the first forward passes of the
-next step. The norm is checked by the action VALIDATE, which precedes the first backward pass of the next step. If the
-step should have been clipped or skipped on any rank, all ranks roll back, repeat the update with the correct factor,
-and repeat the forward passes.
+updates its parameters without waiting for the result. At this point, the stage does not clip its gradients, and it
+skips the update only if the stage's own gradients are not finite. After its update, the stage runs the first forward
+passes of the next step. The norm is checked by the action VALIDATE, which precedes the first backward pass of the next
+step. If the step should have been clipped or skipped on any rank, all ranks roll back, repeat the update with the
+correct factor, and repeat the forward passes.
 
 The paper rolls back an update by reversing its arithmetic in place, which causes rounding errors. Here, states are
 copied before the update, so that a step that was rolled back and repeated is bit-equal to a step that waited for the
@@ -178,7 +178,7 @@ class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
         if action.kind is not Kind.VALIDATE:
             super().handle(action)
         elif self.validate():
-            self.drop()  # no message crosses VALIDATE, so none is lost
+            self.drop()  # no message is in flight during VALIDATE
             raise StaleForwards
 
 

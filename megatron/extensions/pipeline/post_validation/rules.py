@@ -24,8 +24,8 @@ def without_use(c: RunConfig) -> RunConfig:
 
 
 def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Report features that post-validation does not support. A rollback restores everything that the update changed
-    from copies. All forward passes since the update are then repeated."""
+    """Report features that post-validation does not support. A rollback uses copies to restore everything that the
+    update changed. All forward passes since the update are then repeated."""
     if c.parallel.pipeline_model_parallel_size == 1:
         yield Problem.no_effect(SWITCH, None, "--pipeline-model-parallel-size above 1")
         return

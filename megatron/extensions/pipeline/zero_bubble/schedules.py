@@ -28,8 +28,8 @@ def zb_h1(p: int, m: int) -> Schedule:
 
 
 def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
-    """Return ZB-H2 (arXiv 2401.10241, section 2.2). It has twice as many initial forward passes as ZB-H1, which reduces
-    the bubble to (p - 1)(F + I - 2W). A rank keeps activations of up to 2p - 1 microbatches.
+    """Return ZB-H2 (arXiv 2401.10241, section 2.2). ZB-H2 has twice as many initial forward passes as ZB-H1, which
+    reduces the bubble to (p - 1)(F + I - 2W). A rank keeps activations of up to 2p - 1 microbatches.
 
     With `in_turns`, forward passes and input gradients alternate in the steady state, and each rank runs one more
     initial forward pass. A message to the next rank arrives one turn later, and its answer arrives another turn later.

@@ -60,7 +60,7 @@ class Call:
     include_usage: bool
     echo: bool
     prompts: list[str]
-    """If the request asks to echo prompts, the prompt text of each choice."""
+    """Prompt text of each choice. The list is empty unless the request asks to echo prompts."""
 
     n: int
     id: str

@@ -89,8 +89,8 @@ class GroupsByBestExpert(Adapter):
 
 
 class FirstLayersDense(Adapter):
-    """Adapter for models whose first layers are dense. In config.json, either the kinds of all layers are listed, or
-    all layers or every N-th layer after the dense layers are MoE layers."""
+    """Adapter for models whose first layers are dense. In config.json, the kinds of all layers are listed, or an
+    interval N is given. With an interval, every N-th layer after the dense layers is an MoE layer."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if hf.get("mlp_layer_types"):
@@ -128,7 +128,8 @@ class ListedLayersDense(Adapter):
 
 
 class LayersWithExperts(Adapter):
-    """MoE layers: given by a list, or every N-th layer (Llama 4)."""
+    """Adapter for the MoE layers of Llama 4. In config.json, the MoE layers are listed, or every N-th layer is an MoE
+    layer."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"moe_layer_freq": moe_layers_from_hf(hf)}
@@ -168,16 +169,16 @@ class PeriodsOfLayers(Adapter):
 
 
 def _period(of: str, layers: Sequence[bool]) -> dict[str, int]:
-    """Return the period and the offset of the selected layers: the layers `offset`, `offset` + `period` and so on are
-    selected. The result is wrong if the selected layers are not periodic."""
+    """Return the period and the offset that describe which layers are selected. The selected layers are `offset`,
+    `offset` + `period` and so on. The result is wrong if the selected layers are not periodic."""
     first, *others = [number for number, chosen in enumerate(layers) if chosen] or [len(layers)]
     period = others[0] - first if others else len(layers) + 1
     return {f"{of}_layer_period": period, f"{of}_layer_offset": first}
 
 
 class RecurrentBlocks(Adapter):
-    """Repeating layer kinds, an embedding scale, and an MLP width that is the sum of the gate and up widths
-    (RecurrentGemma)."""
+    """Adapter for RecurrentGemma: a repeating sequence of layer kinds, an embedding scale, and an MLP width that is the
+    sum of the gate and up widths."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         kinds = list(islice(cycle(entries(hf, "block_types")), whole(fields, "num_layers")))
@@ -312,7 +313,8 @@ class ChunksAndTemperature(Adapter):
 
 
 class SelectingLayers(Adapter):
-    """Layers that select keys, and layers that reuse an earlier layer's selection (GLM with sparse attention)."""
+    """Adapter for GLM with sparse attention. Some layers select the keys to attend to; the other layers reuse the
+    selection of an earlier layer."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | selections_from_hf(hf)

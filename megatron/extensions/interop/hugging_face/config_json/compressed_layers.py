@@ -52,7 +52,7 @@ def _ratios(hf: Values) -> list[object]:
 
 def _kinds(hf: Values) -> list[object]:
     """Return the kind of each layer. The kinds are read from layer_types or, in older files, from compress_ratios.
-    Otherwise, they are the defaults of the transformers class."""
+    If config.json lacks both keys, the default kinds of the transformers class are returned."""
     older = entries(hf, "compress_ratios")
     if unknown := [ratio for ratio in {*older} if ratio not in KIND_OF_RATIO]:
         raise ValueError(f"config.json: compress_ratios has {sorted(unknown, key=str)}, supported: 0, 4 and 128")
@@ -114,9 +114,9 @@ def _both_rotary(hf: Values) -> Fields:
 
 
 def compressed_to_hf(config: TransformerConfig, stated: Values, scaling: Values) -> Fields:
-    """Return the config.json keys for the layers of a model with compressed attention. In addition to the ratios 0 and
-    4, the model may have at most one more compression ratio. `scaling` contains the keys for context scaling of the
-    compressed keys' rotary embedding.
+    """Return the config.json keys for the layers of a model with compressed attention. The model may have at most one
+    compression ratio other than 0 and 4. `scaling` contains the keys for context scaling of the compressed keys' rotary
+    embedding.
     """
     layers, given = config.num_layers, stated["csa_compress_ratios"]
     ratios = layer_numbers(given if isinstance(given, str) else "", layers, least=0)

@@ -9,15 +9,15 @@ from megatron.extensions.interop.hugging_face.config_json.read_layers import cou
 from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 OF_LAYERS = "per_layer_config"
-"""Key of config.json with settings for individual layers. Its value maps a layer number, as a string, to the settings
-of that layer."""
+"""Key of config.json with settings for individual layers. The value of the key maps layer numbers, as strings, to the
+settings of the layers."""
 
 
 class WidthsOfGlobalHeads(Adapter):
     """Adapter for the head width and the number of query groups in layers without a sliding window. Older files contain
-    the head width and the number of query groups in separate keys. Newer files contain them for each of these layers
-    individually. This adapter reads the values of the last layer, and `_of_single_layers` checks that the settings of
-    all layers match the result."""
+    the head width and the number of query groups in separate keys. Newer files contain the head width and the number of
+    query groups individually for each layer without a sliding window. This adapter reads the values of the last layer,
+    and `_of_single_layers` checks that the settings of all layers match the result."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         local = windows(hf, family)
@@ -86,8 +86,8 @@ class LayersWithoutKeys(Adapter):
 
 
 class SizeOfLayerEmbeddings(Adapter):
-    """Size of per-layer embeddings; 0 if there are none. The tables of these embeddings have one row per token of the
-    model's vocabulary."""
+    """Adapter for the size of Gemma 4's per-layer embeddings, which is 0 if a model has none. The tables of these
+    embeddings have one row per token of the model's vocabulary."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         size = whole(hf, "hidden_size_per_layer_input")

@@ -1,5 +1,5 @@
-"""Keys of config.json with separate values for layers with and without a sliding window. This module does not import
-torch."""
+"""Adapters for config.json keys whose values differ between layers with and without a sliding window. This module does
+not import torch."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ class RotaryOfKinds(Adapter):
 
 
 def _rotates(layers: list[tuple[bool, bool]], local: bool) -> set[bool]:
-    """Return a set that contains True if some layers of one kind have a rotary embedding, and False if some lack it.
-    The kind is sliding-window layers if `local` is True, and all other layers otherwise."""
+    """Return which values the flag `rotated` takes in one kind of layer. Each layer is a pair (has a sliding window, is
+    rotated). If `local` is True, only layers with a sliding window are considered; otherwise, only layers without
+    one."""
     return {rotated for window, rotated in layers if window == local}
 
 
@@ -108,8 +109,8 @@ class ConvolutionsAndWindows(Adapter):
 
 
 class KimiHeadsOfModel(Adapter):
-    """Adapter for the Kimi Delta Attention of Ling 3.0. It has the same number of heads as the other attention layers,
-    and a lower bound on decays."""
+    """Adapter for the Kimi Delta Attention of Ling 3.0. Kimi Delta Attention layers of this model have as many heads as
+    the other attention layers, and a lower bound on decays."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         heads, width = whole(hf, "num_attention_heads"), hf["linear_head_dim"] or hf["head_dim"]

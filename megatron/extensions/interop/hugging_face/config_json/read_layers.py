@@ -164,7 +164,8 @@ def listed_layers(
         hf: Values of config.json.
         key: Key that lists the kinds of all layers.
         kinds: The two supported kinds.
-        usual: Function that returns the default for a layer number if the key is missing. True selects the second kind.
+        usual: Function that returns the default for a layer number if the key is missing. In the result, True stands
+            for the second kind.
     """
     layers = whole(hf, "num_hidden_layers") if "num_hidden_layers" in hf else 0
     found = entries(hf, key) or [kinds[bool(usual(layer))] for layer in range(layers)]
@@ -176,8 +177,8 @@ def listed_layers(
 
 
 def chunks_from_hf(hf: Values) -> Fields:
-    """Return the attention chunk size and the layers with chunked attention. By default, the layers with a rotary
-    embedding have chunked attention."""
+    """Return the attention chunk size and the layers with chunked attention. If config.json does not list the layers
+    with chunked attention, all layers with a rotary embedding have chunked attention."""
     rotated = [] if hf["layer_types"] else rotated_layers(hf)
     local = listed_layers(hf, "layer_types", (FULL, CHUNKED), lambda layer: rotated[layer])
     if hf["attention_chunk_size"] is None or not any(local):
@@ -194,7 +195,7 @@ def selecting(period: int, offset: int, layers: int) -> list[bool]:
 
 def selections_from_hf(hf: Values) -> Fields:
     """Return the fields that specify which layers have an indexer, which selects the keys that a query attends to.
-    These layers must be the first layers of the model and every N-th layer after them."""
+    Layers with an indexer must be the first layers of the model and every N-th layer after them."""
     period = count(hf, "index_topk_freq")
     offset = whole(hf, "index_skip_topk_offset")
     layers = whole(hf, "num_hidden_layers")

@@ -87,7 +87,7 @@ def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fi
 def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_layer: bool) -> Fields:
     """Return the fields for rotary scaling, which extends a model to longer contexts."""
     kind = rotary.get("rope_type", rotary.get("type", "default"))
-    if kind in ("llama3", "yarn"):  # precedence: the class's key, then the object's key, then the longest context
+    if kind in ("llama3", "yarn"):  # the key outside the object takes precedence
         beside = "original_max_position_embeddings" in family.class_defaults and not by_kind_of_layer
         rotary["original_max_position_embeddings"] = (
             (beside and hf["original_max_position_embeddings"])
@@ -113,8 +113,8 @@ def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_l
 
 
 def _may_be_proportional(family: Family) -> bool:
-    """Return True if models of a family may use proportional rotary frequencies. This is assumed if the family's
-    default configuration uses them."""
+    """Return True if models of a family may use proportional rotary frequencies. A family may use proportional rotary
+    frequencies if its default configuration does."""
     return table(table(family.defaults, "rope_parameters"), FULL).get("rope_type") == PROPORTIONAL
 
 

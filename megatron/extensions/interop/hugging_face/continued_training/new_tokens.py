@@ -104,8 +104,8 @@ def _sum_of_rows(rows: Tensor) -> Tensor:
 
 
 def rows_of_tokens(path: Path, vocab_size: int) -> tuple[int, str]:
-    """Return how many embedding rows of a folder belong to tokens, and a description of these rows. The other rows are
-    padding.
+    """Return how many embedding rows of a folder belong to tokens, and a description of these rows. The folder's
+    remaining embedding rows are padding.
 
     If the folder contains a readable tokenizer, the number of rows is the tokenizer's vocabulary size. If the tokenizer
     cannot be read, all rows are assumed to belong to tokens.

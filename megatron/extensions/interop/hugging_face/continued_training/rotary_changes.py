@@ -56,9 +56,9 @@ def replaced_scaling(model: TransformerConfig, own: Mapping[str, object], given:
 def longest_sequence(
     model: TransformerConfig, own: Mapping[str, object], source: Path, given: Collection[str]
 ) -> tuple[dict[str, object], list[Problem]]:
-    """Return a new max_position_embeddings, if sequences are longer than the folder's config.json allows, and the
-    problems. Longer sequences are a problem if they exceed a learned table, or if no flag confirms that they are
-    intended.
+    """Check whether the run's sequences are longer than the folder's config.json allows. Returns a dict with the new
+    max_position_embeddings, which is empty if no change is needed, and a list of problems. Longer sequences are a
+    problem if they exceed a learned table, or if no flag confirms that they are intended.
 
     Args:
         model: Model of the folder.

@@ -102,8 +102,8 @@ class Generation:
 
     finish_reason: str | None = None
     """Reason for the end of the text: "stop" (a stop string or a token of `stop_ids`), "eos" (a token of `eos_ids`),
-    "length" (`max_new_tokens` or the model's maximum length), "cancelled", or "error". None while tokens are still
-    being generated."""
+    "length" (`max_new_tokens` or the model's maximum length), "cancelled", or "error". The field is None while tokens
+    are still being generated."""
 
     error: str | None = None
     """Error that prevented or ended the text."""
@@ -118,7 +118,7 @@ class Engine:
 
     At most `rows` texts are generated at the same time. If all rows are occupied, further requests wait in a queue
     until a row becomes free. A forward pass over several prompts reads at most `prefill_tokens` tokens, including
-    padding. A longer prompt is read in a pass of its own. `detokenize` is needed to return text or to support stop
+    padding. A longer prompt is read in a separate pass. `detokenize` is needed to return text or to support stop
     strings.
     """
 
@@ -136,7 +136,7 @@ class Engine:
         self.longest, self.vocab_size = runner.config.max_positions, runner.config.vocab_size or 0
         self.waiting: deque[Generation] = deque()
         self.growing: list[Generation] = []
-        """Active generation in each row of the cache."""
+        """Active generations; entry i occupies row i of the cache."""
         self._drop: list[int] = []
 
     @property
@@ -284,7 +284,7 @@ class Engine:
         except Exception as error:
             for generation in rows:
                 generation.error = f"its text cannot be continued: {type(error).__name__}: {error}"
-                generation.stream = None  # decoding this text may have failed
+                generation.stream = None  # decoding its text may have failed
                 self._end(generation, "error")
 
     def _add(self, generation: Generation, token: int, logits: Tensor) -> None:

@@ -16,8 +16,8 @@ from megatron.core.batch import CachedCore
 from megatron.core.config.layers import Span
 
 GROWTH = 64
-"""The number of columns in the cache is a multiple of this number. If more columns are needed, their number grows by at
-least half."""
+"""The number of columns in the cache is a multiple of GROWTH. If more columns are needed, their number is increased by
+at least 50%."""
 
 
 class KeyValueCache:
@@ -58,8 +58,8 @@ class KeyValueCache:
         self.lengths.pop()
 
     def columns_of(self, layer: int, new: Sequence[Tensor], rows: int, columns: int) -> tuple[Tensor, ...]:
-        """Return the cache tensors of a layer, [rows, groups, columns, width]. They have at least `rows` rows and
-        `columns` columns, and are enlarged if necessary."""
+        """Return the cache tensors of a layer, [rows, groups, columns, width]. The cache tensors are enlarged if they
+        have fewer than `rows` rows or `columns` columns."""
         old = self._layers.get(layer)
         have = (0, 0) if old is None else (old[0].shape[0], old[0].shape[2])
         if old is None or have[0] < rows or have[1] < columns:
@@ -110,7 +110,7 @@ class Cached:
         self.width = width
         self.rows, self.columns = len(counts), max(past) + width
         self.fresh = not any(past)
-        """True if no row has earlier tokens. Attention is then the same as without a cache."""
+        """True if no row has earlier tokens. If no row has earlier tokens, attention is the same as without a cache."""
         self._past = torch.tensor(past, device=device)
         self.positions = self._past[:, None] + torch.arange(width, device=device)
         """Positions of the new tokens, [b, s]."""
@@ -162,8 +162,8 @@ class Cached:
         """Compute attention: q [s, b, heads, d], k [b, groups, columns, d], v [b, groups, columns, dv] -> [s, b, heads,
         dv].
 
-        Scores are fp32, or fp64 for fp64 operands. Logit soft-capping, ALiBi slopes [heads] and attention sinks [heads]
-        are applied as in `TorchKernel` and `add_sinks_`.
+        Attention scores are computed in fp32, or in fp64 if the operands are fp64. Logit soft-capping, ALiBi slopes
+        [heads] and attention sinks [heads] are applied as in `TorchKernel` and `add_sinks_`.
         """
         s, b, heads, _ = q.shape
         groups = k.shape[1]

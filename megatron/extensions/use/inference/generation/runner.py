@@ -87,7 +87,7 @@ class StageRunner:
         leader, last = self.control.ranks[0], self.layout.rank_of(self.layout.num_stages - 1)
         self.leads = self.control.rank == 0
         self.source = self.pp.ranks[last] if self.leads else None
-        """Rank that sends the logits to the leader. None on all ranks except the leader."""
+        """Rank that sends the logits to the leader. On other ranks than the leader, this field is None."""
         self.sends_to = leader if self.pp.ranks[0] == leader and self.pp.rank == last else None
         self.cache = KeyValueCache()
         wire = "cpu" if self.control.group is None or dist.get_backend(self.control.group) == "gloo" else self.device
@@ -128,12 +128,12 @@ class StageRunner:
         rows = [[*tokens, *[0] * (cached.width - len(tokens))] for tokens in step.tokens]
         tokens = torch.tensor(rows, device=self.device)
         nothing = torch.zeros_like(tokens)
-        positions = cached.positions.clamp(max=self.config.max_positions - 1)  # padding may be longer
+        positions = cached.positions.clamp(max=self.config.max_positions - 1)  # clamp padding
         batch = Batch(tokens, nothing, nothing, nothing[:, 0], positions)
         with self.p2p.shaped((cached.width // self.multiple, len(rows), self.config.residual_size)):
             ended = self.executor.run(self._actions, [(batch, cached)], last_forward=lambda last, *given: last(*given))
         found = None
-        for hidden in ended:  # empty on ranks without the last stage
+        for hidden in ended:  # no results without the last stage
             model = self.stages[self.layout.num_stages - 1]
             hidden = all_gather(hidden, model.tp) if model.sequence_parallel else hidden
             found = self._outputs(model, hidden, tokens, counts, step)
@@ -187,7 +187,7 @@ def next_logits(model: GPTModel, hidden: Tensor) -> Tensor:
     """Compute, on the last stage, the logits [n, vocab_size] of the next token for each row of the unsharded hidden
     states [n, h]."""
     assert model.output_layer is not None, "only the last stage has logits"
-    logits = model.output_layer(hidden[None])  # dim 0: one copy per sequence-parallel rank
+    logits = model.output_layer(hidden[None])  # sequence parallelism: one copy per rank
     return model.whole_logits(logits[:1])[0]
 
 

@@ -33,8 +33,9 @@ class Sampling:
     """Choose from tokens with at least this fraction of the probability of the most likely token (arXiv:2407.01082)."""
 
     repetition_penalty: float = 1.0
-    """Repetition penalty for tokens that already occur in the prompt or in the new text. Their positive logits are
-    divided by this factor, and their negative logits are multiplied by it (CTRL, arXiv:1909.05858, section 4.1)."""
+    """Repetition penalty for tokens that already occur in the prompt or in the new text. Positive logits of these
+    tokens are divided by the penalty, and negative logits are multiplied by the penalty (CTRL, arXiv:1909.05858,
+    section 4.1)."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -84,7 +85,8 @@ class Sampling:
         cumulative = probabilities.cumsum(-1)
         drawn = uniform.to(cumulative)[:, None] * cumulative[:, -1:]
         choice = torch.searchsorted(cumulative, drawn, right=True)
-        # The upper bound prevents rounding from choosing an excluded token. It is -1 if the probabilities are NaN.
+        # This upper bound prevents rounding from choosing an excluded token. The bound is -1 if the probabilities are
+        # NaN.
         last = (probabilities > 0).sum(-1, keepdim=True) - 1
         return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)
 
