@@ -91,5 +91,5 @@ def _no_use(c: RunConfig) -> Iterator[Problem]:
         yield Problem(SCHEDULE, NAME, rule, "raise --log-interval", harmless=True)
         return
     if has_tied_stages(c.model, c.parallel):
-        rule = "has a pipeline bubble, because the embedding gradients are summed over the first and the last rank"
+        rule = "has a bubble, because the embedding gradients are summed over the first and the last rank"
         yield Problem(SCHEDULE, NAME, rule, "use --untie-embeddings-and-output-weights", harmless=True)
