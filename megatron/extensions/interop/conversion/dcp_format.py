@@ -92,8 +92,8 @@ class DCPSource(Source):
 
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:
         """Return a complete, unsharded parameter. If `wanted` is the stored dtype, the model's parameter is returned.
-        Otherwise, the optimizer's main parameter is returned if the checkpoint contains it. If the user requested
-        averaged weights, the averages are returned for trained parameters.
+        If the dtypes differ, the optimizer's main parameter is returned, provided that the checkpoint contains it. If
+        the user requested averaged weights, the averages are returned for trained parameters.
         """
         if self.averages is not None and (average := f"{self.averages}{name}") in self.checkpoint.tensors:
             return self.checkpoint.read(average).to(self.dtype(name, wanted))

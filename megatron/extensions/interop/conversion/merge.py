@@ -37,8 +37,8 @@ class Selection:
     peak learning rate."""
 
     iterations: Sequence[int] = ()
-    """Iterations of checkpoints. If there is a single input, they select the checkpoints to merge. If there are several
-    inputs, they are the iterations of these inputs."""
+    """Iterations of the checkpoints to merge. With a single input, the iterations select checkpoints in the folder.
+    With several inputs, entry i is the iteration of input i."""
 
 
 @dataclass(frozen=True)

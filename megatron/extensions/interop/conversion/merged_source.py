@@ -36,8 +36,8 @@ class MergedSource(Source):
     fp64, and otherwise in fp32. For each tensor, a process holds only the sum and the tensor of one model in memory,
     regardless of the number of models. If the run trained in 16-bit precision, the optimizer's fp32 weights are
     averaged instead of the 16-bit weights. The configuration and the progress are taken from the last model whose
-    checkpoint records its progress. If no checkpoint does, they are taken from the last model. The tokenizer files are
-    taken from the last model that has tokenizer files.
+    checkpoint records its progress. If no checkpoint records its progress, the last model's configuration is used. The
+    tokenizer files are taken from the last model that has tokenizer files.
 
     Raises ValueError if the models differ. Reading raises ValueError if a tensor is not finite.
     """
@@ -66,7 +66,8 @@ class MergedSource(Source):
             yield f"not all models have {few(lost, 3)}; these tensors are initialized as in a new model"
 
     def dtype(self, name: str, wanted: torch.dtype | None) -> torch.dtype:
-        """Return `wanted`. If it is None, return the dtype that results from type promotion of the models' dtypes."""
+        """Return `wanted`. If `wanted` is None, return the dtype that results from type promotion of the models'
+        dtypes."""
         return wanted or reduce(torch.promote_types, (part.source.dtype(name, None) for part in self.parts))
 
     def read(self, name: str, wanted: torch.dtype | None) -> Tensor:

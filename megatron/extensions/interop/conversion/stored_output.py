@@ -19,7 +19,8 @@ from megatron.core.dist_checkpointing.path_kind import PATH_KINDS, kind_of
 @contextmanager
 def written_locally(output: PurePath, force: bool | None = False) -> Iterator[Path]:
     """Context manager that yields a local folder, into which the `with` block writes its output. The local folder is
-    `output` itself if `output` is local. Otherwise it is a temporary folder, which is uploaded if the block succeeds.
+    `output` itself if `output` is local. If `output` is remote, the local folder is a temporary folder, which is
+    uploaded if the block succeeds.
 
     Raises ValueError if `output` cannot be written. Also raises ValueError if `output` exists, unless `output` is a
     model and `force` permits replacing it.

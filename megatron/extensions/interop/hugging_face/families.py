@@ -103,7 +103,7 @@ class Family:
     """Maps alternative spellings of parts of tensor names to the usual spellings."""
 
     left_out: Sequence[str] = ()
-    """Prefixes of the names of tensors to ignore. The transformers model class also ignores these tensors."""
+    """Prefixes of the names of tensors to ignore. Such tensors have no module in the transformers model class."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps alternative spellings of config.json keys to the usual spellings."""
@@ -112,8 +112,8 @@ class Family:
     """Maps the usual name of a key with special rules to its name in this family's config.json."""
 
     multi_token: Sequence[Rule] = ()
-    """Rules for the weights of multi-token prediction modules. Empty if the family's files do not contain these
-    weights."""
+    """Rules for the weights of multi-token prediction modules. The sequence is empty if the family's files contain no
+    multi-token prediction modules."""
 
     copies: Mapping[str, str] = field(default_factory=dict)
     """Maps the names of additional tensors in multi-token prediction modules to the parameters that these tensors
@@ -244,7 +244,7 @@ def _stands(key: str, value: object, family: Family) -> bool:
 
 def inner_values(hf_config: Values, family: Family) -> Fields:
     """Return values in nested objects of config.json, keyed by `object.key`. A nested object is included only if the
-    family's tables contain keys of the form `object.key` for it."""
+    family's tables contain a key of the form `object.key`."""
     found: Fields = {}
     nested = (known for known in (*family.keys, *family.defaults, *family.aliases) if "." in known)
     for outer in {known.partition(".")[0] for known in nested}:

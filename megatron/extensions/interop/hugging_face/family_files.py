@@ -2,9 +2,9 @@
 import torch.
 
 The file NAME.json describes the `model_type` NAME. The file contains keys of `Family` and the rules for the family's
-weights. If the file contains the key `like`, it extends another family or a base. Raises ValueError if a key is
-unknown, if a value has the wrong type, or if a name is unknown. The message is one line that states the file, the key
-and the rule. If a family file lists the supported values of a key, the first value is the default.
+weights. A file with the key `like` extends another family or a base. Raises ValueError if a key is unknown, if a value
+has the wrong type, or if a name is unknown. The message is one line that states the file, the key and the rule. If a
+family file lists the supported values of a key, the first value is the default.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class Pieces(Layout):
     permuted dims."""
 
     pattern: str | tuple[str, ...] = "... -> ..."
-    """Rearrangement pattern, such as "(g n d) ... -> g n d ...". Left of the arrow are the dims of the Hugging Face
-    tensor, and right of it the dims of the piece.
+    """Rearrangement pattern, such as "(g n d) ... -> g n d ...". The left side of the arrow lists the dims of the
+    Hugging Face tensor, and the right side lists the dims of the piece.
 
     Axes in parentheses form one dim in row-major order. In a pattern, "1" is a dim of size 1, and "..." stands for all
     other dims. If the pieces have different patterns, `pattern` is a tuple with one pattern for each piece.

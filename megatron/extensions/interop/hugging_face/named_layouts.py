@@ -67,7 +67,7 @@ def _gate_and_up(config: TransformerConfig) -> Mapping[str, int]:
 
 
 MLPS_AND_EXPERTS: dict[str, Layout] = {
-    # Phi 3, GLM: [2 * ffn, h], all gates before all ups. Granite's MoE layers: the same with a leading dim [experts].
+    # Phi 3, GLM: [2 * ffn, h], all gates before all ups. Granite's MoE layers: [experts, 2 * ffn, h].
     "GateUpRows": Pieces("(pair o) ... -> pair o ...", _gate_and_up),
     "ExpertGateUpRows": Pieces("e (pair o) ... -> e pair o ...", _gate_and_up),
     # Mixtral: two tensors for each expert. The parameter is [experts, 2, ffn, h].

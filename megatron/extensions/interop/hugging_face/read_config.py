@@ -114,8 +114,8 @@ IDLE = {
     *("rope_scaling", "rope_parameters", "attn_implementation", "_attn_implementation", "tie_word_embeddings"),
     *("transformers_weights", "layer_types", "output_attentions"),
 }
-"""Keys of config.json that are known for every family, so that the tables of a family need not contain them. Either the
-keys do not describe the model, or they are read in the same way for all families."""
+"""Keys of config.json that are known for every family, so that the tables of a family need not contain them. Some of
+the keys do not describe the model; the others are read in the same way for all families."""
 
 
 OLDER = ("compress_ratios", "compress_rate_csa", "compress_rate_hca", "num_hash_layers", "qk_rope_head_dim")
@@ -212,8 +212,8 @@ def _out_of_bounds(config: TransformerConfig) -> list[str]:
 
 
 def _of_single_layers(hf: Values, family: Family, config: TransformerConfig) -> Iterator[str]:
-    """Yield a problem if per-layer settings contradict the other keys. Some transformers classes write the same
-    settings in both forms."""
+    """Yield a problem if per-layer settings contradict the other keys. Some transformers classes write settings both
+    for individual layers and for the whole model."""
     given = hf.get(LAYER_BY_LAYER) or {}
     layers = {number: own for number, own in given.items() if isinstance(own, dict)} if isinstance(given, dict) else {}
     if not isinstance(given, dict) or len(layers) < len(given):

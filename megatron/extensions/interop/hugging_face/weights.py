@@ -88,8 +88,8 @@ class HFWeights:
             raise ValueError(f"weights of model_type {model_type}: {few(problems, 8)}")
 
     def _misfit(self, placement: Placement) -> list[str]:
-        """Return a list with an error message if the tensors of a parameter do not match the model. The list is empty
-        if they match."""
+        """Return a list with an error message if the tensors of a parameter do not match the model, and an empty list
+        otherwise."""
         tensors, names = [self._tensors[name] for name in placement.theirs], ", ".join(placement.theirs)
         try:
             found = [list(tensor.shape) for tensor in tensors]
@@ -123,7 +123,7 @@ class HFWeights:
         """Raise ValueError if the files contain two versions of tied weights that differ.
 
         Files may contain a copy of the embedding as the output head, and copies of the embedding or the output head in
-        multi-token prediction modules. This method reads the copies and the original tensors.
+        multi-token prediction modules. To compare them, this method reads the copies and the original tensors.
         """
         for copy in self.copies:
             (name,), (original,) = copy.theirs, self.placements[copy.meta.name].theirs

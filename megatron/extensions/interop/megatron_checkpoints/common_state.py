@@ -28,8 +28,8 @@ class _Plain:
 
 
 HARMLESS = tuple((module, name) for module, names in DATA["unpickled"].items() for name in names.split())
-"""Pairs (module, class name). Megatron-LM's saved arguments contain instances of these classes, which are loaded
-without importing the classes."""
+"""Pairs (module, class name) of classes whose instances occur in Megatron-LM's saved arguments. Instances are loaded
+without importing these classes."""
 
 
 def load_common(path: Path) -> dict[str, object]:
@@ -94,8 +94,8 @@ def args_of(common: Mapping[str, object], path: Path) -> dict[str, object]:
 
 def update_count(optimizer: object) -> int | None:
     """Return the number of optimizer updates, which is the value of every key `step` or `common_step` at any depth.
-    Returns None if there are no such keys. Raises ValueError if the keys `step` and `common_step` have different
-    values."""
+    Returns None if there is no key `step` or `common_step`. Raises ValueError if the keys `step` and `common_step` have
+    different values."""
     counts: set[int] = set()
 
     def search(value: object) -> None:

@@ -310,7 +310,7 @@ class LegacyTensors:
 
 
 def _tensors_of(model: object, path: Path, prefix: str = "") -> Held:
-    """Return the tensors of a model chunk, keyed by their current names. The tensors have the same order as the chunk's
+    """Return the tensors of a model chunk, keyed by their current names. The dict has the same order as the chunk's
     parameters."""
     if not isinstance(model, Mapping):
         raise ValueError(f"{path} contains a {type(model).__name__} instead of a model")

@@ -53,8 +53,8 @@ def config_of(args: Mapping[str, object], padding_counts: bool) -> RunConfig:
     model.
 
     If `padding_counts` is True, padding rows of the vocabulary are treated as tokens. The softmax in Megatron-LM's loss
-    includes padding rows; in this program, it includes only tokens. Therefore, `padding_counts` must be True if the run
-    is to continue with the same loss.
+    includes padding rows; this program's softmax includes only tokens. Therefore, `padding_counts` must be True if the
+    run is to continue with the same loss.
     """
     _check(args := _translated(args))
     values: dict[str, dict[str, object]] = {}

@@ -75,7 +75,7 @@ class TorchDistTensors:
     """Parameters of a model, read from a torch_dist checkpoint. `MegatronSource` reads tensors through this class.
 
     Older versions of Megatron-LM flatten optimizer states: a tensor that is divided into a grid of blocks is stored as
-    [grid..., elements of a block]. The original shape of such a tensor is stored in the checkpoint's index.
+    [grid..., elements of a block]. The checkpoint's index contains the original shapes of flattened tensors.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -5,13 +5,14 @@ have their own names. Each Megatron-LM tensor is a parameter of this program in 
 query groups, heads and channels into one dim. Megatron-LM also merges gate and up into one dim. In a HybridModel, each
 sublayer is a separate layer, also in multi-token prediction modules, and hyper-connections wrap each of these layers.
 Parameters whose names differ between Megatron-LM and this program are listed in three tables of `names.json`. A row of
-`renamed` replaces the beginning of a parameter's name within its layer. If the row contains `beside`, it applies only
-to layers that also have a parameter whose name begins with `beside`. A tensor is written under all names in `theirs`
-and can be read from any of these names. Rows of `kinds` describe parameters that Megatron-LM splits into several
-tensors, one for each kind of channel, such as queries and keys. In Megatron-LM, a tensor with one kind of channel
-contains all groups; in this program's parameter, all channels of a group are adjacent. For some kinds, the number of
-channels per group is the last dim of another parameter of the module, divided by the number of groups. The channels
-that remain are divided equally among the other kinds. Rows of `older` rename tensors from before Megatron core.
+`renamed` replaces the beginning of a parameter's name within its layer. A row with the key `beside` applies only to
+layers that also have a parameter whose name begins with the value of `beside`. A tensor is written under all names in
+`theirs` and can be read from any of these names. Rows of `kinds` describe parameters that Megatron-LM splits into
+several tensors, one for each kind of channel, such as queries and keys. In Megatron-LM, a tensor with one kind of
+channel contains all groups; in this program's parameter, all channels of a group are adjacent. For some kinds, the
+number of channels per group is the last dim of another parameter of the module, divided by the number of groups. The
+channels that remain are divided equally among the other kinds. Rows of `older` rename tensors from before Megatron
+core.
 """
 
 from __future__ import annotations

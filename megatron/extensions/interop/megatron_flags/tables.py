@@ -45,7 +45,7 @@ class SameAs:
     """True to log no notice, because the flag is a common spelling."""
 
     cost: str = ""
-    """Disadvantage of the translated flags compared with the original flag. The log contains this disadvantage."""
+    """Disadvantage of the translated flags compared with the original flag. The disadvantage is logged."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class NotBuilt:
     sets none of these other flags, this flag has no effect, because it only configures the feature."""
 
     beside: tuple[str, ...] = ()
-    """Flags that request the same feature as this flag. If the user also sets one of them, this flag has no effect."""
+    """Flags that request the same feature as this flag. If the user also sets one of these other flags, this flag has
+    no effect."""
 
     reason: str = ""
     """Reason why this flag has no effect if the user also sets a flag in `beside`."""

@@ -58,8 +58,8 @@ class MappedFiles:
 
 
 class WeightsFolder(Callback):
-    """Callback that checks the free disk space for offloaded weights. Before any space is reserved, it verifies that
-    each disk has enough space for all ranks that use the disk."""
+    """Callback that checks the free disk space for offloaded weights. Before any space is reserved, the callback
+    verifies that each disk has enough space for all ranks that use the disk."""
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
         folder = config.options(HostWeightFlags).offload_weights_folder

@@ -7,7 +7,7 @@ by part. A part is a single layer, or a group of layers that are recomputed toge
 that the part saves are copied to the host on a separate stream. The device tensors of a part are freed after the next
 part has been computed, so that the device holds the tensors of at most two parts. In the backward pass, the copies of a
 part are fetched while the backward pass of the following part computes. Fetched tensors are written to new device
-memory. Autograd frees it as soon as the backward pass no longer needs the tensors.
+memory. Autograd frees this memory as soon as the backward pass no longer needs the tensors.
 
 Saved-tensor hooks intercept the tensors that autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). The following
 tensors stay on the device:

@@ -22,8 +22,8 @@ from megatron.training.train_step import TrainStep, is_read
 
 
 class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
-    """Executor that runs some passes of the next step early. It keeps the messages and autograd graphs of these passes
-    until the next step, and selects the weight version for each pass."""
+    """Executor that runs some passes of the next step early. The executor keeps the messages and autograd graphs of
+    early passes until the next step, and selects the weight version for each pass."""
 
     optimizer: LateOptimizer
     """Optimizer that owns both versions of the weights."""

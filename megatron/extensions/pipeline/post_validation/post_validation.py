@@ -11,8 +11,8 @@ correct factor, and repeat the forward passes.
 The paper rolls back an update by reversing its arithmetic in place, which causes rounding errors. Here, states are
 copied before the update, so that a step that was rolled back and repeated is bit-equal to a step that waited for the
 norm. The copies need as much memory as a second set of this rank's shards. In the paper, stages validate one after
-another, because each stage sends the partially reduced norm to the next stage. Here, all ranks validate at the same
-time: if an update is wrong, all ranks repeat their forward passes anyway.
+another, because each stage sends the partially reduced norm to the next stage. In this program, all ranks validate at
+the same time, because all ranks must repeat their forward passes if an update is wrong.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ class PostValidatedOptimizer(DistributedOptimizer):
         self.scaler.update(False)
 
     def likely_to_stand(self) -> bool:
-        """Return True if the previous step was neither clipped nor skipped. Otherwise, the next step will probably be
-        clipped or skipped too. The caller should then wait for the norm, which costs less than rolling back an
-        update."""
+        """Return True if the previous step was neither clipped nor skipped. After a clipped or skipped step, the next
+        step will probably be clipped or skipped too. The caller should then wait for the norm, which costs less than
+        rolling back an update."""
         last, largest = self._last, self.config.clip_grad
         return last is None or not (last.skipped or (largest > 0 and last.grad_norm > largest))
 
@@ -162,9 +162,9 @@ class PostValidatedOptimizer(DistributedOptimizer):
 
 
 class StaleForwards(Exception):
-    """Raised if parameters have changed since the forward passes of an action list. The caller must run the list again
-    from the start. If one rank raises this exception, all ranks raise it. No pipeline message is in flight at this
-    point of the list."""
+    """Raised if parameters have changed since the forward passes of an action list. The caller must run the action list
+    again from its first action. If one rank raises this exception, all ranks raise it. When the exception is raised, no
+    pipeline message is in flight."""
 
 
 class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):

@@ -33,8 +33,8 @@ class Job:
     deadline: float
     tell: Callable[[Progress], object]
     generations: list[Generation] = field(default_factory=list)
-    """One generation per request. Until every generation has a finish_reason, only the engine's thread may access
-    them."""
+    """One generation per request. Only the engine's thread may access the generations until all of them have a
+    finish_reason."""
 
 
 class Busy(Exception):

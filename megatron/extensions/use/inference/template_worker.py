@@ -39,8 +39,9 @@ class TemplateWorker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def compile(self) -> dict[str, object]:
-        """Start the process. Return an empty dict if the template is valid. Otherwise, return a dict with the line
-        number (`line`) and the description (`wrong`) of the error. Raises ValueError if a limit is exceeded."""
+        """Start the process. Return an empty dict if the template is valid. If the template is invalid, return a dict
+        with the line number (`line`) and the description (`wrong`) of the error. Raises ValueError if a limit is
+        exceeded."""
         with self._lock:
             return self._start()
 

@@ -24,7 +24,7 @@ class MeanOfExperts(Adapter):
     """Adapter for models that combine shared and routed experts by a sum or a mean, and use RMSNorm or LayerNorm. The
     sliding-window pattern restarts after the dense layers.
 
-    The first layers of these models have dense MLPs. Dense layers may have a rotary embedding even if they have no
+    The first layers of Command A+ have dense MLPs. Dense layers may have a rotary embedding even if they have no
     sliding window.
     """
 

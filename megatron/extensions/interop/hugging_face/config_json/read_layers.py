@@ -164,8 +164,8 @@ def listed_layers(
         hf: Values of config.json.
         key: Key that lists the kinds of all layers.
         kinds: The two supported kinds.
-        usual: Function that returns the default for a layer number if the key is missing. In the result, True stands
-            for the second kind.
+        usual: Function that returns the default for a layer number if the key is missing. The result contains True for
+            layers of the second kind.
     """
     layers = whole(hf, "num_hidden_layers") if "num_hidden_layers" in hf else 0
     found = entries(hf, key) or [kinds[bool(usual(layer))] for layer in range(layers)]
@@ -188,8 +188,8 @@ def chunks_from_hf(hf: Values) -> Fields:
 
 
 def selecting(period: int, offset: int, layers: int) -> list[bool]:
-    """Return one bool per layer: True if the layer's indexer selects the keys to attend to. These layers are the first
-    `offset` layers and every `period`-th layer after them."""
+    """Return one bool per layer: True if the layer's indexer selects the keys to attend to. An indexer exists in the
+    first `offset` layers and in every `period`-th layer after them."""
     return [max(number - offset, 0) % period == 0 for number in range(1, layers + 1)]
 
 
@@ -219,8 +219,8 @@ def moe_layers_from_hf(hf: Values) -> str:
 
 
 def rotated_layers(hf: Values) -> list[bool]:
-    """Return one bool per layer: True if the layer has a rotary embedding. A config.json lists these bools, or every
-    N-th layer has no rotary embedding."""
+    """Return one bool per layer: True if the layer has a rotary embedding. In config.json, the layers with a rotary
+    embedding are listed, or every N-th layer has no rotary embedding."""
     interval = number(hf, "no_rope_layer_interval") if hf.get("no_rope_layer_interval") else 0
     return listed_layers(hf, "no_rope_layers", (0, 1), lambda layer: not interval or (layer + 1) % interval)
 

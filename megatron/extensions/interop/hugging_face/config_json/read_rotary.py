@@ -172,8 +172,8 @@ def by_kind(hf: Values, family: Family, key: str, without: object = None) -> tup
     """Return a pair of values: one for layers with full attention and one for layers with a sliding window. The key's
     list contains one value per layer.
 
-    Layers whose entry in the list equals `without` are ignored. If the model has no layers of one kind, the value for
-    this kind is None.
+    Layers whose entry in the list equals `without` are ignored. If the model has no layers with full attention or none
+    with a sliding window, the corresponding value is None.
     """
     listed = entries(hf, key)
     local = windows(hf, family) if hf.get("sliding_window") else [False] * whole(hf, "num_hidden_layers")

@@ -87,8 +87,8 @@ class Generation:
 
     request: Request
     tokens: list[int] = field(default_factory=list)
-    """New tokens. If a stop string ended the text, the tokens of the stop string are included. If a token ended the
-    text, this token is not included."""
+    """New tokens. If a stop string ended the text, the tokens of the stop string are included. A token that ended the
+    text is not included."""
 
     text: str = ""
     """Text of the new tokens. Characters at the end that later tokens may still change are omitted. Without a

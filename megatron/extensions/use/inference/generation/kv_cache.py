@@ -21,9 +21,9 @@ at least 50%."""
 
 
 class KeyValueCache:
-    """Cache of a model. For each attention layer, it contains keys and values, or the latents from which they are
-    projected. For each linear attention layer, it contains recurrent states. Memory use grows with the number of texts
-    and with their lengths."""
+    """Cache of a model. For each attention layer, the cache contains keys and values, or the latents from which keys
+    and values are projected. For each linear attention layer, the cache contains recurrent states. Memory use grows
+    with the number of texts and with their lengths."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []

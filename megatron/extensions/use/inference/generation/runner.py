@@ -59,11 +59,11 @@ class Outputs:
 
 
 class StageRunner:
-    """Object that runs the pipeline stages of one rank for generation. It owns the key/value cache of these stages, and
-    exchanges messages with the other ranks. `stages` maps the number of each pipeline stage on this rank to the stage's
-    module. `layout` gives the pipeline rank of each stage. `control` contains the ranks of the model, with the leader
-    first. By default, `control` contains the tensor- and pipeline-parallel ranks of `state`. If experts are sharded
-    over several data-parallel ranks, `control` must also contain these ranks.
+    """Object that runs the pipeline stages of one rank for generation. A StageRunner owns the key/value cache of the
+    rank's stages, and exchanges messages with the other ranks. `stages` maps the number of each pipeline stage on this
+    rank to the stage's module. `layout` gives the pipeline rank of each stage. `control` contains the ranks of the
+    model, with the leader first. By default, `control` contains the tensor- and pipeline-parallel ranks of `state`. If
+    experts are sharded over several data-parallel ranks, `control` must also contain these ranks.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class StageRunner:
         leader, last = self.control.ranks[0], self.layout.rank_of(self.layout.num_stages - 1)
         self.leads = self.control.rank == 0
         self.source = self.pp.ranks[last] if self.leads else None
-        """Rank that sends the logits to the leader. On other ranks than the leader, this field is None."""
+        """Rank that sends the logits to the leader. The field is None on all ranks except the leader."""
         self.sends_to = leader if self.pp.ranks[0] == leader and self.pp.rank == last else None
         self.cache = KeyValueCache()
         wire = "cpu" if self.control.group is None or dist.get_backend(self.control.group) == "gloo" else self.device
