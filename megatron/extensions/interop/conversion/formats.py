@@ -102,7 +102,7 @@ class Origin:
 
 
 def _are_ids(value: object) -> bool:
-    """Return True if a value is a token id or a list of token ids. A list is valid, because a model may have several
+    """Return True if a value is a token id or a list of token ids. Lists are accepted, because a model may have several
     tokens that end a text."""
     return all(type(each) is int and each >= 0 for each in (value if isinstance(value, list) else [value]))
 

@@ -103,7 +103,7 @@ class Family:
     """Maps alternative spellings of parts of tensor names to the usual spellings."""
 
     left_out: Sequence[str] = ()
-    """Prefixes of the names of tensors to ignore. Such tensors have no module in the transformers model class."""
+    """Name prefixes of tensors to ignore, because the transformers model class has no modules for these tensors."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps alternative spellings of config.json keys to the usual spellings."""

@@ -36,11 +36,12 @@ SCHEMA: dict[str, Any] = get_type_hints(Family) | {
 }
 """Maps each key of a file to the type of its value.
 
-`like` is the name of a base or of another family that the file extends. Each entry of `weights` is a table, the name of
-a table in weights.json, or "like" for the base's tables. Later tables override earlier tables. `layer` is the prefix
-that the names of all tensors in a layer share. A multi-token prediction module consists of a transformer layer and
-further weights. The layer's tensors have the same names as in other layers, but with the prefix `multi_token_layer`.
-`multi_token_weights` lists the weights of the module that do not belong to its transformer layer.
+`like` is the name of a base or of another family that the file extends. `weights` is a list of tables. An entry can
+also be the name of a table in weights.json, or "like", which inserts the tables of the base. Later tables override
+earlier tables. `layer` is the prefix that the names of all tensors in a layer share. A multi-token prediction module
+consists of a transformer layer and further weights. The layer's tensors have the same names as in other layers, but
+with the prefix `multi_token_layer`. `multi_token_weights` lists the weights of the module that do not belong to its
+transformer layer.
 """
 
 SCHEMA["keys"] = Mapping[str, str | None]

@@ -250,9 +250,9 @@ class OneOfThree(Layout):
 
 @dataclass(frozen=True)
 class RowsOfEachHead(Layout):
-    """Layout of a parameter that consists of some rows of each attention head in a Hugging Face tensor. The other rows
-    of the Hugging Face tensor store other parameters. When files are written, each parameter contributes a tensor in
-    which the rows of the other parameters are -0.0. The contributions are summed; adding -0.0 changes no number.
+    """Layout of a parameter that consists of some rows of each attention head in a Hugging Face tensor. The remaining
+    rows of the Hugging Face tensor store other parameters. When files are written, each parameter contributes a tensor
+    in which the rows of the other parameters are -0.0. The contributions are summed; adding -0.0 changes no number.
     """
 
     rows: Callable[[TransformerConfig], tuple[int, int, int]]

@@ -75,8 +75,8 @@ class CopyQueue:
 
 
 class Slots:
-    """Host buffers (slots) [elements], which successive chunks use in turn. An event for each buffer marks the end of
-    its last copy."""
+    """Host buffers (slots), which successive chunks use in turn. Each buffer is a tensor [elements]. An event for each
+    buffer marks the end of the last copy from or to it."""
 
     def __init__(self, number: int, elements: int, dtype: torch.dtype, pinned: bool) -> None:
         self.tensors = [torch.empty(elements, dtype=dtype, device="cpu", pin_memory=pinned) for _ in range(number)]

@@ -286,8 +286,8 @@ class StreamedUnits(UnitSharding):
             following.open_grads()
 
     def _make_room(self) -> None:
-        """Free the device memory of gradients that were sent to the host before the last forward pass. Without this,
-        the gradients of the last unit in a backward pass would stay on the device."""
+        """Free the device memory of gradients that were sent to the host before the last forward pass. If this method
+        were not called, the gradients of the last unit in a backward pass would stay on the device."""
         if self._forward_since:
             self._finish(0)
             self._forward_since = False

@@ -21,10 +21,10 @@ def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: 
     A step overlaps with the previous and the next step. Therefore, the micro-batches of these three steps are scheduled
     as if they were one long step, and the lists of the step are cut out. Each rank's list begins after the rank's last
     backward pass of the previous step, and ends with the rank's last backward pass of this step. Micro-batches are
-    numbered from the first micro-batch of this step. Numbers of at least `microbatches` therefore belong to the next
-    step. The action VALIDATE precedes the first pass of the next step: it performs the update of the previous step,
-    which this pass needs. Micro-batches of the previous and the next step are scheduled only if they may overlap with
-    this step.
+    numbered from the first micro-batch of this step, so that micro-batch number `microbatches` is the first one of the
+    next step. The action VALIDATE precedes the first pass of the next step: it performs the update of the previous
+    step, which this pass needs. Micro-batches of the previous and the next step are scheduled only if they may overlap
+    with this step.
 
     Args:
         schedule: Name of the schedule.

@@ -24,8 +24,8 @@ from megatron.extensions.interop.hugging_face.families import Adapter, Family
 
 
 class RotaryOfKinds(Adapter):
-    """Adapter for Command A Vision and Beam. Their config.json has separate rotary embeddings for layers with and
-    without a sliding window, and null if layers of a kind have no rotary embedding."""
+    """Adapter for Command A Vision and Beam. In config.json, the rotary embeddings of layers with and without a sliding
+    window are separate objects. The value null means that layers of this kind have no rotary embedding."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         given = table(hf, "rope_parameters")
@@ -53,9 +53,9 @@ class RotaryOfKinds(Adapter):
 
 
 def _rotates(layers: list[tuple[bool, bool]], local: bool) -> set[bool]:
-    """Return which values the flag `rotated` takes in one kind of layer. Each layer is a pair (has a sliding window, is
-    rotated). If `local` is True, only layers with a sliding window are considered; otherwise, only layers without
-    one."""
+    """Return which values the flag `rotated` takes in one kind of layer. Each entry of `layers` is a pair: whether the
+    layer has a sliding window, and whether it is rotated. If `local` is True, only layers with a sliding window are
+    considered; otherwise, only layers without one."""
     return {rotated for window, rotated in layers if window == local}
 
 

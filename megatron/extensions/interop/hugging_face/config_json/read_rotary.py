@@ -87,7 +87,7 @@ def _of_windows(hf: Values, family: Family, given: Values, percent: float) -> Fi
 def _scaling(hf: Values, family: Family, rotary: dict[str, object], by_kind_of_layer: bool) -> Fields:
     """Return the fields for rotary scaling, which extends a model to longer contexts."""
     kind = rotary.get("rope_type", rotary.get("type", "default"))
-    if kind in ("llama3", "yarn"):  # the key outside the object takes precedence
+    if kind in ("llama3", "yarn"):  # the key outside rope_scaling takes precedence
         beside = "original_max_position_embeddings" in family.class_defaults and not by_kind_of_layer
         rotary["original_max_position_embeddings"] = (
             (beside and hf["original_max_position_embeddings"])

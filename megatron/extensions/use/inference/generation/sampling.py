@@ -85,8 +85,8 @@ class Sampling:
         cumulative = probabilities.cumsum(-1)
         drawn = uniform.to(cumulative)[:, None] * cumulative[:, -1:]
         choice = torch.searchsorted(cumulative, drawn, right=True)
-        # This upper bound prevents rounding from choosing an excluded token. The bound is -1 if the probabilities are
-        # NaN.
+        # This upper bound prevents rounding from choosing an excluded token. If the probabilities are NaN, the bound is
+        # -1.
         last = (probabilities > 0).sum(-1, keepdim=True) - 1
         return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)
 
