@@ -190,9 +190,9 @@ def test_a_prediction_has_a_curve_a_rate_and_its_limits(tmp_path: Path) -> None:
     assert prediction["curve"][1]["loss"] == pytest.approx(1.2 * loss, rel=1e-3)
     assert prediction["rate"]["best"] == pytest.approx(1e-2, rel=1e-3)
     told = "\n".join(lines(prediction))
-    assert "3 runs determine 3 coefficients: no run is left to check the law" in told
+    assert "the law has 3 coefficients, but only 3 runs: no run is left to check the law" in told
     assert "do not separate the effects of parameters and tokens" in told
-    assert "without muP, the best rate needs three swept sizes" not in told
+    assert "without muP, the best rate has an interval only if" not in told
     file = tmp_path / "ladder.json"
     file.write_text(json.dumps(prediction))
     expected = read_expectation(file)

@@ -126,5 +126,5 @@ def test_a_step_that_cannot_be_saved_is_reported(tmp_path: Path) -> None:
     said = run_forked(1, [*MODEL, *diverging, "--save", URL], tmp_path / "screen", code=1)
     report = said[said.index("RUN FAILED") :]
     assert "is not finite" in report and "Traceback" not in report
-    rule = f"--save {URL}: is a URL, and steps are saved to mounted file systems only, so this step was not saved; "
+    rule = f"--save {URL}: is a URL, but steps can be saved only to mounted file systems, so this step was not saved; "
     assert rule + "use --save FOLDER to save and replay such a step" in report

@@ -77,7 +77,7 @@ def test_bytes_move_at_the_copy_bandwidth(h100: DeviceFile) -> None:
 
 
 def test_a_wrong_device_file_is_reported(tmp_path: Path, h100: DeviceFile) -> None:
-    with pytest.raises(ValueError, match="no device h1000; those that are known: a100, a100_40gb, b200, gh200, h100"):
+    with pytest.raises(ValueError, match="no device h1000; known devices: a100, a100_40gb, b200, gh200, h100"):
         read_device("h1000")
     for name, said in (("no.yaml", "no such file: .*no.yaml$"), (".", " is a folder"), ("a.yml", " must end in .yaml")):
         (tmp_path / "a.yml").touch()

@@ -333,7 +333,7 @@ MISTAKES = [
         "--device-memory 80: has no effect without a plan or a rehearsal; add --dry-run or --rehearse",
     ),
     ("--suggest --dry-run --device h100 --device-memory much", "--device-memory much: must be a number above 0"),
-    ("--dry-run --device h1000", "--device h1000: there is no device h1000; those that are known: a100"),
+    ("--dry-run --device h1000", "--device h1000: there is no device h1000; known devices: a100"),
     ("--dry-run --device h1000", "use one of a100"),
     ("--dry-run --device h100 --gpus-per-node 0", "--gpus-per-node 0: must be a whole number above 0"),
     ("--dry-run --device h100 --world-size 8 --gpus-per-node 3", "3: does not divide the 8 ranks: predictions assume"),

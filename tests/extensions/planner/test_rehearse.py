@@ -30,7 +30,7 @@ PLANTED = {
     "group": ("4,5", *OF_TP),
     "shape": ("4,5", *OF_TP),
     "order": ("0,4", *OF_PP, "the sizes, types or roots differ", "all_reduce of 4 bfloat16"),
-    "message": ("0,4", *OF_PP, "call 1: ", "a message differs from the one that is received", "recv of 3 bfloat16"),
+    "message": ("0,4", *OF_PP, "call 1: ", "a message differs from what the receiver expects", "recv of 3 bfloat16"),
 }
 """Rehearsed ranks and expected message for each planted fault."""
 
@@ -55,7 +55,7 @@ def test_an_out_of_memory_rank_is_reported_with_its_call_site() -> None:
 
 
 ALONE = [
-    ("--ranks 0", "no two of the rehearsed ranks share a collective; --ranks all-distinct compares them"),
+    ("--ranks 0", "no two of the rehearsed ranks take part in the same collective; use --ranks all-distinct"),
     ("--world-size 1 --tp 1 --pp 1", "the run has one rank"),
 ]
 

@@ -59,8 +59,8 @@ def _unwritten(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
         return
     for used, name in ((_by_torch(config), "--profile"), (own.trace, "--trace")):
         if used:
-            rule = f"is a URL, and the files of {name} go to mounted file systems only"
-            yield Problem("--save", save, rule, "add --tensorboard-dir FOLDER for them")
+            rule = f"is a URL, but {name} writes files only to mounted file systems"
+            yield Problem("--save", save, rule, "add --tensorboard-dir FOLDER")
 
 
 def _undumped(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
@@ -75,7 +75,7 @@ def _undumped(own: DiagnosisConfig, config: RunConfig) -> Iterator[Problem]:
         yield Problem("--dump-step-dir", own.dump_step_dir, rule, remedy)
     if not PIPELINE_SCHEDULES.facts(config.parallel.schedule).flushes:
         rule = (
-            f"needs the weights of the step, which are overwritten with --pipeline-schedule {config.parallel.schedule}"
+            f"needs the weights that the step used, but --pipeline-schedule {config.parallel.schedule} overwrites them"
         )
         yield Problem("--dump-step", own.dump_step, rule, "use --pipeline-schedule 1f1b")
     dropout = [
@@ -101,7 +101,7 @@ class DiagnosisConfig:
 
     layer_growth_threshold: float = flag(1.2, at_least=0, no_effect_without="--log-layer-stats")
     """--log-layer-stats: report a layer or a tensor-parallel rank if one of its statistics grows by this factor over
-    the last 10 records and the same statistic of the others does not. 0 disables reports."""
+    the last 10 records while the same statistic of the other layers or ranks does not. 0 disables reports."""
 
     check_replicas: int | None = flag(None, "--check-weight-hash-across-dp-replicas-interval")
     """Number of iterations between bitwise comparisons of replicated parameters and optimizer state. The run stops if

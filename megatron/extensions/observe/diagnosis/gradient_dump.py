@@ -46,7 +46,7 @@ class GradientDump(Callback, Meter):
 
     def _within_save(self, iteration: int | None) -> Path:
         save = self.run.config.checkpoint.save_folder
-        assert save is not None, "a rule ensures that there is a folder"
+        assert save is not None, "a rule requires --dump-step-dir or a folder in --save"
         return save / "steps" / f"iter_{iteration:07d}"
 
     def begin_step(self, step: Step) -> None:
@@ -114,5 +114,5 @@ def assembled(shape: Sequence[int], boxes: Sequence[tuple[tuple[int, ...], Tenso
         whole[tuple(slice(start, start + size) for start, size in zip(offset, values.shape, strict=True))] = values
         covered += values.numel()
     if covered != whole.numel():
-        raise ValueError(f"{covered:,} of {whole.numel():,} values are there")
+        raise ValueError(f"the shards cover only {covered:,} of {whole.numel():,} values")
     return whole

@@ -90,7 +90,7 @@ class Finding:
         elif self.sources_finite:
             made = f"its {given} were finite, the largest {self.largest:.3g}"
         else:
-            made = f"its {given} were already non-finite: an earlier operation produced them"
+            made = f"its {given} were already non-finite, so an earlier operation is the origin"
         weights = f"not finite before the step: {', '.join(self.weights)}" if self.weights else "all finite"
         return (
             f"first in the {self.where}{'' if self.where == WEIGHT_GRADIENT else ' pass'}: {self.module} "

@@ -47,13 +47,13 @@ SAMPLES = "samples-*.npz"
 
 ADVICE = "replay the step, in one process or under another layout, and inspect the module and the samples"
 NOT_REPRODUCED = (
-    "run again, with the same weights and samples, everything is finite, so neither is the cause. Suspect the "
-    "hardware, or a race condition in a kernel"
+    "a second run of the step, with the same weights and samples, produced only finite values, so neither the weights "
+    "nor the samples are the cause. Suspect the hardware, or a race condition in a kernel"
 )
 
 NEWER_WEIGHTS = (
-    "run again, with the weights after the update that overlapped with the step, everything is finite: the older "
-    "weights or the hardware are the cause"
+    "a second run of the step, with the weights after the update that overlapped with the step, produced only finite "
+    "values, so the cause is the older weights or the hardware"
 )
 """Result of a search that finds no non-finite value under a pipeline schedule without a flush. Such a schedule does not
 keep the weights that a step used, so the search uses newer weights."""
@@ -113,7 +113,7 @@ def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
             batches = run.data.train.next_step(step.first_sample, step.samples)
             folder = run.config.checkpoint.save_folder / "nan" / f"iter_{step.iteration:07d}"
             save_step(folder, saved, batches, run.saver.checkpoint, before)
-            text += f"\nthe step, and the state before the step, are in {folder}: python tools/replay_step.py {folder}"
+            text += f"\nthe step and the state before it were saved; to replay it: python tools/replay_step.py {folder}"
         except CheckpointError as error:
             print(visible(f"{socket.gethostname()}: the step was not saved: {error}"), file=sys.stderr, flush=True)
     if finding is not None and finding.rank != run.runtime.launch.rank:
@@ -127,7 +127,7 @@ def not_saved(config: RunConfig) -> str:
     save = config.checkpoint.save
     if save is None or config.checkpoint.save_folder is not None:
         return ""
-    rule = "is a URL, and steps are saved to mounted file systems only, so this step was not saved"
+    rule = "is a URL, but steps can be saved only to mounted file systems, so this step was not saved"
     return f"\n{Problem('--save', save, rule, 'use --save FOLDER to save and replay such a step')}"
 
 

@@ -33,7 +33,7 @@ class LogsConfig:
     wandb_save_dir: str | None = flag(
         None, path="local", writes="folder", empty_is_none=True, no_effect_without="--wandb-project"
     )
-    """Folder for the files of Weights & Biases. Default: the environment variable WANDB_DIR, or --save if the variable
+    """Folder for Weights & Biases files. Default: the environment variable WANDB_DIR, or --save if the variable
     is not set, or a temporary folder if neither is set."""
 
     prometheus_port: int | None = flag(None, at_least=1, at_most=65535)
@@ -44,7 +44,7 @@ class LogsConfig:
     """Address of --prometheus-port. Anyone who can connect to this address can read the metrics."""
 
     log_throughput: bool = False
-    """--log-format megatron: print the throughput per device. The default log format always prints it."""
+    """--log-format megatron: print the throughput per device. The default log format always prints the throughput."""
 
     sample_log: str | None = flag(None, path="local", writes="file")
     """File for the samples of each training step. Each line is a JSON object."""

@@ -30,8 +30,8 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class NoiseScaleFlags:
     log_noise_scale: bool = flag(False, excludes=(ROLL_BACK, GRAPHS, PARTS))
-    """Log the gradient noise scale in samples, with its 95% interval. Batches far smaller than the noise scale waste
-    few samples. Batches far larger than the noise scale save few steps."""
+    """Log the gradient noise scale in samples, with its 95% interval. Batches far smaller than the noise
+    scale make efficient use of samples. Batches far larger than the noise scale hardly reduce the number of steps."""
 
     noise_scale_window: int = flag(200, at_least=2, no_effect_without=SWITCH)
     """Number of recent steps from which the noise scale is estimated."""

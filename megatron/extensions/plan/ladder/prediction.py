@@ -167,10 +167,10 @@ def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRa
     points, law = final.points, final.law
     coefficients = final.form.coefficients
     if len(points) <= coefficients:
-        yield f"{len(points)} runs determine {coefficients} coefficients: no run is left to check the law"
+        yield f"the law has {coefficients} coefficients, but only {len(points)} runs: no run is left to check the law"
     times = target.compute / max(point.compute for point in points)
     if times > FAR:
-        yield f"the target has {times:.0f} times the compute of the largest rung: intervals assume that the law holds"
+        yield f"the target has {times:.0f} times the compute of the largest rung; intervals assume that the law holds"
     if len(law.scales) == 1:
         yield "the runs do not separate the effects of parameters and tokens: the law depends on compute alone"
         ratios = [point.tokens / point.parameters for point in points]
@@ -184,7 +184,7 @@ def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRa
         yield f"the interval of the loss is {width:.1%} wide: add larger rungs"
     floor = final.coefficients()["E"]
     if floor[1] < 0.05 * min(point.loss for point in points):
-        yield f"the curvature is not determined: E, the irreducible loss, is {floor[1]:.3g} to {floor[2]:.3g}"
+        yield f"the runs do not determine the irreducible loss E, which may be {floor[1]:.3g} to {floor[2]:.3g}"
     if not rates:
         yield "no size has finished runs at three learning rates or more: the best rate is unknown"
     for rate in rates:
@@ -192,7 +192,7 @@ def unknown(ladder: Ladder, final: Fitted, target: Point, rates: Sequence[BestRa
             best = f"the best rate, {rate.rate:g}, is the first or last rate of the sweep"
             yield f"at {rate.parameters:,.0f} parameters {best}"
     if rates and not ladder.config.options(MupFlags).use_mup and sum(rate.bracketed for rate in rates) < 3:
-        yield "without muP, the best rate needs three swept sizes: with fewer, its trend has no interval"
+        yield "without muP, the best rate has an interval only if three or more sizes are swept"
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
@@ -204,7 +204,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"law: L = {law['form']}, {values}"
     if (check := found["check"]) is not None:
         told = f"{check['predicted']:.4f} for the largest rung, whose measured loss is {check['measured']:.4f}"
-        yield f"check: without it, the other rungs predict {told} ({check['error']:+.2%})"
+        yield f"check: the other rungs predict {told} ({check['error']:+.2%})"
     what = f"{target['parameters']:,} parameters, {target['tokens']:,} tokens"
     yield f"predicted loss of {what}: {loss['loss']:.4f} ({loss['low']:.4f} to {loss['high']:.4f})"
     if (rate := found["rate"]) is not None:

@@ -64,7 +64,7 @@ def _other_batch_or_rate(config: RunConfig, path: str, expected: Expectation) ->
         ("--lr", expected.rate, rate),
     ):
         if planned is not None and planned != here:
-            rule = f"predicts a run of {name} {planned:g}, but this one has {here}: the loss may differ for this reason"
+            rule = f"predicts a run of {name} {planned:g}, but this one has {here}, so the loss may differ"
             yield Problem(
                 "--expect", path, rule, "use the predicted run's value to compare like with like", harmless=True
             )

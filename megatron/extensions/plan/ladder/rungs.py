@@ -160,7 +160,7 @@ def _refused(config: RunConfig, wanted: Wanted) -> Iterator[str]:
         rule = f"is more than the target's {_iterations(config)} iterations"
         yield f"--evaluations {wanted.evaluations}: {rule}; lower it"
     if config.options(BatchScheduleFlags).changes_batches or config.options(PhasesConfig).data_phases is not None:
-        yield "a ladder needs one batch size and one phase; remove --rampup-batch-size and the like, or --data-phases"
+        yield "a ladder needs a constant batch size and one phase; remove --rampup-batch-size etc. or --data-phases"
     if config.training.eval_iters == 0 and not config.training.full_validation:
         yield "--eval-iters 0: a ladder compares validation losses; raise --eval-iters, or add --full-validation"
     if (text := config.options(ScheduleFlags).lr_schedule) is not None and (pieces := list(absolute(text))):
@@ -193,7 +193,7 @@ def _uneven(config: RunConfig, width: int) -> Iterator[str]:
     for field, value in _widths(config, width).items():
         if value < 1 or value.denominator != 1:
             name, here = field_table()[field].name, named_value(config, field)
-            rule = f"{name} {here} is not a whole number at this width"
+            rule = f"{name} {here} cannot be scaled to a whole number at this width"
             yield f"--widths {width}: {rule}; use a multiple of {Fraction(here, config.model.hidden_size).denominator}"
 
 

@@ -323,7 +323,7 @@ def _why_no_file(name: str) -> str:
         return f"{name} must end in .yaml, like every device file"
     if name.endswith(".yaml"):
         return f"no such file: {name}"
-    return f"there is no device {name}; those that are known: {', '.join(device_names())}"
+    return f"there is no device {name}; known devices: {', '.join(device_names())}"
 
 
 def _check_keys(place: str, node: Any) -> None:

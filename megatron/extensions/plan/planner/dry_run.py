@@ -193,7 +193,7 @@ def group_lines(dims: ParallelDims) -> Iterator[str]:
     for name, axis in axes:
         size = dims.size(axis)
         if size > 1 and dims.world_size > MOST_LISTED:
-            yield f"{name} {dims.world_size // size} groups of {size}; above {MOST_LISTED:,} ranks they are not listed"
+            yield f"{name} {dims.world_size // size} groups of {size}, not listed above {MOST_LISTED:,} ranks"
         elif size > 1:
             groups = dims.groups(axis)
             shown = " ".join(_ranks(group) for group in groups[:GROUPS_SHOWN])

@@ -133,7 +133,7 @@ def _activation_lines(batch: MicroBatch, ranks: Sequence[RankActivations]) -> It
         kept += f"; {first.offloaded:,} of {offloaded} layers are offloaded"
     yield kept
     if offloaded:
-        yield "on host: pinned buffers of offloaded activations, powers of two; at most two layers' are on the device"
+        yield "on host: pinned power-of-two buffers for offloaded activations; at most two layers stay on the device"
     yield f"micro-batches in flight at the peak: {flight}{' ...' if len(ranks) > RANKS_SHOWN else ''}"
     yield from _fp8_line(batch)
     yield "working: gradients and temporary tensors at the peak of a step, measured in the same way"

@@ -267,7 +267,7 @@ class LayerAlarms:
             if not facts.sharded and max(weights) - min(weights) > ROUNDING * max(weights):
                 shown = ", ".join(f"{norm:.9g}" for norm in weights)
                 line = (
-                    f"{name} should be equal on all tensor-parallel ranks and is not: its norms are {shown}. Ranks "
+                    f"{name} should be equal on all tensor-parallel ranks, but is not: its norms are {shown}. Ranks "
                     "have diverged; --check-replicas names the parameter"
                 )
             elif facts.sharded and facts.random and (pair := _equal(weights)):
@@ -291,8 +291,8 @@ class LayerAlarms:
             for (name, rank), growth in rule.add(values).items():
                 yield (
                     f"tensor-parallel rank {rank} is out of line: the {quantity} of its part of {name} grew by "
-                    f"{_factor(growth.factor)} over {WINDOW} records relative to the other ranks', that of no other "
-                    f"parameter by more than {_factor(growth.others)}"
+                    f"{_factor(growth.factor)} over {WINDOW} records relative to the other ranks; in no other "
+                    f"parameter, it grew or shrank by more than {_factor(growth.others)}"
                 )
 
 

@@ -127,7 +127,7 @@ def save_cost(shard_bytes: int, bytes_per_node: int, host_gb: float, background:
     """
     written = bytes_per_node / SAVE_GB_PER_SECOND_PER_NODE / 1e9
     copied = shard_bytes / host_gb / 1e9
-    source = f"assuming {SAVE_GB_PER_SECOND_PER_NODE:g} GB/s of each node; --save-seconds states it"
+    source = f"assuming that a node writes {SAVE_GB_PER_SECOND_PER_NODE:g} GB/s; --save-seconds overrides this"
     seconds = max(copied, written) if known is None else known
     return SaveCost(min(copied, seconds) if background else seconds, seconds, source if known is None else "")
 

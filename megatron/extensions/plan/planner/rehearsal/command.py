@@ -126,7 +126,7 @@ def start_of_run(config: RunConfig) -> tuple[list[str], list[str]]:
     """
     options = config.checkpoint
     if options.load is None:
-        return ["a run would start at iteration 0, without --load"], []
+        return ["a run would start at iteration 0, because --load is not given"], []
     load = located(options.load)
     if is_foreign_model(load):
         return [f"a run would start at iteration 0 with the weights of {load}, which were not read"], []
@@ -234,10 +234,10 @@ class Report:
         """Return a line with the number of compared collectives, or with the reason why none could be compared."""
         groups, calls = compared(self.records)
         if not groups:
-            alone = "no two of the rehearsed ranks share a collective; --ranks all-distinct compares them"
+            alone = "no two of the rehearsed ranks take part in the same collective; use --ranks all-distinct"
             why = alone if self.rehearsal.world_size > 1 else "the run has one rank"
             return f"no collectives could be compared: {why}"
-        return f"collectives of {groups} groups compared, {calls:,} calls; each message with its receive"
+        return f"compared the {calls:,} collectives of {groups} groups, and each message with its receive"
 
     def _shard_lines(self) -> Iterator[str]:
         """Yield lines that state how many checkpoint bytes the ranks write."""
@@ -249,7 +249,7 @@ class Report:
         if self._covered:
             yield f"checkpoint of all ranks: {byte_text(sum(sizes.values()))}, each element written once"
         elif sizes and len(sizes) < self.rehearsal.world_size:
-            yield "checkpoint: it is unknown whether all ranks together omit elements; --ranks all compares them"
+            yield "checkpoint: it is unknown whether the ranks together write all elements; --ranks all checks this"
 
     @property
     def _covered(self) -> bool | None:
@@ -317,7 +317,7 @@ def _lost_lines(lost: Sequence[Lost]) -> Iterator[str]:
     for how, ranks in by_how.items():
         what = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: "
         if how.startswith("exit code"):
-            yield f"{what}something ended the process with {how}, without an exception"
+            yield f"{what}the process ended with {how}, but without an exception"
         else:
             remedy = "use fewer cores (taskset -c 0), or name fewer ranks (--ranks)"
             yield f"{what}ended by {how}; if this machine has too little memory, {remedy}"

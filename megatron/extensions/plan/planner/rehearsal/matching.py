@@ -332,10 +332,10 @@ def _message_difference(group: Group, axis: str, sender: Side, receiver: Side) -
                 axis,
                 number,
                 (sender, receiver),
-                "a message is never sent or received by the other rank; a run would hang",
+                "a message has no matching send or receive on the other rank; a run would hang",
             )
         if (x.sent, x.dtype, x.tag) != (y.received, y.dtype, y.tag):
-            return _parted(group, axis, number, (sender, receiver), "a message differs from the one that is received")
+            return _parted(group, axis, number, (sender, receiver), "a message differs from what the receiver expects")
     return None
 
 

@@ -172,8 +172,8 @@ def nearest_lines(nearest: Found | None, run: SearchedRun, limit: int) -> Iterat
 def _remedy(most: RankMemory, ranks: int) -> str:
     states = sum(most.sizes[name] for name in ("weights", "gradients", "optimizer"))
     if 2 * states > most.total:
-        return f"parameters and their states take most of it: use more than {ranks} ranks, or devices with more memory"
-    return "activations and temporary tensors take most of it: use a shorter --seq-length, or devices with more memory"
+        return f"parameters and their states take most of the memory: use more than {ranks} ranks, or larger devices"
+    return "activations and temporary tensors take most of the memory: use a shorter --seq-length, or larger devices"
 
 
 def early_lines(effort: Effort, found: Sequence[Found]) -> Iterator[str]:
