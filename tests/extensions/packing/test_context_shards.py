@@ -179,11 +179,11 @@ def test_the_log_has_the_work_of_the_busiest_context_rank(tmp_path: Path) -> Non
 
 def test_a_plan_predicts_the_balance_of_work() -> None:
     lengths = np.random.default_rng(0).lognormal(6, 1, 4000).astype(np.int64) + 1
-    for asked, how in ((False, "with --balance-packed-samples"), (True, "as divided")):
+    for asked, how in ((False, "with --balance-packed-samples"), (True, "with the division by work")):
         line = survey_line(PackingConfig("best-fit", 4000, asked), lengths, 4096, StepShape(32, 1, 1, 4))
-        found = re.search(r"busiest context rank: (\S+) times the mean in chunks of samples, (\S+) (.*)$", line)
+        found = re.search(r"busiest context-parallel rank .*: (\S+) with the default division, (\S+) (.*)$", line)
         assert found and found[3] == how and float(found[1]) > 1.15 > 1.05 > float(found[2])
-    assert "context rank" not in survey_line(PackingConfig("best-fit"), lengths, 4096, StepShape(32, 8, 1))
+    assert "context-parallel rank" not in survey_line(PackingConfig("best-fit"), lengths, 4096, StepShape(32, 8, 1))
 
 
 @pytest.mark.parametrize(

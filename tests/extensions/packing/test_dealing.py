@@ -156,12 +156,12 @@ def test_a_plan_predicts_the_balance_of_work() -> None:
     step = StepShape(32, 8, 1)
     lines = [survey_line(PackingConfig("best-fit", 4000, asked), lengths, 128, step) for asked in (False, True)]
     ends = [
-        re.search(r" cut because .*; attention work .*: (\S+) times the mean in order, (\S+) (.*)$", line)
+        re.search(r" cut because .*; attention work .*: (\S+) with samples in order, (\S+) (.*)$", line)
         for line in lines
     ]
     assert ends[0] and ends[1] and ends[0][1] == ends[1][1] and ends[0][2] == ends[1][2]
     assert float(ends[0][1]) > 1.1 > 1.05 > float(ends[0][2]) >= 1
-    assert (ends[0][3], ends[1][3]) == ("with --balance-packed-samples", "as dealt")
+    assert (ends[0][3], ends[1][3]) == ("with --balance-packed-samples", "as assigned")
     for other in (None, StepShape(32, 1, 1), StepShape(100_000, 8, 1)):
         assert "attention work" not in survey_line(PackingConfig("best-fit"), lengths, 128, other)
 

@@ -34,9 +34,9 @@ class BiasedGatesFlags:
     NO_EFFECT_WITHOUT: ClassVar = Condition(CHOICE, lambda config: config.model.attention == NAME)
 
     query_growth_exponent: float = flag(0.0, at_least=0)
-    """Biased gates: exponent e of the query scaling factor. In layers without rotary embedding, queries at position p,
-    counted from 0, are multiplied by (1 + (p + 1) / N)^e, where N is --query-growth-length. 0 disables scaling; Beam
-    uses 0.1."""
+    """Biased gates: exponent e of the query scaling factor. In layers without rotary embedding, the query at position
+    p, counted from 0, is multiplied by (1 + (p + 1) / N)^e, where N is --query-growth-length. An exponent of 0 disables
+    scaling. Beam uses 0.1."""
 
     query_growth_length: int = flag(2048, above=0)
     """Biased gates: length N in the query scaling factor of --query-growth-exponent."""

@@ -40,7 +40,7 @@ def nested_ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
     elif len(sizes) != 2 or min(sizes) < 1 or prod(sizes) != cp:
         rule = f"must be two sizes whose product is --context-parallel-size {cp}"
         yield Problem(
-            flag, shown, rule, "give the number of ranks that exchange heads, then the number of ranks per ring"
+            flag, shown, rule, "pass the number of ranks that exchange heads, then the number of ranks per ring"
         )
     else:
         yield from heads_over_context(c, world_size)

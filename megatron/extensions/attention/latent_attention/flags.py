@@ -23,7 +23,7 @@ from megatron.training.extensions import extension_flags
 @extension_flags("multi-latent attention", part_of="model")
 @dataclass(frozen=True)
 class LatentAttentionFlags:
-    """Latent ranks and head widths of multi-latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """Widths of the latents and heads in multi-latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
     NO_EFFECT_WITHOUT: ClassVar = Condition(
         "--multi-latent-attention", lambda config: config.model.attention == "multi_latent_attention"

@@ -111,8 +111,8 @@ class NormedValuesFlags:
 
     kv_shared_layers: int = flag(0, at_least=0)
     """Normalized values: number of layers at the end of the model that project only queries. Each of these layers
-    reuses the keys and values of the last layer of the same kind that projects keys and values. Layers with a sliding
-    window or chunks are one kind, and layers without are the other kind."""
+    reuses the keys and values of the last layer of the same kind that projects keys and values. There are two kinds of
+    layers: layers with a sliding window or attention chunks, and layers without them."""
 
 
 MIXERS.register(NAME, f"{__package__}.{NAME}:NormedValueAttention", attention=AttentionFacts(), rules=rules)

@@ -58,7 +58,7 @@ class SparseAttentionFlags:
 
     dsa_indexer_topk_freq: int = flag(1, above=0)
     """DSA: only every N-th layer selects keys; the layers in between reuse them and have no indexer (arXiv 2603.12201,
-    GLM-5.2). Multi-token prediction modules always select keys."""
+    GLM-5.2). Every multi-token prediction module has an indexer and selects keys."""
 
     dsa_indexer_skip_topk_offset: int = flag(
         0,
@@ -67,12 +67,13 @@ class SparseAttentionFlags:
             "--dsa-indexer-topk-freq above 1", lambda c: c.options(SparseAttentionFlags).dsa_indexer_topk_freq > 1
         ),
     )
-    """DSA: the first N layers all select keys. --dsa-indexer-topk-freq counts from the last of these layers; 0 counts
-    from the first layer."""
+    """DSA: number of layers at the beginning of the model that all select keys. --dsa-indexer-topk-freq counts from the
+    last of these layers, or from the first layer of the model if this number is 0."""
 
     dsa_indexer_loss_coeff: float = flag(0.0, at_least=0, may_change=True, keeps_saved=True, training_only=True)
     """DSA: coefficient of the indexer loss, the KL divergence of the indexer's distribution over keys from the
-    attention distribution. This loss trains the indexer and no other parameters. With 0, the indexer is not trained."""
+    attention distribution. This loss trains the indexer and no other parameters. If the coefficient is 0, the indexer
+    is not trained."""
 
     dsa_indexer_use_sparse_loss: bool = flag(False, may_change=True, training_only=True)
     """DSA: compute the indexer loss over the selected keys only, instead of over all keys that a query may attend
@@ -90,21 +91,23 @@ class CompressedAttentionFlags:
     )
 
     csa_compress_ratios: str | None = None
-    """Compressed attention: tokens per compressed key, by layer, such as "([0]*2+[4,128]*20)". With 0, queries attend
-    only to the last tokens. With 4, each key covers two windows of 4 tokens, and an indexer selects keys (CSA). With
-    any other number, queries attend to all earlier keys (HCA). Entries for multi-token prediction modules may follow;
-    by default, these entries equal the last layer's entry."""
+    """Compressed attention: tokens per compressed key, by layer, such as "([0]*2+[4,128]*20)". In a layer with number
+    0, queries attend only to the last tokens. In a layer with number 4, each compressed key covers two windows of 4
+    tokens, and an indexer selects keys (CSA). In a layer with any other number, queries attend to all earlier
+    compressed keys (HCA). The list may also contain entries for multi-token prediction modules; by default, these
+    modules use the last layer's entry."""
 
     csa_window_size: int = flag(128, above=0)
     """Compressed attention: number of most recent tokens that a query attends to in addition to compressed keys. The
-    query's own token is included."""
+    token of the query itself is one of them."""
 
     csa_compress_rotary_base: float = flag(40000.0, above=0, keeps_saved=True)
-    """Compressed attention: base of the rotary frequencies in layers with compressed keys, 160000 in DeepSeek-V4. Other
-    layers use --rotary-base, without YaRN."""
+    """Compressed attention: base of the rotary frequencies in layers with compressed keys, 160000 in DeepSeek-V4.
+    Layers without compressed keys use --rotary-base, without YaRN."""
 
     o_groups: int = flag(8, above=0)
-    """Compressed attention: number of head groups. The outputs of each group are first projected separately."""
+    """Compressed attention: number of head groups. The head outputs of each group are projected separately to
+    --o-lora-rank channels; the output projection then combines all groups."""
 
     o_lora_rank: int = flag(1024, above=0)
     """Compressed attention: width to which the outputs of each head group are projected."""

@@ -45,7 +45,7 @@ def hybrid_rules(config: RunConfig) -> Iterator[Problem]:
         rule = "needs attention that does not cross document boundaries"
         yield Problem(name, None, rule, "add --sequence-packing best-fit or --reset-attention-mask")
     if config.training.micro_batch_size != 1:
-        rule = f"must be 1 with {name}: each sample is divided by its own documents"
+        rule = f"must be 1 with {name}: each sample is divided according to its own documents"
         yield Problem("--micro-batch-size", config.training.micro_batch_size, rule, "set it to 1")
     if parallel.cp_comm_type not in ("p2p", "all_gather"):
         rule = f"cannot be combined with {name}: all-to-all sends every token"
@@ -94,18 +94,18 @@ class PackingConfig:
         False, no_effect_without="--sequence-packing best-fit or --reset-attention-mask"
     )
     """Balance attention work. Samples of a step are assigned to data-parallel replicas and micro-batches, and tokens of
-    a micro-batch to context-parallel ranks, such that all ranks have about the same number of query-key pairs. The
-    samples of a step stay the same."""
+    a micro-batch to context-parallel ranks, such that all ranks have about the same number of query-key pairs.
+    Balancing does not change which samples a step trains on."""
 
     hybrid_context_parallel: bool = flag(
         False, "--dynamic-context-parallel", no_effect_without="--context-parallel-size above 1"
     )
     """Keep each short document on one context-parallel rank, and divide long documents over all ranks, with equal work.
-    Keys and values of short documents are not communicated."""
+    The keys and values of documents that stay on one rank are not communicated."""
 
     max_seqlen_per_dp_cp_rank: int | None = flag(None, above=0, no_effect_without="--hybrid-context-parallel")
-    """Largest length, in tokens, of a document that stays on one context-parallel rank. By default, the limit is chosen
-    for each sample by estimated cost."""
+    """Length limit, in tokens, of documents that stay on one context-parallel rank. By default, the limit with the
+    lowest estimated cost is chosen for each sample."""
 
     @property
     def packs(self) -> bool:

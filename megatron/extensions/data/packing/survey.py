@@ -42,7 +42,7 @@ def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int
     line = f"best-fit packing: {Waste.of(packed, seq_length)}"
     if step is None:
         return line
-    how = "as dealt" if options.balance_packed_samples else "with --balance-packed-samples"
+    how = "as assigned" if options.balance_packed_samples else "with --balance-packed-samples"
     if step.replicas > 1 and (found := balance(packed, seq_length, step, STEPS)) is not None:
         line += f"; {work_line(*found, how)}"
     if step.context_ranks > 1:
@@ -51,7 +51,7 @@ def survey_line(options: PackingConfig, lengths: NDArray | None, seq_length: int
         told = context_imbalances(packed, seq_length, step, divider, MICRO_BATCHES)
         if told:
             before, after, _ = mean_imbalances(told)
-            line += f"; {context_line(before, after, 'as divided' if divided else how)}"
+            line += f"; {context_line(before, after, 'with the division by work' if divided else how)}"
     return line
 
 
@@ -84,15 +84,16 @@ def starts_of(counts: Sequence[int], seq_length: int) -> tuple[int, ...]:
     return tuple(start for start in accumulate(counts, initial=0) if start < seq_length)
 
 
-def context_line(before: float, after: float, how: str = "as divided") -> str:
+def context_line(before: float, after: float, how: str = "with the division by work") -> str:
     """Return the log text about the ratio of the busiest context-parallel rank's work to the mean work per rank."""
-    chunks = f"{before:.4g} times the mean in chunks of samples"
-    return f"attention work of the busiest context rank: {chunks}, {after:.4g} {how}"
+    values = f"{before:.4g} with the default division, {after:.4g} {how}"
+    return f"attention work of the busiest context-parallel rank relative to the mean: {values}"
 
 
-def work_line(before: float, after: float, how: str = "as dealt") -> str:
+def work_line(before: float, after: float, how: str = "as assigned") -> str:
     """Return the log text about the ratio of the busiest replica's work to the mean work per replica."""
-    return f"attention work of the busiest replica: {before:.4g} times the mean in order, {after:.4g} {how}"
+    values = f"{before:.4g} with samples in order, {after:.4g} {how}"
+    return f"attention work of the busiest replica relative to the mean: {values}"
 
 
 def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None = None) -> tuple[float, float] | None:

@@ -15,7 +15,7 @@ from megatron.training.plan import PLANS
 @extension_flags("phases", may_change=True)
 @dataclass(frozen=True)
 class PhasesConfig:
-    """Phases of a run."""
+    """Phases in which a run uses different data, batch sizes or learning rates."""
 
     data_phases: str | None = flag(None, "--data-stages", path="local")
     """YAML file that divides the run into phases. Each phase starts at a sample, token or iteration, and may have its

@@ -45,7 +45,8 @@ class TextDataConfig:
     """Options for making documents from text files."""
 
     text_key: tuple[str, ...] = flag(("text",), "--json-keys", many=True)
-    """Key of JSON objects, or column of tables, that contains the document; PATH=KEY sets it for one data set."""
+    """Key of JSON objects, or column of tables, that contains the document. PATH=KEY sets the key or column for one
+    data set."""
 
     text_documents: str = flag("file", choices=("file", "line"))
     """Unit of a document in a plain text file: the whole file, or a line."""
@@ -54,10 +55,11 @@ class TextDataConfig:
     """End each document of text files with the end-of-document token, if the tokenizer has one."""
 
     max_bad_lines: int = flag(0, at_least=0)
-    """Largest number of unreadable records to skip in text files. More unreadable records are an error."""
+    """Largest number of unreadable records to skip in text files. If there are more of them, an error is raised."""
 
     tokenizer_workers: int | None = flag(None, above=0)
-    """Number of processes per node that tokenize text files. Default: one per core for large files."""
+    """Number of processes per node that tokenize text files. By default, small inputs are tokenized by one process, and
+    large inputs by one process per core."""
 
     def key_of(self, path: str) -> str:
         """Return the JSON key that contains the documents of a data set."""
@@ -100,7 +102,8 @@ class FillInMiddleConfig:
     """Token at which documents are split into fragments. Each fragment is rearranged separately."""
 
     fim_fragment_rate: float = flag(0.5, at_least=0, at_most=1)
-    """Fraction of fragments that are rearranged in documents split by --fim-split-sample."""
+    """Fraction of fragments that are rearranged. Fragments are the parts into which --fim-split-sample splits a
+    document."""
 
     fim_no_prefix: str | None = None
     """Documents and fragments that begin with this text are not rearranged."""

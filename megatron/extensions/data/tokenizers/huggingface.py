@@ -88,8 +88,8 @@ class _OverTokenizers:
         start = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), None)
         if start is None:
             raise ValueError(
-                f"{self._flags}: the post_processor does not keep the tokens of a text; its template must contain the "
-                "text ($A) once"
+                f"{self._flags}: the post_processor drops or changes the tokens of a text; its template must "
+                "contain the text ($A) once"
             )
         before, behind = whole[:start], whole[start + len(bare) :]
         if max((*before, *behind), default=0) >= self.vocab_size:

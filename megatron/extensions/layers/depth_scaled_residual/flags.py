@@ -23,13 +23,14 @@ class DepthScaledResidualFlags:
     depth_scaled_residual: bool = flag(
         False,
         excludes=(
-            "--parallel-residual: each addition needs its own number",
-            "--norm-placement sum: norms of sums cancel the scaling",
+            "--parallel-residual: attention and MLP outputs must be added one after another",
+            "--norm-placement sum: normalizing each sum would undo the scaling",
             "--mtp-num-layers: additions are numbered over the layers of the model",
         ),
     )
-    """Scale each addition to the residual stream by its number n, which is 2 for the first attention layer: x becomes
-    sqrt((n - 1) / n) x + sqrt(1 / n) f(x). The variance of the stream then does not grow with depth (Beam)."""
+    """Scale each addition to the residual stream: x becomes sqrt((n - 1) / n) x + sqrt(1 / n) f(x), where n counts the
+    terms of the stream. The embeddings are the first term, and n is 2 for the first attention layer. As a result, the
+    variance of the stream does not grow with depth (Beam)."""
 
 
 def is_chosen(config: TransformerConfig) -> bool:

@@ -44,7 +44,7 @@ class GatedNormFlags:
     NO_EFFECT_WITHOUT: ClassVar = CHOICE
 
     gated_norm_rank: int = flag(16, above=0)
-    """Gated norms: rank of the gate, which is the width between the gate's two matrices (A.X K2)."""
+    """Gated norms: rank of the gate, which is a product of two matrices with this inner width (A.X K2)."""
 
 
 LAYERS.register(NAME, f"{__package__}.layer:GatedNormLayer")

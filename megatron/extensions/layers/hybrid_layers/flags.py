@@ -57,9 +57,9 @@ class HybridConfig(LayerPattern):
     )
     """Pattern of layers with one sublayer each. The letters are: * attention (+ with --multi-latent-attention), G gated
     delta net, M Mamba-2, H attention and Mamba-2 in parallel, S Mamba-1, R RG-LRU, C short convolution, L lightning
-    attention, K Kimi Delta Attention, - MLP, E experts. The character | begins the next pipeline stage. The character /
-    begins a multi-token prediction module, which consists of a mixer, an MLP, or both. The pattern replaces
-    --num-layers and --mtp-num-layers. By default, each layer has a mixer and an MLP."""
+    attention, K Kimi Delta Attention, - MLP, E experts. The character | is a border between two pipeline stages. The
+    character / begins a multi-token prediction module, which has a mixer, an MLP, or both. If a pattern is set,
+    --num-layers and --mtp-num-layers are not needed. Without a pattern, each layer has a mixer and an MLP."""
 
     @property
     def states_layers(self) -> bool:

@@ -41,25 +41,26 @@ class HyperConnectionFlags:
             "--norm-placement sum: there is no sum of a stream and an output",
         ),
     )
-    """Use several residual streams (mHC, as in DeepSeek-V4). Each sublayer reads a weighted sum of the streams.
-    A doubly stochastic matrix mixes the streams, and then the sublayer's output is added to each stream. All weights
-    depend on the token."""
+    """Use several residual streams (mHC, as in DeepSeek-V4). The input of each sublayer is a weighted sum of the
+    streams. A doubly stochastic matrix mixes the streams, and then the sublayer's output is added to each stream. The
+    weights of the sum and the matrix are computed for each token from its streams."""
 
     mhc_num_residual_streams: int = flag(4, "--num-residual-streams", at_least=1)
-    """mHC: number of residual streams, each of width --hidden-size."""
+    """mHC: number of residual streams. Each stream has --hidden-size channels."""
 
     mhc_sinkhorn_iterations: int = flag(20, at_least=1)
     """mHC: number of Sinkhorn-Knopp iterations, which make the rows and columns of the mixing matrix sum to 1."""
 
     mhc_init_gating_factor: float = 0.01
-    """mHC: initial scale of the token-dependent part of a sublayer's weights. In the final sum of the streams, the
-    initial scale is always 1."""
+    """mHC: initial value of the factors by which the token-dependent parts of a sublayer's weights are multiplied. The
+    weights of the sum after the last layer have such a factor, too; its initial value is always 1."""
 
     mhc_epsilon: float = flag(1e-6, at_least=0)
     """mHC: epsilon added to a sublayer's input weights, and to the entries and sums of the mixing matrix."""
 
     mhc_output_contract: str = flag("learned", choices=("learned", "mean"))
-    """mHC: reduction of the streams after the last layer: a sum with token-dependent weights (learned), or the mean."""
+    """mHC: method that reduces the streams to hidden states after the last layer. learned: sum with token-dependent
+    weights. mean: mean of the streams."""
 
 
 def is_chosen(config: TransformerConfig) -> bool:

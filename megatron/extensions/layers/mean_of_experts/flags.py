@@ -16,7 +16,7 @@ NAME = "mean_of_experts"
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     m = config.model
     if m.layer_module == NAME and (m.num_experts is None or not m.moe_shared_expert_intermediate_size):
-        rule = "averages the outputs of experts and of a shared expert"
+        rule = "averages the outputs of routed experts and of a shared expert, so that both are needed"
         yield Problem("--layer-module", NAME, rule, "add --num-experts and --moe-shared-expert-intermediate-size")
     if m.layer_module == NAME and m.norms_sums:
         yield Problem.exclusive("--norm-placement", m.norm_placement, f"--layer-module {NAME}")

@@ -63,9 +63,9 @@ class PerLayerEmbeddingFlags:
             "--mtp-num-layers: multi-token prediction modules have no per-layer embeddings",
         ),
     )
-    """Per-layer embeddings: number of channels of each layer's embedding table. After the MLP, the layer adds norm(W
-    (act(G x) * p)), where p combines the token's row of the table with a projection of the token's word embedding
-    (Gemma 4)."""
+    """Per-layer embeddings: number of channels of each layer's embedding table. After its MLP, each layer adds norm(W
+    (act(G x) * p)) to the hidden states x. The vector p combines the token's row of the table with a projection of the
+    token's word embedding (Gemma 4)."""
 
 
 RESIDUALS.register(

@@ -23,7 +23,7 @@ from megatron.training.extensions import extension_flags
 @extension_flags("gated delta nets", part_of="model")
 @dataclass(frozen=True)
 class LinearAttentionFlags:
-    """Shape of gated delta nets (arXiv 2412.06464)."""
+    """Options of gated delta nets (arXiv 2412.06464)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("gated_delta_net", "G")
 

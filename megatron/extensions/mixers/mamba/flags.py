@@ -54,7 +54,8 @@ class MambaFlags:
     """Mamba-2: kernel size of the causal convolution, in tokens."""
 
     mamba_min_step_size: float = flag(0.0, at_least=0)
-    """Mamba-2: lower bound of step sizes. Nemotron-H in transformers uses 0.001; Megatron-LM uses no bound."""
+    """Mamba-2: lower bound of step sizes. The implementation of Nemotron-H in transformers uses 0.001, and Megatron-LM
+    has no lower bound."""
 
     mamba_norm: bool = flag(True, name="--no-mamba-norm")
     """Mamba-2: do not normalize the outputs; only multiply them by the SiLU of the gates (Falcon-H1)."""
@@ -132,7 +133,7 @@ def _context_parallel(groups: int, heads: int, tp: int, cp: int) -> Iterator[Pro
         rule = f"gives {groups} groups{each}, which must divide {CP} {cp} or be a multiple of it"
         yield Problem(GROUPS, groups * tp, rule, f"{multiples(groups * tp, cp * tp)}, or another {CP}")
     elif not divides(cp, heads):
-        rule = f"gives {heads} heads{each}, which must be a multiple of {CP} {cp}, whose ranks share them"
+        rule = f"gives {heads} heads{each}, which must be a multiple of {CP} {cp}, because these ranks share the heads"
         yield Problem(HEADS, heads * tp, rule, f"{multiples(heads * tp, cp * tp)}, or another {CP}")
 
 

@@ -42,8 +42,8 @@ class Mamba1Flags:
     """Mamba-1: kernel size of the causal convolution, in tokens."""
 
     mamba1_norm: str = flag("none", choices=("none", "plain", "weighted"))
-    """Mamba-1: norms of the projected step sizes, B and C. The choices are none, plain (without weights, Falcon-Mamba)
-    and weighted (Jamba)."""
+    """Mamba-1: type of the RMSNorms that are applied to the projected step sizes, B and C. none: no norms. plain: norms
+    without weights (Falcon-Mamba). weighted: norms with weights (Jamba)."""
 
     mamba1_norm_epsilon: float | None = flag(None, above=0)
     """Mamba-1: epsilon of the norms of step sizes, B and C; default: --norm-epsilon."""

@@ -32,8 +32,8 @@ class RgLruFlags:
     """RG-LRU: number of channels; default: --hidden-size."""
 
     rg_lru_num_blocks: int | None = flag(None, above=0)
-    """RG-LRU: number of channel blocks. The gates of a block are linear projections of the block's channels. Default:
-    --num-attention-heads."""
+    """RG-LRU: number of blocks into which the channels are divided. The gates of a block depend only on the channels of
+    this block. Default: --num-attention-heads."""
 
     rg_lru_conv_kernel_dim: int = flag(4, above=0)
     """RG-LRU: kernel size of the causal convolution, in tokens."""

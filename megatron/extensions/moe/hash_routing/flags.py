@@ -40,9 +40,9 @@ class HashRoutingFlags:
     NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
 
     moe_n_hash_layers: int = flag(0, at_least=0)
-    """Number of layers at the beginning of the model that select experts by token id, using a fixed table. A new model
-    has a random table. The router's scores weight the expert outputs. Layers with hash routing have no balancing loss
-    and no expert bias."""
+    """Number of layers at the beginning of the model that select experts by token id, using a fixed table. The table of
+    a new model contains random experts. The scores of the router are the weights of the expert outputs. Layers with
+    hash routing have no balancing loss and no expert bias."""
 
 
 ROUTERS.register(

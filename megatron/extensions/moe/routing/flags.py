@@ -31,8 +31,8 @@ class RoutingFlags:
     NO_EFFECT_WITHOUT: ClassVar = "--num-experts"
 
     moe_sparsemixer_eps: float = flag(0.01, at_least=0, no_effect_without="--moe-router-score-function sparsemixer")
-    """Threshold of sparsemixer routing: a logit s is considered near the largest logit m if (m - s) / max(|s|, m) is at
-    most twice this number."""
+    """Threshold of sparsemixer routing. A logit s counts as near the largest logit m if (m - s) / max(|s|, m) is at
+    most twice the threshold."""
 
     moe_router_force_load_balancing: bool = flag(False, training_only=True)
     """Replace router logits with random numbers in training, for benchmarks with evenly loaded experts."""
@@ -59,7 +59,7 @@ def _sinkhorn(m: MoEConfig) -> Iterator[Problem]:
     if m.moe_router_enable_expert_bias:
         yield Problem.exclusive("--moe-router-enable-expert-bias", None, sinkhorn, "both bias the choice of experts")
     one = m.moe_router_topk == 1
-    scores = "the sigmoid of one expert" if one else "the softmax over all experts"
+    scores = "the sigmoid of the chosen expert's logit" if one else "the softmax over all experts"
     rule = f"has no effect with {sinkhorn}, whose weights are {scores}"
     if m.moe_router_score_function not in ("softmax", m.moe_router_scores):
         yield Problem("--moe-router-score-function", m.moe_router_score_function, rule, "remove it", harmless=True)

@@ -39,7 +39,7 @@ class UpcyclingFlags:
 
     moe_use_upcycling: bool = flag(
         False,
-        needs="--num-experts; add --num-experts, the number of experts made from each MLP",
+        needs="--num-experts; add --num-experts with the number of experts that replace each MLP",
     )
     """Start from the dense model in --load. Each expert starts as a copy of the layer's MLP, so that the model has the
     same outputs as the dense model until the first step. Routers are initialized at random."""
@@ -49,8 +49,8 @@ class UpcyclingFlags:
     weights, so that each token is sent to all or none of these experts."""
 
     moe_upcycling_noise: float = flag(0.0, at_least=0, no_effect_without=SWITCH)
-    """Add random initial weights, multiplied by this number, to each expert. With 0, all experts of a layer are equal
-    at the start."""
+    """Factor of the random weights that are added to the weights of each expert. If the factor is 0, all experts made
+    from the same part of an MLP are equal at the start."""
 
     def changes_model(self) -> Collection[str]:
         """Return the fields in which the run may differ from the model in --load; see `ChangesModel`."""
@@ -88,7 +88,7 @@ def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
     types = m.moe_router_load_balancing_type
     yield "--moe-router-load-balancing-type", types, "sinkhorn" in types, unequal
     hashed = named_value(config, "moe_n_hash_layers") or 0
-    yield "--moe-n-hash-layers", hashed, hashed > 0, "a token's experts are random instead of the parts of one MLP"
+    yield "--moe-n-hash-layers", hashed, hashed > 0, "a table selects experts at random instead of all parts of one MLP"
     shared = m.moe_shared_expert_intermediate_size
     yield "--moe-shared-expert-intermediate-size", shared, bool(shared), "the output of another MLP is added"
     yield "--moe-latent-size", m.moe_latent_size, bool(m.moe_latent_size), "experts read a projection of hidden states"
