@@ -33,7 +33,7 @@ from megatron.core.parallel_state import Axis
 def gathered_attention(
     q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention after an all-gather of keys and values.
+    """Compute attention after an all-gather of keys and values.
 
     Args:
         q: [s/cp, b, heads, d], queries at the positions that `causal.shards` assigns to this rank.
@@ -98,7 +98,7 @@ def to_rank_order(x: Tensor, size: int) -> Tensor:
 
 
 def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
-    """Attention that exchanges sequence shards for heads by an all-to-all (DeepSpeed Ulysses).
+    """Compute attention after an all-to-all that exchanges sequence shards for heads (DeepSpeed Ulysses).
 
     Rank r computes heads r * heads / cp through (r + 1) * heads / cp - 1.
 
@@ -119,7 +119,8 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal,
 
 
 def nested_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
-    """Attention over two levels of ranks: inner ranks exchange heads by an all-to-all, and outer ranks form a ring.
+    """Compute attention over two levels of ranks: inner ranks exchange heads by an all-to-all, and outer ranks form a
+    ring.
 
     Args:
         q: [s/cp, b, heads, d], queries at the positions that `causal.shards` assigns to this rank.

@@ -1,4 +1,5 @@
-"""Multi-latent attention (MLA): DeepSeek-V2, arXiv 2405.04434, section 2.1; DeepSeek-V3, arXiv 2412.19437, section 2.1.
+"""Multi-latent attention (MLA) of DeepSeek-V2 (arXiv 2405.04434, section 2.1) and DeepSeek-V3 (arXiv 2412.19437,
+section 2.1).
 
 The hidden states of each token are projected down to a query latent and a key-value latent, and these latents are
 projected up to heads. Each query head and each key head consists of non-rotary channels and rotary channels. The rotary
@@ -112,8 +113,8 @@ def gate_linear(name: str, config: TransformerConfig) -> ColumnLinear | None:
 
 
 class MultiLatentAttention(nn.Module):
-    """Multi-latent attention: down-projections, latent norms, up-projections, rotary embedding, core attention, output
-    projection.
+    """Multi-latent attention, which consists of down-projections, latent norms, up-projections, the rotary embedding,
+    core attention, and an output projection.
 
     Adjacent rotary channels form a pair, as in DeepSeek's weights.
     """

@@ -56,8 +56,8 @@ from megatron.extensions.attention.sparse_attention.sparse_attention import Sele
 
 
 class Windows(NamedTuple):
-    """Windows of consecutive tokens from which compressed keys are computed. The number of windows is the number in a
-    sample of one document, which is the largest possible number; samples with fewer windows are padded."""
+    """Windows of consecutive tokens from which compressed keys are computed. Samples with few windows are padded to the
+    largest possible number of windows, which is the number in a sample of one document."""
 
     first: Tensor
     """Position of the first token of each window, [windows, 1 or b] int64; 0 for padding."""

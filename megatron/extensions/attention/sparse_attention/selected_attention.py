@@ -1,4 +1,4 @@
-"""Attention to selected keys, in chunks of queries.
+"""Computation of attention to selected keys in chunks of queries.
 
 All heads share one key per token. As in multi-latent attention over latents, the first channels of a key are its value.
 One softmax may cover several key sets, such as the token keys and the compressed keys of DeepSeek-V4.
@@ -144,7 +144,7 @@ def attend_to_selected(
         sinks: [h], logits of attention sinks; None if there are no sinks.
         seen: Key sets.
         k: Keys [s, b, w] of each set.
-        scale: Factor of the scores.
+        scale: Factor by which scores are multiplied.
         width: Number of value channels, which are the first channels of a key.
         notes: Whether to return the largest score of each head.
     """
@@ -191,7 +191,7 @@ def selected_attention_gradients(
         lse: [n, b, h], log-sum-exps of all scores and sinks.
         seen: Key sets.
         k: Keys [s, b, w] of each set.
-        scale: Factor of the scores.
+        scale: Factor by which scores are multiplied.
         width: Number of value channels, which are the first channels of a key.
     """
     dq, dk = torch.empty_like(q), [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in k]
@@ -221,7 +221,7 @@ def attended_weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None,
     Args:
         q: [rows, b, h, w], queries of `rows`.
         rows: Chunk of queries and its keys.
-        scale: Factor of the scores.
+        scale: Factor by which scores are multiplied.
         beside: [rows, b, h], log-sum-exps of the scores of sinks and of attended keys outside `rows`; None if there are
             no such keys or sinks.
         lse: [rows, b, h], log-sum-exps of all scores and sinks, if known. Only the Triton implementation uses `lse`.

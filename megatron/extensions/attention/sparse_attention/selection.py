@@ -1,4 +1,4 @@
-"""Key selection by an indexer, in chunks of queries.
+"""Selection of keys by an indexer, computed in chunks of queries.
 
 Equation numbers refer to DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The indexer has queries q in heads h, one key k
 per token, and head weights w. Token j has the score sum_h w_ih ReLU(q_ih · k_j) for the query of token i (equation 1).

@@ -1,4 +1,4 @@
-"""DeepSeek sparse attention (DSA): DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
+"""DeepSeek sparse attention (DSA) of DeepSeek-V3.2 (arXiv 2512.02556, section 2.1).
 
 In this variant of multi-latent attention, queries attend only to the keys that an indexer selects. Attention is
 computed over latents: the key up-projection is applied to the queries, and the value up-projection to the output.

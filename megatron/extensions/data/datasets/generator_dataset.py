@@ -18,8 +18,8 @@ from megatron.core.datasets.mock import SPLITS
 from megatron.core.datasets.sample_format import SampleFormat
 
 WINDOW = 1024
-"""Largest number of samples that are kept after they were read but not requested. When a later sample is requested
-first, other ranks or threads may still request the samples before it."""
+"""Largest number of samples that are kept in memory because they have been read but not requested. When a later sample
+is requested first, other ranks or threads may still request the samples before it."""
 
 Stream = Callable[[int], Iterator[Sequence[int] | NDArray]]
 """Function that returns an iterator over the samples of a stream, starting with sample number `first`. Each sample has

@@ -103,7 +103,7 @@ def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: in
     one.
 
     Args:
-        documents: Positions at which the documents begin; exactly one sample.
+        documents: Start positions of the documents, for exactly one sample.
         seq_length: Tokens per sample.
         ranks: Number of context-parallel ranks.
         longest: Length limit of documents that stay on one rank; None to choose it by cost.
@@ -151,8 +151,8 @@ def dealt_chunks(documents: Documents, seq_length: int, ranks: int) -> Iterator[
 def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
     """Divide each document into 2 * ranks chunks, and assign one early and one late chunk to each rank.
 
-    The lengths of a document's chunks differ by at most one token. Successive ranks, across documents, receive the
-    chunks that are longer by one token, so that all ranks have the same number of tokens."""
+    The lengths of a document's chunks differ by at most one token. Chunks that are one token longer are assigned to the
+    ranks in turn, continuing from document to document, so that all ranks have the same number of tokens."""
     order = np.array([*range(ranks), *range(ranks - 1, -1, -1)])
     parts, turn = [], 0
     for length in lengths.tolist():

@@ -64,7 +64,7 @@ def context_imbalances(
     Args:
         packed: Samples.
         seq_length: Number of input tokens per sample. The label of the last token is not counted.
-        step: Number of samples, number of replicas, and micro-batch size of a step.
+        step: Shape of a step: its number of samples, its number of replicas, and its micro-batch size.
         divider: Object that divides micro-batches over context-parallel ranks.
         most: Largest number of micro-batches to evaluate.
     """
@@ -103,7 +103,7 @@ def balance(packed: Packed, seq_length: int, step: StepShape, most: int | None =
     Args:
         packed: Samples.
         seq_length: Number of input tokens per sample. The label of the last token is not counted.
-        step: Number of samples, number of replicas, and micro-batch size of a step.
+        step: Shape of a step: its number of samples, its number of replicas, and its micro-batch size.
         most: Largest number of steps to evaluate; None for all.
     """
     steps = len(packed.ends) // step.samples

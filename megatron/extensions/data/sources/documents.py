@@ -25,8 +25,8 @@ TOKEN_KEYS = ("input_ids", "tokens")
 
 
 class Documents(ABC):
-    """Documents of a data set, in the order of the data set's files. Methods raise ValueError if the data set or a flag
-    is invalid."""
+    """Iterable over the documents of a data set, in the order of its files. Methods raise ValueError if the data set or
+    a flag is invalid."""
 
     unit = "row"
     """Word for a record in error messages, such as "row" or "sample"."""

@@ -35,7 +35,8 @@ def dtype_of(job: Job) -> np.dtype:
 
 @dataclass(frozen=True)
 class DocumentSource(Source):
-    """Source of an indexed dataset: documents that a library reads, and the tokenization settings."""
+    """Documents that a library reads and from which an indexed dataset is created, together with everything that
+    determines the token ids."""
 
     documents: Documents
     path: str

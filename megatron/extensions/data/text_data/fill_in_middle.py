@@ -31,7 +31,8 @@ end within a character."""
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Token ids of the markers between parts, of padding, of the document separator, and of the fragment separator."""
+    """Ids of special tokens: the markers before the parts of a document, padding, and the separators of documents and
+    of fragments."""
 
     prefix: int
     middle: int

@@ -29,8 +29,8 @@ ROWS, ROWS_BYTES = 1024, 1 << 20
 """Two sizes: the number of table rows that are read at once, and the number of bytes per chunk in `read_rows`."""
 
 LONGEST_ESCAPE = 16
-"""Length of the end of a text, in characters, in which a JSON error is not reported before more text has been read. The
-error may be caused by an escape sequence that is cut off."""
+"""Number of characters at the end of the text read so far. If a JSON error occurs there, more text is read before the
+error is reported, because an escape sequence that is cut off may cause the error."""
 
 Record = bytes | tuple[bytes | str | None, ...] | dict[str, object] | ValueError
 """Content of a record: a line as bytes, a tuple with one value per key, a JSON object or whole table row as a dict, or

@@ -1,4 +1,5 @@
-"""Tokenizers of the `tokenizers` package: a tokenizer.json, or GPT-2's vocabulary and merges."""
+"""Tokenizers that use the `tokenizers` package and are read from a tokenizer.json, or from GPT-2's vocabulary and
+merges."""
 
 from __future__ import annotations
 

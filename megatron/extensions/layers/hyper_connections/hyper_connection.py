@@ -141,7 +141,7 @@ class MeanOfStreams(TokenWeights):
     """Module that returns the mean of the streams after the last layer."""
 
     def forward(self, x: Stream) -> Tensor:
-        """[s, b, n * h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""
+        """Return the hidden states [s, b, h] for the streams x. Sequence parallelism divides s by tp."""
         return self.split(added(x)).mean(-2)
 
 
@@ -162,7 +162,7 @@ class SumOfStreams(TokenWeights):
         self.hc_head_scale = made("hc_head_scale", (1,), "vector", Init("constant", value=1.0))
 
     def forward(self, x: Stream) -> Tensor:
-        """[s, b, n * h] -> [s, b, h]; [s/tp, b, ...] under sequence parallelism"""
+        """Return the hidden states [s, b, h] for the streams x. Sequence parallelism divides s by tp."""
         hidden: Tensor = self.of_kept(self._contracted, added(x))
         return hidden
 

@@ -73,7 +73,7 @@ def stream_weights(
         epsilons: Epsilon of the norm and epsilon of the weights.
 
     Returns:
-        The sublayer's input [..., h], and `post` and `res` of a `Mix`.
+        The sublayer's input [..., h], the weights `post` [..., n], and the matrix `res` [..., n, n].
     """
     n, dtype = x.shape[-2], projected.dtype
     normed = projected * _inverse_norm(x, dtype, epsilons.norm)

@@ -5,7 +5,7 @@ channels), because every layer needs all of them. Each layer projects the word e
 embeddings, and normalizes the projection with the weight, which all layers share. The weight is a parameter of layer 0,
 which copies it to each token of the stream; the other layers read it from the stream. In the backward pass, the
 gradient of the weight flows through the stream to layer 0. Pipeline stages therefore need no additional messages.
-Tensor-parallel ranks share the channels of tables and projections.
+The channels of tables and projections are sharded over the tensor-parallel ranks.
 """
 
 from __future__ import annotations

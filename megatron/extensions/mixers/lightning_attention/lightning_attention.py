@@ -39,8 +39,9 @@ EPSILON = 1e-6
 
 
 class LightningAttention(nn.Module):
-    """Lightning attention: projection, linear attention, norm, gate, output projection. The backward pass recomputes
-    all activations between the input projection and the output projection except the head outputs."""
+    """Lightning attention layer, which consists of a projection, linear attention, a norm, gates, and an output
+    projection. The backward pass recomputes all activations between the input projection and the output projection
+    except the head outputs."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class LightningAttention(nn.Module):
         documents, again = context.documents, self.training and context.cache is None
         number = None if documents is None else documents_begun(documents, len(mixed), mixed.device)
         y = recomputed(self._mix, mixed, number, None) if again else self._mix(mixed, number, context.cache)
-        y = heads_to_sequence(y, self.cp).flatten(2, 3)  # [s/cp, b, heads/tp, channels]
+        y = heads_to_sequence(y, self.cp).flatten(2, 3)  # shape [s/cp, b, heads/tp, channels]
         return self.out_proj(recomputed(self._gated, y, gate) if again else self._gated(y, gate))
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:

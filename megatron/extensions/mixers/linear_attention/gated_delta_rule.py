@@ -1,33 +1,35 @@
 """The gated delta rule (Gated DeltaNet, arXiv 2412.06464, equation 10), step by step and in chunks.
 
-Each head has a state S [dk, dv], a linear map from keys to values. For each token, the state decays. The value that the
-state stores for the token's key moves towards the token's value by the fraction beta. The state is then read with the
-token's query:
+Each head has a state S [dk, dv], a linear map from keys to values. For each token, the state first decays. The value
+that the state stores for the token's key is then moved towards the token's value by the fraction beta. Finally, the
+state is multiplied by the token's query to compute the output:
 
     S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - (exp(g_t) S_{t-1})ᵀ k_t)ᵀ         o_t = S_tᵀ q_t / sqrt(dk)
 
 The chunked form computes the same results with matrix products (section 3.3; the WY representation of arXiv
-2406.06484). With G_i the sum of g from the chunk's first token to token i, and D_ij = exp(G_i - G_j) for j <= i, the
-values that the tokens of a chunk write are the rows of U - W S, where S is the state before the chunk and
+2406.06484). Let G_i be the sum of g from the chunk's first token to token i, let D_ij = exp(G_i - G_j) for j <= i, and
+let S be the state before the chunk. The values that the tokens of a chunk write to the state are then the rows of U - W
+S with
 
     A_ij = beta_i D_ij k_iᵀ k_j  (j < i)      T = (I + A)^-1      U = T diag(beta) V      W = T diag(beta exp(G)) K
 
 Only the states pass from one chunk to the next. At the first token of a document, the state is reset: every decay
 factor that spans this reset is 0.
 
-Kimi Delta Attention (arXiv 2510.26692) has a decay for each channel of a key: g is [s, b, heads, dk]. A and the scores
-of queries are then sums over channels, and each channel has its own decay (`channel_products`).
+Kimi Delta Attention (arXiv 2510.26692) has a decay for each channel of a key: g is [s, b, heads, dk]. In this case, the
+matrix A and the scores of queries are sums over channels in which each channel is multiplied by its own decay
+(`channel_products`).
 
 Shapes: q, k [s, b, key heads, dk]; v [s, b, heads, dv]; g, beta [s, b, heads], g <= 0. The value heads that share a key
 head are adjacent.
 
 16-bit operands are computed in fp32. Three products of bf16 operands are exceptions: they are multiplied in bf16 and
-summed in fp32. One exception is the products of keys and of queries with keys, which are exact. The other two
-exceptions are the reads in a chunk: Q S reads the state before the chunk, and (Q Kᵀ * D) (U - W S) reads the chunk's
-tokens. Each of the four operands of the reads has a relative rounding error of u = 2^-8, so an output is off by at most
-(2 u + u^2) (|Q|
-|S| + |Q Kᵀ * D| |U - W S|), in addition to fp32 rounding. States, and the values that tokens write, are not rounded,
-because rounding errors would accumulate from chunk to chunk.
+summed in fp32. The first exception is the product of keys or queries with keys, whose operands are not rounded. The
+other two exceptions are the two terms of the output: Q S, the contribution of the state before the chunk, and (Q Kᵀ *
+D) (U - W S), the contribution of the chunk's tokens. Each of the four operands of these two products has a relative
+rounding error of u = 2^-8, so the error of an output is at most (2 u + u^2) (|Q|
+|S| + |Q Kᵀ * D| |U - W S|), in addition to fp32 rounding. The states and the values that tokens write to them are kept
+in fp32, because rounding errors would accumulate from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class Chunks(NamedTuple):
     """Tokens per chunk."""
 
     hardware: Hardware = HARDWARE
-    """Hardware settings: whether regions are compiled, and how the loop over chunks runs."""
+    """Settings that determine whether regions are compiled and how the loop over chunks runs."""
 
 
 CHUNKS = Chunks(CHUNK)
@@ -112,8 +114,8 @@ def gated_delta_chunks(
         chunks: Division into chunks.
 
     Returns:
-        The outputs [s, b, heads, dv], and the state [b, heads, dk, dv] after the last token, both in fp32, or in fp64
-            for fp64 operands.
+        The outputs [s, b, heads, dv] and the state after the last token [b, heads, dk, dv]. Both are fp32, or fp64 for
+            fp64 operands.
     """
     length, samples, heads, values = v.shape
     hardware = chunks.hardware
@@ -129,7 +131,7 @@ def gated_delta_chunks(
         keys, scores = region(decayed, hardware.compiled)(products, total, numbers).unbind()
     mixed = keys * beta
     rows = torch.eye(g.shape[-2], dtype=wide, device=v.device).expand(mixed.shape)
-    solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads under the diagonal
+    solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads below the diagonal
     values_in, keys_in, kept, read_by = region(_weighted, hardware.compiled)(q, k, v, beta, reach, left)
     if state is None:
         state = v.new_zeros(samples, heads, k.shape[-1], values)
@@ -142,8 +144,8 @@ def gated_delta_chunks(
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int) -> tuple[Tensor, ...]:
-    """Return scaled queries and the other operands in chunks; see `in_chunks`. Queries and keys in bf16 stay in
-    bf16."""
+    """Scale the queries, and divide all operands into chunks as described in `in_chunks`. bf16 queries and keys are not
+    converted to fp32."""
     wide, groups = torch.promote_types(q.dtype, torch.float32), k.shape[2]
     own = q.dtype if q.dtype == torch.bfloat16 else wide
     operands, dtypes = (q * q.shape[-1] ** -0.5, k, v, g, beta), (own, own, wide, wide, wide)
@@ -151,19 +153,19 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: i
 
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, reach: Tensor, left: Tensor) -> tuple[Tensor, ...]:
-    """Return four tensors: the values and the keys that T multiplies, the keys times their decay until the end of the
-    chunk, and the queries times the decay of the state before the chunk."""
+    """Return four tensors: diag(beta) V and diag(beta exp(G)) K, which are later multiplied by T; the keys times their
+    decay until the end of the chunk; and the queries times the decay since the start of the chunk."""
     return v * beta, k * (beta * reach), k * left, (q * reach).to(q.dtype)
 
 
 def in_chunks(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
-    """Divide tokens into chunks. Zeros pad the last chunk. The padding writes nothing to the state and causes no decay.
+    """Divide the tokens of x into chunks, and pad the last chunk with zeros. The padding does not change the state.
 
     Args:
         x: [s, b, n, d] or [s, b, n].
         dtype: Dtype of the result.
         chunk: Tokens per chunk.
-        groups: Number of groups into which the third dimension (n) of `x` is divided.
+        groups: Number of groups into which dimension 2 of `x`, whose size is n, is divided.
 
     Returns:
         A contiguous tensor [chunks, b, groups, n / groups, chunk, d or 1].
@@ -176,17 +178,18 @@ def in_chunks(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
 
 
 def numbers_in_chunks(number: Tensor, chunk: int) -> Tensor:
-    """number [s, b] -> [chunks, b, 1, 1, 1 + chunk]. The first column contains the number of the last token before each
-    chunk, which is 0 for the first chunk."""
+    """Divide the document indices `number` [s, b] into chunks, and return [chunks, b, 1, 1, 1 + chunk]. The first
+    column contains the document index of the last token before each chunk, or 0 for the first chunk."""
     filled = torch.cat((number, number[-1:].expand(-len(number) % chunk, -1))).unflatten(0, (-1, chunk))
     before = torch.cat((torch.zeros_like(number[None, :1]), filled[:-1, -1:]))
     return torch.cat((before, filled), dim=1).transpose(1, 2)[:, :, None, None]
 
 
 def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return decays within chunks, for g [..., chunk] and number [..., 1 + chunk]. The first result is the sum of g up
-    to token i [..., i]. The second result is the fraction of the state before the chunk that remains at token i [...,
-    i, 1]. The third result is the fraction of token i's write that remains at the chunk's end [..., i, 1]."""
+    """Compute decays within chunks from the log decays g [..., chunk] and the document indices `number` [..., 1 +
+    chunk]. Return three tensors. The first, [..., i], is the sum of g up to token i. The second, [..., i, 1], is the
+    decay from the state before the chunk to token i. The third, [..., i, 1], is the decay from token i to the end of
+    the chunk."""
     earlier = torch.ones(g.shape[-1:] * 2, dtype=g.dtype, device=g.device).triu()
     total = g @ earlier  # torch has no deterministic cumsum on GPUs
     reach, left = total.exp(), (total[..., -1:] - total).exp()
@@ -197,9 +200,9 @@ def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decayed(products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:
-    """Return P_ij exp(G_i - G_j) [..., i, j] for the products P of tokens i and j. The exponential is the fraction of
-    token j's write that remains at token i. The result is 0 for j > i and for tokens of different documents. `total` is
-    G [..., i], as `decays` returns it; `number` is the argument of `decays`."""
+    """Multiply the products P_ij of tokens i and j by exp(G_i - G_j), the decay from token j to token i, and return the
+    result [..., i, j]. The result is 0 for j > i and for tokens of different documents. `total` [..., i] is G, the
+    first result of `decays`. `number` is the same argument as for `decays`."""
     out: Tensor = _Decayed.apply(products, total, number)
     return out
 
@@ -209,8 +212,8 @@ class DecayedContext(AutogradContext):
 
 
 class _Decayed(torch.autograd.Function):
-    """Autograd function that implements `decayed`. The gradient of G_i is the sum over j of R_ij - R_ji, where R is the
-    product of the result and its gradient."""
+    """Autograd function of `decayed`. If R is the elementwise product of the result and its gradient, the gradient of
+    G_i is the sum over j of R_ij - R_ji."""
 
     @staticmethod
     def forward(ctx: DecayedContext, products: Tensor, total: Tensor, number: Tensor | None) -> Tensor:
@@ -235,29 +238,31 @@ class _Decayed(torch.autograd.Function):
 
 
 BLOCK = 16
-"""Number of tokens per block. Chunks are divided into blocks if each channel has its own decay."""
+"""Number of tokens per block. `channel_products`, which is used if each channel has its own decay, divides chunks into
+blocks."""
 
 
 def channel_products(
     q: Tensor, k: Tensor, g: Tensor, number: Tensor | None, compiled: bool = False
 ) -> tuple[Tensor, ...]:
-    """Compute products and decays within chunks for a separate decay per channel.
+    """Compute the products of keys and queries with keys, and the decays, within chunks in which each channel has its
+    own decay.
 
-    Between blocks of `BLOCK` tokens, the products are matrix products: channels decay from token j to the first token
-    of the block of token i, and from there to token i, so that no factor exceeds 1.
+    Chunks are divided into blocks of `BLOCK` tokens. The products between tokens of different blocks are computed by
+    matrix products. For this purpose, the decay from token j to token i is divided into two factors: from token j to
+    the first token in the block of token i, and from there to token i. Neither factor exceeds 1.
 
     Args:
         q: [..., chunk, dk], queries.
         k: [..., chunk, dk], keys.
         g: [..., chunk, dk], logarithms of decays.
         number: [..., 1 + chunk], as `numbers_in_chunks` returns it; None if there is only one document.
-        compiled: True to compile the computation of blocks.
+        compiled: Whether to compile the computation of blocks.
 
     Returns:
-        Products of keys with keys and of queries with keys [..., i, j], in which each channel is multiplied by the
-            fraction of token j's write that remains at token i. Then, for each channel, the fraction of the state
-            before the chunk that remains at token i, and the fraction of token i's write that remains at the chunk's
-            end [..., i, dk].
+        Four tensors. The products of keys with keys and of queries with keys, [..., i, j], in which each channel is
+            multiplied by its decay from token j to token i. For each channel, the decay from the state before the chunk
+            to token i, and the decay from token i to the end of the chunk, [..., i, dk].
     """
     chunk, earlier = g.shape[-2], torch.ones(g.shape[-2:-1] * 2, dtype=g.dtype, device=g.device).tril()
     total = earlier @ g
@@ -278,9 +283,10 @@ def channel_products(
 
 
 def _of_block(both: Tensor, k: Tensor, total: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the factors of the block of `BLOCK` tokens that begins at `start`: products within the block [2, ..., i,
-    j]; earlier keys times their decay until the block's first token [..., j, dk]; and the block's keys and queries
-    times the decay since its first token [2, ..., i, dk]."""
+    """Return three tensors for the block of `BLOCK` tokens that begins at `start`: the products of tokens within the
+    block, [2, ..., i, j]; the earlier keys, multiplied by their decay until the first token of the block, [..., j, dk];
+    and the keys and queries of the block, multiplied by their decay since the first token of the block, [2, ..., i,
+    dk]."""
     own, first = slice(start, start + BLOCK), total[..., start : start + 1, :]
     pairs = total[..., own, None, :] - total[..., None, own, :]
     later = torch.ones(pairs.shape[-3:-1], dtype=torch.bool, device=pairs.device).triu(1)
@@ -295,8 +301,9 @@ class ScanContext(AutogradContext):
 
 
 class _Scan(torch.autograd.Function):
-    """Recurrence of states over chunks: N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c. Return all N, all S except
-    the last, and the last S."""
+    """Autograd function of the recurrence over chunks c: N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c. Return
+    three tensors: the written values N_c of all chunks, the states S_c before all chunks, and the state after the last
+    chunk."""
 
     # Shapes: written U [chunks, n, chunk, dv], read W and keys K [chunks, n, chunk, dk], carried r [chunks, n, 1 or dk,
     # 1], state S [n, dk, dv] -> [chunks, n, chunk, dv], [chunks, n, dk, dv], [n, dk, dv]
@@ -339,12 +346,14 @@ class _Scan(torch.autograd.Function):
 
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Documents | None], Tensor]
-"""Function (q, k, v, g, beta, documents) -> out [s, b, heads, dv], with the shapes in this module's docstring."""
+"""Function that applies the gated delta rule: its arguments are (q, k, v, g, beta, documents), with the shapes in the
+docstring of this module, and its result is [s, b, heads, dv]."""
 
 
 def flash_rule(dtype: torch.dtype, device: torch.device) -> Rule | None:
     """Return the gated delta rule, implemented with the kernels of the flash-linear-attention package. Return None if
-    the kernels cannot be used: they need the package, a GPU and 16-bit operands, and are not deterministic."""
+    the kernels cannot be used. They need the package, a GPU and 16-bit operands, and cannot be used in deterministic
+    runs."""
     if device.type != "cuda" or dtype.itemsize != 2 or torch.are_deterministic_algorithms_enabled():
         return None
     try:

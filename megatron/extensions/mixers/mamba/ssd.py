@@ -218,8 +218,8 @@ class ScanContext(AutogradContext):
 
 
 class _Scan(torch.autograd.Function):
-    """Recurrence of states over chunks: S_{c+1} = r_c S_c + Bᵀ X. Return two tensors: the states before each chunk, in
-    the dtype of B, and the state after the last chunk."""
+    """Autograd function of the recurrence over chunks c: S_{c+1} = r_c S_c + Bᵀ X. Return two tensors: the states
+    before each chunk, in the dtype of B, and the state after the last chunk."""
 
     # Bᵀ [chunks, b, groups, n, chunk], X [chunks, b, groups, chunk, heads of a group * p] in the dtype of B, carried r
     # [chunks, b, groups, 1, heads of a group, 1], state S [b, groups, n, heads of a group, p]

@@ -39,8 +39,8 @@ WIDEST_VALUES, WIDEST_REST = 512, 64
 """Limits of the kernels: the number of value channels per key, and the number of other channels per key."""
 
 DENSE = 0.16
-"""Smallest fraction of all keys, listed per query, for which a second pass sums the key gradients instead of atomic
-additions. At this fraction, both methods take the same time according to the H200 rates in
+"""If each query lists at least this fraction of all keys, key gradients are summed in a second pass instead of by
+atomic additions. At this fraction, both methods take the same time according to the H200 rates in
 `plan/planner/devices/h200.yaml`, which are assumptions and not measurements."""
 
 _plain_attend, _plain_gradients = unwrap(attend_to_selected), unwrap(selected_attention_gradients)
@@ -61,9 +61,9 @@ def listed(queries: Queries, picked: Tensor | None, samples: int) -> Tensor:
 
 
 def joined_sets(seen: Sequence[Keys], k: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
-    """Concatenate the key sets. Return three values: all keys [s, b, w], the indices [n, b, count] of the keys that
-    each query attends to, and the number of these indices that belong to the first key set. The indices of the first
-    key set come first."""
+    """Concatenate the keys of all key sets. Return three values: all keys [s, b, w], the indices [n, b, count] of the
+    keys that each query attends to, and the number of these indices that belong to the first key set. The indices of
+    the first key set come first."""
     samples = k[0].shape[1]
     places = list[Tensor]()
     before = first = 0
@@ -144,7 +144,7 @@ def listed_weights(q: Tensor, k: Tensor, places: Tensor, lse: Tensor, scale: flo
         k: [s, b, w], keys.
         places: [n, b, count] int32, indices of keys; -1 for none.
         lse: [n, b, h], log-sum-exps of the scores of all attended keys and sinks.
-        scale: Factor of the scores.
+        scale: Factor by which scores are multiplied.
     """
     # The kernel does not read values, so the number of value channels is arbitrary.
     return _weights(_dense(q), k, places, lse.contiguous(), scale, min(q.shape[-1], WIDEST_VALUES))

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 KEYS, QUERIES = 128, 16
-"""Numbers of keys and queries per program of the score kernel."""
+"""Block sizes of the score kernel: the number of keys and the number of queries per program."""
 
 PLACES = 1024
 """Number of scores that the selection kernel reads at once."""
@@ -64,9 +64,9 @@ def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, P
     preferred.
 
     scores [n, b, keys], and the first and last key [n, 1 or b] that a query may attend to -> out [n, b, topk]. If a
-    query may attend to fewer than topk keys, the list is padded with -1. The end of the list has one padding entry for
-    each existing key after the last allowed key, as long as there is room; all other padding is at the start of the
-    list.
+    query may attend to fewer than topk keys, the list is padded with -1. The padding at the end of the list has one
+    entry for each existing key after the last allowed key, as far as there is room. All other padding is at the start
+    of the list.
     """
     samples, count, topk = sizes
     row, sample = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
