@@ -60,7 +60,9 @@ def test_streams_that_end_or_yield_invalid_samples_are_named() -> None:
         GeneratorDataset(lambda first: iter([[1, 2]]), 9, FORMAT, "narrow").text(0)
     with pytest.raises(ValueError, match="token id 1000, outside the vocabulary of 1000"):
         GeneratorDataset(lambda first: iter([np.full(4, 1000)]), 9, FORMAT, "large").text(0)
-    with pytest.raises(ValueError, match="a stream of data has no epoch to train for; say how much with --train-iters"):
+    with pytest.raises(
+        ValueError, match="a stream of data has no epochs; set the length of the run with --train-iters"
+    ):
         stream_splits(lambda split, first: iter(()), FORMAT, (None, 0, 0), "endless")
 
 

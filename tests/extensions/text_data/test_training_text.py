@@ -378,7 +378,7 @@ def test_the_epochs_of_each_source_are_printed(written: str) -> None:
 def test_bad_records_end_a_run_unless_skipping_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\nnope\n{"text": "two"}\n')
-    said = r"1 records cannot be read, --max-bad-lines allows 0.*\n.*a\.jsonl:2: not JSON"
+    said = r"1 records cannot be read, but --max-bad-lines allows 0.*\n.*a\.jsonl:2: not JSON"
     with pytest.raises(ValueError, match=said):
         tokenized(str(path))
     assert not list((tmp_path / "cache" / "tokenized").glob("a-*"))

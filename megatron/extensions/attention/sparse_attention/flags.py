@@ -57,8 +57,9 @@ class SparseAttentionFlags:
     """DSA: number of keys that each query attends to. A query attends to the keys with the largest indexer scores."""
 
     dsa_indexer_topk_freq: int = flag(1, above=0)
-    """DSA: only every N-th layer selects keys; the layers in between reuse them and have no indexer (arXiv 2603.12201,
-    GLM-5.2). Every multi-token prediction module has an indexer and selects keys."""
+    """DSA: only every N-th layer has an indexer and selects keys. The other layers reuse the keys that the nearest
+    earlier indexer selected (arXiv 2603.12201, GLM-5.2). Every multi-token prediction module has an indexer and selects
+    keys."""
 
     dsa_indexer_skip_topk_offset: int = flag(
         0,
@@ -91,11 +92,11 @@ class CompressedAttentionFlags:
     )
 
     csa_compress_ratios: str | None = None
-    """Compressed attention: tokens per compressed key, by layer, such as "([0]*2+[4,128]*20)". In a layer with number
-    0, queries attend only to the last tokens. In a layer with number 4, each compressed key covers two windows of 4
-    tokens, and an indexer selects keys (CSA). In a layer with any other number, queries attend to all earlier
-    compressed keys (HCA). The list may also contain entries for multi-token prediction modules; by default, these
-    modules use the last layer's entry."""
+    """Compressed attention: list with the number of tokens per compressed key in each layer, such as
+    "([0]*2+[4,128]*20)". In a layer with number 0, queries attend only to the last tokens. In a layer with number 4,
+    each compressed key covers two windows of 4 tokens, and an indexer selects keys (CSA). In a layer with any other
+    number, queries attend to all earlier compressed keys (HCA). The list may also contain entries for multi-token
+    prediction modules; by default, these modules use the last layer's entry."""
 
     csa_window_size: int = flag(128, above=0)
     """Compressed attention: number of most recent tokens that a query attends to in addition to compressed keys. The

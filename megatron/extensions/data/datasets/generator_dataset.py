@@ -101,7 +101,7 @@ def stream_splits(
     found: list[GeneratorDataset | None] = []
     for split, size in zip(SPLITS, sizes, strict=True):
         if size is None:
-            raise ValueError(f"a stream of data has no epoch to train for; say how much with {SIZE_FLAGS[split]}")
+            raise ValueError(f"a stream of data has no epochs; set the length of the run with {SIZE_FLAGS[split]}")
         whole = GeneratorDataset(partial(stream, split), size, format, f"{fingerprint} {split}") if size else None
         found.append(whole)
     return Datasets(*found)

@@ -193,8 +193,8 @@ class TextData:
         if len(bad) > self.options.max_bad_lines:
             shown = "\n".join(bad[:SHOWN_BAD]) + ("\n..." if len(bad) > SHOWN_BAD else "")
             raise ValueError(
-                f"{len(bad)} records cannot be read, --max-bad-lines allows {self.options.max_bad_lines}; repair the "
-                f"files, or raise --max-bad-lines to leave them out:\n{shown}"
+                f"{len(bad)} records cannot be read, but --max-bad-lines allows {self.options.max_bad_lines}; repair "
+                f"the files, or raise --max-bad-lines to leave them out:\n{shown}"
             )
 
     def _workers(self, size: int) -> int:

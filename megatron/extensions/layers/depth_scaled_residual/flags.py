@@ -25,7 +25,7 @@ class DepthScaledResidualFlags:
         excludes=(
             "--parallel-residual: attention and MLP outputs must be added one after another",
             "--norm-placement sum: normalizing each sum would undo the scaling",
-            "--mtp-num-layers: additions are numbered over the layers of the model",
+            "--mtp-num-layers: the scaling is defined only for the layers of the model",
         ),
     )
     """Scale each addition to the residual stream: x becomes sqrt((n - 1) / n) x + sqrt(1 / n) f(x), where n counts the

@@ -109,7 +109,7 @@ def rules(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if pattern is None:
         return
     if "|" in pattern and LAYOUT not in field_table():
-        rule = "has |, a stage border, which needs the extension pipeline_split"
+        rule = "has |, a stage border, which only the extension pipeline_split supports"
         yield Problem(PATTERN, pattern, rule, "restore it, or remove |")
     elif "|" in pattern and named_value(c, LAYOUT) is not None:
         why = "both define the stages"

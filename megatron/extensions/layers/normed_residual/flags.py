@@ -38,7 +38,8 @@ class NormedResidualFlags:
     NO_EFFECT_WITHOUT: ClassVar = CHOICE
 
     residual_weight: float = flag(1.0, above=0)
-    """Normed residual layers: factor of the normalized inputs. --residual-multiplier scales the sublayer outputs."""
+    """Normed residual layers: weight of the normalized input x in x = weight * x + f(x). --residual-multiplier scales
+    the sublayer output f(x)."""
 
 
 LAYERS.register(NAME, f"{__package__}.layer:NormedResidualLayer")

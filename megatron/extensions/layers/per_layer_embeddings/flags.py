@@ -19,7 +19,8 @@ from megatron.training.extensions import extension_flags
 
 SWITCH = "--per-layer-embedding-size"
 GATES = {"geglu_tanh": "tanh", "geglu": "none", "swiglu": "silu"}
-"""Gate function of the embeddings, by the MLP's activation function: silu, or the GELU approximation."""
+"""Mapping from the MLP's activation function to the gate function of the embeddings: silu, or a type of GELU
+approximation."""
 
 
 def size_of(config: TransformerConfig) -> int:
@@ -58,8 +59,10 @@ class PerLayerEmbeddingFlags:
         None,
         above=0,
         excludes=(
-            Condition("--norm-placement sum: there is no stream", lambda config: config.model.norms_sums),
-            "--parallel-residual: the addition follows the MLP",
+            Condition(
+                "--norm-placement sum: its layers have no residual stream", lambda config: config.model.norms_sums
+            ),
+            "--parallel-residual: the embeddings are added after the MLP",
             "--mtp-num-layers: multi-token prediction modules have no per-layer embeddings",
         ),
     )

@@ -30,7 +30,8 @@ class ScaledSwiGLUFlags:
     NO_EFFECT_WITHOUT: ClassVar = f"--activation-func {NAME}"
 
     swiglu_multipliers: tuple[float, ...] | None = flag(None, many=True)
-    """Scaled SwiGLU: factors of the gates, before SiLU, and of the outputs. Default: 1 1."""
+    """Scaled SwiGLU: two factors. The gates are multiplied by the first factor before SiLU is applied, and the outputs
+    are multiplied by the second factor. Default: 1 1."""
 
 
 ACTIVATIONS.register(NAME, f"{__package__}.scaled_swiglu:ScaledSwiGLU", gated=True)
