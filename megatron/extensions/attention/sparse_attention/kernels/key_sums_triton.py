@@ -54,8 +54,7 @@ def selected_sum(
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Divide the queries into parts, sum the key gradients over the queries of each part in ascending order, and add
-    the sums to dk [parts, s, b, w] in fp32.
+    """Divide the queries into parts, and add the fp32 sum over each part, in ascending order, to dk [parts, s, b, w].
 
     `weights` and `ds` are the attention weights and score gradients [n, b, count, heads]. `readers` is a tuple of the
     tensors in `Readers`."""
@@ -69,7 +68,7 @@ def selected_sum(
     found = tl.maximum(stop - first, 0)
     begin = first + found * part // tl.num_programs(1)
     end = first + found * (part + 1) // tl.num_programs(1)
-    # The channels of a program are divided into two ranges, because block sizes are powers of two.
+    # The channels of a program are divided into two ranges.
     c = tl.program_id(0) % SLICES * (WIDE + NARROW) + tl.arange(0, WIDE)
     d = tl.program_id(0) % SLICES * (WIDE + NARROW) + WIDE + tl.arange(0, NARROW)
     acc = tl.zeros([KEYS, WIDE], tl.float32)
