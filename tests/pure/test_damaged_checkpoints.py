@@ -67,7 +67,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a truncated tensor file": (lambda folder: truncate(folder / "__0_0.distcp"), "bytes, not"),
     "an empty index": (lambda folder: (folder / ".metadata").write_bytes(b"") and None, ".metadata has 0 bytes"),
     "a missing tensor file": (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "a missing manifest": (lambda folder: (folder / MANIFEST).unlink(), "so it was not finished"),
+    "a missing manifest": (lambda folder: (folder / MANIFEST).unlink(), "so the save was not finished"),
     "a manifest that nests too deep": (
         lambda folder: (folder / MANIFEST).write_text("[" * 100_000) and None,
         "damaged",

@@ -104,8 +104,8 @@ def test_a_single_document_is_divided_over_the_needed_splits(tmp_path):
     assert not seen[0] & seen[1] and not seen[0] & seen[2] and not seen[1] & seen[2]
     assert [max(each) for each in seen] == [4784, 4934, 4999] and len(splits[2]) == 4
     assert said == [
-        f"{book}: 1 documents are too few for --split 969,30,1, so that its tokens are divided: train 4,785, "
-        "valid 150, test 65"
+        f"{book}: 1 documents are too few for --split 969,30,1; dividing the tokens of all documents instead: "
+        "train 4,785, valid 150, test 65"
     ]
     assert len(build(sizes=(None, 0, 0)).train) == 4999 // 64, "the whole document if no other split is needed"
 

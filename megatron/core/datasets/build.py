@@ -198,7 +198,7 @@ def build_mock(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Se
     """Build the splits of synthetic data."""
     found: list[Dataset | None] = []
     for split, size in zip(SPLITS, sizes, strict=True):
-        assert size is not None, "synthetic data has no epochs"
+        assert size is not None, "the length of synthetic data must be set, because the data has no epochs"
         found.append(MockGPTDataset(size, format, seed=seed, split=split) if size else None)
     return Datasets(*found)
 
@@ -271,14 +271,14 @@ class _Builder:
     ) -> TextDataset | None:
         prefix, share = split_share(prefix)
         indexed = self.open(prefix)
-        assert indexed.checked, "`checked` raises ValueError if the index is invalid"
+        assert indexed.checked, "indexed.checked raises ValueError if the index is invalid"
         documents: range | Pieces
         if share is None:
             documents = self._documents(prefix, indexed, shares)[number]
         elif len(shares) == 1:
             documents = range(*(round(end * len(indexed)) for end in share))
         else:
-            rule = "a share of the documents cannot be divided by --split"
+            rule = "documents selected by a share cannot be divided by --split"
             raise ValueError(
                 f"--data-path {prefix}@{share[0]:g}:{share[1]:g}: {rule}; use --train-data-path, --valid-data-path or "
                 "--test-data-path"
@@ -325,8 +325,8 @@ class _Builder:
             )
         sizes = ", ".join(f"{name} {part.tokens:,}" for name, part in zip(SPLITS, parts, strict=True) if part)
         self.say(
-            f"{prefix}: {len(indexed)} documents are too few for --split {self.config.split}, so that its tokens are "
-            f"divided: {sizes}"
+            f"{prefix}: {len(indexed)} documents are too few for --split {self.config.split}; dividing the tokens of "
+            f"all documents instead: {sizes}"
         )
         return parts
 

@@ -154,7 +154,7 @@ class CheckpointWriter:
         if is_number and latest not in self._own_latest and int(latest) > iteration:
             raise OSError(
                 f"{self.root / LATEST} names iteration {latest}, which this run has not saved: another run has "
-                "saved to this folder since this one started. End one of the two, or give them different folders"
+                "saved to this folder since this run started. Stop one of the two runs, or use different --save folders"
             )
         self._own_latest.add(str(iteration))
 

@@ -144,7 +144,9 @@ class IndexReader(dcp.FileSystemReader):
                 raise pickle.UnpicklingError(f"{INDEX} holds a {type(index).__name__}")
             for info in index.storage_data.values():
                 if PurePath(info.relative_path).name != info.relative_path:
-                    raise pickle.UnpicklingError(f"{INDEX} names a file in another folder: {info.relative_path!r}")
+                    raise pickle.UnpicklingError(
+                        f"{INDEX} refers to a file outside the checkpoint folder: {info.relative_path!r}"
+                    )
             index.storage_meta = index.storage_meta or StorageMeta()
             index.storage_meta.load_id = self.load_id
             self._index = index
@@ -176,4 +178,4 @@ class IndexUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"{INDEX} asks for {module}.{name}, which no tensor index needs")
+        raise pickle.UnpicklingError(f"{INDEX} asks for {module}.{name}, which is not allowed in a tensor index")

@@ -47,7 +47,7 @@ class UrlPath(PurePosixPath):
         return f"{self.scheme}://{'/'.join(self.parts[1:])}"
 
     def __fspath__(self) -> str:
-        raise TypeError(f"{self} is not on the local disk: storage_of(path) opens it")
+        raise TypeError(f"{self} is not on the local disk; open it with storage_of(path)")
 
 
 class Storage(Protocol):

@@ -85,7 +85,7 @@ def read_manifest(folder: PurePath) -> Sums:
                 raise TypeError(f"entry {name!r}")
         return files
     except FileNotFoundError:
-        raise ValueError(f"there is no {MANIFEST} in it, so it was not finished") from None
+        raise ValueError(f"there is no {MANIFEST} in it, so the save was not finished") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {error}") from None
     except (KeyError, TypeError, AttributeError, RecursionError):

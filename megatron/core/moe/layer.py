@@ -53,7 +53,9 @@ class MoELayer(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
         assert config.num_experts is not None
-        assert ctx.sequence_parallel or ctx.tp.size == 1, "tensor-parallel ranks would route the same tokens"
+        assert ctx.sequence_parallel or ctx.tp.size == 1, (
+            "without sequence parallelism, all tensor-parallel ranks would route the same tokens"
+        )
         self.router = ROUTERS.build(router_of(config, ctx.layer), f"{name}.router", config, ctx)
         self.experts = Experts(f"{name}.experts", config, ctx)
         down, up = latent_projections(name, config) or (None, None)

@@ -79,8 +79,8 @@ class RunningLoads:
             if done not in self._started:
                 raise ValueError(
                     f"the pipeline schedule runs the backward pass of micro-batch {number} before the forward pass of "
-                    f"micro-batch {done}, whose loads its balancing loss needs: use --moe-router-load-balancing-type "
-                    "seq_aux_loss, or a schedule that keeps the order"
+                    f"micro-batch {done}, but the balancing loss needs the expert loads of that forward pass; use "
+                    "--moe-router-load-balancing-type seq_aux_loss, or a schedule that keeps the order of micro-batches"
                 )
             rows = self._started.pop(done).wait().double()  # [dp, b, E], in sample order
             so_far = rows.flatten(0, 1).cumsum(0) + self._total

@@ -186,7 +186,9 @@ class TopKRouter(nn.Module):
             return SoftmaxScores(before_choice=kind == "pre_softmax")
         functions: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "sqrtsoftplus": sqrt_softplus}
         if kind not in functions:
-            raise NotImplementedError(f"a router that registers the scores {kind} must create them in make_scores()")
+            raise NotImplementedError(
+                f"the router class that registers the score function {kind!r} must create it in make_scores()"
+            )
         return OwnScores(functions[kind], config.moe_router_topk_normalization, config.moe_router_topk_epsilon)
 
     def forward(self, x: Tensor, context: BatchContext) -> Choice:

@@ -169,7 +169,9 @@ class Chain(ShardUpdate):
         return list(_batches(params, ROUND * self.axis.size))
 
     def _on_rank(self, planned: PlannedParam, links: _Links, shard: Shard, state: ParallelState) -> _Param:
-        assert isinstance(shard, OptimizerShard), "only fused links can read the format of the states"
+        assert isinstance(shard, OptimizerShard), (
+            "only the kernel of a fused link can read the storage format of these states"
+        )
         meta = planned.meta
         here = self.axis.rank
         coords = state.coords
@@ -317,7 +319,7 @@ class Chain(ShardUpdate):
         plan = self.plan.matrices
         requests = {param.planned.meta.name: request for param, request in asked}
         results = {name: torch.empty_like(request.values) for name, request in requests.items()}
-        assert len(requests) == len(asked), "at most one request of a tuple may be for whole matrices"
+        assert len(requests) == len(asked), "a link may request whole matrices only once at a time"
 
         def read(part: Part, values: Tensor) -> None:
             name = plan.matrices[part.matrix].meta.name

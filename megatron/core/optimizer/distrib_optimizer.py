@@ -56,7 +56,7 @@ class StepResult:
         self._values = HostCopy[float](values)
 
     def _read(self) -> list[float]:
-        assert self._values is not None, "there is no verdict on the update"
+        assert self._values is not None, "the result can be read only after settle() was called"
         return self._values.read()
 
     @property
@@ -171,12 +171,12 @@ class DistributedOptimizer:
         if config.use_distributed_optimizer != ddp.use_distributed_optimizer:
             raise ValueError(
                 f"use_distributed_optimizer is {config.use_distributed_optimizer} in OptimizerConfig and "
-                f"{ddp.use_distributed_optimizer} in DistributedDataParallel; give both the same"
+                f"{ddp.use_distributed_optimizer} in DistributedDataParallel; set both to the same value"
             )
         if config.whole_roles != ddp.whole_roles:
             raise ValueError(
                 f"whole_roles is {sorted(config.whole_roles)} in OptimizerConfig and {sorted(ddp.whole_roles)} in "
-                "DistributedDataParallel; give both the same"
+                "DistributedDataParallel; set both to the same value"
             )
         self.config = config
         self.ddp = ddp

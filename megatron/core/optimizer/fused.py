@@ -40,8 +40,9 @@ def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform 
     if len(found) > 1:
         names = " and ".join("no fused link" if kind is None else kind.__name__ for kind in found)
         raise ValueError(
-            f"--optimizer {config.optimizer}: parameters of one buffer have {names}; use the same one in all chains, "
-            "or register the optimizer with whole_roles, so that these matrices have separate buffers"
+            f"--optimizer {config.optimizer}: parameters of the same buffer have {names}, but must have the same fused "
+            "link; use the same link in all chains, or register the optimizer with whole_roles, so that these matrices "
+            "have separate buffers"
         )
     return next(iter(found.values()), None)
 
@@ -96,7 +97,7 @@ class FusedSGD(FusedTransform):
 def plain_shards(shards: Sequence[Shard]) -> list[OptimizerShard]:
     """Check that the main parameters and states of all shards are plain tensors, and return the shards."""
     plain = [shard for shard in shards if isinstance(shard, OptimizerShard)]
-    assert len(plain) == len(shards), "the kernel of this link cannot read the format of the states"
+    assert len(plain) == len(shards), "this kernel supports only shards with plain tensors as states"
     return plain
 
 

@@ -145,7 +145,7 @@ class OptimizerShard(Shard):
         """True if the update of the main parameters also writes the model parameters."""
 
     def _zeros(self, state: State) -> Tensor:
-        assert not state.scale_block, "states with scales need a separate store"
+        assert not state.scale_block, "a plain shard cannot store states with block scales"
         dtype = self.main.dtype if state.dtype is None else getattr(torch, state.dtype)
         return self.zeros(self.numel, dtype)
 

@@ -118,9 +118,11 @@ def check_states(meta: ParamMeta, states: Sequence[State]) -> None:
         if state.dtype is not None and state.dtype not in DTYPES:
             errors.append(f"state {state.name} has dtype {state.dtype}, but must be one of {', '.join(DTYPES)}")
         if state.scale_block:
-            errors.append(f"state {state.name} has block scales, which only a fused link can keep")
+            errors.append(
+                f"state {state.name} has block scales, but only the states of a fused link may have block scales"
+            )
         if state.kind == MATRICES and not meta.matrix:
-            errors.append(f"state {state.name} belongs to matrices, but the parameter is not a matrix")
+            errors.append(f"state {state.name} is a state of matrices, but the parameter is not a matrix")
     if errors:
         raise ValueError(f"optimizer states of {meta.name} {list(meta.global_shape)}: " + "; ".join(errors))
 

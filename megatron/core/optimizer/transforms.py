@@ -301,7 +301,7 @@ class FusedTransform(Transform):
         self.config = config
 
     def update(self, x: ParameterUpdate) -> None:
-        raise AssertionError("a fused link updates shards, not single parameters")
+        raise AssertionError("a fused link updates whole shards: call kernel() instead of update()")
 
     def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
         """Return the object that updates `shards`. It also applies the learning rate and the weight decay.
@@ -380,11 +380,13 @@ def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
             form = "kernel(shards, stage)" if base is FusedTransform else "update(x)"
             raise ValueError(f"--optimizer {name}: its link {type(link).__name__} has no {form}; write it")
     if sum(isinstance(link, FusedTransform) for link in links) > 1:
-        raise ValueError(f"--optimizer {name}: a chain has at most one fused link; remove one of {_names(links)}")
+        raise ValueError(
+            f"--optimizer {name}: a chain must have at most one fused link; remove all but one of {_names(links)}"
+        )
     if OPTIMIZERS.facts(name).by_element:
         for link in links:
             if isgeneratorfunction(link.update) or any(state.kind != ELEMENTS for state in link.states(meta)):
-                what = f"{type(link).__name__} makes requests, or keeps states of other kinds than elements"
+                what = f"{type(link).__name__} makes requests, or keeps states of a kind other than elements"
                 raise ValueError(f"--optimizer {name} is registered with by_element=True, and {what}; remove it")
     return links
 

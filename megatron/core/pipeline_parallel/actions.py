@@ -78,11 +78,10 @@ def units(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
         pair = tuple(islice(following, 2))
         kinds = [other.kind for other in pair]
         if len(pair) < 2 or pair[0] != action._replace(kind=Kind.F) or kinds[1] not in BACKWARDS:
-            raise ValueError(
-                f"{action} stands before {' and '.join(map(str, pair)) or 'nothing'}, not its F and a B or I"
-            )
+            found = " and ".join(map(str, pair)) or "nothing"
+            raise ValueError(f"{action} must be followed by its F and by a B or I, but is followed by {found}")
         if pair[0].microbatch == pair[1].microbatch:
-            raise ValueError(f"{pair[0]} and {pair[1]} of one micro-batch cannot run in turns")
+            raise ValueError(f"{pair[0]} and {pair[1]} belong to the same micro-batch, so they cannot run in turns")
         yield (action, *pair)
 
 

@@ -147,7 +147,9 @@ class PipelineExecutor(Generic[Module, Micro]):
         microbatches = 1 + max((action.microbatch for action in actions), default=-1)
         assert len(batches) == microbatches, f"{len(batches)} batches for a list of {microbatches} microbatches"
         training = any(action.kind in BACKWARDS for action in actions)
-        assert last_forward is None or not training, "a loss is needed for the backward pass"
+        assert last_forward is None or not training, (
+            "last_forward is not supported in lists with backward passes, which need a loss"
+        )
         self.held = Held()
         self._begin(batches, loss_scale_seed, training, last_forward)
         self.run_actions(actions)
@@ -164,7 +166,7 @@ class PipelineExecutor(Generic[Module, Micro]):
     def end(self) -> list[Tensor]:
         """Wait until the last sends have finished, and return the loss sums that `run` returns."""
         self.p2p.finish()
-        assert not self.held, "the list leaves messages or graphs behind"
+        assert not self.held, "messages or autograd graphs are left over at the end of the action list"
         return self.losses()
 
     def drop(self) -> None:
@@ -282,7 +284,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         with self._clock("backward"):
             torch.autograd.backward([edge], [grad_output])
         if hidden is not None:
-            assert hidden.grad is not None, f"stage {stage} does not use its input"
+            assert hidden.grad is not None, f"stage {stage} received an input that does not affect its output"
             self.held.outbox[Action(Kind.SEND_B, stage, microbatch)] = hidden.grad
 
     def _input_backward(self, action: Action) -> None:

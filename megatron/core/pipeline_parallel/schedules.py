@@ -123,7 +123,9 @@ def one_f_one_b(p: int, m: int, in_turns: bool = False) -> Schedule:
     """1F1B (arXiv:2006.09503, flushed): rank r never holds activations of more than p - r micro-batches. `in_turns`
     requires p = 1. With `in_turns`, each forward pass runs in turns with the backward pass of the previous micro-batch.
     """
-    assert p == 1 or not in_turns, "1F1B has one stage per rank: a forward and the concurrent backward need each other"
+    assert p == 1 or not in_turns, (
+        "1F1B supports in_turns only for p = 1: otherwise, the two passes of a pair depend on each other"
+    )
     lists = []
     for rank in range(p):
         forwards, backwards = [F(rank, i) for i in range(m)], [B(rank, i) for i in range(m)]
@@ -271,7 +273,7 @@ def build_schedule(
     facts = PIPELINE_SCHEDULES.facts(schedule)
     if in_turns:
         assert facts.in_turns is not None and runs_in_turns(schedule, p, v), (
-            f"{schedule} has no variant that runs passes in turns"
+            f"{schedule} has no variant in which passes run in turns"
         )
         return facts.in_turns(p, m, v, group)
     if facts.with_chunks is not None:

@@ -262,7 +262,7 @@ class LinearFunction(torch.autograd.Function):
             ctx.bias_shape, flat_bias = bias.shape, bias.flatten()
         if boundary.leave is start_nothing:
             return gemms.forward(full_x, weight, flat_bias, addend)
-        assert addend is None, "partial sums cannot be added to the residual stream"
+        assert addend is None, "an addend is not supported if a collective reduces the output"
         y = boundary.leave(gemms.forward(full_x, weight, None), axis).wait()
         return y if flat_bias is None else y.add_(flat_bias)
 

@@ -66,10 +66,10 @@ def test_alternating_passes_compute_while_the_other_exchanges():
 def test_lists_whose_passes_cannot_alternate_are_refused():
     both = Action(Kind.FB, 0, 1)
     for rest, message in (
-        ([F(0, 1)], "stands before F"),
-        ([B(0, 0), F(0, 1)], "not its F and a B or I"),
-        ([F(0, 2), B(0, 0)], "not its F and a B or I"),
-        ([F(0, 1), B(0, 1)], "of one micro-batch cannot run in turns"),
+        ([F(0, 1)], "but is followed by F"),
+        ([B(0, 0), F(0, 1)], "must be followed by its F and by a B or I"),
+        ([F(0, 2), B(0, 0)], "must be followed by its F and by a B or I"),
+        ([F(0, 1), B(0, 1)], "belong to the same micro-batch, so they cannot run in turns"),
     ):
         with pytest.raises(ValueError, match=message):
             simulate([[F(0, 0), both, *rest]])
