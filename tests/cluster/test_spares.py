@@ -57,7 +57,7 @@ def test_a_spare_replaces_a_lost_host_under_the_elastic_script(tmp_path: Path) -
         run.wait(lambda: "exiting at iteration" in run.screens()[0], "the end of the ranks")
     last = int((run.save / "latest_checkpointed_iteration.txt").read_text())
     said = "\n".join(run.since(before))
-    assert "rank 1 is now process 2 of the launcher, a spare" in said
+    assert "rank 1 now runs in spare process 2 of the launcher" in said
     assert "recovered by spare ranks in the job from copies in memory" in said and "steps lost: 0" in said
     assert difference(run, last) < 1e-9
 

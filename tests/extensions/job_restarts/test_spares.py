@@ -43,8 +43,8 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 def test_a_spare_takes_the_place_of_a_lost_rank(begin: Callable[..., Run], undisturbed: Run) -> None:
     run = begin(3, 1)
     said = run.start(Planned("host 1", 0, 2))
-    assert "no start of the same ranks: the processes of 1 are lost" in said
-    assert "rank 1 is now process 2 of the launcher, a spare" in said
+    assert "the ranks cannot restart in the same processes: the parents of ranks 1 are lost" in said
+    assert "rank 1 now runs in spare process 2 of the launcher" in said
     run.assert_equal(undisturbed)
     (event,) = run.events("recovery")
     assert (event["rung"], event["source"]) == ("spare ranks in the job", "copies in memory")
@@ -65,7 +65,7 @@ def test_a_host_of_several_ranks_is_replaced_by_a_host_of_spares(begin: Callable
     whole.start()
     run = begin(6, 2, flags, per_host=2)
     said = run.start(Planned("host 1", 0, 3))
-    assert "rank 2 is now process 4" in said and "rank 3 is now process 5" in said
+    assert "rank 2 now runs in spare process 4" in said and "rank 3 now runs in spare process 5" in said
     run.assert_equal(whole)
 
 
@@ -78,7 +78,7 @@ def test_without_spares_fewer_ranks_continue_under_another_layout(
     whole.start()
     run = begin(5, 1, WIDE)
     said = run.start(Planned("workers 4", 0, 1), Planned("host 3", 0, 2))
-    assert "there are not enough spares: 1 are needed, and 0 wait" in said
+    assert "there are too few spares: 1 needed, 0 available" in said
     assert " 2 ranks continue with --tensor-model-parallel-size 1" in said
     run.assert_close(whole, 1e-9)
     (event,) = run.events("recovery")

@@ -20,7 +20,7 @@ def test_copies_of_a_deleted_folder_are_not_loaded(tmp_path: Path) -> None:
         run.start(Planned("copied", 0, 2))
         shutil.rmtree(run.save)
         said = run.start(Planned("copied", 0, 2))
-        assert "copies in memory are not used, and are deleted: they do not belong to what is in --save" in said
+        assert "memory are not used, and are deleted: they do not belong to the current content of --save" in said
         assert "loaded checkpoint" not in said and run.metrics()[0][0] == 1
         said = run.start()
         assert "loaded checkpoint of iteration 2 from copies" in said
@@ -36,7 +36,7 @@ def test_missing_copies_are_reported(tmp_path: Path) -> None:
         run.lose(0)
         said = run.start()
         assert (
-            "copies in memory are not used: no host holds copies of the previous start; copies are kept for 1 min"
+            "copies in memory are not used: no host holds copies of the previous start; hosts keep copies for 1 min"
             in said
         )
         assert "loaded checkpoint" not in said and run.metrics()[0][0] == 1
@@ -65,7 +65,7 @@ def test_copies_are_not_loaded_after_a_start_without_them(tmp_path: Path) -> Non
         run.start(Planned("copied", 0, 5))
         run.start(flags=["--peer-copies", "0", "--exit-interval", "4", "--lr", "3e-2"])
         said = run.start()
-        assert "copies in memory are not used, and are deleted: they do not belong to what is in --save" in said
+        assert "memory are not used, and are deleted: they do not belong to the current content of --save" in said
         assert f"loaded checkpoint of iteration 4 from {run.save}" in said
     finally:
         run.end()

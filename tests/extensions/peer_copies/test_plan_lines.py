@@ -27,17 +27,17 @@ def test_plan_for_four_hosts(strategy: str) -> None:
         assert "66.7% of the sets of 2" in said
         assert "a host sends for" in said and "MB/s (--peer-copy-bandwidth 1), " in said
     else:
-        assert "sends for each copy, at most: 0" in said and "a host sends" not in said
+        assert "a rank sends for each copy: 0" in said and "a host sends" not in said
 
 
 def test_goodput_with_copies() -> None:
     """Steps take 5 s, saves 60 s, and copies no time. A failure happens every hour, and a restart takes 100 s."""
     said = goodput_line(Expected(5, 3600, 100, SaveCost(0, 60, "")), 1, 0.0, 0.0)
-    assert "copies 0.00%, restarts 2.74%, repeated steps 0.07%;" in said
-    assert said.startswith("goodput 97.19% ") and "at the best --save-interval 94.86%" in said
+    assert "lost to copies 0.00%, to restarts 2.74%, to repeated steps 0.07%;" in said
+    assert said.startswith("goodput 97.19% ") and "at the best --save-interval: 94.86%" in said
 
 
 def test_plan_for_one_host() -> None:
     said = planned("", 2, 2)
-    assert "1 host of 2 ranks, 0 copies" in said and "as there are no more hosts" in said
+    assert "1 host of 2 ranks, 0 copies" in said and "because there are no more hosts" in said
     assert "survive the failure of ranks, but not the loss of a host" in said

@@ -58,7 +58,7 @@ def await_heartbeats(box: Box) -> None:
 
 STRIKES = [
     (pull, False, "host0 (rank 0 of 2) has heard nothing from host1 (rank 1 of 2) for "),
-    (deafen, False, "and is heard itself: what host1 should receive is lost"),
+    (deafen, False, "although its own messages arrive: messages to host1 are lost"),
     (deafen, True, ""),
 ]
 

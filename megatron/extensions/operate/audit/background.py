@@ -65,7 +65,7 @@ class BackgroundAudit(Callback, Meter):
         rank, world = run.runtime.launch.rank, run.runtime.state.world
         self.outcome = Outcome(self.config, rank)
         save = self.config.checkpoint.save_folder
-        assert save is not None, "a rule ensures that there is a folder"
+        assert save is not None, "the rules of --audit-by require --save"
         self.folder = save / "audit"
         self._step: Step | None = None
         self._sketches: list[list[list[float]]] = []
@@ -237,7 +237,7 @@ class BackgroundAudit(Callback, Meter):
             with suppress(OSError, ValueError):
                 found = Result.read(self._snapshot(iteration) / RESULT)
             if found is None and self._process is not None and self._process.poll() is not None:
-                found = Result(0.0, 0.0, problem=f"its process ended with code {self._process.returncode}")
+                found = Result(0.0, 0.0, problem=f"the audit process ended with code {self._process.returncode}")
         there = torch.tensor(found is not None, device=run.runtime.device).long()
         if all_reduce_(there, run.runtime.state.world).item() == 0:
             return

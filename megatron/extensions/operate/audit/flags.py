@@ -24,7 +24,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     if not PIPELINE_SCHEDULES.facts(config.parallel.schedule).flushes:
         rule = "computes a step again with the weights that the step used, which --pipeline-schedule 2bw does not keep"
-        yield Problem("--audit-interval", own.audit_interval, rule, "choose another schedule, or 0")
+        yield Problem("--audit-interval", own.audit_interval, rule, "use another schedule, or --audit-interval 0")
     if (late := late_update(config)) is not None:
         rule = f"requires that each update precedes the next step, but {late} delays updates"
         yield Problem("--audit-interval", own.audit_interval, rule, "remove one of the two")
@@ -54,13 +54,13 @@ def _of_process(config: RunConfig) -> Iterator[Problem]:
 class AuditFlags:
     audit_interval: int = flag(0, at_least=0, excludes=(GRAPHS,))
     """Compute every K-th step a second time by independent means, and compare losses and gradients. A rank that
-    disagrees twice is reported and treated as failed. 0 disables audits."""
+    computes wrong values in two audits is reported and treated as failed. Set to 0 to disable audits."""
 
     audit_by: str = flag("peer", choices=MEANS, no_effect_without="--audit-interval above 0")
-    """Method of the second computation. peer: each rank also computes the part of a rank in another data-parallel
-    replica. Results are bitwise equal with --deterministic-mode. layout: a background process on the first rank's host
-    computes the whole step on the CPU while training continues. precision: like layout, but in a wider number
-    format."""
+    """How the step is computed a second time. With peer, each rank also computes the micro-batches of a rank in
+    another data-parallel replica. In this case, results are bitwise equal with --deterministic-mode. With layout, a
+    background process on the first rank's host computes the whole step on the CPU while training continues. With
+    precision, this process uses a wider number format."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
         """Return the title and the lines function of a plan's section about the cost of audits."""
@@ -78,7 +78,7 @@ def shift(config: RunConfig, world_size: int) -> int | None:
     try:
         dims = ParallelDims.from_config(config.parallel, world_size)
     except ValueError:
-        return 1  # another rule reports invalid sizes
+        return 1  # another rule reports the invalid parallel sizes
     return shift_of_replicas(dims.groups("dp"), dims.groups("ep", "expt_tp"))
 
 

@@ -59,7 +59,7 @@ class Outcome:
         if self._rank not in finding.ranks:
             time.sleep(1.0)  # so that the faulty rank reports the error first
         why = f"it has disagreed {TWICE} times" if due else "its state is damaged"
-        raise AuditError(f"{finding.line(iteration)}; {why}: replace its device, or leave its host out, and resume")
+        raise AuditError(f"{finding.line(iteration)}; {why}; replace its device or exclude its host, then resume")
 
     def values(self) -> dict[str, object]:
         """Return the audit fields for metric records."""

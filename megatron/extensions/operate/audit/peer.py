@@ -78,7 +78,7 @@ class PeerAudit(Callback, Meter):
         options, state = self.config.options(AuditFlags), run.runtime.state
         self.interval = options.audit_interval
         moved = shift(self.config, run.runtime.launch.world_size)
-        assert moved is not None, "a rule ensures that there is another replica"
+        assert moved is not None, "the rules of --audit-by require another data-parallel replica"
         dp = state.dp
         self.source, self.peer = (dp.rank - moved) % dp.size, (dp.rank + moved) % dp.size
         """Data-parallel ranks: `source` is the rank whose part this rank computes, and `peer` is the rank that computes

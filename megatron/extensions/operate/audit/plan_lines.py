@@ -19,7 +19,7 @@ def lines(run: PlannedRun) -> Iterator[str]:
     every = f"every {interval} steps" if interval > 1 else "every step"
     if options.audit_by == "peer":
         seconds = "" if run.step_seconds is None else f", at most {run.step_seconds:.3g} s each"
-        yield f"a second forward and backward pass {every}{seconds}: at most {1 / interval:.2%} of the time of steps"
+        yield f"a second forward and backward pass {every}{seconds}: at most {1 / interval:.2%} of the step time"
         yield "a third pass and reduction only if ranks disagree"
         return
     weights = weight_bytes(run.config, run.world_size)
@@ -28,7 +28,7 @@ def lines(run: PlannedRun) -> Iterator[str]:
     itemsize = {"float64": 8, "float32": 4}.get(run.config.parallel.params_dtype, 2)
     # The audit process holds two models, each with gradients, fp64 gradient sums and optimizer states.
     held = weights // itemsize * (itemsize + width + 2 * (8 + 3 * 4) + 3 * (width - 4))
-    yield f"about {byte_text(held)} of memory for the process on the host of the first rank, without activations"
+    yield f"about {byte_text(held)} of memory on the first rank's host for the audit process, without activations"
 
 
 def weight_bytes(config: RunConfig, world_size: int) -> int:

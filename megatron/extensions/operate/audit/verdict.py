@@ -27,8 +27,8 @@ LOSS = "loss"
 CAUSES = {
     WEIGHT: "the weights differ before the step",
     OUTPUT: "the output differs although the inputs are equal",
-    SENT: "a sent value differs although the inputs are equal: faulty matrix product or memory",
-    RECEIVED: "the received message differs although all ranks sent equal values",
+    SENT: "a value that was sent differs although the inputs are equal: faulty matrix product or memory",
+    RECEIVED: "the received values differ although all ranks sent the same values in both computations",
     GRADIENT: "the gradient differs although the inputs are equal: faulty matrix product or memory",
     BUCKET: "the gradient has changed in memory between its computation and the reduction",
     REDUCED: "the sum over ranks differs although its terms are equal: faulty message or memory",

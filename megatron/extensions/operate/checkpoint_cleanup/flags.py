@@ -23,7 +23,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     name = "--eval-interval" if validates else "--log-interval"
     measured = training.eval_interval if validates else config.logging.log_interval
     if metric and interval and measured > 0 and interval % measured:
-        rule = f"{metric} is measured every {name} {measured}; --save-interval {interval} must be a multiple of it"
+        rule = f"{metric} is measured every {measured} steps, and --save-interval {interval} is not a multiple"
         yield Problem("--save-retain-best", metric, rule, f"use {name} {interval}")
     if metric and validates and training.eval_iters == 0:
         yield Problem("--save-retain-best", metric, "needs evaluation, but --eval-iters is 0", "raise --eval-iters")
@@ -48,7 +48,7 @@ def _metrics(config: RunConfig) -> list[str]:
     """Return the metrics that --save-retain-best can use in a run."""
     try:
         names = list(config.data.named_sets)
-    except ValueError:  # another rule reports invalid sets
+    except ValueError:  # another rule reports the invalid validation set
         names = []
     return ["valid_loss", "lm_loss", *(f"valid_{name}_loss" for name in names)]
 

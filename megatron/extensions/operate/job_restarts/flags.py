@@ -14,11 +14,11 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 class RestartConfig:
     restarts_in_job: int = flag(0, at_least=0)
     """Maximum number of consecutive restarts of failed ranks, within the launcher's processes, that complete no step.
-    After that, the failure is reported to the launcher. 0 reports every failure to the launcher."""
+    The next failure is reported to the launcher. Set to 0 to report every failure."""
 
     spare_ranks: int = flag(0, at_least=0, no_effect_without="--restarts-in-job above 0")
-    """Number of spare processes. The last processes of the launcher have no rank at first. Spare processes wait with
-    all modules imported, and replace ranks whose processes or hosts are lost."""
+    """Number of spare processes. The launcher starts them last, and they have no rank at first. They wait with all
+    modules imported, and replace ranks whose processes or hosts are lost."""
 
     @property
     def starter(self) -> str | None:
@@ -27,7 +27,7 @@ class RestartConfig:
 
 
 def restarts(config: RunConfig) -> bool:
-    """Return True if failed ranks are restarted within the job."""
+    """Return True if a run restarts failed ranks within the launcher's processes (--restarts-in-job)."""
     return config.options(RestartConfig).restarts_in_job > 0
 
 

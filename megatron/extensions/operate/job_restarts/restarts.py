@@ -306,7 +306,7 @@ class Parent:
                 if (code := self._parents.over()) is not None:
                     self._parents.left()
                     if code:
-                        write_error_file("a spare rank, which ended with the others", time.time() + 1)
+                        write_error_file("a spare process, which ended together with the ranks", time.time() + 1)
                     return code, "the run has ended"
                 self._parents.beat()
                 self._parents.tidy()
@@ -370,11 +370,11 @@ class Parent:
         if not gone:
             return replace(before, living=living, rung=SAME_RANKS, why=())
         ranks = ", ".join(str(before.roster.index(worker)) for worker in gone)
-        why = f"no start of the same ranks: the processes of {ranks} are lost together with their parents"
+        why = f"the ranks cannot restart in the same processes: the parents of ranks {ranks} are lost"
         if (found := replaced(before.roster, living, host_of)) is not None:
             return replace(before, roster=found, living=living, rung=SPARES, why=(why,))
         waiting = len(living) - (len(before.roster) - len(gone))
-        spare = f"there are not enough spares: {len(gone)} are needed, and {waiting} wait"
+        spare = f"there are too few spares: {len(gone)} needed, {waiting} available"
         try:
             choice = smaller_layout(self.config, len(living), device_here())
             missing = f"no layout for the same batch is legal on {len(living)} ranks"
@@ -399,4 +399,4 @@ class Parent:
             print(f" {len(start.roster)} ranks continue with {flags}", file=sys.stderr, flush=True)
         for rank, worker in enumerate(start.roster):
             if start.rung == SPARES and worker != before.roster[rank]:
-                print(f" rank {rank} is now process {worker} of the launcher, a spare", file=sys.stderr, flush=True)
+                print(f" rank {rank} now runs in spare process {worker} of the launcher", file=sys.stderr, flush=True)

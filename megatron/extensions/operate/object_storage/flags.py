@@ -16,7 +16,7 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 @dataclass(frozen=True)
 class ObjectStorageFlags:
     storage_retry_seconds: float = flag(300.0, above=0)
-    """Time in seconds during which a failed request to object storage is retried, with increasing delays."""
+    """Maximum time in seconds for which a failed request to object storage is retried, with increasing delays."""
 
     storage_timeout_seconds: float = flag(60.0, above=0)
     """Timeout in seconds for requests to object storage."""
@@ -79,8 +79,8 @@ def reads_data(config: RunConfig) -> bool:
 
 
 def is_url(path: str | None) -> bool:
-    """Return True if a path is a URL in object storage. The path may have a prefix that names the reader, such as
-    datasets:."""
+    """Return True if a path is a URL in object storage. The path may begin with the name of a data set
+    reader, as in `datasets:s3://bucket/name`."""
     return path is not None and "://" in path and path.partition("://")[0].rpartition(":")[2] in SCHEMES
 
 

@@ -120,7 +120,7 @@ class Uploads:
                     nbytes = upload(folder, self._save, iteration, partial(self._check_writable, iteration))
                     break
                 except (OSError, ValueError) as error:
-                    then = f"{left} more attempts" if left else f"given up; it is in {folder}"
+                    then = f"{left} more attempts" if left else f"no more attempts; the checkpoint is in {folder}"
                     self._lines.put(f"checkpoint of iteration {iteration} was not uploaded: {error}; {then}")
                     record_event(str(self._save), "upload", iteration=iteration, error=str(error))
                     if not left:
@@ -223,7 +223,7 @@ class TwoTiers(Callback):
             there.unlink(missing_ok=True)
         if not all(seen):
             rule = (
-                f"is not one folder for all ranks: {seen.count(False)} of {world.size} do not see the folder of rank 0"
+                f"is not the same folder for all ranks: {seen.count(False)} of {world.size} cannot see rank 0's folder"
             )
             remedy = "use a folder on a file system that all hosts share, or remove the flag"
             raise ValueError(str(Problem("--save-local", self.options.save_local, rule, remedy)))

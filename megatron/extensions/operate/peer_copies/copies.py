@@ -143,7 +143,7 @@ class Copies:
         reason = re.sub(r"\d+", "", self.failure)
         if reason and reason not in self._told:
             self._told.add(reason)
-            then = "the previous copies remain, and repeated failures make attempts rarer"
+            then = "the previous copies are kept, and copying is attempted less often after repeated failures"
             return f"copies in memory of the last step are incomplete: {self.failure}; {then}"
         if self._told and not reason:
             self._told.clear()

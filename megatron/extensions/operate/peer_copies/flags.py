@@ -24,7 +24,7 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 class PeerCopyConfig:
     peer_copies: int = flag(0, at_least=0)
     """Number of hosts, in addition to a rank's own host, that hold a copy of the rank's training state in memory. A
-    restart loads these copies instead of an older checkpoint. 0 disables copies."""
+    restart loads these copies instead of an older checkpoint. Set to 0 to disable copies."""
 
     peer_copy_interval: int = flag(1, at_least=1, no_effect_without="--peer-copies above 0")
     """Number of steps between two copies of the training state."""

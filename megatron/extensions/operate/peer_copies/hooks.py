@@ -125,7 +125,7 @@ class PeerCopies(Callback):
     def _lifetime(self) -> str:
         """Return a phrase for messages that says how long copies are kept."""
         minutes = self._options.peer_copy_keep_minutes
-        return f"copies are kept for {minutes:g} minutes after the last rank of a host (--peer-copy-keep-minutes)"
+        return f"hosts keep copies for {minutes:g} minutes after their last rank has ended (--peer-copy-keep-minutes)"
 
     def _advice(self) -> str:
         """Return advice about resuming after a failure: until when the same command resumes from copies. Return an
@@ -203,7 +203,7 @@ class PeerCopies(Callback):
         self._held, left = mine, sum(len(held.copies) for held in mine)
         if left < before:
             what = "copies in memory" if not left else "some copies in memory"
-            foreign = f"do not belong to what is in --save {save} now"
+            foreign = f"do not belong to the current content of --save {save}"
             then = "which was deleted, replaced or resumed without them"
             say(f" {what} are not used, and are deleted: they {foreign}, {then}")
             why = f"copies in memory {foreign}"

@@ -164,7 +164,8 @@ class MemoryCheckpoint(Checkpoint):
         payloads = [header.payload for header in headers.values() if header.payload is not None]
         if len(payloads) != 1 or headers.keys() != found.copies.keys():
             raise CopyError(
-                f"{len(headers)} of {len(found.copies)} headers could be read, with {len(payloads)} payloads"
+                f"{len(headers)} of {len(found.copies)} headers of copies could be read, and {len(payloads)} of them "
+                "contain checkpoint metadata (expected: 1)"
             )
         self.payload: dict[str, Any] = payloads[0]
         self._boxes: dict[str, dict[Offset, StoredBox]] = {}

@@ -54,7 +54,7 @@ def lines(run: PlannedRun) -> Iterator[str]:
     plural = "" if hosts == 1 else "s"
     yield f"{hosts} host{plural} of {run.ranks_per_node} ranks, {copies} cop{several} of each part on other hosts"
     if copies < options.peer_copies:
-        yield f"fewer than --peer-copies {options.peer_copies}, as there are no more hosts"
+        yield f"fewer than --peer-copies {options.peer_copies}, because there are no more hosts"
     if not copies:
         yield "survive the failure of ranks, but not the loss of a host"
     else:
@@ -63,8 +63,8 @@ def lines(run: PlannedRun) -> Iterator[str]:
         yield f"survive any {lost}, and {good / every:.1%} of the sets of {copies + 1}"
     stored, sent = stored_bytes(parts, placed), sent_bytes(parts, placed)
     most = max(sent.values(), default=0)
-    yield f"bytes a rank sends for each copy, at most: {byte_text(most)}"
-    yield f"memory of a host for the copies of {SLOTS} steps, at most: {byte_text(SLOTS * max(stored.values()))}"
+    yield f"maximum number of bytes that a rank sends for each copy: {byte_text(most)}"
+    yield f"maximum memory on a host for the copies of {SLOTS} steps: {byte_text(SLOTS * max(stored.values()))}"
     given = options.peer_copy_bandwidth
     rate = run.network if given is None else 1e6 * given
     seconds = 0.0
@@ -73,7 +73,7 @@ def lines(run: PlannedRun) -> Iterator[str]:
         for rank, nbytes in sent.items():
             of_host[host_of[rank]] = of_host.get(host_of[rank], 0) + nbytes
         seconds = max(of_host.values()) / rate
-        source = "the network of the device file" if given is None else f"--peer-copy-bandwidth {given:g}"
+        source = "network rate of the device file" if given is None else f"--peer-copy-bandwidth {given:g}"
         share = ""
         if run.step_seconds is not None:
             share = f", {seconds / (run.step_seconds * options.peer_copy_interval):.1%} of the time between two copies"
@@ -83,7 +83,7 @@ def lines(run: PlannedRun) -> Iterator[str]:
         for part in parts:
             staged.update(dict.fromkeys(part.replicas, part.nbytes))
         most_staged = max(staged.values())
-        yield f"bytes that a rank copies to its host, at most: {byte_text(most_staged)}"
+        yield f"maximum number of bytes that a rank copies to its own host: {byte_text(most_staged)}"
         yield goodput_line(run.expected, options.peer_copy_interval, most_staged / run.host, seconds)
 
 
@@ -94,7 +94,7 @@ def goodput_line(expected: Expected, interval: int, staging: float, sending: flo
     copied = replace(expected, save=SaveCost(staging, staging + sending, ""))
     with_copies, without = copied.shares(interval), expected.best()
     return (
-        f"goodput {with_copies.goodput:.2%} if every failure leaves a copy of each part: copies "
-        f"{with_copies.saves:.2%}, restarts {with_copies.restarts:.2%}, repeated steps {with_copies.repeated:.2%}; "
-        f"without copies at the best --save-interval {without.goodput:.2%}"
+        f"goodput {with_copies.goodput:.2%} if every failure leaves a copy of each part; lost to copies "
+        f"{with_copies.saves:.2%}, to restarts {with_copies.restarts:.2%}, to repeated steps "
+        f"{with_copies.repeated:.2%}; goodput without copies, at the best --save-interval: {without.goodput:.2%}"
     )

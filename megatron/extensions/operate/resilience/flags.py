@@ -12,14 +12,14 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 
 SHORTEST_SILENCE = 3.0
-"""Check --host-heartbeat-timeout-seconds."""
+"""Minimum of --host-heartbeat-timeout-seconds, except for 0."""
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     own = config.options(ResilienceConfig)
     seconds, least = own.host_heartbeat_timeout_seconds, SHORTEST_SILENCE
     if 0 < seconds < least:
-        rule = f"must be 0 or at least {least:g}, since hosts send four heartbeats per second, and a few may be lost"
+        rule = f"must be 0 or at least {least:g}, because single heartbeats (four per second) may be lost"
         remedy = "the default is 6; 0 disables heartbeats"
         yield Problem("--host-heartbeat-timeout-seconds", seconds, rule, remedy)
 
@@ -28,15 +28,15 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class ResilienceConfig:
     host_heartbeat_timeout_seconds: float = flag(6.0, at_least=0)
-    """Number of seconds without a heartbeat (UDP) from another host after which the run ends and reports this host. 0
-    disables heartbeats."""
+    """Number of seconds without a heartbeat (UDP) from another host after which the run ends and reports this host. Set
+    to 0 to disable heartbeats."""
 
 
 def rules_of_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
     own = config.options(StopFileFlags)
     switch = own.kill_switch_path
     if switch and Path(switch).is_dir():
-        yield Problem("--kill-switch-path", switch, "is a folder but must be a file", "use the path of a file in it")
+        yield Problem("--kill-switch-path", switch, "is a folder but must be a file", "add a file name to the path")
 
 
 @extension_flags("stop files", may_change=True, rules=rules_of_stop_file)

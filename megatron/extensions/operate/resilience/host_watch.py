@@ -38,10 +38,10 @@ from megatron.training.reliability.untrusted import parse_record
 from megatron.training.reliability.watchdog import Watch, Watchdog
 
 ADVICE_HOST = (
-    "look at the power, cable and switch of the named host; the latest checkpoint is complete, and the same command "
-    "resumes from it, on the remaining hosts (fewer ranks, if the model-parallel sizes fit them), or with another host "
-    "in its place; scripts/train_gpt_elastic.sh and scripts/train_gpt_slurm.sh do so automatically; if hosts may pause "
-    "for longer, raise --host-heartbeat-timeout-seconds"
+    "check the power, cable and switch of the named host; the same command resumes from the latest checkpoint, on the "
+    "remaining hosts (with fewer ranks, if the model-parallel sizes permit it) or with a replacement host; "
+    "scripts/train_gpt_elastic.sh and scripts/train_gpt_slurm.sh do this automatically; if hosts may be suspended for "
+    "longer, raise --host-heartbeat-timeout-seconds"
 )
 PROGRAM = Path(__file__).with_name("heartbeat.py")
 FEW = 64
@@ -317,8 +317,8 @@ class HostWatch(Watch):
             here = self._links[self._launch.rank]
             print(
                 f"no heartbeat of {self._named(host)} has arrived on {here.host} in {age:.0f} s, though it is there: "
-                f"does a firewall block UDP to port {here.port}? Without heartbeats, connections that are not answered "
-                "show that a host is lost, and --distributed-timeout-minutes that its ranks are",
+                f"does a firewall block UDP to port {here.port}? Without heartbeats, a lost host is noticed only if it "
+                "does not answer a connection, and a lost rank only after --distributed-timeout-minutes",
                 flush=True,
             )
         return True
@@ -344,13 +344,13 @@ class HostWatch(Watch):
                 lines.append(f"{me} has heard nothing from {self._named(host)} for {age:.1f} s")
             else:
                 lines.append(
-                    f"{self._named(host)} has heard nothing from {me} for {age:.1f} s, and is heard itself: what "
-                    f"{self._host_name(host)} should receive is lost"
+                    f"{self._named(host)} has heard nothing from {me} for {age:.1f} s, although its own messages "
+                    f"arrive: messages to {self._host_name(host)} are lost"
                 )
         lines += [f"{me} hears {', '.join(map(self._named, fine))}"] if fine else []
         alone = len(lost) > 1 and not fine
         if alone:
-            lines.append(f"these are all hosts that it watches: {self._host_name(here)} itself may be cut off")
+            lines.append(f"no watched host can be reached: {self._host_name(here)} itself may be cut off")
         who = me if alone else ", ".join(self._named(host) for host, _ in lost)
         title = "cut off from other hosts" if alone else "host cannot be reached"
         phase = f"{self._status.phase_and_action()}, as seen from {self._host_name(here)}"
@@ -366,7 +366,7 @@ def _parse_link(text: str) -> Link:
 
 def _parse_token(text: str) -> str:
     if len(text) != 2 * TOKEN_BYTES or not set(text) <= set("0123456789abcdef"):
-        raise ValueError(f"it is not a token of {2 * TOKEN_BYTES} hexadecimal digits")
+        raise ValueError(f"the token does not consist of {2 * TOKEN_BYTES} hexadecimal digits")
     return text
 
 

@@ -53,8 +53,8 @@ def check_shared(folder: Path, flag: str, world: Axis) -> None:
     on_first_rank(lambda: _forget(folder / mark), world)
     if without:
         raise ValueError(
-            f"{flag} {folder} is not one folder for all ranks: what rank 0 writes there, {without} cannot see, and a "
-            f"checkpoint has files of every rank; {REMEDY}"
+            f"{flag} {folder} is not the same folder for all ranks: {without} cannot see a file that rank 0 has "
+            f"written there, but every rank writes files of a checkpoint; {REMEDY}"
         )
 
 

@@ -42,8 +42,8 @@ from megatron.training.reliability.rank_store import Peer
 from megatron.training.reliability.watchdog import Watch, Watchdog
 
 GONE = (
-    "is gone: it was deleted, renamed or unmounted during the run. Training continues, and the next save creates it "
-    "again, without what was in it; put it back before that to keep both"
+    "is gone: it was deleted, renamed or unmounted during the run. Training continues, and the next save creates "
+    "an empty folder in its place; restore the folder before that to keep its content"
 )
 UNMOUNTED = (
     "is on a different file system than at the start of the run: its disk was unmounted. Training continues; saves "
@@ -70,8 +70,8 @@ class LeaseError(RuntimeError):
     """Raised if another run saves to the folder or has saved to the folder since this run started."""
 
     advice = (
-        "end one of the two runs, or give them different folders; if hosts of one run have lost contact, "
-        "the other half continues: rejoin it when they are connected again, as scripts/train_gpt_elastic.sh does"
+        "end one of the two runs, or save them to different folders; if the network has split the hosts of one run, "
+        "the other half continues: let these hosts rejoin it later, as scripts/train_gpt_elastic.sh does"
     )
 
 

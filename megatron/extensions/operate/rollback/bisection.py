@@ -65,7 +65,7 @@ class RunFiles:
         before = min([found, *(int(first) for event in back for first in [event["passed_over"][0]])])  # type: ignore[index]
         saved = [number for number in saved_folders(folder) if number < before]
         if checkpoint is None and not saved:
-            raise ValueError(f"{folder} has no checkpoint before iteration {before}; give a run that has one")
+            raise ValueError(f"{folder} has no checkpoint before iteration {before}; choose a run that has one")
         if checkpoint is not None and checkpoint not in saved:
             there = ", ".join(map(str, sorted(saved))) or "none"
             raise ValueError(f"--from {checkpoint}: the checkpoints before iteration {before} are {there}")
@@ -109,7 +109,7 @@ def largest_rise(records: Sequence[Mapping[str, Any]]) -> int:
     losses = [float(each["lm_loss"]) for each in records]
     if len(losses) <= FEWEST:
         rule = f"{METRICS_FILE} has {len(losses)} losses, too few to find a spike"
-        raise ValueError(f"{rule}; use --iteration, or a run with --log-interval 1")
+        raise ValueError(f"{rule}; set --iteration, or choose a run with --log-interval 1")
 
     def rise(place: int) -> float:
         before = losses[max(0, place - EARLIER) : place]
@@ -181,7 +181,7 @@ def bisect(files: RunFiles, branch_of: BranchOf, after: int) -> Iterator[str | B
         base = branch_of(last, Change(looks_at=suspect))
     earlier = files.losses_before(files.checkpoint) | {at: loss for at, loss in base.losses.items() if at < suspect}
     if not earlier:
-        raise ValueError(f"{files.folder} has no loss before iteration {suspect}; --from an earlier checkpoint")
+        raise ValueError(f"no loss before iteration {suspect} in {files.folder}; set --from to an earlier checkpoint")
     before = median(list(earlier.values())[-TYPICAL:])
     rise = _highest(base, suspect) - before
     rows = [_row("as it was", base, spike, suspect, True)]
@@ -219,7 +219,7 @@ def lines_of(found: Bisection, decode: Callable[[Sequence[int]], str]) -> Iterat
     """Yield the lines of a report: a table with one row per branch, followed by the cause of the spike."""
     yield f"spike at iteration {found.spike}; loss {found.before:.4g} before"
     if found.difference is not None:
-        yield f"before it, losses of the branch and the run differ by at most {found.difference:.1e}"
+        yield f"before the spike, losses of the branch and of the run differ by at most {found.difference:.1e}"
     yield f"{'branch':<40}{f'loss at {found.spike}':>14}{'highest since':>15}{'spike':>7}"
     for row in found.rows:
         loss = "-" if row.loss is None else f"{row.loss:.4g}"
@@ -228,9 +228,9 @@ def lines_of(found: Bisection, decode: Callable[[Sequence[int]], str]) -> Iterat
     document = worst.origin.rpartition("+")[0].rpartition(":")
     about = {
         "document": f"document {document[2]} of {document[0]}",
-        "batch": f"the batch of iteration {found.suspect}, but no single document of it",
+        "batch": f"the batch of iteration {found.suspect}, but none of its documents alone",
         "rate": f"the learning rate: held at {found.rate:.3g} there is no spike",
-        "none": "none of these changes alone; start from an earlier checkpoint with --from",
+        "none": "none of these changes alone removes the spike; start from an earlier checkpoint with --from",
         "gone": "nothing reproducible: the same steps have no spike here; suspect a device of the run",
     }
     yield f"verdict: {about[found.cause]}"

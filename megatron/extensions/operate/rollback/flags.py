@@ -16,7 +16,7 @@ CHECKS = Condition("--check-for-spiky-loss or --check-for-large-grads; add one o
 @extension_flags("rollbacks", may_change=True)
 @dataclass(frozen=True)
 class RollbackFlags:
-    """Flags for rollbacks at spikes."""
+    """Flags for rollbacks after loss spikes."""
 
     rollback_on_spike: bool = flag(False, needs=CHECKS)
     """At a spike, return to an earlier state and skip the batches since this state. States are kept in host memory. A
@@ -24,15 +24,16 @@ class RollbackFlags:
 
     rollback_steps: int = flag(10, at_least=1, no_effect_without=SWITCH)
     """--rollback-on-spike: minimum number of steps to go back. The run may go back up to twice as many steps if states
-    are kept at intervals. 1 undoes only the step with the spike."""
+    are kept at intervals. With 1, only the step with the spike is undone."""
 
     rollback_batches: int | None = flag(None, at_least=1, no_effect_without=SWITCH)
-    """--rollback-on-spike: number of batches to skip, ending with the batch of the spike. If this number exceeds the
-    number of steps that the run goes back, batches after the spike are also skipped. Default: all batches since the
-    state."""
+    """--rollback-on-spike: number of batches to skip, of which the last is the batch of the spike. If the run goes back
+    fewer steps than this number, batches after the spike are also skipped. Default: all batches from the earlier state
+    to the spike."""
 
     max_rollbacks: int = flag(10, at_least=1, no_effect_without=SWITCH)
-    """--rollback-on-spike: maximum number of rollbacks in the whole run. After that, the next spike ends the run."""
+    """--rollback-on-spike: maximum number of rollbacks in the whole run. If there were that many, the next spike ends
+    the run."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
         """Return the title and the lines function of a plan's section about the memory for kept states."""

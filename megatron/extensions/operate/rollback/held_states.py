@@ -35,7 +35,7 @@ class HeldState:
         self.iteration, self.payload = iteration, payload
         if not self.boxes:
             self.boxes = {key: [_room(box) for box in tensors[key].boxes] for key in tensors}
-        assert self.boxes.keys() == tensors.keys(), "the tensors of the state have changed"
+        assert self.boxes.keys() == tensors.keys(), "the training state contains other tensors than before"
         for key, rooms in self.boxes.items():
             for (_, room), (_, data) in zip(rooms, tensors[key].boxes, strict=True):
                 room.copy_(data, non_blocking=True)
