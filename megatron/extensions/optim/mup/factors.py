@@ -2,8 +2,8 @@
 does not import torch.
 
 The factors follow table 8 of muP (arXiv 2203.03466), which also permits tied embeddings, and table 1 of CompleteP
-(arXiv 2505.01618). The logits are multiplied by 1 / width. The outputs of routers and gates have no factor. Their
-weights therefore follow table 3, an equivalent parametrization without output factors.
+(arXiv 2505.01618). The logits are multiplied by 1 / width. The outputs of routers and gates have no factor. The weights
+of routers and gates therefore follow table 3, an equivalent parametrization without output factors.
 
 The scaling rules of all optimizers follow from two numbers, `change` and `gradient`, both relative to the base model.
 `change` is the size of a weight update, per element, that changes a layer's output as much as in the base model.
@@ -112,7 +112,7 @@ def rate(found: Factors, optimizer: str, matrix_scale: str | None = None) -> flo
         return found.change / found.gradient
     if matrix_scale is None:
         return found.change
-    # All singular values of a Muon update are equal. Their size must be proportional to sqrt(outputs / inputs) (arXiv
+    # All singular values of a Muon update are equal. They must be proportional to sqrt(outputs / inputs) (arXiv
     # 2310.17813).
     inputs, outputs = found.widths.inputs, found.widths.outputs
     wanted = (outputs / inputs) ** 0.5

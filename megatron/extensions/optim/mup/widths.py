@@ -1,10 +1,10 @@
 """Widths of the base model, and the ratio of each parameter's input and output sizes to the base model's.
 
 By default, all widths grow by the ratio of the hidden sizes. --mup-base-widths lists widths that grow by a different
-ratio, such as an expert width that stays constant while the hidden size grows. A matrix with a width in
---mup-base-widths has its own factors. These factors are computed from the shapes of the matrix in both models. Table 8
-of arXiv 2203.03466 likewise uses the fan-in of each matrix. Only `own_ratios` imports torch, and only if some
-parameters may have their own ratios.
+ratio, such as an expert width that stays constant while the hidden size grows. If a width of a matrix is in
+--mup-base-widths, the factors of this matrix are computed from the shapes of the matrix in both models. Table 8 of
+arXiv 2203.03466 likewise uses the fan-in of each matrix. Only `own_ratios` imports torch, and only if some parameters
+may have their own ratios.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class StoredState:
             name: Name of the format.
             main_dtype: Dtype that is used if `name` is "fp32".
             zeros: `zeros(numel, dtype)` allocates a tensor.
-            squared: True if the state is a second moment. Formats with scales then store its square root.
+            squared: True if the state is a second moment. Formats with scales store the square root of a second moment.
         """
         self.format, self.squared = FORMATS[name], squared and FORMATS[name].scaled
         dtype = main_dtype if name == "fp32" else self.format.dtype
@@ -177,8 +177,8 @@ def power_of_two(exponents: Tensor) -> Tensor:
 def scale_exponents(amax: Tensor, number: StateFormat) -> Tensor:
     """Return the smallest e (int32) for which amax / 2^e is at most the format's largest number.
 
-    For values that were already rounded with the scale 2^e, this function may return a smaller exponent. The scale with
-    this exponent also represents the values exactly.
+    For values that were already rounded with the scale 2^e, this function may return a smaller exponent. The smaller
+    scale also represents these values exactly.
     """
     assert number.largest is not None
     ratio = (amax / number.largest).view(torch.int32)
@@ -312,7 +312,7 @@ class Part(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """Scalar inputs of an update. They are tensors on the device, so that a new value does not trigger
+    """Scalar inputs of an update. The scalars are tensors on the device, so that a new value does not trigger
     recompilation."""
 
     lr: Tensor
@@ -325,8 +325,8 @@ class Scalars(NamedTuple):
 
     skip: Tensor
     correction1: Tensor
-    """Bias correction 1 - beta1 ** number. It is computed once per update, because a kernel would compute it in float64
-    for each element."""
+    """Bias correction 1 - beta1 ** number. The correction is computed once per update, because a kernel would compute
+    it in float64 for each element."""
 
     correction2: Tensor
 

@@ -26,8 +26,8 @@ from megatron.training.run import TrainingRun
 
 
 class QKClip:
-    """QK-clip on one rank. It reads the largest logits of the rank's attention layers, and scales the rank's shard of
-    the parameters."""
+    """QK-clip on one rank: reads the largest logits of the rank's attention layers, and scales the rank's shard of the
+    parameters."""
 
     def __init__(
         self,

@@ -93,7 +93,8 @@ class Soap(Transform):
         x.update = step - x.lr * x.weight_decay * (x.param + step)
 
     def direction(self, matrix: Tensor, states: dict[str, Tensor], done: int, eps: float) -> Tensor:
-        """Return the update direction of a matrix [m, n], without Adam's bias corrections. Also updates the factors.
+        """Update the factors of a matrix [m, n], and return the direction of its update, without Adam's bias
+        corrections.
 
         The gradient is added to the factors only after the direction is computed. The basis into which a gradient is
         rotated therefore does not depend on this gradient.

@@ -47,7 +47,7 @@ def with_branch(config: RunConfig) -> RunConfig:
 
 
 def _with_any_length(config: RunConfig, options: BranchFlags) -> RunConfig:
-    """Set an arbitrary schedule length if a branch cannot start. The missing length is then not reported as a second
+    """Set an arbitrary schedule length if a branch cannot start, because a missing length would be reported as a second
     error."""
     values = _of_branch(config, _samples(config, max(1, options.decay_tokens or 1)), None)
     return with_named(config, values | {"lr_decay_style": config.optimizer.lr_decay_style})

@@ -28,8 +28,8 @@ NOT_ROUNDED = 0.01
 the rounding of lengths."""
 
 OTHERS = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens", "lr_warmup_fraction")
-"""Configuration fields for the warm-up. They must not be set with --lr-schedule, because a piecewise schedule contains
-its own warm-up."""
+"""Configuration fields for the warm-up. These fields must not be set with --lr-schedule, because a piecewise schedule
+contains its own warm-up."""
 
 
 def reads(config: RunConfig) -> RunConfig:

@@ -3,7 +3,7 @@
 The recipe follows DeepSeek-V3, arXiv 2412.19437, section 3.3.2 and figure 7. Tiles extend along the dimension that a
 GEMM sums over, so that an outlier reduces precision only within one tile. Multipliers are powers of two, so that a
 scaled value keeps its mantissa. Values that were cast by tiles along one dimension can be cast again by tiles along the
-other dimension. Only small values then lose precision (section 3.5.2).
+other dimension. A second cast only reduces the precision of small values (section 3.5.2).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BlockwiseGemms(Fp8Gemms):
     """Blockwise recipe. A weight has one scale for each block of 128 x 128 elements, so its casts by rows and by
     columns have the same scales. All other operands have one scale for each tile of 1 x 128 elements.
 
-    The GEMM for the weight gradient sums over tokens. It therefore needs a cast of the input by columns. This cast is
+    The GEMM for the weight gradient sums over tokens, and therefore needs a cast of the input by columns. This cast is
     computed from the cast by rows, because the cast by rows is what sequence parallelism gathers.
     """
 
@@ -110,6 +110,6 @@ class BlockwiseGemms(Fp8Gemms):
         return self._region(recast_along_columns, whole)(*rows)
 
     def _region(self, cast: Callable[K, R], whole: bool) -> Callable[K, R]:
-        """Return `cast`, compiled if `whole` is True, that is, if the matrix consists of whole tiles. Some compiler
-        versions mix up the scales of partial tiles."""
+        """Return `cast`, compiled if `whole` is True, that is, if the matrix consists of whole tiles. Some versions of
+        torch's compiler mix up the scales of incomplete tiles."""
         return region(cast, self.compiled and whole, static=True)

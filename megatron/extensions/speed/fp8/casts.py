@@ -87,8 +87,8 @@ def noting(
     cast: CastOrder,
     *others: *Others,
 ) -> Made:
-    """Run a kernel's plain-torch twin in place of the kernel. The twin returns a result and an amax. This function
-    records the amax and returns the result.
+    """Run a kernel's plain-torch twin in place of the kernel. `noting` records the amax that the twin returns, and
+    returns the twin's other result.
 
     Args:
         twin: Function of `others` and `cast` that returns a result and an amax.

@@ -16,7 +16,7 @@ ALIGNMENT = 16
 """Matrix dimensions of fp8 kernels must be multiples of this number."""
 
 TILE = 128
-"""Number of elements in a tile of --fp8-recipe blockwise. A block consists of the same number of tiles."""
+"""Number of elements in a tile under --fp8-recipe blockwise, which is also the number of tiles in a block."""
 
 
 @extension_flags("fp8", may_change=True, rules=f"{HERE}.rules:fp8")

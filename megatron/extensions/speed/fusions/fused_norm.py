@@ -38,8 +38,9 @@ class InputCast(NamedTuple):
 
     def stand_in(self, pair: CastPair, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a placeholder for the layer's input. The placeholder carries the casts to the layer. In the backward
-        pass, its gradient is the gradient of the input. The placeholder is a NaN tensor [s, b, h] that is expanded from
-        a single element. Only a layer that reads `given_input` accepts this placeholder as input."""
+        pass, the gradient of the placeholder is the gradient of the input. The placeholder is a NaN tensor [s, b, h]
+        that is expanded from a single element. Only a layer that reads `given_input` accepts this placeholder as
+        input."""
         found = self.gemms.no_value(dtype).expand(shape)
         found.given_casts = self.gemms.given_input(pair, shape[:-1])  # type: ignore[attr-defined]
         return found

@@ -5,8 +5,8 @@ For fp8 weight gradients, the cuBLASLt and Triton kernels read and write the gra
 product in fp32, and then a separate addition reads the product and the gradient, and writes the gradient.
 
 The GEMM of a row-parallel layer can compute the residual addition: y = addend + x Wᵀ + bias, where the addend is the
-residual stream. This saves the next norm from reading the product and writing the sum. The sum is rounded once, whereas
-a separate addition rounds twice. torch's `addmm` would first copy the addend into the output; cuBLASLt reads the addend
+residual stream. The next norm then need not read the product and write the sum. The sum is rounded once, whereas a
+separate addition rounds twice. torch's `addmm` would first copy the addend into the output; cuBLASLt reads the addend
 as its matrix C and writes the result to D.
 
 The fastest kernel depends on the GPU, the shape and the library versions."""
@@ -67,10 +67,10 @@ KERNELS = {
     "triton": gpu_operator("kernels.products_triton:add_product_triton_", _SUM, no_result),
     "cublaslt": gpu_operator("kernels.cublaslt:add_product_cublaslt_", _SUM, no_result),
 }
-"""Kernels by name. Each computes out [o, i] += (a * a_scale) (b * b_scale)ᵀ with sums in fp32. If `overwrite` is True,
-the product replaces `out`. out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32 []. "triton" also supports row
-scales ([o, 1] and [i, 1]) and scales of 128-element tiles ([o, n / 128] and [i, n / 128]). All tensors are contiguous.
-All kernels raise RuntimeError for unsupported operands."""
+"""Kernels by name. Each kernel computes out [o, i] += (a * a_scale) (b * b_scale)ᵀ with sums in fp32. If `overwrite` is
+True, the product replaces `out`. out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32 []. "triton" also supports
+row scales ([o, 1] and [i, 1]) and scales of 128-element tiles ([o, n / 128] and [i, n / 128]). All tensors are
+contiguous. All kernels raise RuntimeError for unsupported operands."""
 
 
 @dataclass(frozen=True, order=True)
@@ -199,8 +199,8 @@ def weight_grad_runs(
 
 
 def _checked(run: Run, sums: Callable[[], Tensor], expected: Callable[[slice], Tensor], kernel: str) -> Run:
-    """Return a function that calls `run`. Its first call raises RuntimeError if the first or last rows and columns of
-    `sums()` differ from `expected`."""
+    """Return a function that calls `run`. The first call of this function raises RuntimeError if the first or last rows
+    and columns of `sums()` differ from `expected`."""
     known = False
 
     def checked() -> None:

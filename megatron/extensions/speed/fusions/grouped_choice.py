@@ -50,7 +50,8 @@ _add_in_list = gpu_operator(
     "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends, str tiling) -> ()",
     no_result,
 )
-"""Operator with the same result as `_add_products`, for `out` in fp32. Its kernel uses a single list of tiles."""
+"""Operator with the same result as `_add_products`, for `out` in fp32. The kernel of this operator uses a single list
+of tiles."""
 
 _add_products = gpu_operator(
     "kernels.products_triton:add_grouped_products_",

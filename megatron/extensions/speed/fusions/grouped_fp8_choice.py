@@ -45,7 +45,8 @@ ROW_LISTS = ("square", "shallow", "flat")
 """Names of the tilings of the kernel that multiplies rows by expert matrices (`grouped_fp8_triton.ROW_TILINGS`)."""
 
 ANY = "shallow"
-"""Tiling for shapes that were not timed. Its blocks fit into the shared memory of every GPU that supports fp8."""
+"""Tiling for shapes that were not timed. The blocks of this tiling fit into the shared memory of every GPU that
+supports fp8."""
 
 Operands = TypeVarTuple("Operands")
 Run = Callable[[], object]
@@ -255,7 +256,7 @@ def _compare(found: Tensor, right: Tensor, kernel: str) -> None:
 
 
 def _checked(check: Run, run: Run) -> Run:
-    """Return a function that calls `run`. Only its first call calls `check` before `run`."""
+    """Return a function that calls `run`. Before the first call of `run`, the function calls `check`."""
     known = False
 
     def checked() -> object:

@@ -48,7 +48,8 @@ Clock = Callable[[Callable[[], object]], float]
 @dataclass(frozen=True)
 class Choice:
     """Result of a comparison of kernels: the seconds that each kernel takes. The time is infinite if a kernel does not
-    support the shape or is not installed. `errors` maps the names of such kernels to the errors on this rank."""
+    support the shape or is not installed. `errors` maps the names of kernels that failed on this rank to their
+    errors."""
 
     seconds: Mapping[str, float]
     errors: Mapping[str, str] = field(default_factory=dict, compare=False)

@@ -56,7 +56,7 @@ class BatchOverlap(PassPair):
 
     def hand_over(self) -> None:
         """Yield to the other pass. Each pass calls this method after it launches a collective. The method returns when
-        the other pass yields or ends. If there is no other pass, it returns immediately."""
+        the other pass yields or ends. If there is no other pass, the method returns immediately."""
         if not self._active or self._finished[1 - self._turn]:
             return
         own = self._turn

@@ -59,7 +59,7 @@ class Products:
     weight: Tensor
     bias: Tensor | None = None
     of_grad: bool = False
-    """If True, compute dY W. If False, compute x Wᵀ + bias."""
+    """Whether to compute dY W instead of x Wᵀ + bias."""
 
     @property
     def matrix(self) -> Tensor:

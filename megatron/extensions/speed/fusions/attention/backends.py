@@ -121,7 +121,7 @@ def _lengths(lengths: Lengths | None) -> dict[str, object]:
 
 
 class CudnnKernel(TorchKernel):
-    """cuDNN attention kernel that is launched once per tile. It does not support windows."""
+    """cuDNN attention kernel, which is launched once per tile and does not support windows."""
 
     needs_places, most_queries = False, None
 

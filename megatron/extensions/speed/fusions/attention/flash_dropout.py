@@ -11,8 +11,8 @@ masks are hashed in the kernels that compute the scores, and are never stored.
 Tiles are converted to bands of query-key pairs. A band contains two kinds of ranges: the keys to which each query
 attends, and the queries that attend to each key. Rows are sorted by position. A query attends to an interval of
 positions, from the beginning of its document or window to the query's position. The keys of a query are therefore
-adjacent rows. This is true for documents, for windows, and for the two chunks of a rank under context parallelism.
-Neither the start nor the end of the key range decreases from one query to the next.
+adjacent rows in documents, in windows, and in the two chunks of a rank under context parallelism. Neither the start nor
+the end of the key range decreases from one query to the next.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def fits_flash(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
 
 
 class FlashCPUKernel(TorchKernel):
-    """torch's FlashAttention for CPUs, which supports fp64. It does not support dropout."""
+    """torch's FlashAttention for CPUs, which supports fp64 but not dropout."""
 
     needs_places, most_queries = False, None
     longest_diagonal = 128

@@ -186,7 +186,7 @@ _forward = gpu_operator(
     "(Tensor q, Tensor k, Tensor v, Tensor scales, float scale, ScalarType dtype) -> (Tensor, Tensor)",
     _fake_forward,
 )
-"""Operator that computes `Kernels.forward`. Its first arguments are the fields of `CastHeads`."""
+"""Operator that computes `Kernels.forward`. The operator's first arguments are the fields of `CastHeads`."""
 
 
 class Launches(Protocol):
@@ -198,8 +198,8 @@ class Launches(Protocol):
 
 
 class PlannedKernels:
-    """Attention kernels that only record launches for a plan, under the kernel name `name`. They return tensors that
-    have the shapes of the results."""
+    """Attention kernels that only record launches for a plan, under the kernel name `name`. These kernels return
+    tensors that have the shapes of the results."""
 
     def __init__(self, name: str, launches: Launches) -> None:
         self.name, self.launches = name, launches
@@ -259,7 +259,8 @@ class Fp8Attention(nn.Module):
         return out
 
     def planned(self, launches: Launches) -> Fp8Attention:
-        """Return a version of this module for plans of a run on GPUs. Its kernels only record their launches."""
+        """Return a version of this module for plans of a run on GPUs. The kernels of this version only record their
+        launches."""
         return Fp8Attention(self.name, PlannedKernels(self.name, launches), compiled=True)
 
 
@@ -292,9 +293,9 @@ class Fp8TritonBackend(Fp8Backend):
 
 
 KERNEL_ERROR = 0.06
-"""Allowed relative difference, in norm, between the outputs and gradients of a kernel and those of `Twin`. Both round
-the attention weights to fp8 with an error of 2.6 %. The errors differ, because the kernel scales the weights by a row's
-maximum over the keys so far, and `Twin` by the maximum over all keys."""
+"""Allowed relative difference, in norm, between the outputs and gradients of a kernel and those of `Twin`. Both
+implementations round the attention weights to fp8 with an error of 2.6 %. Their errors differ, because the kernel
+scales the weights by a row's maximum over the keys so far, and `Twin` by the maximum over all keys."""
 
 
 def error_beside_twin(kernels: Kernels, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> float:

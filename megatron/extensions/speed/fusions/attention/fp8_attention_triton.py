@@ -1,5 +1,5 @@
-"""Triton kernel of `fp8_attention.py` for the forward pass of causal attention. It works like FlashAttention-2 (arXiv
-2307.08691).
+"""Triton kernel of `fp8_attention.py` for the forward pass of causal attention. The kernel works like FlashAttention-2
+(arXiv 2307.08691).
 
 Each program computes attention for one block of queries of one head in one sample. Only key blocks on the diagonal need
 a mask. Hopper's tensor cores sum fp8 products with less than fp32 precision, so the kernel uses tensor cores only for

@@ -38,7 +38,7 @@ class Casts(NamedTuple):
     scale: Tensor
     state: Tensor
     """Tensor of two integers: the bit pattern of the largest magnitude so far, and the number of finished programs.
-    Both numbers are zero before and after each kernel launch."""
+    The kernel expects that both integers are zero, and sets them to zero again."""
     noted: Tensor | None
     """Recorded amax. If the amax of the matrix is larger, the kernel raises the recorded amax to it."""
 
@@ -171,7 +171,8 @@ def cast_tiles(
 ):
     """Cast x [n, k], and store the casts in `rows` [n, k] and `columns` [k, n]. An output that is None is skipped.
     `amax` holds one value for the whole matrix or, if BY_VECTOR is True, a vector [n] for rows and a vector [k] for
-    columns. If BY_VECTOR is True, `scales` receives the scales of both casts. Otherwise, it receives a single scale."""
+    columns. If BY_VECTOR is True, `scales` receives the scales of both casts. Otherwise, `scales` receives a single
+    scale."""
     i, j, in_i, in_j = tile_places(n, k, TILE, TILE)
     values = load_tile(x, strides, i, j, in_i, in_j).to(tl.float32)
     by_row, by_column = 1.0, 1.0
@@ -198,7 +199,7 @@ def cast_tiles(
 @triton.jit
 def amax_tiles(x, strides, row_bits, column_bits, n, k, TILE: tl.constexpr):
     """Store the bit pattern of the largest magnitude in each row and column of x [n, k] in `row_bits` [n] and
-    `column_bits` [k]. Both must be zero before the launch."""
+    `column_bits` [k]. `row_bits` and `column_bits` must be zero before the launch."""
     i, j, in_i, in_j = tile_places(n, k, TILE, TILE)
     bits = bits_of_size(load_tile(x, strides, i, j, in_i, in_j).to(tl.float32))
     if row_bits is not None:

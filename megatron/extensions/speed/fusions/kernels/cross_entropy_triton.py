@@ -2,8 +2,7 @@
 
 Each multiprocessor runs only one program. All rows that are processed at the same time therefore fit into the L2 cache,
 which serves the second read of each row. Each thread keeps its own largest logit and sum, for the same columns of every
-block. Threads therefore need not exchange data for each block. In return, each thread computes one more exponential per
-block.
+block. Threads therefore need not exchange data for each block. The cost is one more exponential per thread and block.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,8 +22,8 @@ WARPS = 32
 """Number of warps, number of threads, and number of adjacent columns of a block per thread (32 bytes of bf16)."""
 
 LOWEST = tl.constexpr(float(torch.finfo(torch.float32).min))
-"""Initial value of a running maximum of logits. Unlike minus infinity, it does not yield NaN if it is subtracted from
-itself."""
+"""Initial value of a running maximum of logits. Unlike minus infinity, this number does not yield NaN if it is
+subtracted from itself."""
 
 
 @triton.jit

@@ -157,8 +157,8 @@ def _set_pointers(description: ctypes.c_void_p, pointers: Mapping[int, int]) -> 
 
 @cache
 def _prepared(device: int, o: int, i: int, n: int, kind: Kind) -> _Product:
-    """Select the algorithm for a product. cuBLAS treats the row-major `out` [o, i] as a column-major matrix [i, o]. Its
-    operand A is therefore `b`, and its operand B is `a`."""
+    """Select the algorithm for a product. cuBLAS treats the row-major `out` [o, i] as a column-major matrix [i, o]. The
+    operand A of cuBLAS is therefore `b`, and the operand B is `a`."""
     description = _description(kind)
     pointers = (*((A_SCALE_POINTER, B_SCALE_POINTER) if kind.scaled else ()), *((BIAS_POINTER,) if kind.bias else ()))
     # placeholders: every call replaces these pointers

@@ -1,5 +1,5 @@
-"""fp8 Triton kernels for experts. They cast rows by tiles along tokens, add weight gradients with a single list of
-tiles (see `grouped_triton.py`), and multiply rows by the experts' matrices.
+"""Triton kernels for experts in fp8. The kernels cast rows by tiles along tokens, add weight gradients with a single
+list of tiles (see `grouped_triton.py`), and multiply rows by the experts' matrices.
 
 Tensor cores read fp8 operands along the dimension over which a product sums. Casts for weight gradients are therefore
 stored as columns [k, tokens]. The rows of each expert are padded to whole tiles of 128, so that every load is aligned.

@@ -176,8 +176,8 @@ def add_grouped_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Compute out[e] += dy_eᵀ x_e, [outputs, inputs], for each expert e. `parts` [slots, BLOCK_O, BLOCK_I] receives all
-    parts of split tiles except the first. A program processes all steps of all its tiles in one loop. It can therefore
-    load operands of the next tile while the previous tile is being added."""
+    parts of split tiles except the first. A program processes all steps of all its tiles in one loop. This program can
+    therefore load operands of the next tile while the previous tile is being added."""
     item = tl.program_id(0) - programs
     row, end = 0, 0
     corner_o, corner_i = 0, 0
@@ -250,8 +250,8 @@ def add_parts_kernel(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Add the parts of each split tile to the result in a fixed order. `add_grouped_kernel` wrote these parts to
-    `parts`. A program adds ROWS rows of a tile."""
+    """Add the parts of each split tile to the result in a fixed order. `parts` contains the parts that
+    `add_grouped_kernel` stored. A program adds ROWS rows of a tile."""
     place, tail = tl.program_id(0), tl.load(schedule + TAIL)
     if place >= tail:
         return

@@ -51,8 +51,8 @@ NormBackward = tuple[Tensor, Tensor | None, Tensor, Tensor, tuple[Tensor, ...], 
 
 
 class NormGradients(NamedTuple):
-    """Result of `norm_gradients`: the gradients of the sum [n, h] and of the parameters [h]. On request, it also
-    contains the casts of the gradient [n, h], and the sum [h] of this gradient over rows."""
+    """Result of `norm_gradients`: the gradients of the sum [n, h] and of the parameters [h]. On request,
+    `NormGradients` also contains the casts of the gradient [n, h], and the sum [h] of this gradient over rows."""
 
     of_total: Tensor
     of_parameters: list[Tensor]

@@ -154,9 +154,9 @@ def norm_gradient_chunks(
     also records the amax of dx. `part_sums` [programs, sums, h] receives the program's partial sums of the weight
     gradient, of the bias gradient (LayerNorm), and of dx (with SUMS).
 
-    The first pass over the chunks of a block computes sums over each row. The second pass computes gradients. It starts
-    with the last chunk, because the last chunks are still in the caches. The sums over rows stay in `part_sums` from
-    one step to the next."""
+    The first pass over the chunks of a block computes sums over each row. The second pass computes gradients, and
+    processes the last chunk first, because the last chunks are still in the caches. The sums over rows stay in
+    `part_sums` from one step to the next."""
     CENTERED: tl.constexpr = given.mean is not None
     TILE_N: tl.constexpr = TILE[0]
     TILE_H: tl.constexpr = TILE[1]
