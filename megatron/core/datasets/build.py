@@ -42,8 +42,8 @@ class TrainingOrder:
     `planned` is empty."""
 
     take_up: Callable[[SourceOrder, str, SampleFormat], None] = lambda *told: None
-    """Function called for each source of the current phase before the source is used. Its arguments are the source, the
-    prefix of the source's dataset, and the sample format."""
+    """Function called for each source of the current phase before the source is used. The arguments of `take_up` are
+    the source, the prefix of the source's dataset, and the sample format."""
 
     sources: dict[Hashable, SourceOrder] = field(default_factory=dict)
     present: list[SourceOrder] = field(default_factory=list)
@@ -130,7 +130,7 @@ def build_datasets(
 ) -> Datasets:
     """Build the datasets of a run.
 
-    All processes may call this function at the same time. It works without a process group.
+    All processes may call this function at the same time, even if there is no process group.
 
     Args:
         config: Paths and options of the data.

@@ -55,7 +55,7 @@ class TextDataset(ABC):
     def documents_of(self, index: int) -> list[tuple[int, int, int]]:
         """Return (document, first token, number of tokens) of each part of a sample's seq_length + 1 tokens, in order.
 
-        The list is empty if the dataset does not record from which documents its samples come.
+        An empty list means that the dataset does not record from which documents its samples come.
         """
         return []
 
@@ -89,7 +89,8 @@ class DocumentSamples(TextDataset):
     Subclasses divide the tokens into samples."""
 
     padding: int | None = None
-    """Padding token for samples that are longer than their documents. None if the class never pads samples."""
+    """Padding token for samples that are longer than their documents. `padding` is None if the class never pads
+    samples."""
 
     def __init__(
         self, indexed: IndexedDataset, documents: range | Pieces, format: SampleFormat, of_split: str, fewest: int
@@ -138,7 +139,7 @@ class DocumentSamples(TextDataset):
 
     @abstractmethod
     def rest(self, taken: int) -> tuple[NDArray, NDArray, NDArray]:
-        """Return the pieces of documents that the first `taken` samples do not use as input. The result consists of
+        """Return the pieces of documents that the first `taken` samples do not use as input. Pieces are returned as
         three arrays: the document, the first token and the number of tokens of each piece."""
 
     def _place(self, number: int, offset: int) -> tuple[int, int]:

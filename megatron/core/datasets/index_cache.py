@@ -212,8 +212,8 @@ def _save_whole(array: NDArray, path: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Delete the temporary files of killed processes. These are files that were not modified for `ABANDONED`
-    seconds."""
+    """Delete the temporary files of killed processes, that is, all temporary files that were not modified for
+    `ABANDONED` seconds."""
     for path in folder.glob(".*.tmp"):
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > ABANDONED:

@@ -126,14 +126,14 @@ MANY_SAMPLES = 4
 """Maximum number of samples per document for which sample starts are stored. If a split has more samples per document,
 its sample starts are computed on access.
 
-Each stored start takes two numbers. For many short samples, storing the starts would take more memory and time than all
-other arrays, even if a run reads only few samples.
+Each stored start of a sample takes two numbers. For many short samples, storing the starts would take more memory and
+time than all other arrays, even if a run reads only few samples.
 """
 
 
 def finds_starts(plan: EpochPlan, documents: range) -> bool:
-    """Return True if the index of a split stores where documents end instead of where samples start. In this case, the
-    start of a sample is found by search."""
+    """Return True if the index of a split stores where documents end instead of where samples start. In such an index,
+    the start of a sample is found by search."""
     return plan.samples > MANY_SAMPLES * plan.epochs * len(documents)
 
 
@@ -233,8 +233,8 @@ def _lengths_in_parts(lengths: NDArray, document_index: NDArray) -> Iterator[tup
 def build_shuffle_index(plan: EpochPlan, random: np.random.RandomState) -> NDArray:
     """Return the order in which samples are drawn.
 
-    If the plan separates the last epoch, the samples of that epoch are shuffled separately. Otherwise, all samples are
-    shuffled together.
+    All samples are shuffled together, unless the plan separates the last epoch, whose samples are then shuffled
+    separately.
     """
     dtype = np.uint32 if plan.samples < 2**32 - 2 else np.int64
     index = np.arange(plan.samples, dtype=dtype)
@@ -279,7 +279,7 @@ def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
 
 def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
     """Draw all samples of a blend. The draws are divided into blocks that are computed in parallel. A block depends on
-    how many samples were drawn from each dataset before it. These numbers are first guessed.
+    how many samples were drawn from each dataset before it. At first, these numbers of drawn samples are guessed.
 
     Greedy drawing corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If the numbers
     after these early draws equal the numbers at the end of the previous block, the guess was right, and all draws of

@@ -9,8 +9,8 @@ from megatron.core.datasets.gpt_dataset import TextDataset
 from megatron.core.datasets.index_cache import content_hash
 from megatron.core.datasets.sample_format import SampleFormat
 
-# Number of token ids that the data contains. The number is small, so that even a small model sees each id often in its
-# first steps.
+# Number of token ids that the data contains. ALPHABET is small, so that even a small model sees each token id often in
+# its first steps.
 ALPHABET = 128
 NOISE = 0.05
 END_OF_DOCUMENT = 1 / 256

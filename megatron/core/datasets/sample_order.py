@@ -39,8 +39,8 @@ class SampleOrder(TextDataset):
 
 
 def sources_of(dataset: Dataset, samples: range) -> NDArray[np.int64]:
-    """Return the source number of each sample in the range `samples`. The number is 0 if the source is unknown, or if
-    the sample is beyond the end of the dataset."""
+    """Return the source number of each sample in the range `samples`. A source number is 0 if the source is unknown, or
+    if the sample is beyond the end of the dataset."""
     found = np.zeros(len(samples), np.int64)
     if hasattr(dataset, "sources_of"):
         known = dataset.sources_of(samples)

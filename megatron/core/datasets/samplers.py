@@ -98,7 +98,7 @@ class DataIterator:
 
         self._pool = None
         if num_workers:
-            # The current device of a new thread is device 0. If it were not set here, pinning memory would create a
+            # The current device of a new thread is device 0. Without setting the device, pinning memory would create a
             # CUDA context on device 0 for every rank.
             start = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else (None, ())
             self._pool = ThreadPoolExecutor(num_workers, f"{name}-data", *start)

@@ -117,8 +117,8 @@ class CheckpointWriter:
         self._staging.release()
 
     def reports(self) -> list[SaveReport]:
-        """Return reports of the attempts that ended since the last call. This method does not wait. If an exception
-        ended the writer's thread, it is raised here."""
+        """Return reports of the attempts that ended since the last call, without waiting for running attempts. If an
+        exception ended the writer's thread, it is raised here."""
         if self._crash is not None:
             raise self._crash
         found = []

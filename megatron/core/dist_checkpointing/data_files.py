@@ -67,8 +67,8 @@ class StoredFiles(FileSystem):
 
 
 class SummedFiles(StoredFiles):
-    """File system for DCP's writers. It writes the files of a folder that is not yet published, and records their
-    checksums.
+    """File system for DCP's writers. `SummedFiles` writes the files of a folder that is not yet published, and records
+    their checksums.
 
     DCP writes the index under a temporary name and then renames it. `SummedFiles` writes the index under its final name
     at once, because the whole folder is published only at the end.

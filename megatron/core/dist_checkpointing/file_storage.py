@@ -7,7 +7,7 @@ storage registered for s3.
 
 A folder is published as a whole. `begin` prepares the folder, files are written below `scratch`, and `publish` makes
 the folder visible under its final name. On the local disk, publishing is a rename. Object stores cannot rename a
-folder. Instead, an object `.unfinished` marks the folder as incomplete until everything else is written.
+folder, so an object `.unfinished` marks the folder as incomplete until everything else is written.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ class Storage(Protocol):
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
         """Prepare a folder for writing.
 
-        Also delete unfinished folders that killed writers have left next to `final`. Only folders are deleted whose
-        names have the same prefix as `final` up to the first underscore. The default implementation first deletes the
-        folder `final` if it was published before.
+        `begin` also deletes unfinished folders that killed writers have left next to `final`. It deletes only folders
+        whose names have the same prefix as `final` up to the first underscore. The default implementation first deletes
+        the folder `final` if it was published before.
 
         Args:
             final: The folder to be published.

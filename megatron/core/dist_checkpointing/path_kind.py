@@ -79,7 +79,7 @@ class DataReader(Protocol):
 
     def prefix(self, flag: str, path: str, /) -> str:
         """Return the prefix of the dataset made from the files that a path names. Create the dataset if it does not
-        exist. The message of a ValueError names `flag`.
+        exist. Raises ValueError, with `flag` in the message.
         """
 
 
@@ -95,8 +95,8 @@ class DataKind(ABC):
 
     @abstractmethod
     def describe(self, flag: str, path: str) -> str:
-        """Return a one-line description of the files at `path`, for example for a log. The message of a ValueError
-        names `flag`."""
+        """Return a one-line description of the files at `path`, for example for a log. Raises ValueError, with `flag`
+        in the message."""
 
     @abstractmethod
     def reader(
@@ -210,8 +210,8 @@ def is_foreign_model(path: str | PurePath) -> bool:
 
 
 def refusal(path: str | PurePath, remedy: str | None = None) -> str:
-    """Return a message that explains why a flag or tool refuses a path. The message ends with `remedy`, by default a
-    list of what --load accepts."""
+    """Return a message that explains why a flag or tool refuses a path, followed by `remedy`. By default, `remedy`
+    lists what --load accepts."""
     kind, folder = kind_of(path), located(path).parent
     if remedy is None:
         *others, last = filter(None, (PATH_KINDS.facts(name).loaded_as for name in PATH_KINDS))

@@ -135,8 +135,8 @@ def _with_type(call: Call) -> str | None:
 
 
 def _empty_array(call: Call) -> str | None:
-    """Check a call with (ndarray, (0,), ...). Such a call creates an empty array, whose shape and values are set
-    afterwards."""
+    """Check a call with (ndarray, (0,), ...). A call with these arguments creates an empty array, whose shape and
+    values are set afterwards."""
     return None if call.given[1:2] == ((0,),) else "with a shape"
 
 

@@ -66,7 +66,7 @@ def check_sizes(data: bytes) -> None:
 
 
 def _check_place(place: int, most: int) -> None:
-    """Raise an error if a memo index exceeds the size of the pickle. Such an index is invalid, because each memo entry
-    needs at least one byte."""
+    """Raise an error if a memo index exceeds the size of the pickle. Each memo entry needs at least one byte, so a
+    larger index is invalid."""
     if place > most:
         raise pickle.UnpicklingError(f"it asks for {place:,} remembered values, and has {most:,} bytes")

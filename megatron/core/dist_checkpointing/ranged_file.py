@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 END = 64 << 10
-"""Size in bytes of the pieces at both ends of a large range. These pieces are fetched separately.
+"""Size in bytes of the pieces at both ends of a large range, which are fetched separately.
 
 A zip archive has its directory at its end and its member names at its beginning.
 """

@@ -77,9 +77,9 @@ def load_targets(
 ) -> StateDict:
     """Return the state dict to load into, given the keys in a checkpoint.
 
-    A model parameter and its main parameter are loaded from the same tensor. If the optimizer is loaded and the
-    checkpoint contains main parameters, this tensor is the saved main parameter. Otherwise, it is the saved model
-    parameter. Therefore a run can load a checkpoint of any precision, and each model parameter equals its main
+    A model parameter and its main parameter are loaded from the same saved tensor. They are loaded from the saved main
+    parameter if the optimizer is loaded and the checkpoint contains main parameters, and otherwise from the saved model
+    parameter. A run can therefore load a checkpoint of any precision, and each model parameter equals its main
     parameter after rounding.
 
     Args:
@@ -169,7 +169,7 @@ class _Writers:
     """Selects, for each tensor, the replica that writes it. Every rank computes the same selection independently.
 
     Among model-parallel replicas, only the first one writes (`ParamMeta.is_first_replica`). Data-parallel replicas
-    divide the tensors among themselves. Each tensor is assigned to the replica that has the fewest elements to write so
+    divide the tensors among themselves. A tensor is assigned to the replica that has the fewest elements to write so
     far. All replicas assign the tensors in the same order.
     """
 

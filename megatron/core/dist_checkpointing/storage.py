@@ -235,7 +235,7 @@ class Checkpoint:
 
     @property
     def index(self) -> Metadata:
-        """The checkpoint's index as DCP reads it. It may contain entries that another program wrote."""
+        """The checkpoint's index as DCP reads it. The index may contain entries that another program wrote."""
         return self._reader.read_metadata()
 
     def _check(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool]) -> None:
@@ -354,7 +354,7 @@ def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator
 def _is_of_content(error: BaseException) -> bool:
     """Return whether an error means that a checkpoint's file is damaged or forged.
 
-    Such an error can occur even if the check of the manifest found no problem.
+    An error of this kind can occur even if the check of the manifest found no problem.
     """
     malformed = isinstance(error, MALFORMED) and not isinstance(error, MemoryError)
     return malformed or (isinstance(error, RuntimeError) and "PytorchStreamReader" in str(error))

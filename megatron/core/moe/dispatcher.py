@@ -132,9 +132,9 @@ class Routes:
 class Dispatcher(ABC):
     """Planner of the dispatch of tokens to their selected experts.
 
-    If neither message sizes nor large buffers depend on the token counts, the counts stay on the device. The host then
-    does not know how many rows a buffer needs, so each buffer has the maximum number of rows. Rows that are in use
-    precede spare rows.
+    If neither message sizes nor large buffers depend on the token counts, the counts stay on the device. If the counts
+    stay on the device, each buffer has the maximum number of rows, because the host does not know how many rows are
+    needed. Rows that are in use precede spare rows.
     """
 
     def __init__(self, num_experts: int, ctx: TPContext, grouped: bool, padded: bool, choices: int) -> None:
@@ -255,7 +255,7 @@ class AllToAllDispatcher(Dispatcher):
         return Routes(*self.copies(order[: sum(mine)], *chosen.shape), segments, exchange, arrival)
 
     def _by_bounds(self, chosen: Tensor, order: Tensor, table: Tensor, most: int | None) -> Routes:
-        """Return routes whose buffers have the maximum number of rows. The host does not read the token counts.
+        """Return routes whose buffers have the maximum number of rows, without reading the token counts on the host.
 
         If there is no all-to-all, the rows of a rank are its assignments, sorted by expert. If there is an all-to-all,
         each rank sends exactly `most` rows to every expert, including spare rows. Received rows are sorted by expert,
@@ -305,7 +305,7 @@ def even_shares(total: int, parts: int) -> list[int]:
 
 def local_numbers(experts: Tensor, first: int, count: int) -> Tensor:
     """Convert global expert numbers to local numbers: expert `first` becomes 0, and so on for `count` local experts.
-    The number of every other expert becomes `count`."""
+    The numbers of experts that are not local become `count`."""
     numbers = experts - first
     return torch.where((numbers < 0) | (numbers >= count), count, numbers)
 

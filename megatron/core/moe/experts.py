@@ -227,8 +227,8 @@ class FusedWeightedActivation(torch.autograd.Function):
 class GroupedLinear(nn.Module):
     """One linear layer of all local experts: x [n, in] -> [n, out]; W [E/ep, ..., in], optional b [E/ep, ...].
 
-    If `cuts` states that the input features are sharded, the output is a partial sum. Each rank then holds only some
-    columns of the bias.
+    If `cuts` states that the input features are sharded, the output is a partial sum. In this case, each rank holds
+    only some columns of the bias.
     """
 
     def __init__(self, metas: Sequence[ParamMeta], cuts: Cuts, grouped: bool, ctx: TPContext) -> None:

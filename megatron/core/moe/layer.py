@@ -79,8 +79,8 @@ class MoELayer(nn.Module):
     def _run(self, x: Tensor, context: BatchContext) -> Tensor:
         choice = self.router(x, context)
         finish = self.dispatcher.start(choice.experts.flatten(0, 1), choice.most)
-        # The shared experts run between `start` and `finish`. The host thus launches their kernels before it waits for
-        # the message sizes.
+        # The shared experts run between `start` and `finish`. In this order, the host launches the kernels of the
+        # shared experts before it waits for the message sizes.
         shared = None if self.shared_experts is None else self.shared_experts(x)
         routes = finish()
         latent = self.fc1_latent_proj(x)

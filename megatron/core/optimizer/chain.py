@@ -78,7 +78,7 @@ class _Param:
     place: Place
     elements: dict[str, Tensor] = field(default_factory=dict)
     reduced: dict[str, Tensor] = field(default_factory=dict)
-    """Reduced states by name. Each tensor is this rank's part of the state, flattened."""
+    """Reduced states by name. A tensor in `reduced` is this rank's part of the state, flattened."""
 
     matrices: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """States of the matrices that this rank owns, in their original shape, keyed by matrix number."""
@@ -98,7 +98,7 @@ class _Run:
     steps: Requests
     into: Tensor | None
     """If a fused link follows, gradient tensor into which the update is written, because the fused link reads its input
-    there. None if the update is added to the parameter."""
+    there. `into` is None if the update is added to the parameter."""
 
     requests: tuple[Request, ...] = ()
     done: bool = False
@@ -367,8 +367,7 @@ def _chunks(param: _Param) -> Iterator[_Elements]:
 
 def _batches(params: Sequence[_Param], limit: int) -> Iterator[list[_Elements]]:
     """Yield batches of consecutive parameters. The parameters of a batch together have at most `limit` elements,
-    counted over all ranks. A larger parameter forms its own batch. The limit bounds the memory of the temporary
-    copies."""
+    counted over all ranks. A larger parameter forms its own batch. `limit` bounds the memory of temporary copies."""
     batch: list[_Elements] = []
     filled = 0
     for param in params:

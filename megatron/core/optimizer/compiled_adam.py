@@ -62,7 +62,7 @@ class CompiledAdamKernel(ShardUpdate):
 
 
 class AdamScalars(NamedTuple):
-    """Values that are the same for all elements. They are fp32 scalar tensors on the device, so that a changed value
+    """Values that are the same for all elements. Each value is an fp32 scalar tensor on the device, so that a change
     causes neither a recompilation nor a wait of the host."""
 
     factor: Tensor

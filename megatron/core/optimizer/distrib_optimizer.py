@@ -125,9 +125,10 @@ def _build_host_update(
 
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function that decides whether to skip a step's update. The function takes the gradient norm, the overflow flag and
-the step's sums, and returns two flags. The first flag is 1 to skip the update. The second flag is 1 if the step is a
-spike, that is, if its loss or norm is unusually large. All arguments and results are float64 tensors on the device."""
+"""Function that decides whether to skip a step's update. A judge takes the gradient norm, the overflow flag and the
+step's sums, and returns two flags. The first flag of a judge is 1 to skip the update. Its second flag is 1 if the step
+is a spike, that is, if the loss or norm is unusually large. All arguments and results are float64 tensors on the
+device."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,12 @@ class Update:
 
     on_update: Callable[[Tensor], None] | None = None
     """Function that is called after the update and before the parameters are gathered, because the scales of cast
-    weights may change in between. The function receives `skip`, which is 1 if the update was skipped."""
+    weights may change in between. `on_update` receives `skip`, which is 1 if the update was skipped."""
 
 
 class DistributedOptimizer:
-    """Optimizer that is selected by --optimizer. It updates this rank's shards of main parameters, which are on the
-    device or on the host.
+    """Optimizer that is selected by --optimizer. The optimizer updates this rank's shards of main parameters, which are
+    on the device or on the host.
 
     All ranks of the world must make the same calls. The parameters must have their initial values before the optimizer
     is created. Raises ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
@@ -226,7 +227,8 @@ class DistributedOptimizer:
             self.scaler.update(not result.finite)
 
     def end_update(self) -> None:
-        """End the update that the last `step` started. The result can then be read. All ranks must call this method."""
+        """End the update that the last `step` started, so that its result can be read. All ranks must call this
+        method."""
 
     def verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
         """Return the skip flag (1 to skip the update, else 0) and the clipping factor. The clipping factor is at most
@@ -243,7 +245,8 @@ class DistributedOptimizer:
         return skip, (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else None
 
     def apply(self, update: Update, skip: Tensor, coefficient: Tensor | None) -> None:
-        """Update the optimizer states and the parameters, unless `skip` is 1. Then start gathering the parameters."""
+        """Update the optimizer states and the parameters, unless `skip` is 1. After the update, start gathering the
+        parameters."""
         factor, values = update.factor, StepValues(update.rates, skip, self.updates)
         if coefficient is not None and self.shards:
             factor = coefficient if factor is None else coefficient * factor
@@ -295,8 +298,8 @@ class DistributedOptimizer:
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Memory in bytes that main parameters and states take on the device, and in host memory. The second number
-        includes transfer buffers."""
+        """Memory in bytes that main parameters and states take on the device, and in host memory. The size in host
+        memory includes transfer buffers."""
         device, host = (sum(sum(s.nbytes) for s in self.shards if s.on_host == place) for place in (False, True))
         device += sum(chain.nbytes for chain in self.chains if not chain.on_host)
         host += sum(chain.nbytes for chain in self.chains if chain.on_host)

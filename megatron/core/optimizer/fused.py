@@ -1,7 +1,7 @@
 """Fused links, which update whole shards in one pass over their memory.
 
-This module selects the fused link for the parameters of a buffer. It also contains the fused links of Adam and SGD,
-which call torch's fused kernels.
+This module selects the fused link for the parameters of a buffer. The module also contains the fused links of Adam and
+SGD, which call torch's fused kernels.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class TorchKernel(ShardUpdate):
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients that the next step reads by `factor`.
 
-        torch's kernels divide the gradient by a float32 scalar while they read it, and store the result. This scalar is
-        not precise enough for float64 gradients, which are therefore multiplied in a separate step.
+        torch's kernels divide the gradient by a float32 scalar while they read it, and store the result. A float32
+        scalar is not precise enough for float64 gradients, which are therefore multiplied in a separate step.
         """
         if any(shard.main.dtype == torch.float64 for shard in self.shards):
             scale_gradients_(self.shards, factor)

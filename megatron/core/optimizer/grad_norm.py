@@ -28,7 +28,7 @@ class GradNorm:
     """Gradient norm of the whole model. Each rank sums the squares of its own gradients, and an all-reduce over the
     world adds up these sums.
 
-    The same collective also sums the vectors `sums` [n] of all ranks.
+    The all-reduce of the norm also sums the vectors `sums` [n] of all ranks.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class GradNorm:
                 (self.counted if counts else self.replicas).append(view)
 
     def own(self, sums: Tensor | None = None) -> Tensor:
-        """Return this rank's contribution to the all-reduce, in float64. It consists of the sum of squares that count
-        in the norm, the sum of squares of replicas, and `sums`."""
+        """Return this rank's contribution to the all-reduce, in float64. The contribution consists of the sum of
+        squares that count in the norm, the sum of squares of replicas, and `sums`."""
         squares = torch.stack([self._sum_of_squares(self.counted), self._sum_of_squares(self.replicas)])
         return squares if sums is None else torch.cat([squares, sums.to(squares)])
 

@@ -22,8 +22,8 @@ Write = Callable[[Part, Matrix, Tensor], None]
 """Function that stores the transformed values of a part."""
 
 Direction = Callable[[Tensor, Sequence[int]], Tensor]
-"""Function that transforms n matrices [n, rows, columns] independently of each other, without changing their shape. Its
-second argument lists the number of each matrix in the `MatrixPlan`."""
+"""Function that transforms n matrices [n, rows, columns] independently of each other, without changing their shape. The
+second argument of the function lists the number of each matrix in the `MatrixPlan`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Round:
     written: list[list[Part]]
     """Parts of transformed matrices that this rank receives from their owners, one list per owner."""
     stacks: list[list[int]]
-    """Numbers of the matrices that this rank owns. Each list contains matrices of the same size."""
+    """Numbers of the matrices that this rank owns, as lists of matrices of equal size."""
 
 
 class MatrixExchange:

@@ -24,8 +24,8 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 
 ROUND = 2**26
-"""Maximum number of elements that a rank gathers at a time. A matrix with more elements is gathered on its own. The
-limit bounds the memory that an exchange of matrices needs."""
+"""Maximum number of elements that a rank gathers at a time. A matrix with more elements is gathered on its own. `ROUND`
+bounds the memory that an exchange of matrices needs."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
     """Assign each cost to a rank so that the sums are nearly equal. Go through the costs in descending order, and
     assign each cost to the rank whose sum is smallest so far.
 
-    This is Graham's LPT rule: the largest sum is at most 4/3 of the smallest possible largest sum.
+    By this rule (Graham's LPT rule), the largest sum is at most 4/3 of its smallest possible value.
     """
     heap, owners = [(0, rank) for rank in range(ranks)], [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):

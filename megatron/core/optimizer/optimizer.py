@@ -42,7 +42,8 @@ class ShardSpec:
     """Layout of the bucket's buffer."""
 
     place: StateRange
-    """Range of elements of the bucket. It also records whether the states of these elements are in host memory."""
+    """Range of the bucket's elements. A `StateRange` also records whether the states of its elements are in host
+    memory."""
 
     states: Sequence[State]
     """Optimizer states of the fused link that updates the bucket's parameters."""
@@ -73,8 +74,8 @@ class Shard:
         self.device = torch.device("cpu") if self.on_host else self.params.device
         """Device on which states are stored and updated."""
         self.params_are_main = self.params.dtype == spec.main_dtype
-        """True if the model parameters themselves serve as main parameters. If this is True, checkpoints contain no
-        separate main parameters."""
+        """True if the model parameters themselves serve as main parameters. If `params_are_main` is True, checkpoints
+        contain no separate main parameters."""
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate memory for states on the shard's device."""
@@ -86,8 +87,7 @@ class Shard:
     """True if the model parameters may be rounded differently after main parameters were loaded."""
 
     def attach(self, grads: Tensor, params: Tensor) -> None:
-        """Use `grads` and `params` in the next update: it reads the first and writes the second. Both are copies on the
-        host."""
+        """Let the next update read `grads` and write `params`. Both tensors are copies in host memory."""
         self.grads, self.params = grads, params
 
     def write_params(self) -> None:
@@ -241,8 +241,8 @@ class HostUpdateRule(Protocol):
         launched later."""
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:
-        """Update the shards once. Call this method after `start`. `scalars` is the result of `scalars()` for this step.
-        This method waits for the gradients.
+        """Update the shards once. Call `update` after `start`. `scalars` is the result of `scalars()` for this step.
+        `update` waits for the gradients.
 
         If `scaled` is True, the update multiplies the gradients by the `factor` passed to `scalars()`. Kernels launched
         afterwards see the new parameters.

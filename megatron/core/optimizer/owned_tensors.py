@@ -1,7 +1,8 @@
 """Tensors with one element for each parameter element that a rank updates. Examples are the weights themselves, states
 of callbacks, and weights that are used only for evaluation.
 
-Such tensors are sharded in the same way as optimizer states, so their checkpoints can be loaded under any layout.
+Tensors of this kind are sharded in the same way as optimizer states, so their checkpoints can be loaded under any
+layout.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def owned_weights(ddp: DistributedDataParallel) -> Iterator[OptimizerPiece]:
 def with_main_weights(
     optimizer: DistributedOptimizer, pieces: Iterable[OptimizerPiece]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of tensors [n] that belong to the same parameter elements. The first tensor contains values of
-    `pieces`, and may be written in place. The second tensor contains the main weights, and must only be read. Both
-    tensors are on the same device. Main weights are fp32 under --bf16 and --fp16. `pieces` are elements that this rank
-    updates, in any order, such as callback states.
+    """Yield pairs of tensors [n] that belong to the same parameter elements. The first tensor of a pair contains values
+    of `pieces`, and may be written in place. The second tensor of a pair contains the main weights, and must only be
+    read. Both tensors of a pair are on the same device. Main weights are fp32 under --bf16 and --fp16. `pieces` are
+    elements that this rank updates, in any order, such as callback states.
     """
     if any(shard.on_host for shard in optimizer.shards):
         optimizer.finish_param_sync()  # wait until the host has updated its shards

@@ -106,7 +106,7 @@ def reduced_shape(meta: ParamMeta, dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_states(meta: ParamMeta, states: Sequence[State]) -> None:
-    """Raise ValueError if the parameter cannot have one of the states. The message contains all errors."""
+    """Raise ValueError, with all errors in the message, if the parameter cannot have one of the states."""
     names = [state.name for state in states]
     errors = [f"two states are named {name}" for name in sorted(set(names)) if names.count(name) > 1]
     errors += [
@@ -147,8 +147,8 @@ class PlannedParam:
 
 
 class ChainPlan:
-    """Plan of the states that optimizer chains keep for the parameters of one stage. It does not contain the states of
-    fused links, which are stored in shards.
+    """Plan of the states that optimizer chains keep for the parameters of one stage. The plan does not contain the
+    states of fused links, which are stored in shards.
 
     Args:
         layouts: Buffers of the stage's ranks.

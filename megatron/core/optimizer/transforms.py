@@ -87,7 +87,7 @@ class SumRequest(Request):
     """Request for a sum over all ranks' elements of a parameter."""
 
     partial: Tensor
-    """Term that this rank contributes to the sum. It has the shape of the result."""
+    """Term that this rank contributes to the sum. The term has the same shape as the sum."""
 
     state: str | None = None
     """Name of the `reduced` state that is updated with the sum, or None."""
@@ -98,8 +98,8 @@ class SumRequest(Request):
 
 @dataclass(frozen=True)
 class MatrixRequest(Request):
-    """Request to apply a function to each whole matrix of a parameter. This rank holds only some elements of the
-    matrices."""
+    """Request to apply a function to each whole matrix of a parameter, although this rank holds only some elements of
+    the matrices."""
 
     values: Tensor
     function: MatrixFunction
@@ -123,8 +123,8 @@ class ParameterUpdate:
     """Parameter before the update, [n]. The transforms of a chain must not change the parameter."""
 
     update: Tensor
-    """Update of shape [n]. The first link receives the clipped gradient, or zeros in a skipped step. After the last
-    link, the update is added to the parameter."""
+    """Update of shape [n]. The first link of a chain receives the clipped gradient, or zeros in a skipped step. After
+    the last link, the update is added to the parameter."""
 
     states: Mapping[str, Tensor]
     """States of kind `elements` [n], keyed by name. Links modify the states in place."""
@@ -137,7 +137,7 @@ class ParameterUpdate:
     """Factor for --adam-eps (`ParamGroup.eps_mult`)."""
 
     step: Tensor
-    """Number of this update, counted from 1. Skipped steps do not count. The number is a float64 scalar on the device,
+    """Number of this update, counted from 1. Skipped steps do not count. `step` is a float64 scalar on the device,
     because the host does not know yet which steps were skipped."""
 
     def __init__(
@@ -224,8 +224,8 @@ class Place:
         Args:
             local: Offset and shape of the local tensor within the whole parameter.
             held: Elements [start, stop) of the local tensor.
-            counts: True if sums over the parameter include this rank's elements. False if the sums instead include a
-                replica of the elements on another rank.
+            counts: True if sums over the parameter include this rank's elements. False if sums instead include a
+                replica of these elements on another rank.
             reduced: Shapes of states by name.
         """
         self.start = held[0]
@@ -304,7 +304,7 @@ class FusedTransform(Transform):
         raise AssertionError("a fused link updates whole shards: call kernel() instead of update()")
 
     def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
-        """Return the object that updates `shards`. It also applies the learning rate and the weight decay.
+        """Return the object that updates `shards`, including the learning rate and the weight decay.
 
         The returned object must leave the shards unchanged in a skipped step. If `ShardUpdate.step` is a collective
         over the stage, `kernel` is also a collective, and ranks without shards must call it too.

@@ -307,7 +307,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         self.held.arriving[action] = self.p2p.receive(self._peer(action), self._tag(counterpart(action)))
 
     def _take(self, receive: Action) -> Tensor:
-        """Return the message that belongs to a receive action. The message comes from another rank, or from another
+        """Return the message that belongs to a receive action. A message may come from another rank, or from another
         stage of this rank."""
         if receive in self.held.arriving:
             self.message_from = self.pp.ranks[self._peer(receive)]

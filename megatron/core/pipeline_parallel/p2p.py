@@ -3,15 +3,15 @@
 Waiting blocks the current stream under NCCL and the calling thread under gloo. No operation synchronizes a device. gloo
 does not support CUDA tensors in point-to-point messages, so such tensors are copied through host memory.
 
-Under NCCL, all messages of a group run in order on the stream of the group. This is because the communicators are
-created at the start of the run; otherwise, torch would create a communicator for each pair of ranks. A message waits
-for the computation launched before it, but computation launched later does not wait for the message. A single group
-would be too slow: each send would wait for the receives launched before it, and a receive waits until the peer has
-computed the message. There are therefore four lanes, each with its own group over the same ranks: one lane for each
-combination of forward or backward messages and even or odd sending ranks. On each lane, a rank either only sends
-messages or only receives messages. There is one exception: the messages between the last and the first rank of an
-interleaved schedule, if the number of ranks is odd. On the lane of these messages, a rank both sends and receives. The
-order is the same on all ranks.
+Under NCCL, all messages of a group run in order on the stream of the group. All communicators are created at the start
+of the run, because torch would otherwise create a communicator for each pair of ranks. A message waits for the
+computation launched before it, but computation launched later does not wait for the message. A single group would be
+too slow: each send would wait for the receives launched before it, and a receive waits until the peer has computed the
+message. There are therefore four lanes, each with its own group over the same ranks: one lane for each combination of
+forward or backward messages and even or odd sending ranks. On each lane, a rank either only sends messages or only
+receives messages. There is one exception: the messages between the last and the first rank of an interleaved schedule,
+if the number of ranks is odd. On the lane of these messages, a rank both sends and receives. The order is the same on
+all ranks.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class PipelineP2P:
 
     Both ends must post the messages between two ranks in the same order, because NCCL ignores tags. gloo matches
     messages by tag, which also reveals inconsistent action lists. Forward messages have even tags, and backward
-    messages have odd tags. The memory of a message is kept until its send has finished. Each send first frees the
-    messages whose sends have finished. If `MAX_IN_FLIGHT` messages are still being sent, it waits.
+    messages have odd tags. The memory of a message is kept until its send has finished. When a message is sent, the
+    memory of all messages whose sends have finished is freed. If `MAX_IN_FLIGHT` messages are still being sent, it
+    waits.
     """
 
     def __init__(

@@ -36,15 +36,15 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     computed, and continues with its next actions.
 
     The resulting lists cannot deadlock, even if each send blocks until its receive is reached, and each receive until
-    its send is reached. The reason is that all lists follow one global order of actions. In the global order, every
-    send directly precedes its receive and follows all its dependencies. Therefore at least one action can always run:
-    the first unfinished action of the global order. Two passes that run in turns are adjacent in the global order, and
-    the messages of both passes follow them.
+    its send is reached. To prevent deadlocks, all lists follow one global order of actions. In the global order, every
+    send directly precedes its receive and follows all its dependencies. At least one action can always run: all actions
+    on which the first unfinished action of the global order depends have finished. Two passes that run in turns are
+    adjacent in the global order, and the messages of both passes follow them.
 
     If `validates` is True, a VALIDATE is inserted into every list at the position of the first backward pass in the
     global order. No message is sent before a VALIDATE and received after it, so all ranks can restart their lists at
-    the VALIDATE. A VALIDATE waits until all ranks have finished the previous step. This cannot deadlock, because the
-    previous step needs no further actions of the waiting rank.
+    the VALIDATE. A VALIDATE waits until all ranks have finished the previous step. Waiting at a VALIDATE cannot
+    deadlock, because the previous step needs no further actions of the waiting rank.
     """
     owner = owners_of(lists)
     placed: Schedule = [[] for _ in lists]
@@ -122,7 +122,7 @@ def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *
 
 
 def _check_complete(actions: set[Action], num_stages: int, microbatches: int, forward_only: bool) -> None:
-    """Raise ValueError unless every stage runs all passes of each micro-batch. These are F and B, or F, I and W;
+    """Raise ValueError unless every stage runs all passes of each micro-batch. The passes are F and B, or F, I and W;
     without backward passes, only F."""
     forward = {Kind.F}
     whole = {Kind.F, Kind.B}

@@ -38,8 +38,8 @@ class ChunkedSchedule(Protocol):
 
 
 class EndlessSchedule(Protocol):
-    """Interface of schedules in which a step already starts passes of the next step. Each call returns the action lists
-    of one step."""
+    """Interface of schedules in which a step already starts passes of the next step. A call returns the action lists of
+    one step."""
 
     def __call__(self, schedule: str, p: int, before: int, microbatches: int, after: int) -> Lists:
         """Return the action lists, including communication. `before` and `after` are the numbers of micro-batches of
@@ -55,8 +55,8 @@ class ScheduleFacts:
     """Default number of stages per rank."""
 
     with_chunks: ChunkedSchedule | None = None
-    """Variant of the schedule that supports any number of stages per rank. None if the schedule always has `chunks`
-    stages per rank."""
+    """Variant of the schedule that supports any number of stages per rank. `with_chunks` is None if the schedule always
+    has `chunks` stages per rank."""
 
     any_groups: bool = False
     """True if the function `with_chunks` uses its argument `group`."""
@@ -73,18 +73,18 @@ class ScheduleFacts:
 
     in_turns: ChunkedSchedule | None = None
     """Variant of the schedule in which a forward and a backward pass may run in turns. In its lists, an FB precedes
-    each F and B (or I) that run in turns. None if the schedule has no variant of this kind."""
+    each F and B (or I) that run in turns. `in_turns` is None if the schedule has no such variant."""
 
     of_step: EndlessSchedule | None = None
     """Function that returns the action lists of one step, for schedules in which a step already starts passes of the
-    next step. None if each step ends before the next step starts."""
+    next step. `of_step` is None if each step ends before the next step starts."""
 
     asks_for: tuple[object, ...] = ()
     """Extension options that this schedule adds to `config.options` of every run that uses it."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Function that validates runs with this schedule. The function takes a `RunConfig` and the world size, and returns
-    a `Problem` for each violated rule."""
+    """Function that validates runs with this schedule. `rules` takes a `RunConfig` and the world size, and returns a
+    `Problem` for each violated rule."""
 
     def __post_init__(self) -> None:
         for name, protocol, part in (

@@ -1,4 +1,4 @@
-"""Simulation of action lists. It determines the order in which actions start, and detects deadlocks."""
+"""Simulation of action lists. The simulation determines the order in which actions start, and detects deadlocks."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Timed(NamedTuple):
 class DeadlockError(ValueError):
     """Raised if lists deadlock.
 
-    `cycle` lists the ranks that wait for each other. Each entry contains a rank, the next action of the rank, and the
-    action for which the rank waits. `cycle` is empty if the lists are blocked by a missing action, that is, an action
-    that no list contains.
+    `cycle` lists the ranks that wait for each other. An entry of `cycle` contains a rank, the next action of the rank,
+    and the action for which the rank waits. `cycle` is empty if the lists are blocked by a missing action, that is, an
+    action that no list contains.
     """
 
     def __init__(self, message: str, cycle: Sequence[tuple[int, Action, Action]] = ()) -> None:

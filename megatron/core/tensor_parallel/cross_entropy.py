@@ -47,9 +47,7 @@ def vocab_parallel_cross_entropy(
 
 def local_columns(logits: Tensor, vocab_size: int, tp: Axis) -> tuple[int, int]:
     """Return the token id of this rank's first column of `logits` [..., V/t], and the number of its columns that are
-    not padding.
-
-    The other columns of the rank, which may be all of them, are padding.
+    not padding. All columns of a rank may be padding.
     """
     start, stop = local_rows(logits.shape[-1] * tp.size, tp)
     return start, max(0, min(vocab_size, stop) - start)

@@ -224,8 +224,8 @@ class LinearFunction(torch.autograd.Function):
 
     With an addend, the function returns y + addend, and `leave` must not be a collective. The function saves only the
     local part of the input, in the form that the dW GEMM reads. The backward pass gathers the input again while it
-    computes dX, and reduces dX while it computes dW. It passes dW to `accumulate_weight_grad`. If
-    `saves` is False, nothing is saved for the backward pass. `of_output` may contain casts and the sum of dY.
+    computes dX, and reduces dX while it computes dW. `backward` passes dW to `accumulate_weight_grad`. If `saves` is
+    False, nothing is saved for the backward pass. `of_output` may contain casts and the sum of dY.
     """
 
     # Column parallel: x [s, b, h] -> [s, b, f/t]; W [f/t, h]. With sequence parallelism x [s/t, b, h].

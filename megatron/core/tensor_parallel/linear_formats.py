@@ -31,8 +31,8 @@ class LinearFormatFacts:
     layers whose linear layers use the format."""
 
     alignment: Callable[[ModelParallelConfig, int], tuple[int, str]]
-    """Function of the configuration and the number of ranks that shard the features. It returns the number by which the
-    features on a rank must be divisible, and the flag that requires this."""
+    """Function of the configuration and the number of ranks that shard the features. `alignment` returns the number by
+    which the features on a rank must be divisible, and the flag that requires this."""
 
     tokens: int
     """Number by which the tokens in a micro-batch must be divisible, so that every kernel supports them."""
@@ -44,8 +44,8 @@ class LinearFormatFacts:
     """Peak TFLOP/s according to the data sheet, keyed by a substring of the GPU's name."""
 
     gathers: Callable[[ModelParallelConfig], bool] = lambda parallel: False
-    """Predicate that returns True if data-parallel ranks gather the weights of linear layers in this format. If they
-    do, the weights of linear layers have separate buffers."""
+    """Predicate that returns True if data-parallel ranks gather the weights of linear layers in this format. If the
+    predicate returns True, the weights of linear layers have separate buffers."""
 
 
 class ParamGather(Protocol):

@@ -6,8 +6,8 @@ of the GEMMs.
 Kernels before and after a layer may cast and sum the layer's tensors while the tensors are in registers. If the kernel
 that computes a layer's input also casts it, the original input is not stored. The layer then receives a placeholder
 tensor to which the cast input is attached (`given_input`). In the backward pass, the operation that consumes the
-layer's output computes the output gradient. It also casts this gradient and sums it for the bias gradient
-(`OutputGradient`). If no adjacent kernel casts a tensor, the layer casts it.
+layer's output computes the output gradient. The same operation casts the output gradient and sums it for the bias
+gradient (`OutputGradient`). If no adjacent kernel casts a tensor, the layer casts it.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class LinearGemms:
     """
 
     grad_casts: GradCasts | None = None
-    """Interface through which other kernels can cast gradients for these GEMMs. None if the GEMMs read uncast
-    gradients, or if the scales are not known in advance."""
+    """Interface through which other kernels can cast gradients for these GEMMs. `grad_casts` is None if the GEMMs read
+    uncast gradients, or if the scales are not known in advance."""
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
         """Cast the layer input x [s, b, in], which may be gathered afterwards, to the form that the GEMMs read.
@@ -131,7 +131,7 @@ class LinearGemms:
     def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
         """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out].
 
-        If an addend [s, b, out] is given, return y + addend. The result is rounded only once, after the addition.
+        If an addend [s, b, out] is given, return y + addend, rounded only once.
         """
         if addend is None:
             return F.linear(x[0], matrix_of(weight), bias)
@@ -154,7 +154,7 @@ class LinearGemms:
             torch.addmm(bias, x[0], matrix, out=out)
 
     def cast_grad_to_gather(self, dy: Tensor) -> Operand:
-        """Cast dY [s/t, b, out] to the form that `input_grad_rows_` reads. The result is gathered afterwards."""
+        """Cast dY [s/t, b, out], which is gathered afterwards, to the form that `input_grad_rows_` reads."""
         return (dy,)
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:

@@ -37,8 +37,8 @@ class ColumnLinear:
     bias: bool
     shard_dim: int = 0
     fused: Fused | None = None
-    """Description of the linear maps whose weights are concatenated in the layer's weight. None if the weight is a
-    single linear map."""
+    """Description of the linear maps whose weights are concatenated in the layer's weight. `fused` is None if the
+    weight is a single linear map."""
     role: Role = "hidden"
     """`ParamMeta.role` of the weight."""
     init: Init | None = None

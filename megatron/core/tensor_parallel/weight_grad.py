@@ -21,15 +21,14 @@ from megatron.core.dropout import mixed, round_to_bf16, uniform_of
 from megatron.core.torch_private import AutogradContext, index_put_impl_
 
 ROUNDED_AT_ONCE = 2**22
-"""Number of elements of a bf16 sum that are rounded at a time. The number limits the memory that temporary tensors
-take."""
+"""Number of elements of a bf16 sum that are rounded at a time, which limits the memory of temporary tensors."""
 
 SALT = 0x2545F491
 """Salt that separates the random bits for gradients from other random bits."""
 
 CONVERTED_AT_ONCE = 2**19
-"""Number of elements of a bf16 product that are converted to fp32 at a time on CPU. The number is small enough that the
-elements fit in the CPU cache."""
+"""Number of elements of a bf16 product that are converted to fp32 at a time on CPU. This many elements fit in the CPU
+cache."""
 
 
 class WeightGradQueue:
@@ -129,8 +128,8 @@ def accumulate_weight_grad(
 
 
 def mark_stale(weight: Tensor, stale: bool) -> None:
-    """Record whether `weight.main_grad` is stale, that is, still contains the gradient of the previous step. The first
-    gradient of a step overwrites a stale `main_grad`."""
+    """Record whether `weight.main_grad` is stale, that is, still contains the gradient of the previous step. A stale
+    `main_grad` is overwritten by the first gradient of a step."""
     weight.main_grad_is_stale = stale  # type: ignore[attr-defined]
 
 
@@ -165,8 +164,8 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
 
 
 def saved_without_graph(ctx: AutogradContext) -> tuple[Tensor, ...]:
-    """Return the saved tensors of an autograd Function. The returned tensors are detached. Otherwise a queued
-    weight-gradient job that uses them would keep the autograd graph alive."""
+    """Return the saved tensors of an autograd Function, detached. A queued weight-gradient job that used attached
+    tensors would keep the autograd graph alive."""
     return tuple(x.detach() for x in ctx.saved_tensors)
 
 
