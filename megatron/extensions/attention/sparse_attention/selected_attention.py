@@ -102,7 +102,8 @@ class Rows:
 
 
 class Keys(NamedTuple):
-    """Bounds and selected indices of the keys that queries attend to in one key set."""
+    """Keys of one key set that each query attends to, given by their bounds (`queries`) and by their indices if they
+    are selected (`picked`)."""
 
     queries: Queries
     picked: Tensor | None = None

@@ -38,7 +38,7 @@ EQUAL = 1.02
 the division that sends the fewest keys is used."""
 
 CHUNKS = (1, 2, 4, 8)
-"""Numbers of chunk pairs per rank for which a division into chunks, assigned by work, is evaluated."""
+"""Numbers of chunk pairs per rank to evaluate when the sample is divided into chunks that are assigned by work."""
 
 WHOLE = (1.0, 0.5, 0.25, 0.125)
 """Length limits for undivided documents that are evaluated, as fractions of a rank's tokens."""
@@ -99,8 +99,8 @@ def balanced_shards(documents: Documents, seq_length: int, ranks: int) -> Shards
 
 @lru_cache(maxsize=64)
 def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: int | None) -> Shards:
-    """Return the division with the lowest cost among those that keep each short document on one rank, if it fits on
-    one.
+    """Return the division with the lowest cost among the divisions that keep every short document on one rank, unless
+    the document fits on no rank.
 
     Args:
         documents: Start positions of the documents, for exactly one sample.

@@ -19,7 +19,7 @@ from megatron.core.datasets.dataset import Dataset
 from megatron.core.datasets.sample_order import documents_of
 
 SWAPS = 4
-"""Limit of the number of swaps that balance the work of groups: this factor times the number of groups."""
+"""Largest number of swaps per group when the work of groups is balanced; swaps are counted over all groups together."""
 
 
 def pairs_of(counts: Sequence[int], seq_length: int) -> int:

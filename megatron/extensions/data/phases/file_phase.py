@@ -47,8 +47,7 @@ def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
 
 
 def _rest(source: SourceOrder) -> Pieces | None:
-    """Return the unused rest of the segment of which only some samples have been used; return None if there is no such
-    segment."""
+    """Return the unused rest of the partly used segment; return None if no segment is partly used."""
     taken = source.taken
     for segment in source.segments:
         if taken < len(segment):

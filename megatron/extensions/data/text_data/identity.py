@@ -28,7 +28,8 @@ from megatron.extensions.data.text_data.inputs import TextFile
 from megatron.extensions.data.tokenizers.huggingface import tokenizer_inputs
 
 DIGESTS = "digests.json"
-"""Name of the file that maps paths of text files to their digests, in the folder of all tokenized datasets."""
+"""Name of the file that maps paths of text files to their digests. The file is in the folder that contains all
+tokenized datasets."""
 
 DESCRIPTION = "made_from.json"
 """Name of a file in the folder of each tokenized dataset. The file describes the inputs from which the tokens were

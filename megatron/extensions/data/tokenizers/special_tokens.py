@@ -96,7 +96,8 @@ def read_special_tokens(folder: Path, tokenizer: Tokenizer) -> SpecialTokens:
 
 
 def role_texts(folder: Path) -> dict[str, str]:
-    """Return the text of the special token for each role that the files of a folder define, such as "eos_token"."""
+    """Return a mapping from roles, such as "eos_token", to the texts of the special tokens that the files of a folder
+    define."""
     return {role: _text(token) for role, token in _Settings.of(folder).roles().items() if role in ROLES}
 
 

@@ -11,7 +11,7 @@ from megatron.training.config.run_config import RunConfig
 
 
 def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default: int = 0) -> Iterator[Problem]:
-    """Report a flag whose number cannot be divided evenly over tensor- and context-parallel ranks.
+    """Report a problem if the number that a flag sets cannot be divided evenly over tensor- and context-parallel ranks.
 
     Args:
         c: Configuration.
@@ -35,8 +35,8 @@ def unless_shared(c: RunConfig, flag: str, value: int | None, what: str, default
 def unless_aligned(
     c: RunConfig, flag: str, value: int | None, each: int, what: str, default: int = 0, *, cut: bool = True
 ) -> Iterator[Problem]:
-    """Report a problem if a flag gives a rank's matrices dimensions that are not multiples of the size that the linear
-    format requires.
+    """Report a problem if the value of a flag results in matrix dimensions on a rank that are not multiples of the size
+    that the linear format requires.
 
     Args:
         c: Configuration.

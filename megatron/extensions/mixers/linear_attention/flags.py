@@ -59,9 +59,9 @@ class LinearAttentionFlags:
 
     @property
     def linear_channels(self) -> tuple[int, int, int, int, int, int]:
-        """Number of projected channels per key head, as a tuple with one number for each of: the query, keys, values,
-        value gates, write strengths beta, and decays (one per value head). If a token has several keys, all keys come
-        before all values."""
+        """Six numbers of projected channels per key head: for the query, the keys, the values, the value gates, the
+        write strengths beta, and the decays (one per value head). If a token has several keys, all keys come before all
+        values."""
         heads, steps = self.linear_num_value_heads // self.linear_num_key_heads, self.linear_num_householder
         key, value = self.linear_key_head_dim, self.linear_value_head_dim
         return key, steps * key, steps * heads * value, heads * value, steps * heads, heads

@@ -305,8 +305,9 @@ class _Scan(torch.autograd.Function):
     three tensors: the written values N_c of all chunks, the states S_c before all chunks, and the state after the last
     chunk."""
 
-    # Shapes: written U [chunks, n, chunk, dv], read W and keys K [chunks, n, chunk, dk], carried r [chunks, n, 1 or dk,
-    # 1], state S [n, dk, dv] -> [chunks, n, chunk, dv], [chunks, n, dk, dv], [n, dk, dv]
+    # Shapes of the arguments: written U [chunks, n, chunk, dv], read W and keys K [chunks, n, chunk, dk], carried r
+    # [chunks, n, 1 or dk, 1], state S [n, dk, dv]. Shapes of the results: [chunks, n, chunk, dv], [chunks, n, dk, dv]
+    # and [n, dk, dv].
     @staticmethod
     def forward(
         ctx: ScanContext,

@@ -221,9 +221,10 @@ class _Scan(torch.autograd.Function):
     """Autograd function of the recurrence over chunks c: S_{c+1} = r_c S_c + Bᵀ X. Return two tensors: the states
     before each chunk, in the dtype of B, and the state after the last chunk."""
 
-    # Bᵀ [chunks, b, groups, n, chunk], X [chunks, b, groups, chunk, heads of a group * p] in the dtype of B, carried r
-    # [chunks, b, groups, 1, heads of a group, 1], state S [b, groups, n, heads of a group, p]
-    # -> [chunks, b, groups, n, heads of a group, p], one without chunks
+    # Shapes of the arguments: keys Bᵀ [chunks, b, groups, n, chunk], columns X [chunks, b, groups, chunk, heads of a
+    # group * p] in the dtype of B, carried r [chunks, b, groups, 1, heads of a group, 1], state S [b, groups, n, heads
+    # of a group, p]. Shapes of the results: [chunks, b, groups, n, heads of a group, p] and [b, groups, n, heads of a
+    # group, p].
     @staticmethod
     def forward(
         ctx: ScanContext, hardware: Hardware, keys: Tensor, columns: Tensor, carried: Tensor, state: Tensor

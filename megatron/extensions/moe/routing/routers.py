@@ -121,7 +121,7 @@ def sinkhorn_bias(logits: Tensor, places: Tensor, sequence: Axis) -> Tensor:
     sequence. Sequences are sharded over the ranks of `sequence`, and all of these ranks must call this function
     together.
     """
-    whole = all_gather(logits, sequence)[all_gather(places, sequence).argsort()]  # the same order under every layout
+    whole = all_gather(logits, sequence)[all_gather(places, sequence).argsort()]  # in sequence order
     bias = whole.new_zeros(whole.shape[1:])
     for _ in range(SINKHORN_ITERATIONS):
         of_tokens = (whole + bias).logsumexp(-1, keepdim=True)

@@ -224,8 +224,8 @@ in chunks small enough for this limit."""
 
 
 def pairs_of(seen: Sequence[Keys], samples: int) -> tuple[float, float]:
-    """Return two numbers of query-key pairs: the pairs that are computed, and the pairs among which the computed pairs
-    were selected."""
+    """Return two counts of query-key pairs: the number of pairs that are computed, and the number of pairs from which
+    they are selected."""
     some = every = 0.0
     for each in seen:
         for chunk in each.queries.chunks:

@@ -100,7 +100,7 @@ def selected_sum(
 
 @triton.jit
 def _channels(x, at, inside, c, size: tl.constexpr):
-    """Load [rows, channels]; elements out of bounds are zero."""
+    """Load the channels `c` of each row as a block [rows, channels]; elements out of bounds are zero."""
     return tl.load(x + at[:, None] + c[None, :], mask=inside[:, None] & (c < size)[None, :], other=0.0)
 
 
@@ -111,20 +111,20 @@ def _add(into, sums, inside, c, WIDTH: tl.constexpr):
 
 
 class Readers(NamedTuple):
-    """Lookup table from each block of keys to the queries in a chunk that list keys of the block. All tensors are
+    """Lookup table that tells, for each block of keys, which queries of a chunk list keys of the block. All tensors are
     int32."""
 
     places: Tensor
     """Position of each key in each query's list, [n, b, blocks * block]; -1 if the query does not list the key."""
     firsts: Tensor
-    """First query that lists a key of each block, [b, blocks]."""
+    """For each block of keys, the first query that lists a key of the block, [b, blocks]."""
     ends: Tensor
-    """One plus the last query that lists a key of each block, [b, blocks]."""
+    """For each block of keys, the position after the last query that lists a key of the block, [b, blocks]."""
 
 
 def readers_of(picked: Tensor, s: int, block: int) -> Readers:
-    """Find the queries that list at least one key of each block of keys. This function does not synchronize with the
-    device. `picked` [n, b, count] contains key indices below s; -1 marks unused entries."""
+    """For each block of keys, find the queries that list at least one key of the block. This function does not
+    synchronize with the device. `picked` [n, b, count] contains key indices below s; -1 marks unused entries."""
     n, b, count = picked.shape
     blocks = triton.cdiv(s, block)
     places = torch.full((n, b, blocks * block + 1), -1, dtype=torch.int32, device=picked.device)
