@@ -84,7 +84,7 @@ def round_of(lengths: NDArray, rounds: Rounds, seq_length: int, seed: int, numbe
         rounds: Division of the run into rounds, for all or some of the documents.
         seq_length: Number of input tokens
         per sample. The label of the last token is not counted.
-        seed: Seed of the order.
+        seed: Seed of the sample order.
         number: Number of the round, starting at 0.
     """
     digest = blake2b(f"packing {seed} {number}".encode(), digest_size=4).digest()

@@ -48,7 +48,7 @@ class DocumentSource(Source):
         Args:
             documents: Documents to convert, which a library reads.
             path: Path of the data set, for messages.
-            job: Settings of tokenization.
+            job: Tokenization settings.
             folder: Folder that stores the digests of files.
         """
         files = text_files(documents.files)

@@ -122,7 +122,7 @@ class TextData:
         Args:
             flag: Flag that the data was passed to. Error messages contain the flag.
             value: Path or URL of the data.
-            job: Settings of tokenization.
+            job: Tokenization settings.
             source_of: Function that returns the source; its argument is a folder in which digests of files may be
                 stored.
         """

@@ -22,7 +22,7 @@ from megatron.training.extensions import extension_flags
 @extension_flags("Kimi Delta Attention", part_of="model")
 @dataclass(frozen=True)
 class KimiDeltaFlags:
-    """Shape of Kimi Delta Attention (arXiv 2510.26692)."""
+    """Options of Kimi Delta Attention (arXiv 2510.26692)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("kimi_delta_attention", "K")
 

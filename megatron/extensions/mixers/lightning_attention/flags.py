@@ -21,7 +21,7 @@ from megatron.training.extensions import extension_flags
 @extension_flags("lightning attention", part_of="model")
 @dataclass(frozen=True)
 class LightningFlags:
-    """Chunk size of lightning attention (arXiv 2401.04658)."""
+    """Options of lightning attention (arXiv 2401.04658)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("lightning_attention", "L")
 

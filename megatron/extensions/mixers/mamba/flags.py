@@ -34,7 +34,7 @@ NAME = "mamba2"
 @extension_flags("Mamba-2", part_of="model")
 @dataclass(frozen=True)
 class MambaFlags:
-    """Shape of Mamba-2 (arXiv 2405.21060)."""
+    """Options of Mamba-2 (arXiv 2405.21060)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention(NAME, "M")
 

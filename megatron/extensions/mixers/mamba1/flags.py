@@ -25,7 +25,7 @@ CHANNELS = "--mamba1-channels"
 @extension_flags("Mamba-1", part_of="model")
 @dataclass(frozen=True)
 class Mamba1Flags:
-    """Shape of Mamba-1 (arXiv 2312.00752)."""
+    """Options of Mamba-1 (arXiv 2312.00752)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("mamba1", "S")
 

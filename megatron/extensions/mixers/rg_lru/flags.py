@@ -24,7 +24,7 @@ WIDTH, BLOCKS = "--rg-lru-width", "--rg-lru-num-blocks"
 @extension_flags("RG-LRU", part_of="model")
 @dataclass(frozen=True)
 class RgLruFlags:
-    """Shape of RG-LRU (arXiv 2402.19427)."""
+    """Options of RG-LRU (arXiv 2402.19427)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("rg_lru", "R")
 

@@ -21,7 +21,7 @@ from megatron.training.extensions import extension_flags
 @extension_flags("short convolutions", part_of="model")
 @dataclass(frozen=True)
 class ShortConvolutionFlags:
-    """Shape of short convolutions (LFM2, arXiv 2511.23404)."""
+    """Options of short convolutions (LFM2, arXiv 2511.23404)."""
 
     NO_EFFECT_WITHOUT: ClassVar = has_linear_attention("short_convolution", "C")
 

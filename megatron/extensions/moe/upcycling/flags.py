@@ -73,9 +73,9 @@ def _divided(m: TransformerConfig, granularity: int) -> Iterator[Problem]:
 
 
 def _different(config: RunConfig) -> Iterator[tuple[str, object, bool, str]]:
-    """Yield the settings under which a model with experts, as copies of an MLP, may have other outputs than the dense
-    model. A setting is a tuple of the flag, its value, whether the setting applies, and its effect on the outputs of
-    experts."""
+    """Yield the settings under which a model whose experts are copies of an MLP may compute different outputs than the
+    dense model. A setting is a tuple of the flag, its value, whether the setting applies, and its effect on the outputs
+    of experts."""
     m, scores = config.model, config.model.moe_router_scores
     unequal = "the weights of a token's experts do not sum to a constant"
     own = scores in ("sigmoid", "sqrtsoftplus")

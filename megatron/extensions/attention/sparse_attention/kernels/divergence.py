@@ -144,7 +144,8 @@ def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tens
 def _planned_gradients(
     launches: attention.Gathers, index: Index, rows: slice, keys: int, pairs: float, adds: bool
 ) -> Tensor:
-    """Record the one or two kernels that compute the gradients, and return a tensor in place of the key gradients."""
+    """Record the one or two kernels that compute the gradients, and return a tensor with the shape of the key
+    gradients."""
     q, k = index.q[rows], index.k
     heads, width = q.shape[2:]
     channels, read = float(heads * width), 2 * pairs * width * q.element_size()
