@@ -25,8 +25,8 @@ from megatron.core.torch_private import AutogradContext
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
-    """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [..., dv] of `causal.shards`, sinks [heads] ->
-    [s/cp, b, heads, dv]"""
+    """Compute ring attention: q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [s/cp, b, groups, dv], sinks [heads] ->
+    [s/cp, b, heads, dv]. The tokens are sharded as in `causal.shards`."""
     shards = causal.shards_of(q.shape[0], cp.size)
     return RingAttention.apply(q, k, v, sinks, Ring(cp, shards.held[cp.rank], shards.held, causal, shards.sent))
 
@@ -47,12 +47,12 @@ class Ring:
 
     @property
     def steps(self) -> int:
-        """Return the number of ranks from which this rank needs keys. The rank itself counts as one of them."""
+        """Return the number of ranks whose keys this rank needs, including its own."""
         return self.cp.size if any(self.sent) else 1
 
     @cached_property
     def rows_sent(self) -> Spans | None:
-        """Rows of this rank's keys that are sent to other ranks; None if all rows are sent or there is no exchange."""
+        """Rows of this rank's keys that the rank sends to other ranks; None if it sends all rows or none."""
         if self.steps == 1 or self.sent[self.cp.rank] == self.keys[self.cp.rank]:
             return None
         return rows_of(self.keys[self.cp.rank], self.sent[self.cp.rank])
@@ -70,7 +70,7 @@ class Ring:
         return x
 
     def tiles(self, step: int) -> tuple[Tile, ...]:
-        """Return the tiles for this rank's queries and for the keys that the rank holds in ring step `step`."""
+        """Return the tiles of this rank's queries with the keys that the rank has in ring step `step`."""
         source, kernel = (self.cp.rank - step) % self.cp.size, self.causal.kernel
         queries = self.queries if kernel.most_queries is None else short_spans(self.queries, kernel.most_queries)
         keys = self.sent[source] if step else self.keys[source]
@@ -172,9 +172,9 @@ def local_attention(
     """q [n, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv], sinks [heads] -> [n, b, heads, dv]
 
     The keys are at positions 0 to s - 1. `queries` are the positions of the queries; by default, they are the positions
-    of the keys. A kernel with a method `at_once` computes all tiles in one launch. A variable-length kernel also needs
-    only one launch if the queries are whole samples. In all other cases, attention runs tile by tile, like a ring of
-    size 1.
+    of the keys. If the kernel has a method `at_once`, a single kernel launch computes all tiles. A variable-length
+    kernel also needs only one launch if the queries are whole samples. In all other cases, attention runs tile by tile,
+    like a ring of size 1.
     """
     whole = (range(k.shape[0]),)
     if (at_once := getattr(causal.kernel, "at_once", None)) is not None:

@@ -1,4 +1,4 @@
-"""Logits of core attention: a recorder of the largest logit of each head, and the projection rows that determine
+"""Attention logits: a recorder of the largest logit of each head, and the rows of projections that determine the
 logits."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class HeadRows(NamedTuple):
 
 
 class AttentionWithRows(Protocol):
-    """An attention layer that declares which rows of its projections produce queries and keys."""
+    """Attention layer that states which rows of its projections produce queries and keys."""
 
     core: CoreAttention
 

@@ -69,8 +69,8 @@ class Kernel(Protocol):
 
     @property
     def most_queries(self) -> int | None:
-        """Return the maximum number of queries in a tile, for kernels that keep a tile's scores in memory; None if
-        unlimited."""
+        """Return the maximum number of queries in a tile; None if there is no limit. Kernels that keep the scores of a
+        tile in memory need a limit."""
 
     @property
     def packed(self) -> PackedKernel | None:
@@ -152,7 +152,8 @@ class TorchKernel:
             dropout: Dropout of attention weights.
             slopes: ALiBi slopes [heads].
             cap: Soft cap of the scores.
-            note: Function called with the largest scores [heads] of each tile in the forward pass.
+            note: Function that the forward pass calls for each tile with the largest score of each head, a tensor
+                [heads].
         """
         self.scale = scale
         self.dropout = dropout
@@ -187,7 +188,7 @@ class TorchKernel:
         """Compute gradients where P is the softmax and D the dropout mask: dS = P * (D * dO vᵀ - rowsum(dO * O)), and
         dV = (D * P)ᵀ dO.
 
-        A cap c multiplies dS by the slope 1 - (S / c)².
+        If scores S are capped at c, dS is also multiplied by 1 - (S / c)², the derivative of the cap.
         """
         scores = self._scores(q, k)
         slope = None if self.cap is None else (scores / self.cap).square_().neg_().add_(1)

@@ -92,12 +92,12 @@ def sequence_divisor(context_parallel: int, tensor_parallel: int, sequence_paral
 
 
 Documents = tuple[tuple[int, ...], ...]
-"""Start positions of the documents in each sample; the first is 0."""
+"""Start positions of the documents in each sample. The first start position of a sample is 0."""
 
 
 class DividesSequences(Protocol):
-    """Function that divides the tokens of a micro-batch over context-parallel ranks. Functions of this type must be
-    pure and have the same result on every rank."""
+    """Function that divides the tokens of a micro-batch among context-parallel ranks. The function must have no side
+    effects, and must return the same result on every rank."""
 
     def __call__(self, documents: Documents, seq_length: int, ranks: int) -> Shards: ...
 
@@ -168,8 +168,8 @@ def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, windo
 
 
 def _unwindowed_tiles(queries: Spans, keys: Spans, documents: Documents | None) -> Iterator[Tile]:
-    """Yield the tiles of each sample, without a window. Each pair of a query span and a key span yields separate tiles
-    for each document."""
+    """Yield the tiles of each sample as if there were no sliding window. Each pair of a query span and a key span
+    yields separate tiles for each document."""
     for sample, starts in _samples(documents):
         of_keys = [(row, span, _documents_in(span, starts)) for row, span in _with_rows(keys)]
         for q_row, q_span in _with_rows(queries):

@@ -19,8 +19,8 @@ from megatron.core.host_to_device import integers_on
 from megatron.core.torch_private import AutogradContext
 
 Lengths = tuple[Tensor, Tensor, int, int]
-"""(`cu_seqlens` [n + 1] int32 of the queries, `cu_seqlens` of the keys, length of the longest query sequence, length of
-the longest key sequence)."""
+"""Lengths of n packed sequences: `cu_seqlens` [n + 1] int32 of the queries, `cu_seqlens` of the keys, length of the
+longest query sequence, length of the longest key sequence."""
 
 Window = tuple[int, int]
 """Numbers of keys to the left and to the right that a query sees; -1 for all keys. The last query is aligned with the

@@ -75,7 +75,7 @@ class FlagSpec:
     change such a field, and --use-checkpoint-args does not restore its value."""
 
     may_change: bool = False
-    """True if a resumed run may change the field, such as a learning rate."""
+    """True if a resumed run may change the value, for example if it is a learning rate."""
 
     keeps_saved: bool = False
     """True if the default has changed between versions. If the command line of a resumed run does not set the flag, the
@@ -174,7 +174,8 @@ class Section:
         return next((options for options in self.extension_options if isinstance(options, cls)), None) or cls()
 
     def without(self, field: str) -> Self:
-        """Return a copy of this section in which the extension's flags that define `field` have their defaults."""
+        """Return a copy of this section in which all flags of the extension that defines `field` have their
+        defaults."""
         others = (options for options in self.extension_options if not hasattr(options, field))
         return replace(self, extension_options=tuple(others))
 

@@ -29,7 +29,7 @@ class LayerModule(Protocol):
     def forward(self, x: Tensor, context: object, /) -> Tensor:
         """Map the residual stream before the layer to the stream after the layer: x [s, b, w] -> [s, b, w]. Sequence
         parallelism divides s by tp, and context parallelism divides s by cp. The width w of the residual stream is
-        --hidden-size unless the model has several streams. `context` is the micro-batch's
+        --hidden-size, unless the stream consists of several parallel streams. `context` is the micro-batch's
         `megatron.core.batch.BatchContext`."""
 
 
@@ -61,8 +61,8 @@ class ResidualFacts:
     """Predicate that decides whether the model has this residual stream."""
 
     width: Callable[..., int] = attrgetter("hidden_size")
-    """Function that returns the width of the residual stream between layers, in channels. Messages between pipeline
-    stages have the same width."""
+    """Function that returns the width of the residual stream between layers, in channels. The tensors that pipeline
+    stages send to each other have this width too."""
 
     layers: tuple[str, ...] | None = ("transformer_layer",)
     """Values of --layer-module with which the stream adds the outputs of sublayers; None if every value is
@@ -241,7 +241,7 @@ def layer_numbers(text: str, num_layers: int | None, least: int = 1) -> tuple[in
 
 
 def each(layer: int, period: int) -> bool:
-    """Select layers 0, N, 2N, ... for a period N."""
+    """Return True for layers 0, N, 2N, ..., where N is `period`."""
     return layer % period == 0
 
 

@@ -71,7 +71,7 @@ CHUNK_SIZES = 1024, 2048, 4096, 8192
 """Chunk sizes in tokens from which `AUTO` chooses."""
 
 MOST_COST = 0.01
-"""Largest share of a step that `AUTO` may spend on chunking."""
+"""Largest fraction of the step time that `AUTO` may spend on chunking."""
 
 WEIGHT_TOKENS = 320
 """Number of tokens for which the matrix products with a weight take as long as reading and writing the weight's fp32

@@ -67,7 +67,7 @@ class TransformerConfig(ModelFields):
         """Channels of attention heads."""
         if (widths := self.attention_facts.widths) is not None:
             return widths(self)
-        key = self.kv_channels or self.hidden_size // max(1, self.num_attention_heads)  # a rule reports 0 heads
+        key = self.kv_channels or self.hidden_size // max(1, self.num_attention_heads)  # a rule refuses 0 heads
         return HeadWidths(key, key, self.value_channels or key)
 
     @property
@@ -88,7 +88,8 @@ class TransformerConfig(ModelFields):
 
     @property
     def group_rows(self) -> tuple[int, ...]:
-        """Rows per query group in linear_qkv: queries, output gates (one row if gates are per head), keys, values."""
+        """Numbers of query, output-gate, key and value rows in linear_qkv per query group. A gate of a whole head is
+        one row."""
         key, value = self.head_dim, self.value_head_dim
         widths = key, 1 if self.head_wise_attn_gate else value, key, value
         return tuple(count * width for count, width in zip(self.head_counts, widths, strict=True))
@@ -195,7 +196,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers with a dense MLP. Raises ValueError if a layer pattern is invalid."""
+        """Numbers of the layers that have a dense MLP. Raises ValueError if a layer pattern is invalid."""
         return tuple(number for number, kind in enumerate(self.layers) if kind.mlp and not kind.experts)
 
     @property
@@ -343,7 +344,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a query or key head that the rotary embedding rotates."""
+        """Number of channels of each query or key head that the rotary embedding rotates."""
         return self.rotated_channels(self.rotation)
 
     def rotated_channels(self, rotation: Rotation) -> int:
@@ -411,7 +412,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the word embedding, which do not depend on the layout."""
+        """Number of rows of the word embedding, which is the same under every parallel layout."""
         assert self.vocab_size, "the vocabulary size is known once the tokenizer is"
         return self.pad_vocab_size_to or round_up(self.vocab_size, self.make_vocab_size_divisible_by)
 

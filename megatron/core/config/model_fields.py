@@ -60,7 +60,8 @@ class RecomputedParts(Collection[str]):
         return owners[0] if owners else ""
 
     def needs(self, part: str) -> str:
-        """Return the flag that adds `part` to a model. Return an empty string if every model has the part."""
+        """Return the flag that adds the layer part `part` to a model, or an empty string if every model has this
+        part."""
         return (NEEDED_BY | self.stated()).get(part, "")
 
     def within(self, part: str) -> str | None:

@@ -140,7 +140,7 @@ SCORE_FUNCTIONS = RouterValues(lambda facts: facts.scores)
 """Choices of --moe-router-score-function."""
 
 BALANCING_LOSSES = RouterValues(lambda facts: facts.losses)
-"""Choices of --moe-router-load-balancing-type that can be combined."""
+"""Choices of --moe-router-load-balancing-type that can be combined with each other."""
 
 BALANCINGS = RouterValues(lambda facts: (*facts.losses, *facts.balancings))
 """Choices of --moe-router-load-balancing-type."""

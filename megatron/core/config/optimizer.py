@@ -233,7 +233,8 @@ class OptimizerConfig(Section):
 
     @property
     def decoupled(self) -> OptimizerConfig | None:
-        """Configuration of the --decoupled-lr schedule; None if the flag is not given."""
+        """Copy of this configuration with the learning rates of --decoupled-lr and --decoupled-min-lr; None if
+        --decoupled-lr is not given."""
         if self.decoupled_lr is None:
             return None
         least = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr

@@ -47,8 +47,8 @@ class OptimizerFacts:
     values of the checkpoint."""
 
     product_dtypes: Callable[..., tuple[str, ...]] = _no_dtypes
-    """Function that maps (config, main dtype) to the dtypes in which the optimizer multiplies matrices. Dtypes are
-    given by name."""
+    """Function that returns the names of the dtypes in which the optimizer multiplies matrices. The arguments are the
+    `OptimizerConfig` and the name of the main dtype."""
 
 
 class MakeChain(Protocol):
@@ -67,12 +67,12 @@ OPTIMIZERS.register("sgd", "megatron.core.optimizer.fused:sgd", by_element=True)
 
 
 class StatePlan:
-    """Storage format of main parameters and optimizer states, described without torch. In this base class, they are
-    stored in the main dtype."""
+    """Description of the format in which main parameters and optimizer states are stored. This base class describes
+    storage in the main dtype."""
 
     optional: tuple[str, ...] = ()
-    """Kinds of optimizer states that may be missing from a checkpoint. If a checkpoint contains such states, runs with
-    other stores ignore them."""
+    """Kinds of optimizer states that may be missing from a checkpoint. Runs with other stores ignore states of these
+    kinds in a checkpoint."""
 
     def holds(self, optimizer: Section) -> bool:
         """Return whether the configuration selects this store."""
@@ -114,7 +114,7 @@ class StateStore(Protocol):
     is used."""
 
     def __call__(self, spec: object) -> object:
-        """Return the `Shard` for a `ShardSpec`. Both classes are in `megatron.core.optimizer.optimizer`."""
+        """Create the `Shard` that a `ShardSpec` describes. Both classes are in `megatron.core.optimizer.optimizer`."""
 
 
 STATE_STORES = Registry("store of states", _stated, protocol=StateStore)
@@ -134,8 +134,9 @@ class LrSchedule(Protocol):
     def __call__(self, samples: float, length: object, config: Section) -> float:
         """Return the learning rate of an update. `samples` is the number of samples that the run has consumed.
 
-        The schedule is called only after the warm-up of `length.warmup` samples. The calls continue after the decay,
-        which ends at `length.decay` samples. `length` is a `megatron.core.optimizer.param_scheduler.ScheduleLength`.
+        The schedule is not called during the warm-up, which lasts `length.warmup` samples. It is still called after the
+        decay, which ends at `length.decay` samples. `length` is a
+        `megatron.core.optimizer.param_scheduler.ScheduleLength`.
         """
 
 

@@ -41,8 +41,8 @@ class HostFacts:
     are kept in host memory."""
 
     with_layers: Callable[..., Section]
-    """Function that maps (ModelParallelConfig, n) to a copy of the configuration that keeps the activations of at most
-    n layers in host memory. Only plans call this function."""
+    """Function of (ModelParallelConfig, n) that returns a copy of the configuration in which the activations of at most
+    n layers are kept in host memory. Only plans call this function."""
 
 
 class HostMemory(Protocol):
@@ -128,8 +128,8 @@ class StageSplit(Protocol):
         """Return the number of stages; None if other flags determine it."""
 
     def end_costs(self, parallel: ModelParallelConfig, first: float, last: float) -> tuple[float, float]:
-        """Return the costs of the embedding and the output layer, in units of one layer. `first` and `last` are
-        estimates of these two costs that count only FLOPs."""
+        """Return the costs of the embedding and the output layer, in units of one layer. `first` and `last` are the
+        costs of the embedding and the output layer estimated from FLOPs alone."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
         """Return the number of layers of each stage for which the flags set this number, keyed by stage."""

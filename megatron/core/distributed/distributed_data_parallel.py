@@ -189,7 +189,7 @@ class DistributedDataParallel:
             mark_stale(param, False)
 
     def _mark_all_stale(self) -> None:
-        """Mark gradients to be overwritten.
+        """Mark all gradients as stale, so that the first contribution of the next step overwrites them.
 
         The padding between gradients is set to zero, because gradient norms include the padding. Gradient shards of
         units are set to zero, because the sum of each micro-batch is added to these shards.

@@ -7,8 +7,8 @@ on how the batch is split over micro-batches and over data-, context- and pipeli
 
 Gradients are first summed over data-parallel ranks. These sums may have started during the backward pass. After them,
 each rank has the sums of only its shards. Two other kinds of sums remain: gradients that are partial sums over a model
-axis such as tensor parallelism, and gradients of parameters that two pipeline stages share. Because sums can be
-computed in any order, each rank computes these two only for its shards.
+axis such as tensor parallelism, and gradients of parameters that two pipeline stages share. Sums can be computed in any
+order. Each rank therefore computes these remaining sums only for its shards.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """ParamAndGradBuffer: contiguous memory of parameters and gradients, with reduce-scatters and all-gathers.
 
-Each parameter becomes a view of one flat tensor. Its `main_grad` becomes a view of another flat tensor, in the main
-dtype. One in-place collective on a slice of the flat tensor reduces the gradients of a bucket, and another collective
-gathers the parameters of the bucket. The bucket of a unit has separate flat tensors, whose memory is repeatedly
-allocated and freed.
+Each parameter becomes a view of one flat tensor. The `main_grad` of each parameter becomes a view of another flat
+tensor, in the main dtype. One in-place collective on a slice of the flat tensor reduces the gradients of a bucket, and
+another collective gathers the parameters of the bucket. The bucket of a unit has separate flat tensors, whose memory is
+repeatedly allocated and freed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class Bucket:
     """Part of a buffer that is reduced in one collective.
 
     `params` and `grads` cover the whole bucket. `param_shard` and `grad_shard` are this data-parallel rank's part. With
-    `shard_grads`, a reduction leaves the sum only in `grad_shard`; otherwise, it leaves the sum in `grads`. `owned_*`
-    is the part that contains the sum. This rank updates the owned part.
+    `shard_grads`, a reduction leaves the sum only in `grad_shard`; otherwise, it leaves the sum in `grads`.
+    `owned_grads` is the part that contains the sum, and `owned_params` is the corresponding part of the parameters,
+    which this rank updates.
 
     If `reduce_dtype` differs from the gradients' dtype, a reduction uses a copy of the gradients in `reduce_dtype`.
     This copy is freed when the reduction ends. Gradients are summed over a rank's micro-batches in their own dtype.
@@ -41,7 +42,8 @@ class Bucket:
     it."""
 
     before_sync: Callable[[Bucket], None] | None = None
-    """Hook for diagnosis, called before each reduction, when `grads` contains this rank's gradients."""
+    """Diagnostic hook that is called before each reduction, while `grads` still contains the gradients of this rank
+    alone."""
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         self.layout = layout
@@ -209,7 +211,7 @@ class UnitStore:
         Args:
             modules: Modules of this rank.
             params: Their parameters.
-            buckets: Buckets of units.
+            buckets: Buckets that contain units.
             shards_params: True if parameters are sharded.
             queue: Queue that holds back the weight gradients of split backward passes.
             casts: Weight copies in another format.

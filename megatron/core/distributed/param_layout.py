@@ -73,7 +73,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Elements [start, stop) of a buffer that are reduced in one collective, in `num_shards` equal shards."""
+    """Elements [start, stop) of a buffer. One collective reduces them. They are divided into `num_shards` shards of
+    equal size."""
 
     start: int
     stop: int
@@ -86,8 +87,7 @@ class BucketLayout:
         return self.start + rank * size, self.start + (rank + 1) * size
 
     def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """Return the parts of parameters that are within [start, stop) of the buffer, in order. Empty parts are left
-        out."""
+        """Return the nonempty parts of parameters that are within [start, stop) of the buffer, in order."""
         found = []
         for param in self.params:
             low, high = max(start, param.start), min(stop, param.stop)
@@ -150,8 +150,8 @@ def plan_buffers(
 ) -> tuple[BufferLayout, ...]:
     """Plan the buffers of one rank.
 
-    Ranks with equal shapes have equal layouts, so parameters replicated over tp have the same shard ranges on every tp
-    rank.
+    Ranks whose parameters have the same shapes have the same layout. A parameter that is replicated over tp therefore
+    has the same shard ranges on every tp rank.
 
     Args:
         params: (meta, local shape) of the rank's parameters, in registration order.

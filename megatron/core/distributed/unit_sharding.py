@@ -61,7 +61,7 @@ class UnitBucket(Bucket):
         self.users = 0
         """Number of passes that currently compute with the parameters."""
         self.on_drop: list[Callable[[], None]] = []
-        """Hook called when whole parameters are freed."""
+        """Functions that are called when the whole parameters are freed."""
         self._reduced: Pending | None = None
 
     def memory(self, data: Tensor, sharded: bool) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,8 @@ class StoredPass(Protocol):
     def part(self, stored: bool, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
         """Return the context for the forward pass of a part: a layer, or layers that are recomputed together.
 
-        With `stored`, the tensors that the part saves, except for its `parameters`, are stored outside of the device.
+        If `stored` is True, the tensors that the part saves for the backward pass are stored outside of the device,
+        except for its `parameters`.
         """
 
     def watch(self, output: object) -> None:
@@ -97,7 +98,7 @@ _now = _Now()
 
 @contextmanager
 def saving_by(saver: Saver | None) -> Iterator[None]:
-    """Make `packed` call `saver` within the block."""
+    """Context manager: in its body, `packed` passes tensors to `saver`."""
     before, _now.saver = _now.saver, saver
     try:
         yield

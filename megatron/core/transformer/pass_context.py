@@ -18,7 +18,7 @@ class PassContext:
     """Queue of weight gradients that a split backward pass computes later."""
 
     casts: WeightCasts = field(default_factory=WeightCasts)
-    """Cached casts of parameters."""
+    """Cache of parameters that have been cast to another dtype."""
 
     pair: PassPair = field(default_factory=PassPair)
     """Object that runs this pass and a pass of another micro-batch on the same rank, either one after the other or

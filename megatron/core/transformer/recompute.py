@@ -144,11 +144,11 @@ class Segment:
 
 
 def recompute_segments(config: TransformerConfig, num_layers: int, offloaded: int = 0) -> list[Segment]:
-    """Return the groups in which the layers of a stage are recomputed. Groups that start in the first `offloaded`
-    layers are offloaded.
+    """Divide the layers of a stage into the segments that the backward pass recomputes as a whole. Segments that start
+    in the first `offloaded` layers offload their activations.
 
-    "uniform" saves the input of each group of `recompute_num_layers` layers; "block" saves the inputs of the first
-    `recompute_num_layers` layers, and all activations of the others.
+    The method "uniform" saves only the input of each group of `recompute_num_layers` layers. The method "block" saves
+    only the inputs of the first `recompute_num_layers` layers, but all activations of the other layers.
     """
     count, full = config.recompute_num_layers or 1, config.recompute_granularity == "full"
     groups = full and config.recompute_method != "block"

@@ -116,7 +116,8 @@ def scaled_queries(q: Tensor, scales: Tensor) -> Tensor:
 
 
 def rotate_queries_and_keys(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the rotary embedding to queries and keys. `cos` and `sin` are those of the angles of their positions."""
+    """Apply the rotary embedding to queries and keys. `cos` and `sin` contain the cosines and sines of the angles at
+    the tokens' positions."""
     return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
 

@@ -175,7 +175,7 @@ def microbatches_of(config: RunConfig, dims: ParallelDims) -> int:
 
 
 def batch_line(config: RunConfig, dims: ParallelDims) -> str:
-    """Describe the composition of the global batch."""
+    """Return a line that describes how the global batch is composed."""
     size, micro = BatchSizes.from_config(config).final, config.training.micro_batch_size
     return (
         f"{size} = micro-batch {micro} x {microbatches_of(config, dims)} micro-batches x {dims.dp} replicas; "

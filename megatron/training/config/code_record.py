@@ -155,8 +155,8 @@ def _recorded(run: Path) -> dict[str, str]:
     """Return the recorded digests of the code that a run has used, keyed by the name of the code. `run` is the run's
     folder.
 
-    The result is empty if the record belongs to another user, if other users may write it, or if it is in the run's
-    folder.
+    A record that belongs to another user, that other users may write, or that is in the run's folder is ignored. The
+    result is then empty.
     """
     path = _record_file(run)
     try:

@@ -115,7 +115,7 @@ class Command:
 
 @dataclass(frozen=True)
 class CommandFacts:
-    """Properties of a command that are known before it is imported."""
+    """Properties of a command that are available without importing the command."""
 
     options: Mapping[str, Option]
     """Options of the command, keyed by spelling."""

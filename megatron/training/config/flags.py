@@ -177,7 +177,7 @@ class ExtensionSection:
     """
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
-        """Return the problems that the rules find in a resolved configuration. Unused flags have no problems."""
+        """Return the problems that the rules find in a resolved configuration. If the flags are unused, return none."""
         unused = given.options(self.cls) == config.options(self.cls) == self.cls()
         if self.rules is None or (unused and not self.always):
             return ()
@@ -185,7 +185,7 @@ class ExtensionSection:
         return found
 
     def resolved(self, config: RunConfig) -> RunConfig:
-        """Return the configuration, with derived values filled in if any of these flags is given."""
+        """Return the configuration. If any of these flags is given, derived values are filled in."""
         return self._filled(config, self.resolve)
 
     def with_files(self, config: RunConfig) -> RunConfig:
@@ -362,7 +362,7 @@ def without_credentials(config: RunConfig) -> RunConfig:
 
 
 def _values_of_sections(config: RunConfig) -> dict[str, object]:
-    """Map each section to the dataclass instance that holds its values. Keys are those of `sections()`."""
+    """Map each section to the dataclass instance that holds its values. The keys are the same as in `sections()`."""
     return {
         section: config.options(cls) if section in EXTENSION_SECTIONS else getattr(config, section)
         for section, cls in sections().items()
@@ -387,7 +387,7 @@ def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
 def _as_field(flag: Flag, value: object) -> object:
     """Convert a value to its field's type.
 
-    For a tuple field, a single value becomes a tuple, as older files store such values. URL credentials are hidden."""
+    If the field holds a tuple, a single value from an older file becomes a tuple. URL credentials are hidden."""
     if flag.spec.path == "url" and isinstance(value, list | tuple):
         value = [take_credentials(each) if isinstance(each, str) else each for each in value]
     if isinstance(value, list | tuple) or value is None or not flag.takes_several:

@@ -85,7 +85,8 @@ def open_closed_streams() -> bool:
 
 
 def drop_output() -> None:
-    """Discard all further output. Buffered output is discarded too, because writing it at exit would fail."""
+    """Discard all further standard output. Also discard output that is still in the buffer, because writing it at exit
+    would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -58,8 +58,7 @@ class Problem:
 
     @classmethod
     def of_errors(cls, flag: str, value: object, error: Exception) -> list[Problem]:
-        """Return a problem for each line of an exception's message. The exception was raised, for example, when a file
-        was read.
+        """Return a problem for each line of the message of `error`, such as an error raised while reading a file.
 
         If a line has the form `--flag value: rule; remedy`, the problem belongs to the flag that the line names, and
         otherwise to `flag`.
@@ -208,7 +207,7 @@ def nearest_divisor(size: int, value: int) -> int:
 
 
 def divides(divisor: int | None, value: int | None) -> bool:
-    """Return True if `divisor` divides `value`. Also return True if either number is missing or not positive, because
+    """Return True if `divisor` divides `value`. If one of the numbers is missing or not positive, return True, because
     another rule reports such a number."""
     return not divisor or not value or divisor < 0 or value < 0 or value % divisor == 0
 

@@ -64,8 +64,8 @@ class ForeignProgram(Protocol):
         """Map each file in examples/ that registers an unknown flag to one such flag."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
-        """Yield lines about differences between this program's results for a resolved configuration and the other
-        program's results.
+        """Yield lines that describe in what respects the results of this program, for a resolved configuration, differ
+        from those of the other program.
 
         `given` contains every given flag, both alone and with its first value, including flags that have no field.
         """
@@ -243,7 +243,8 @@ class FlagReader(GivenOptions):
     # Files
 
     def read_file(self, path: str) -> None:
-        """Read a flat YAML mapping with names of flags or fields, spelled with dashes or underscores."""
+        """Read flags from a YAML file: a flat mapping whose keys are names of flags or fields, with dashes or
+        underscores."""
         try:
             node = compose(path)
         except (OSError, ValueError) as error:
@@ -330,8 +331,7 @@ def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each flag with its values: the text after `=`, if any, and all tokens up to the next flag.
 
     A token before the first flag, which does not begin with two dashes, is yielded as if it were a flag without values.
-    A quoted value that consists of white space is ignored, unless it is the first value of a flag.
-    """
+    A quoted value that consists of white space is ignored, unless it is the first value of a flag."""
     current: tuple[str, list[str]] | None = None
     for token in argv:
         if token.isspace() and (current is None or any(map(str.strip, current[1]))):
@@ -366,7 +366,7 @@ def _is_switch(flag: Flag | None, name: str) -> bool:
 
 
 class IllegalValueError(ValueError):
-    """Raised if the texts after a flag are not a legal value of the flag's field."""
+    """Raised if the arguments of a flag are not valid for the flag's field."""
 
     def __init__(self, texts: Sequence[str], rule: str, remedy: str) -> None:
         super().__init__(rule)

@@ -96,7 +96,7 @@ class TrainingConfig:
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples in one evaluation step."""
+        """Number of samples in one evaluation step."""
         size = self.eval_global_batch_size or self.global_batch_size
         assert size is not None, "resolve() fills the global batch size"
         return size
@@ -252,13 +252,14 @@ class RunConfig(Section):
     """Original values of the fields that `resolve` has replaced with derived values."""
 
     past_batches: tuple[Point, ...] = field(default=(), metadata={"flag": None})
-    """Positions of earlier batch-size changes, followed by the position at which this run resumes. A new run has no
-    positions."""
+    """Positions of earlier batch-size changes, followed by the position at which this run resumes. For a new run, the
+    tuple is empty."""
 
     @property
     def restarts_positions(self) -> bool:
-        """True if position ids differ between samples. --reset-position-ids affects only position tables. A rotary
-        embedding depends only on distances between tokens, which do not change when positions restart at a document."""
+        """True if positions restart at each document, so that position ids differ between samples. --reset-position-ids
+        affects only models with a position table: a rotary embedding depends only on distances between tokens, which do
+        not change when positions restart."""
         return self.data.reset_position_ids and self.model.position_table
 
     def __post_init__(self) -> None:

@@ -33,7 +33,8 @@ from megatron.training.config.run_config import CheckpointConfig, Point, RunConf
 from megatron.training.plan import PLANS, History
 
 SCHEDULE = ("lr", "min_lr", "start_weight_decay", "end_weight_decay", "weight_decay", "weight_decay_incr_style")
-"""Optimizer fields of the schedule, in addition to the fields whose names start with lr_."""
+"""Fields of `OptimizerConfig` that belong to the learning-rate and weight-decay schedule, but whose names do not start
+with lr_."""
 
 
 def training_only() -> frozenset[str]:
@@ -353,8 +354,8 @@ def _model_fields(saved: RunConfig) -> Iterator[tuple[str, object]]:
 
 
 def _schedule_fields(saved: RunConfig) -> Iterator[tuple[str, object]]:
-    """Yield the fields of the learning-rate and weight-decay schedule, with their values. If the saved run decays the
-    learning rate over its whole length, that length is kept."""
+    """Yield the fields of the learning-rate and weight-decay schedule, with their values. If the learning rate of the
+    saved run decays over the whole run, the length of that run is kept as the length of the decay."""
     for flag in all_flags():
         if flag.section == "optimizer" and (flag.field.startswith("lr_") or flag.field in SCHEDULE):
             value = getattr(saved.optimizer, flag.field)

@@ -265,12 +265,13 @@ class GPTModel(nn.Module):
         return self.decoder(hidden, context)
 
     def local_logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
-        """Return this rank's logits [s, b, V/tp], including vocabulary padding, on the last stage."""
+        """Return the logits [s, b, V/tp] of this rank's part of the padded vocabulary. Only the last stage has
+        logits."""
         assert self.output_layer is not None, "only the last stage has logits"
         return self.output_layer(self.hidden_states(hidden, batch, cache))
 
 
 def holds_embedding(config: TransformerConfig, first: bool, last: bool) -> bool:
-    """Return whether a stage holds the embedding. The first stage always holds the embedding. With multi-token
-    prediction, the last stage also holds it."""
+    """Return True if a stage holds the embedding. The first stage always does. With multi-token prediction, the last
+    stage also holds it."""
     return first or (last and config.mtp_depths > 0)

@@ -101,8 +101,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Chunks:
-    """State of one pass over the chunks of a micro-batch. In shapes, t is the number of ranks that shard the sequence
-    of x."""
+    """State of the computation of a micro-batch's loss, chunk by chunk. In shapes, t is the number of ranks that shard
+    the sequence of x."""
 
     def __init__(self, setup: Chunking, tokens: Tokens, x: Tensor, needs: tuple[bool, bool, bool]) -> None:
         """Prepare the pass. `needs` contains three bools: whether the gradients of x, the weight and the bias are
@@ -131,7 +131,8 @@ class _Chunks:
         return self.sum_of_dy.to(bias.dtype) if self.sum_of_dy is not None and bias is not None else None
 
     def run(self, dw: Tensor | None = None, overwrite: bool = False) -> Tensor:
-        """Add the weight gradient to `dw`, or overwrite `dw` with it. Returns the losses [s, b]."""
+        """Compute all chunks, and return the losses [s, b]. Adds the weight gradient to `dw`, or overwrites `dw` with
+        it."""
         gathered = self._enter(0)
         losses = []
         for number in range(len(self.starts) - 1):

@@ -112,7 +112,7 @@ def _router(c: RunConfig) -> Iterator[Problem]:
 
 
 def expert_groups(m: MoEConfig) -> Iterator[Problem]:
-    """Check the expert groups from which the experts of a token are selected."""
+    """Check the flags for routing each token to a limited number of expert groups."""
     groups = m.moe_router_num_groups
     best = m.moe_router_group_topk
     topk = m.moe_router_topk

@@ -22,7 +22,7 @@ _JSON_NAMES = {
     dict: "an object",
 }
 LARGEST = 2**53
-"""Largest integer that a checkpoint may contain, as for flags."""
+"""Largest integer that the metadata of a checkpoint may contain. Flags have the same limit."""
 
 
 class Finite(float):
@@ -90,8 +90,8 @@ def metadata_problem(values: Mapping[str, object]) -> str | None:
 
 
 def _faults(value: object, hint: object, where: str) -> Iterator[str]:
-    """Yield a description of each element of `value`, at any depth, that does not match the type hint. If the type hint
-    is `object`, every value matches."""
+    """Yield a description of each element of `value`, at any depth, that does not match the type hint. Every value
+    matches the type hint `object`."""
     choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if object in choices or (value is None and type(None) in choices):
         return
@@ -136,8 +136,8 @@ _RULES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def type_problem(config: object) -> str | None:
     """Describe the first value in a configuration that does not have its field's type; None if all types are right.
 
-    Example: `config.model.num_layers must be a whole number, but is text`. Unknown fields are never read, so they may
-    have any type.
+    Example: `config.model.num_layers must be a whole number, but is text`. Fields that this program does not have may
+    contain any value, because they are never read.
     """
     if not isinstance(config, dict):
         return f"config must be an object, but is {_json_name(config)}"

@@ -101,8 +101,8 @@ def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _converted(c: RunConfig, value: int, to_samples: bool) -> str:
-    """Convert iterations to samples, or samples to iterations, and format the number for a message. The text is empty
-    if the batch size varies."""
+    """Convert iterations to samples, or samples to iterations, and format the number for a message. If the batch size
+    varies, return an empty text."""
     size = c.training.global_batch_size
     if not size or size < 0 or batch_schedule(c):
         return ""
