@@ -1,4 +1,4 @@
-"""Attention over context-parallel ranks and within a single rank.
+"""Attention among the tokens of several context-parallel ranks, or of a single rank.
 
 Ring attention (p2p, arXiv:2310.01889): queries stay on their rank, while keys and values rotate over the ranks. Each
 rank computes the attention of its queries to the keys that it holds while it receives the next keys. In the backward
@@ -40,7 +40,7 @@ class Ring:
     queries: Spans
     """Positions of the queries that this rank computes."""
     keys: tuple[Spans, ...]
-    """Positions of each rank's keys."""
+    """Positions of the keys on each rank."""
     causal: Causal
     sent: tuple[Spans, ...] = ()
     """Positions of the keys that each rank sends. All ranks send the same number of keys."""
@@ -83,8 +83,8 @@ class RingContext(AutogradContext):
 
 
 class RingAttention(torch.autograd.Function):
-    """q [n, b, heads, d], k [m, b, groups, d], v [m, b, groups, dv] of this rank, sinks [heads] or None ->
-    [n, b, heads, dv]; sums are in fp32 or fp64."""
+    """Compute attention around a ring: q [n, b, heads, d], k [m, b, groups, d] and v [m, b, groups, dv] of this rank,
+    sinks [heads] or None -> [n, b, heads, dv]. Sums are computed in fp32 or fp64."""
 
     @staticmethod
     def forward(ctx: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:

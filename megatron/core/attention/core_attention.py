@@ -1,5 +1,4 @@
-"""Core attention, softmax(q kᵀ) v. The model, the layout and the batch determine which implementation of core attention
-runs.
+"""Core attention, softmax(q kᵀ) v. Which implementation computes it depends on the model, the layout and the batch.
 
 Operands are q [s, b, heads, d], k [s, b, groups, d] and v [s, b, groups, dv], where dv equals d except in multi-latent
 attention. The heads of a group are adjacent.

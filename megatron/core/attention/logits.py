@@ -38,15 +38,15 @@ class RowKind(Enum):
     QUERY = "query"
     KEY = "key"
     QUERY_OF_SHARED_KEY = "query of a shared key"
-    """Query channels whose key is shared by all heads. The logits of a single head can therefore be changed only
-    through its query."""
+    """Query channels whose key is shared by all heads. Because the key is shared, only the query can change the logits
+    of a single head."""
 
     OTHER = "other"
     """Rows that compute values or gates. These rows do not affect the attention logits."""
 
 
 class HeadRows(NamedTuple):
-    """Rows of a projection to heads, in order: [groups/tp, rows, ...]."""
+    """Description of the rows of a linear layer that projects to heads. Its weight is [groups/tp, rows, ...]."""
 
     linear: nn.Module
     heads: int

@@ -82,7 +82,7 @@ def chunk_order(size: int) -> list[int]:
 
 
 def sequence_divisor(context_parallel: int, tensor_parallel: int, sequence_parallel: bool) -> int:
-    """Return the required divisor of the sequence length.
+    """Return the number of which the sequence length must be a multiple.
 
     Each rank holds two equal chunks, which sequence parallelism shards over the tensor-parallel ranks.
     """
@@ -127,10 +127,10 @@ class Tile:
     """A rectangle of attention: some query rows and some key rows."""
 
     sample: int | None
-    """Index of the sample that the rows belong to; None if the tile applies to all samples."""
+    """Index of the sample to which the tile belongs; None if the tile applies to all samples."""
 
     queries: range
-    """Rows of the local queries."""
+    """Rows of this rank's queries that belong to the tile."""
 
     keys: range
     """Rows of the keys that the rank currently holds."""
@@ -142,7 +142,8 @@ class Tile:
     """Position of the first key; the positions of the keys are consecutive."""
 
     diagonal: bool
-    """True if queries and keys are the same tokens, under a causal mask. False if all keys precede all queries."""
+    """True if the queries and keys of the tile are the same tokens, so that it needs a causal mask. False if all keys
+    precede all queries."""
 
     window: int | None = None
     """Number of keys visible to a query, including the key at its position; None if the window masks no key of the
@@ -190,8 +191,8 @@ def _documents_in(span: range, starts: tuple[int, ...]) -> range:
 
 @lru_cache(maxsize=256)
 def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
-    """Merge adjacent tiles without a mask, so that fewer kernels run. In a merged tile, the fields `first_query` and
-    `first_key` are meaningless."""
+    """Merge adjacent tiles without a mask, so that fewer kernels run. The fields `first_query` and `first_key` of a
+    merged tile have no meaning."""
     whole: list[Tile] = []
     for tile in tiles:
         last = whole[-1] if whole else None

@@ -122,7 +122,7 @@ def _lengths(documents: Documents, length: int, device: torch.device) -> Lengths
 
 @lru_cache(maxsize=64)
 def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return cu_seqlens, [n + 1] int32 on the device. All layers and passes of a micro-batch share one copy."""
+    """Return cu_seqlens, [n + 1] int32 on the device. All layers and passes of a micro-batch use the same tensor."""
     return integers_on(device, tuple(accumulate(lengths, initial=0)), torch.int32)
 
 

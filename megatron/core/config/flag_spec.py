@@ -83,7 +83,7 @@ class FlagSpec:
 
     training_only: bool = False
     """True if the field affects how a model is trained or stored, but not the model's outputs. A run that loads only
-    the weights of a checkpoint may change the field."""
+    the weights of a checkpoint may change such a field."""
 
     first_run: bool = False
     """True if a first run needs the flag: plain --help lists only such flags."""
@@ -92,11 +92,11 @@ class FlagSpec:
     """True if the flag turns on a check of each step that may skip the step."""
 
     chooses_trained: bool = False
-    """True if the flag determines which parameters are frozen."""
+    """True if the flag affects which parameters are frozen."""
 
     same_setting_as: str | None = None
-    """Name of another field that expresses the same setting. If a later source of flags sets either field, the new
-    value replaces both fields."""
+    """Name of another field that expresses the same setting. If a later source of flags sets one of the two fields, the
+    new value replaces the values of both."""
 
     at_least: float | None = None
     above: float | None = None
@@ -119,7 +119,7 @@ class FlagSpec:
     """Conditions that permit the flag. The flag is refused if none of these conditions is met."""
 
     excludes: Conditions = ()
-    """Conflicts: the flag is refused if any of these conditions holds."""
+    """Conditions that conflict with the flag. The flag is refused if any of them is met."""
 
     def broken_bound(self, value: float) -> str | None:
         """Return the rule that `value` violates; None if `value` is within the bounds of the flag."""

@@ -54,7 +54,7 @@ class ResidualFacts:
     `megatron.core.config.model.TransformerConfig`."""
 
     switch: str
-    """Flag that selects this residual stream. A model can have only one: the rule `residual_streams` in
+    """Flag that selects this residual stream. A model can have only one residual stream: the rule `residual_streams` in
     `megatron/training/config/rules/model.py` refuses a second one."""
 
     when: Callable[..., bool]
@@ -154,7 +154,7 @@ class Sublayers:
     """Sublayers of one layer: a token mixer, an MLP, or both in this order."""
 
     attends: bool = False
-    """True if the layer uses the model's attention."""
+    """True if the layer contains the model's attention."""
 
     linear: str | None = None
     """Name of the mixer that replaces the model's attention; None if no mixer does."""
@@ -213,7 +213,7 @@ MOST_LAYERS = 10**6
 
 
 def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-    """Parse a layer pattern into one bool per layer.
+    """Convert the text of a layer pattern to one bool per layer.
 
     The pattern is a period N, to which `of_period(layer, N)` is applied, or a list of 0 and 1 such as "([0]*3+[1]*58)".
     Raises ValueError if the text is invalid.
@@ -246,7 +246,7 @@ def each(layer: int, period: int) -> bool:
 
 
 def last_of_each(layer: int, period: int) -> bool:
-    """Select layers N - 1, 2N - 1, ... for a period N."""
+    """Return True for layers N - 1, 2N - 1, ..., where N is `period`."""
     return layer % period == period - 1
 
 

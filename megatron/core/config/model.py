@@ -152,8 +152,8 @@ class TransformerConfig(ModelFields):
         return of_layers + of_layers[-1:] * self.mtp_depths
 
     def _by_own_numbers(self, of_layers: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Append the value of each multi-token prediction (MTP) module to the values of the layers. With
-        --mtp-layer-kind own_number, module k has the value of layer k. Otherwise, each has the last layer's value."""
+        """Append the value of each multi-token prediction module to the layers' values: with --mtp-layer-kind
+        own_number, the value of layer k for module k; otherwise, the value of the last layer."""
         if not of_layers or self.mtp_layer_kind != "own_number":
             return self._with_last_repeated(of_layers)
         return of_layers + tuple(of_layers[number % len(of_layers)] for number in range(self.mtp_depths))
@@ -213,7 +213,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def linear_pattern(self) -> tuple[bool, ...]:
-        """One value for each layer: True if the layer's attention is linear."""
+        """Tuple with one bool for each layer, which is True if the layer's attention is linear."""
         if (stated := self.stated_layers) is not None:
             return tuple(parts.linear is not None for parts in stated[: self.num_layers])
         linear = self.experimental_attention_variant is not None
@@ -252,8 +252,7 @@ class TransformerConfig(ModelFields):
         return found
 
     def _pattern(self, present: bool, text: str | None, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-        """Return whether each layer has a feature. If the pattern `text` is None, all layers have the value
-        `present`."""
+        """Return one bool per layer. If the pattern `text` is None, all layers have the value `present`."""
         if not present or text is None:
             return (present,) * self.num_layers
         return layer_pattern(text, self.num_layers, of_period)
@@ -265,7 +264,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def local_rotation(self) -> Rotation:
-        """The rotary embedding of layers with a sliding window or chunks."""
+        """Rotary embedding of the layers with a sliding window or chunks."""
         base, percent = self.window_rotary_base, self.window_rotary_percent or self.rotary_percent
         return Rotation(base or self.rotary_base, base is None, percent, self.window_kv_channels)
 
@@ -276,8 +275,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def local_own(self) -> tuple[tuple[str, object], ...]:
-        """(field, value) of each field whose value in layers with a sliding window or chunks differs from the model's
-        value."""
+        """Pairs (field, value) of the fields that have different values in layers with a sliding window or chunks."""
         own: dict[str, object] = {}
         if self.window_num_attention_heads is not None:
             own = {"num_attention_heads": self.window_num_attention_heads, "kv_channels": self.head_dim}
@@ -311,7 +309,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def activation_flags(self) -> tuple[str, ...]:
-        """Activation functions that separate flags such as --swiglu select."""
+        """Names of the activation functions that are selected by flags such as --swiglu."""
         given = {"swiglu": self.swiglu, "quick_geglu": self.quick_geglu, "squared_relu": self.squared_relu}
         return tuple(name for name, asked in given.items() if asked)
 
@@ -402,8 +400,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def attends_in_tiles(self) -> bool:
-        """True if tile kernels compute all attention, because torch's kernels do not support biases, sinks or score
-        caps."""
+        """True if tile kernels compute all attention: torch's kernels support no biases, sinks or score caps."""
         return self.alibi or self.softmax_type != "vanilla" or self.attn_logit_softcapping is not None
 
     @property

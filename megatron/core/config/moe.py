@@ -48,7 +48,7 @@ class RouterFacts:
 
 
 class Scores(Protocol):
-    """Functions of a router's logits [..., E]."""
+    """Functions that compute the scores and weights of experts from a router's logits [..., E]."""
 
     def ranked(self, logits: Tensor) -> Tensor:
         """Return the scores [..., E] that rank the experts: the k experts with the largest scores are chosen."""
@@ -83,8 +83,8 @@ class RouterClass(Protocol):
         and `ctx` is the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def make_scores(self, config: Section) -> Scores:
-        """Create the scores named by `config.moe_router_scores`, which is one of `RouterFacts.scores`. Implementations
-        are static methods."""
+        """Create the `Scores` whose name is `config.moe_router_scores`. The router is registered with this name in
+        `RouterFacts.scores`. Implementations are static methods."""
 
 
 ROUTERS = Registry("router", RouterFacts, protocol=RouterClass, makes=RouterModule)
@@ -108,7 +108,8 @@ def router_of(config: Section, number: int, in_training: bool = True) -> str:
 
 @dataclass(frozen=True)
 class RouterValues(Collection[str]):
-    """Values of one flag that the registered routers support, as their `RouterFacts` state."""
+    """All values of a flag that the registered routers support. The function `stated` returns these values from the
+    `RouterFacts` of a router."""
 
     stated: Callable[[RouterFacts], tuple[str, ...]]
 
@@ -300,7 +301,7 @@ class MoEConfig:
         return (self.num_experts or 0) + (self.moe_zero_experts or 0)
 
     def moe_balancing_coeff(self, *types: str) -> float:
-        """Return the sum of the coefficients of auxiliary losses of these types."""
+        """Return the sum of the coefficients of the auxiliary losses that have one of these types."""
         pairs = zip(
             self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False
         )  # a rule checks the lengths

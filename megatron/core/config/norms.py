@@ -30,7 +30,8 @@ class NormFacts:
     """True if the norm has a bias by default."""
 
     standard: bool = False
-    """True for the built-in LayerNorm and RMSNorm, which head norms and other programs also support."""
+    """True for the built-in LayerNorm and RMSNorm. Norms of attention heads and conversions to other programs support
+    only these."""
 
 
 class NormModule(Protocol):

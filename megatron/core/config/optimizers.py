@@ -67,7 +67,7 @@ OPTIMIZERS.register("sgd", "megatron.core.optimizer.fused:sgd", by_element=True)
 
 
 class StatePlan:
-    """Description of the format in which main parameters and optimizer states are stored. This base class describes
+    """Description of the format in which main parameters and optimizer states are stored. `StatePlan` itself describes
     storage in the main dtype."""
 
     optional: tuple[str, ...] = ()
@@ -134,8 +134,8 @@ class LrSchedule(Protocol):
     def __call__(self, samples: float, length: object, config: Section) -> float:
         """Return the learning rate of an update. `samples` is the number of samples that the run has consumed.
 
-        The schedule is not called during the warm-up, which lasts `length.warmup` samples. It is still called after the
-        decay, which ends at `length.decay` samples. `length` is a
+        The schedule is not called during the warm-up, which lasts `length.warmup` samples. The schedule is still called
+        after the decay, which ends at `length.decay` samples. `length` is a
         `megatron.core.optimizer.param_scheduler.ScheduleLength`.
         """
 

@@ -37,8 +37,8 @@ class HostFacts:
     gradients and parameters of these ranges are copied. Only plans call this function."""
 
     layers: Callable[..., int]
-    """Function that maps the `ModelParallelConfig` to the number of layers at the start of each stage whose activations
-    are kept in host memory."""
+    """Function that returns for how many layers at the start of each stage the store keeps activations. The argument of
+    the function is the `ModelParallelConfig`."""
 
     with_layers: Callable[..., Section]
     """Function of (ModelParallelConfig, n) that returns a copy of the configuration in which the activations of at most
@@ -70,8 +70,7 @@ class HostMemory(Protocol):
 
 
 HOST_MEMORY = Registry("store in host memory", HostFacts, protocol=HostMemory)
-"""Registered implementations of `HostMemory`, by name. The trunk registers no implementation. An extension registers an
-implementation as follows:
+"""Registry that maps names to implementations of `HostMemory`. Only extensions register implementations, as follows:
 
     HOST_MEMORY.register("host", f"{__package__}.memory:HostStores", fraction=..., ranges=..., slots=..., layers=...,
                          with_layers=...)
@@ -118,8 +117,8 @@ class SplitFacts:
 
 
 class StageSplit(Protocol):
-    """Uneven division of the layers among pipeline stages. The argument `model` is a `TransformerConfig`. If the
-    division is not valid, all methods except `virtual` raise a ValueError that names the flag."""
+    """Uneven division of the layers among pipeline stages. The argument `model` is a `TransformerConfig`. If the flags
+    describe no valid division, all methods except `virtual` raise a ValueError that names the wrong flag."""
 
     def virtual(self, parallel: ModelParallelConfig) -> bool:
         """Return whether each pipeline rank holds several stages."""
@@ -267,7 +266,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
         return UNIT_STORES.chosen(self)
 
     def with_offloaded_layers(self, layers: int) -> ModelParallelConfig:
-        """Return a copy that offloads the activations of at most this many layers."""
+        """Return a copy of the configuration that offloads the activations of at most `layers` layers."""
         if (name := self.activation_store) is None:
             return self
         fewer = HOST_MEMORY.facts(name).with_layers(self, layers)

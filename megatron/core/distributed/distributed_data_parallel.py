@@ -54,10 +54,10 @@ class DistributedDataParallel:
     weights in that format instead of the parameters, which leaves the parameters outside of this rank's shards
     outdated. Call `finish_param_sync` before you read parameters outside of a forward pass.
 
-    With a `data_parallel_sharding_strategy` that shards gradients or parameters, matrices are whole only during the
-    passes of their unit. `passes` contains the weight-gradient queue and the weight casts that the modules share.
-    `initialize` sets the values of parameters that have no memory yet (`WeightSetup.lazy`). Call `gather_params_`
-    before you read such parameters.
+    If `data_parallel_sharding_strategy` shards gradients or parameters, whole matrices exist only during the passes of
+    the layer or other unit that contains them. `passes` contains the weight-gradient queue and the weight casts that
+    the modules share. `initialize` sets the values of parameters that have no memory yet (`WeightSetup.lazy`). Call
+    `gather_params_` before you read such parameters.
 
     Gradients are in the main dtype, or in the `gradients_dtype` of `optimizer`. Sums over ranks are always in the main
     dtype, unless `grad_reduce_in_bf16` is set.
@@ -119,7 +119,7 @@ class DistributedDataParallel:
         self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self.params]
 
     def _give_frozen_parameters_values(self, initialize: Callable[[Sequence[Tensor]], None]) -> None:
-        """Allocate and initialize frozen parameters. For trained parameters, the buffers allocate the memory."""
+        """Allocate and initialize frozen parameters. The memory of trained parameters is in the buffers."""
         for param in (param for module in self.modules for param in module.parameters()):
             if not (param.requires_grad or has_storage(param)):
                 alloc_storage(param)
@@ -165,7 +165,7 @@ class DistributedDataParallel:
 
         With `overwrite`, gradients are not set to zero: the first contribution to each `main_grad` overwrites it.
         Before the first contribution, or before a call of `zero_stale_grads`, `main_grad` contains the previous step's
-        gradient. All contributions must be passed to `accumulate_weight_grad`.
+        gradient. Add all gradient contributions with `accumulate_weight_grad`.
         """
         assert self._started == 0, "the previous step's reductions have not been waited for"
         self._small_grads.enabled = overwrite and self.device.type == "cuda"
@@ -288,8 +288,8 @@ class DistributedDataParallel:
         return self.units.sharded_params()
 
     def gather_grads_(self) -> None:
-        """All-gather every `main_grad` after a gradient sync that left only shards on each rank. Only tests and
-        diagnostic tools need this method."""
+        """All-gather every `main_grad`, for use after a gradient reduction that leaves each rank with only its shards.
+        Only tests and diagnostic tools need this method."""
         for bucket in self.buckets:
             bucket.gather_grads_()
 
@@ -302,8 +302,8 @@ def _communication_device(axis: Axis) -> torch.device:
 
 
 def _move_grad(small_grads: SmallGrads, param: Tensor) -> None:
-    """Autograd hook that adds the gradient to `main_grad`, immediately or together with other gradients, and frees the
-    gradient.
+    """Autograd hook that adds `param.grad` to `param.main_grad`, immediately or together with other gradients, and then
+    frees `param.grad`.
 
     The hook also runs without a gradient, for a parameter whose autograd Functions have already added the gradient to
     `main_grad`.

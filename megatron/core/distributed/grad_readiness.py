@@ -3,7 +3,7 @@
 For gradients, a parameter reports each contribution to its `main_grad`. If a layer adds weight gradients itself, each
 use of the parameter in the layer causes one report. The sum of the gradients that autograd computes causes one report.
 Every micro-batch therefore causes the same number of reports. A gradient is complete after (reports per micro-batch) *
-(micro-batches) reports. This count works for any order of backward passes, for split backward passes, and for
+(micro-batches) reports. Counting reports works for any order of backward passes, for split backward passes, and for
 parameters that several stages share. No schedule has to mark the last backward pass.
 
 For parameters, a module waits for the buckets that it reads before it runs.

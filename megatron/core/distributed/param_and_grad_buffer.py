@@ -153,8 +153,8 @@ class Bucket:
 
 class WholeUnits:
     """Hooks that run before and after the passes of units (transformer layers, and modules outside of layers).
-    `WholeUnits` keeps whole gradients and parameters at all times, so its hooks do nothing. Sharding strategies derive
-    from it.
+    In the class `WholeUnits`, the hooks do nothing, because gradients and parameters are whole at all times. Sharding
+    strategies derive from this class.
     """
 
     buckets: Sequence[Bucket] = ()
@@ -210,7 +210,7 @@ class UnitStore:
 
         Args:
             modules: Modules of this rank.
-            params: Their parameters.
+            params: Parameters of these modules.
             buckets: Buckets that contain units.
             shards_params: True if parameters are sharded.
             queue: Queue that holds back the weight gradients of split backward passes.
@@ -245,8 +245,8 @@ class ParamAndGradBuffer:
     The constructor moves the parameters `params` into this memory. They must be in the same order as when the layout
     was planned. Values, shapes and the Parameter objects stay the same; `initialize` sets the values of parameters
     without memory, one bucket at a time. `param.data` becomes a view of this memory, and `param.main_grad` becomes a
-    view of zeroed gradients. `copies` is the axis of ranks that hold the same shards; their gradients are summed once
-    per step. `store` is the unit store, which creates the buckets.
+    view of zeroed gradients. `copies` is the axis of ranks that hold the same shards. The gradient shards of these
+    ranks are summed once per step. `store` is the unit store, which creates the buckets.
     """
 
     def __init__(
@@ -323,8 +323,8 @@ class SmallGrads:
         added after the first."""
 
     def takes(self, param: Tensor, grad: Tensor) -> bool:
-        """Return whether a gradient can be held back: it is small, no callback waits for it, and its `main_grad`
-        always has memory."""
+        """Return True if a gradient can be held back. This requires that the gradient is small, that no callback waits
+        for it, and that `param.main_grad` always has memory."""
         waited = (getattr(param, name, None) for name in ("on_main_grad", "before_main_grad"))
         return self.enabled and grad.numel() <= LARGEST and not any(waited)
 

@@ -110,7 +110,7 @@ class BufferLayout:
     buckets: tuple[BucketLayout, ...]
 
     whole: bool = False
-    """True if the buffer's parameters are matrices that the optimizer updates as a whole."""
+    """True if the buffer contains only matrices that the optimizer updates as whole matrices."""
 
     linear: bool = False
     """True if the buffer's parameters are weights of linear layers, which have separate buffers (`linears_apart`)."""
@@ -184,7 +184,8 @@ def plan_buffers(
 
 
 def unit_of(name: str) -> str:
-    """Return the unit of a parameter by its name in the whole model: a layer, or the module that owns the parameter.
+    """Return the name of the unit to which a parameter belongs: a layer, or else the module that owns the parameter.
+    `name` is the parameter's name in the whole model.
 
     >>> unit_of("decoder.layers.3.mlp.linear_fc1.weight"), unit_of("output_layer.weight")
     ('decoder.layers.3', 'output_layer')

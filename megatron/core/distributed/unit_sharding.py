@@ -232,8 +232,8 @@ class Order(Generic[T]):
 
 
 class UnitSharding(WholeUnits):
-    """Hooks around the units of one rank's modules. Without `shards_params`, only gradients are sharded. Casts are
-    freed together with their parameters."""
+    """Hooks around the units of one rank's modules. Without `shards_params`, only gradients are sharded. Copies of
+    parameters in other dtypes are freed together with the parameters."""
 
     buckets: Sequence[UnitBucket]
 
@@ -401,7 +401,7 @@ class UnitSharding(WholeUnits):
             self._reducing.popleft().finish_grad_sync()
 
     def _open(self, bucket: UnitBucket) -> None:
-        """Prepare a bucket for a contribution to the gradients of the bucket."""
+        """Prepare a bucket so that a gradient can be added to it."""
         if bucket in self._reducing:
             self._finish(0)
         bucket.open_grads()
@@ -446,5 +446,5 @@ def _apart_from(unit: Unit, output: object) -> object:
 
 
 def _differentiable(value: object) -> Iterator[Tensor]:
-    """Return the tensors with gradients among a module's inputs or outputs."""
+    """Return the tensors in a module's inputs or outputs that require gradients."""
     return (tensor for tensor in tensors_in(value) if tensor.requires_grad)

@@ -17,7 +17,8 @@ class StoredPass(Protocol):
     """Forward pass of one micro-batch through the layers of a stage."""
 
     def part(self, stored: bool, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Return the context for the forward pass of a part: a layer, or layers that are recomputed together.
+        """Return the context manager for the forward pass of one part of a stage. A part is a layer, or several layers
+        that are recomputed together.
 
         If `stored` is True, the tensors that the part saves for the backward pass are stored outside of the device,
         except for its `parameters`.
@@ -28,7 +29,7 @@ class StoredPass(Protocol):
         gradient of the output is known."""
 
     def end(self) -> None:
-        """End the pass after the last part."""
+        """End the forward pass. Call this method after the last part."""
 
 
 class Pool(Protocol):

@@ -141,7 +141,8 @@ class TransformerBlock(nn.Module):
         return stream
 
     def _complete(self, context: BatchContext, x: Tensor) -> BatchContext:
-        """Add the inputs that are common to the layers: rotary tables and query factors."""
+        """Return `context` with inputs that all layers share: tables of rotary angles, and factors by which queries are
+        scaled."""
         if not self.rotary and self.scales_of is None:
             return context
         positions = context.position_ids if context.position_ids is not None else context.places

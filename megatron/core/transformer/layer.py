@@ -124,7 +124,8 @@ class TransformerLayer(nn.Module):
         return x
 
     def _side_by_side(self, normed: Tensor, context: BatchContext) -> Tensor:
-        """Return the sum of the attention output and the MLP output. The input of both is `normed` [s, b, h]."""
+        """Return the sum of the attention output and the MLP output. Both sublayers have the same input, `normed` [s,
+        b, h]."""
         attended = self.post_attention_layernorm(self.self_attention(normed, context))
         mixed = self.post_mlp_layernorm(self.mlp(normed, context))
         return self._scaled(self.attention_dropout(attended, context) + self.mlp_dropout(mixed, context))

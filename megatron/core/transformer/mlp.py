@@ -51,7 +51,8 @@ class MLP(nn.Module):
 
 
 def mlp_linears(name: str, config: TransformerConfig, ffn: int) -> tuple[ColumnLinear, RowLinear]:
-    """Return linear_fc1 and linear_fc2. A gated fc1 stacks gate and up as [2, ffn, h], each sharded over the ranks."""
+    """Return the linear layers `linear_fc1` and `linear_fc2`. A gated fc1 stacks gate and up as [2, ffn, h], each
+    sharded over the ranks."""
     hidden, bias = config.hidden_size, config.add_bias_linear or config.add_mlp_bias
     out_dims, shard_dim = ((2, ffn), 1) if config.gated else ((ffn,), 0)
     fused = Fused("gate_up", 0, (1, 1)) if config.gated else None

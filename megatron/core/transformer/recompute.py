@@ -55,7 +55,7 @@ def again() -> Iterator[None]:
 
 
 def computing_again() -> bool:
-    """Return whether the current code is a recomputation for a backward pass."""
+    """Return True if the calling code runs as a recomputation for a backward pass."""
     return _running.depth > 0
 
 

@@ -127,7 +127,8 @@ def rotate_queries_and_keys_interleaved(q: Tensor, k: Tensor, cos: Tensor, sin: 
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first rotary_dim channels of x [s, b, heads, head_dim]: channel i pairs with i + rotary_dim / 2."""
+    """Rotate the first rotary_dim channels of x [s, b, heads, head_dim] in pairs of channels i and i + rotary_dim /
+    2."""
     half = cos.shape[-1]
     first = x[..., :half]
     second = x[..., half : 2 * half]

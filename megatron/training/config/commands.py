@@ -81,10 +81,10 @@ class Prepared:
     """Problems that prevent a run from starting, except problems with input and output files."""
 
     inputs: Sequence[Problem]
-    """Problems with data lists that cannot be read. `missing_inputs` finds the problems with other inputs."""
+    """Problems with lists of data sets that cannot be read. `missing_inputs` finds the problems with other inputs."""
 
     given: frozenset[str]
-    """Every given flag, both alone and with its first value."""
+    """Spellings of all given flags. Each flag is contained twice: alone, and with its first value, such as "--tp 2"."""
 
     json_file: str | None
     """File to which the command writes JSON; "" for standard output, None if it writes no JSON."""
@@ -118,7 +118,7 @@ class CommandFacts:
     """Properties of a command that are available without importing the command."""
 
     options: Mapping[str, Option]
-    """Options of the command, keyed by spelling."""
+    """Command-line options of the command, keyed by spelling."""
 
 
 class ReadCommand(Protocol):

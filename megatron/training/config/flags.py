@@ -137,11 +137,10 @@ def dashed(field: str) -> str:
 
 
 Rules = Callable[[RunConfig, int], Iterable[Problem]]
-"""Function of (resolved configuration, world size) that returns the problems it finds. The function must not raise for
-any values."""
+"""Function of (resolved configuration, world size) that returns the problems it finds. It must not raise exceptions."""
 
 Resolve = Callable[[RunConfig], RunConfig]
-"""Function that fills in the derived values of a configuration. The function must not raise for any values."""
+"""Function that fills in the derived values of a configuration. It must not raise exceptions, whatever the values."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,8 @@ class ExtensionSection:
     """
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
-        """Return the problems that the rules find in a resolved configuration. If the flags are unused, return none."""
+        """Return the problems that the rules find in a resolved configuration. Return no problems if the flags are
+        unused."""
         unused = given.options(self.cls) == config.options(self.cls) == self.cls()
         if self.rules is None or (unused and not self.always):
             return ()
@@ -189,7 +189,7 @@ class ExtensionSection:
         return self._filled(config, self.resolve)
 
     def with_files(self, config: RunConfig) -> RunConfig:
-        """Return the configuration with the values that the files named by these flags contain.
+        """Read the files that these flags name, and return the configuration with the values in these files.
 
         Raises ValueError if a file cannot be opened or read.
         """
@@ -372,8 +372,7 @@ def _values_of_sections(config: RunConfig) -> dict[str, object]:
 def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
     """Create a configuration from the output of `values_by_section`. A field may have moved to another section.
 
-    Unknown fields are dropped, and missing fields get their defaults.
-    """
+    Unknown fields are dropped, and missing fields get their defaults."""
     built = {}
     saved = {field: value for fields in values.values() for field, value in fields.items()}
     for section, cls in sections().items():
@@ -410,11 +409,12 @@ def sections() -> dict[str, type]:
 
 
 FLAG_HOMES: dict[str, str] = {}
-"""Built-in extension (installed or not) for each flag or `--flag=value`; filled in by `megatron.extensions.load`."""
+"""Built-in extension that defines each flag or `--flag=value`, even if not installed. `megatron.extensions.load` fills
+it."""
 
 
 def home_of(spelling: str) -> str | None:
-    """Return the built-in extension to which a flag belongs, even if it is not installed; None for other flags."""
+    """Return the built-in extension that defines a flag, even if not installed; None for any other flag."""
     return FLAG_HOMES.get(spelling)
 
 

@@ -63,7 +63,7 @@ def _output_fails() -> bool:
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"")
-    except io.UnsupportedOperation:  # not a file, so it is never full
+    except io.UnsupportedOperation:  # standard output is not a file, so no disk can be full
         return False
     except OSError:
         return True

@@ -165,8 +165,8 @@ def any_text(text: str) -> str:
 def print_problems(problems: Sequence[Problem], json_file: str | None = None) -> None:
     """Print the number of problems and one line per problem, as the last lines on the screen.
 
-    If `json_file` is not None, the problems are also written to that file as JSON. An empty name means standard
-    output."""
+    If `json_file` is not None, the problems are also written to that file as JSON. If `json_file` is empty, the JSON is
+    written to standard output."""
     if json_file is not None:
         text = json.dumps({"problems": [each.record for each in problems]}, indent=1) + "\n"
         if not json_file:
@@ -213,8 +213,8 @@ def divides(divisor: int | None, value: int | None) -> bool:
 
 
 def path_rule(kind: str, path: str) -> tuple[str, str] | None:
-    """Return (rule, remedy) if no file can have this path, or if it is a device with endless content; None for any
-    other path.
+    """Return (rule, remedy) if no file can have the path `path`, or if the path is that of a device with endless
+    content. Otherwise, return None.
 
     `kind` is a value of `FlagSpec.path`, such as "local".
     """

@@ -108,7 +108,7 @@ class FlagReader(GivenOptions):
 
     readings: list[Reading] = field(default_factory=list)
     spelled: set[str] = field(default_factory=set)
-    """Every given flag, both alone and with its first value."""
+    """Spellings of all given flags. Each flag is contained twice: alone, and with its first value, such as "--tp 2"."""
 
     settings: list[Callable[[], None]] = field(default_factory=list)
     """Functions that are called after all flags of a source are read, for flags that cannot be interpreted earlier."""
@@ -123,7 +123,7 @@ class FlagReader(GivenOptions):
             raise ValueError("\n".join(map(str, self.problems)))
 
     def read_all(self, tokens: Sequence[tuple[str, list[str]]]) -> None:
-        """Read a whole command line, given as pairs (flag, its values)."""
+        """Read a whole command line. Each token is a pair (flag, its values)."""
         for name, texts in tokens:
             self.read(name, texts)
         self.finish()
@@ -224,8 +224,7 @@ class FlagReader(GivenOptions):
         """Set the value of a flag's field. If a flag is given several times, the last value applies, because launch
         scripts append overrides. A note reports differing values.
 
-        The values of a repeatable flag accumulate.
-        """
+        The values of a repeatable flag accumulate."""
         if flag.spec.repeats and isinstance(value, tuple):
             value = (*(self.values[flag.field] if flag.field in self.given else ()), *value)
         elif flag.field in self.given and self.values.get(flag.field) != value:
@@ -292,7 +291,7 @@ class FlagReader(GivenOptions):
             rule, remedy = "must be a value, or a list of values", "write flat names, without sections"
             self.problems.append(Problem(where, None, rule, remedy))
         elif flag is None:
-            if value not in (None, False):  # a switch that is off requests nothing
+            if value not in (None, False):  # a flag without values that is off has no effect
                 before = len(self.problems)
                 self.read(name, [] if value is True else texts_of(value))
                 new = self.problems[before:]
@@ -311,7 +310,8 @@ class FlagReader(GivenOptions):
 
 
 def settings_in_other_units() -> dict[str, list[str]]:
-    """Map a field to all fields, including itself, that give the same setting in different units."""
+    """Return groups of fields that express the same setting in different units. The key of a group is its first
+    field."""
     groups: dict[str, list[str]] = {}
     for flag in all_flags():
         if (first := flag.spec.same_setting_as) is not None:

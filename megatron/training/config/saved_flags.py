@@ -94,7 +94,7 @@ def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: PurePath) -> tup
     """Return the values of the tokenizer fields in the saved run, and a note for each tokenizer file that is read from
     the copy in the checkpoint's folder.
 
-    Both results are empty if a tokenizer flag is given.
+    If a tokenizer flag is given, nothing is taken from the saved run, and both results are empty.
     """
     if any(getattr(config.tokenizer, field) is not None for field in TOKENIZER_FIELDS):
         return {}, []
@@ -139,8 +139,8 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
-    """For fields whose default has changed, use the value in the checkpoint. Returns the new configuration, and notes.
-    Fields in `given` keep their values. Errors in the checkpoint are not reported here, but when the checkpoint is
+    """For fields whose default has changed, use the value in the checkpoint, unless `given` contains the field's flag.
+    Returns the new configuration, and notes. Errors in the checkpoint are not reported here, but when the checkpoint is
     loaded."""
     load, table = config.checkpoint.load, spelling_table()
     spelled = {table[name][0].field for name in given if name in table}
@@ -202,7 +202,7 @@ def with_past_batches(config: RunConfig) -> RunConfig:
     try:
         metadata = resumed_metadata(config.checkpoint)
     except ValueError:
-        return config  # loading the checkpoint reports this error
+        return config  # the error is reported when the checkpoint is loaded
     return config if metadata is None else replace(config, past_batches=past_batches(metadata))
 
 
@@ -265,8 +265,8 @@ def _read(metadata: PurePath) -> dict[str, Any]:
 
 
 def check_types(values: dict[str, object], metadata: PurePath) -> None:
-    """Raise ValueError if any value in the metadata of a checkpoint has the wrong type. The message names the file and
-    the entry."""
+    """Raise ValueError if any value in the metadata of a checkpoint has the wrong type. The error message names the
+    file and the wrong entry."""
     if broken := metadata_problem(values):
         raise ValueError(f"{metadata} is damaged: {broken}")
 

@@ -66,8 +66,8 @@ def findings(config: RunConfig, world_size: int, resolved: RunConfig | None = No
 
 
 def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, RunConfig | None]) -> list[Problem]:
-    """Return the findings for a configuration without phases. `known` is a pair (configuration, its resolved form). If
-    `config` is this configuration, its resolved form is reused."""
+    """Return the problems and notices for a configuration, leaving out its training phases. `known` is a pair
+    (configuration, its resolved form). If `config` is this configuration, its resolved form is reused."""
     problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}
     same, resolved = known

@@ -98,7 +98,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def word_embedding_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
-    """Return the tag of the word embeddings, which tied models also use as the output weight."""
+    """Return the `ParamMeta` of the word embedding weight. Models with tied embeddings use this weight in the output
+    layer too."""
     shared_stages = tied_stages if config.tied_embeddings or config.mtp_depths else ()
     return ParamMeta(
         "embedding.word_embeddings.weight",

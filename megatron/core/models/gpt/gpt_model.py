@@ -265,8 +265,8 @@ class GPTModel(nn.Module):
         return self.decoder(hidden, context)
 
     def local_logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
-        """Return the logits [s, b, V/tp] of this rank's part of the padded vocabulary. Only the last stage has
-        logits."""
+        """Return the logits [s, b, V/tp] of this rank's part of the padded vocabulary. The stage must be the last
+        one."""
         assert self.output_layer is not None, "only the last stage has logits"
         return self.output_layer(self.hidden_states(hidden, batch, cache))
 

@@ -95,9 +95,9 @@ class TokenLoss:
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits [s, b, V/tp], labels [s, b] -> losses [s, b] in fp32 or above, equal on all tensor-parallel ranks.
 
-        V is `config.padded_vocab_size`. In the unsharded logits, the columns from `config.vocab_size` on are padding.
-        `megatron.core.tensor_parallel.cross_entropy.local_columns` returns how many columns of this rank are not
-        padding.
+        V is `config.padded_vocab_size`. In the logits of all ranks together, the columns from number
+        `config.vocab_size` on are padding. `megatron.core.tensor_parallel.cross_entropy.local_columns` returns how many
+        columns of this rank are not padding.
         """
         raise NotImplementedError
 

@@ -88,8 +88,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _ChunkedContext, grad: Tensor, of_losses: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients that the forward pass computed for `ctx.gradient`. Gradients already added to
-        `main_grad` cannot be rescaled."""
+        """Return the gradients that the forward pass computed for `ctx.gradient`. If `grad` differs from
+        `ctx.gradient`, scale the results. Gradients that are already in `main_grad` cannot be scaled, so a different
+        `grad` is an error in this case."""
         computed_for = torch.as_tensor(ctx.gradient, dtype=grad.dtype, device=grad.device)
         if ctx.in_main_grad:
             message = "the gradient of the loss sum differs from the one with which its chunks were computed"
@@ -166,8 +167,8 @@ class _Chunks:
         return losses.detach().view(len(self.labels), -1)
 
     def _anchor(self) -> Tensor:
-        """Return an empty tensor that is passed as an input to the logits, so that autograd tracks them. The other
-        inputs of the logits do not require gradients."""
+        """Return an empty tensor that requires a gradient. It is an additional input of the function that computes the
+        logits, so that autograd tracks the logits although their other inputs require no gradients."""
         return self.x.new_empty(0).requires_grad_(self.tracked)
 
     def logits(self, x: Operand) -> Tensor:

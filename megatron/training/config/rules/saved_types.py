@@ -176,7 +176,8 @@ def _fits(flag: Flag, value: object) -> bool:
 
 
 def _is_one(flag: Flag, value: object) -> bool:
-    """Return True if a single value has the flag's type. An integer may be written as a float."""
+    """Return True if `value` has the type of the flag, or of one element if the flag accepts several values. An integer
+    may be written as a float."""
     if flag.kind is bool or isinstance(value, bool):
         return flag.kind is bool and isinstance(value, bool)
     if flag.kind is int:
