@@ -67,7 +67,7 @@ CASES = {
         "--data-cache-path {0}/file/x: {0}/file is a file, not a folder; use a folder that can be written\n"
         "  --metrics-file {0}: is a folder; use a file in it\n"
         "  --save {0}/file: {0}/file is a file, not a folder; use a folder that can be written\n"
-        "  --load {0}/file: is a file; use the folder of the checkpoints, or one checkpoint",
+        "  --load {0}/file: is a file; give the folder that contains the checkpoints, or one of them",
     ),
     "folders for files": (
         "--mock-data --save {0}/folders",

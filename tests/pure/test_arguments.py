@@ -278,7 +278,7 @@ def test_one_source_may_not_set_a_value_in_two_units(tmp_path: Path) -> None:
         ("seed: true", "seed True: must be a whole number"),
         ("swiglu: 1", "swiglu 1: must be true or false"),
         ("model: {hidden-size: 3}", "model: must be a value, or a list of values; write flat names"),
-        ("lr: 1\nlearning-rate: 1", "learning-rate 1: the file contains it twice, as --lr too"),
+        ("lr: 1\nlearning-rate: 1", "learning-rate 1: the file contains it twice, also as --lr"),
         ("lr: 1\nlr: 2", "lr 2: the file contains it twice"),
         ("- 3", "must be a mapping"),
         ("a: [", "give a readable YAML file"),

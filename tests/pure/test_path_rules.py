@@ -16,7 +16,7 @@ LONG = "a" * 300
 
 def test_a_url_needs_a_name_after_its_slashes() -> None:
     (problem,) = read_flags(["--save", "s3:///run"]).problems
-    assert str(problem) == "--save s3:///run: is a URL without a name after the two slashes; write SCHEME://NAME/FOLDER"
+    assert str(problem) == "--save s3:///run: is a URL with no name after ://; write SCHEME://NAME/FOLDER"
 
 
 def test_invalid_paths_are_explained() -> None:

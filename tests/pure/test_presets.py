@@ -143,5 +143,5 @@ def test_a_vocabulary_below_the_tokenizers_is_noted(
     flags = f"{TINY} --tokenizer-type ByteTokenizer --vocab-size {stated} --dry-run".split()
     with pytest.raises(SystemExit):
         prepare(command_line(flags, Launch()), Launch())
-    said = f"--vocab-size {stated}: has no effect: it is below the 257 tokens of the tokenizer, which the model uses"
+    said = f"--vocab-size {stated}: has no effect, because it is smaller than the tokenizer's vocabulary of 257"
     assert (said in capsys.readouterr().err) == noted

@@ -54,7 +54,8 @@ def test_the_tokenizer_comes_from_the_checkpoint_unless_given(tmp_path: Path) ->
         (tmp_path / "metadata.json").write_text(json.dumps({"config": values_by_section(saved)}))
         config, notes = with_saved_flags(parse_args(asks))
         assert (config.tokenizer.tokenizer_type, config.tokenizer.tokenizer_model) == (name, str(found))
-        assert notes == [f"--tokenizer-model is {found}, which the run kept: there is no {path}, as in the checkpoint"]
+        why = f"because the path in the checkpoint does not exist: {path}"
+        assert notes == [f"--tokenizer-model is {found}, the copy that the run saved, {why}"]
     config, notes = with_saved_flags(parse_args([*asks, "--tokenizer-type", "ByteTokenizer"]))
     assert (config.tokenizer.tokenizer_type, config.tokenizer.tokenizer_model) == ("ByteTokenizer", None)
     assert with_saved_flags(parse_args(asks[:2]))[0].tokenizer.tokenizer_type is None

@@ -25,8 +25,8 @@ REFUSED = {
     "a mapping that contains itself": ("&a\nlr: *a", "line 1: a value contains itself"),
     "nested beyond the limit": ("lr: " + "[" * 60 + "]" * 60, "line 1: a value nests more than 50 levels deep"),
     "nested beyond the parser": ("lr: " + "[" * 5000 + "]" * 5000, "values nest too deeply"),
-    "a list as a key": ("lr: 1\n? [a, b]\n: 1", "line 2: a value has a list or a mapping for its key"),
-    "a mapping as a key": ("? {a: b}\n: 1", "line 1: a value has a list or a mapping for its key"),
+    "a list as a key": ("lr: 1\n? [a, b]\n: 1", "line 2: a value uses a list or a mapping as a key"),
+    "a mapping as a key": ("? {a: b}\n: 1", "line 1: a value uses a list or a mapping as a key"),
     "a set": ("data-path: !!set {a, b}", "line 1: a value has the tag !!set"),
     "an object": (
         "lr: !!python/object/apply:os.getcwd []",
@@ -108,7 +108,7 @@ TYPES: dict[str, tuple[str, Any, str]] = {
     "one of several": (
         "data",
         {"data_path": ["a", {}]},
-        "config.data.data_path must hold only values that are text, but holds an object",
+        "config.data.data_path must contain only values that are text, but contains an object",
     ),
     "several": (
         "data",

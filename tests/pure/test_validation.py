@@ -121,7 +121,7 @@ def test_an_extensions_linear_attention_sees_only_its_own_rank(monkeypatch: pyte
     for name, whole in (("own", False), ("own_whole", True)):
         MIXERS.register(name, lambda name, config, ctx: None, whole_sequences=whole)
         found = problems(f"--experimental-attention-variant {name} --cp 2", 2)
-        assert any("its layers use only the tokens of their own rank" in problem for problem in found) != whole
+        assert any("a layer of this kind uses only the tokens of its own rank" in problem for problem in found) != whole
 
 
 def test_resolve_fills_derived_values() -> None:

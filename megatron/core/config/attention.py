@@ -25,18 +25,19 @@ class RotaryConfig:
     """Position embedding: its kind, and the frequencies and scaling of a rotary embedding."""
 
     position_embedding_type: str = flag("learned_absolute", choices=(*TABLES, "rope", "alibi", "none"), first_run=True)
-    """Position embedding: a learned table, sinusoids, sinusoids with the frequencies of CTRL, rotary (rope), linear
-    biases of attention scores (alibi), or none."""
+    """Position embedding: a learned table (learned_absolute), sinusoids (sinusoidal), sinusoids with the frequencies of
+    CTRL (sinusoidal_ctrl), a rotary embedding (rope), linear biases of attention scores (alibi), or none."""
 
     position_offset: int = flag(0, at_least=0, no_effect_without=OF_TABLES)
-    """Offset added to positions before the table lookup. A learned table has this many additional rows (2 in OPT)."""
+    """Offset that is added to positions before they are looked up in the position table. A learned table has this many
+    additional rows (2 in OPT)."""
 
     rotary_base: float = 10000.0
     """Base of the rotary frequencies."""
 
     window_rotary_base: float | None = flag(None, no_effect_without=(LOCAL, ROTARY))
-    """Base of the rotary frequencies in layers with a sliding window or chunks (Gemma 3). These layers then use
-    neither frequency scaling nor interpolation. Default: the same rotary embedding as in other layers."""
+    """Base of the rotary frequencies in layers with a sliding window or chunks (Gemma 3). If it is given, frequency
+    scaling and interpolation do not apply to these layers. Default: the same rotary embedding as in other layers."""
 
     no_rope_freq: str | None = flag(None, no_effect_without=ROTARY)
     """Layers without rotary embedding: N for layers N - 1, 2N - 1, ..., or a list with one entry per layer: 1 without
@@ -70,9 +71,9 @@ class RotaryConfig:
     rope_type: str | None = flag(
         None, choices=("rope", "yarn", "proportional"), no_effect_without=ROTARY, effective="rotary_type"
     )
-    """Rotary frequencies: unscaled (rope), scaled to longer sequences by YaRN (yarn), or spaced over the whole head
-    while only the first --rotary-percent of the channel pairs are rotated (proportional, as in LFM3). Default: yarn
-    for multi-latent attention, else rope. With --rotary-scaling-factor 1, the default, yarn is the same as rope."""
+    """Rotary frequencies. rope: not scaled. yarn: scaled by YaRN for longer sequences. proportional: spaced over the
+    whole head, of which only the first --rotary-percent of the channel pairs are rotated (LFM3). Default: yarn for
+    multi-latent attention, else rope. With --rotary-scaling-factor 1, the default, yarn is the same as rope."""
 
     rotary_scaling_factor: float = flag(1.0, at_least=1, no_effect_without=YARN)
     """YaRN: longest sequence, as a multiple of the original context length."""
@@ -95,8 +96,9 @@ class RotaryConfig:
     """YaRN: rotated queries and keys are multiplied by 0.1 * mscale * ln(scaling factor) + 1."""
 
     mscale_all_dim: float = flag(0.0, no_effect_without=YARN)
-    """YaRN: the factor of --mscale for all channels of queries and keys. This factor scales the softmax and is divided
-    out of the rotated channels (DeepSeek). This flag applies only to multi-latent attention."""
+    """YaRN: like --mscale, but for all channels of queries and keys instead of only the rotated channels. The resulting
+    factor scales the softmax, and is divided out of the rotated channels (DeepSeek). This flag applies only to
+    multi-latent attention."""
 
     @property
     def position_table(self) -> bool:
@@ -132,9 +134,8 @@ class SelfAttentionConfig:
     """Scale factor of the attention scores; default: 1 / sqrt(head width)."""
 
     softmax_type: str = flag("vanilla", choices=SOFTMAX_TYPES)
-    """Softmax over attention scores: plain (vanilla), or with an attention sink, which is an extra score in each row
-    without a value vector. The sink is 0 (off-by-one) or a learned parameter of each head (learnable, as in
-    gpt-oss)."""
+    """Softmax over attention scores. vanilla: plain softmax. off-by-one: with an attention sink, which is an extra
+    score of 0 in each row without a value vector. learnable: with an attention sink that each head learns (gpt-oss)."""
 
     attention_output_gate: bool = flag(False, excludes="--head-wise-attn-gate: both gate the same output")
     """Gate the attention output before the output projection: multiply each channel by the sigmoid of a projection
@@ -190,4 +191,4 @@ class SelfAttentionConfig:
     """Apply the attention temperature in all layers, with the factor 1 + a ln(1 + floor(p / N)) (Ministral 3)."""
 
     attention_temperature_floor: int = flag(8192, no_effect_without="--attention-temperature-coeff")
-    """N of --attention-temperature-coeff: queries at positions below N - 1 are not changed."""
+    """Value of N in the formula of --attention-temperature-coeff. Queries at positions below N - 1 are not scaled."""

@@ -82,11 +82,11 @@ class DatasetConfig(Section):
     """Training data and sample format."""
 
     data_path: tuple[str, ...] | None = flag(None, many=True, path="url", first_run=True)
-    """Prefix of an indexed dataset, a text file, a folder or a URL, or pairs of a weight and one of these; split by
-    --split."""
+    """Training data: the prefix of an indexed dataset, a text file, a folder or a URL. For a blend, give several of
+    them, each after its weight. --split divides the data into training, validation and test sets."""
 
     train_data_path: tuple[str, ...] | None = flag(None, many=True, path="url")
-    """Like --data-path, for training only. PREFIX@0:0.9 is the first 90 % of the documents."""
+    """Like --data-path, but only for training. PREFIX@0:0.9 is the first 90 % of the documents."""
 
     valid_data_path: tuple[str, ...] | None = flag(None, many=True, path="url")
     """Like --data-path, for validation only."""

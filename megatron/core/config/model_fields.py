@@ -83,7 +83,8 @@ class RecomputeConfig:
         training_only=True,
         first_run=True,
     )
-    """Recompute nothing (none), parts of each layer (selective) or whole layers (full) in the backward pass."""
+    """Activation recomputation in the backward pass: nothing (none), parts of each layer (selective) or whole layers
+    (full)."""
 
     recompute_method: str | None = flag(
         None,
@@ -107,10 +108,10 @@ class RecomputeConfig:
         without_effect=True,
         training_only=True,
     )
-    """Selective recomputation: parts of each layer; default core_attn. core_attn is attention without its projections,
-    and layernorm is both norms. In layers without experts, mlp is the whole MLP and mlp_act is its activation function.
-    In layers with experts, moe is the whole MoE layer, moe_act is the activation functions of all experts, and
-    shared_experts is the shared expert."""
+    """Parts of each layer that selective recomputation recomputes; default: core_attn. core_attn is attention without
+    its projections, and layernorm is both norms. In layers without experts, mlp is the whole MLP and mlp_act is its
+    activation function. In layers with experts, moe is the whole MoE layer, moe_act is the activation functions of all
+    experts, and shared_experts is the shared expert."""
 
     @property
     def recomputed_modules(self) -> tuple[str, ...]:
@@ -142,8 +143,8 @@ class ModelFields(
     """Width h of the residual stream."""
 
     ffn_hidden_size: int | None = flag(None, effective="ffn_size", first_run=True)
-    """Width of the MLP. Default: 4h, or with a gated activation function 8h/3 rounded down to a multiple of 64, at
-    least 64."""
+    """Width of the MLP. Default: 4h. With a gated activation function, the default is 8h/3, rounded down to a multiple
+    of 64, but at least 64."""
 
     ffn_hidden_size_pattern: str | None = None
     """Width of the MLP of each layer, as a list for all layers such as "([1024]*4+[2048]*8)"; entries of layers with
@@ -153,7 +154,7 @@ class ModelFields(
     """Number of query heads."""
 
     kv_channels: int | None = flag(None, effective="head_dim")
-    """Width of one head; default hidden-size / num-attention-heads."""
+    """Width of one attention head; default: hidden-size / num-attention-heads."""
 
     group_query_attention: bool = flag(False, effective="query_groups", first_run=True)
     """Share keys and values among groups of query heads (GQA)."""
@@ -186,8 +187,8 @@ class ModelFields(
     """Offset added to the linear half of a gated MLP, which the gate multiplies; 1 in gpt-oss."""
 
     activation_func_clamp_value: float | None = None
-    """Clamp the input of a gated activation function with the bound c: gates to at most c, the values that they
-    multiply to [-c, c]. gpt-oss uses 7."""
+    """Bound c for clamping the input of a gated activation function. Gates are clamped to at most c, and the values
+    that the gates multiply to [-c, c]. gpt-oss uses 7."""
 
     bias_gelu_fusion: bool = flag(True, effective="activation")
     """Use the tanh approximation of GeLU (gelu_tanh) in models with biases, as Megatron-LM's fused kernel does.
@@ -201,8 +202,9 @@ class ModelFields(
     """Attention sublayer of each layer."""
 
     experimental_attention_variant: str | None = flag(None, choices=ATTENTION_VARIANTS)
-    """Linear attention in the layers of --linear-attention-freq (gated_delta_net as in Qwen3-Next), or DeepSeek
-    sparse attention (dsa). Default: every layer uses --attention-module."""
+    """Attention that replaces --attention-module: linear attention in the layers of --linear-attention-freq
+    (gated_delta_net, as in Qwen3-Next), or DeepSeek sparse attention (dsa). Default: every layer uses
+    --attention-module."""
 
     linear_attention_freq: str | None = flag(
         None, no_effect_without="--experimental-attention-variant", effective="linear_pattern"
@@ -215,7 +217,7 @@ class ModelFields(
     """Layer class, which composes normalization, attention and MLP."""
 
     loss_func: str = flag("cross_entropy", choices=LOSSES, training_only=True)
-    """Loss function of each token. Training minimizes the mean over tokens."""
+    """Loss function, which is applied to each token. Training minimizes the mean over tokens."""
 
     mtp_num_layers: int | None = flag(None, at_least=0, training_only=True, effective="mtp_depths")
     """Number of multi-token prediction (MTP) modules after the last layer, each of which predicts one more future
@@ -234,8 +236,8 @@ class ModelFields(
         training_only=True,
         effective="mtp_layers",
     )
-    """Window and rotary embedding of multi-token prediction modules in a model whose layers differ in them.
-    own_number: module k uses the settings of decoder layer k, as in Megatron-LM. last_layer: all modules use the
+    """Window and rotary embedding of multi-token prediction modules, if these settings differ between the layers of the
+    model. own_number: module k uses the settings of decoder layer k, as in Megatron-LM. last_layer: all modules use the
     settings of the last decoder layer."""
 
     z_loss_coeff: float = flag(0.0, training_only=True)
@@ -294,7 +296,7 @@ class ModelFields(
     """Pad the vocabulary to a multiple of this number, under every layout."""
 
     pad_vocab_size_to: int | None = flag(None, training_only=True, effective="padded_vocab_size")
-    """Pad the vocabulary to this size, instead of a multiple."""
+    """Pad the vocabulary to this size, instead of to a multiple of --make-vocab-size-divisible-by."""
 
     window_size: int | None = None
     """Sliding-window attention: each token attends to this many tokens, including itself."""

@@ -185,7 +185,7 @@ class MoEConfig:
         None,
         at_least=1,
         excludes=(
-            Condition(CAPACITY.text + ": zero-computation experts have none", CAPACITY.holds),
+            Condition(CAPACITY.text + ": zero-computation experts have no capacity", CAPACITY.holds),
             "--moe-router-group-topk: zero-computation experts belong to no group",
         ),
     )
@@ -194,11 +194,11 @@ class MoEConfig:
     experts have no parameters, and no token is sent to them."""
 
     moe_router_topk: int = flag(2, first_run=True)
-    """Number of experts k that each token is routed to."""
+    """Number of experts (k) to which each token is routed."""
 
     moe_router_num_groups: int | None = flag(None, no_effect_without="--moe-router-group-topk")
-    """Number of equal groups into which experts are divided. Each token is routed to --moe-router-group-topk of these
-    groups."""
+    """Number of groups of equal size into which experts are divided. Each token is routed to --moe-router-group-topk of
+    the groups."""
 
     moe_router_group_topk: int | None = flag(None, needs=GROUPS)
     """Number of expert groups that each token may be routed to (device-limited routing in DeepSeek-V2, node-limited
@@ -210,10 +210,10 @@ class MoEConfig:
     Default: --moe-router-topk / --moe-router-group-topk."""
 
     moe_router_score_function: str = flag("softmax", choices=SCORE_FUNCTIONS)
-    """Score function of the router. With sigmoid (DeepSeek-V3) and sqrtsoftplus, the square root of the softplus
-    (DeepSeek-V4), scores are divided by the sum of the selected scores. sparsemixer (Phi-3.5-MoE) selects one expert
-    after the other, each weighted by a softmax over the experts that are not selected yet and whose logits are near
-    the largest."""
+    """Score function of the router. sigmoid (DeepSeek-V3) and sqrtsoftplus, the square root of the softplus
+    (DeepSeek-V4): scores are divided by the sum of the selected scores. sparsemixer (Phi-3.5-MoE): experts are selected
+    one after the other. The weight of each is a softmax over the experts that are not selected yet and that have logits
+    near the largest."""
 
     moe_router_topk_normalization: bool = flag(
         True, name="--no-moe-router-topk-normalization", no_effect_without=OWN_SCORES
@@ -234,7 +234,7 @@ class MoEConfig:
     """Multiply the inputs of experts by the router's weights, instead of their outputs (Llama 4)."""
 
     moe_router_topk_scaling_factor: float | None = None
-    """Scale factor of the router's weights of the selected experts."""
+    """Factor by which the router multiplies the weights of the selected experts."""
 
     moe_router_enable_expert_bias: bool = False
     """Select experts by score plus a bias, which rises while an expert receives fewer tokens than its share: load
@@ -252,9 +252,9 @@ class MoEConfig:
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",), many=True, choices=BALANCINGS, training_only=True
     )
-    """Tokens over which the auxiliary loss averages: one sequence (seq_aux_loss), or all samples of the global batch
-    so far (aux_loss and global_aux_loss, which are the same here). If there are several losses, they are added.
-    sinkhorn balances the selection of experts within each sequence, without a loss."""
+    """Load-balancing method. The auxiliary loss is computed over the tokens of one sequence (seq_aux_loss), or of all
+    samples of the global batch so far (aux_loss and global_aux_loss, which are the same here). Several losses are
+    added. sinkhorn balances the selection of experts within each sequence, without a loss."""
 
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), many=True, at_least=0, training_only=True)
     """Coefficient of each auxiliary load-balancing loss; 1e-2 is common (Switch Transformer, Mixtral)."""
@@ -263,8 +263,8 @@ class MoEConfig:
     """Coefficient of the router's z-loss (arXiv 2202.08906); 1e-3 is common."""
 
     moe_expert_capacity_factor: float | None = None
-    """Capacity of an expert for one sequence, relative to an even share; tokens beyond it are dropped, smallest weights
-    first. Default: no token is dropped."""
+    """Capacity of an expert for one sequence, as a multiple of an even share of the tokens. Tokens above the capacity
+    are dropped, starting with the smallest router weights. Default: no token is dropped."""
 
     moe_eval_capacity_factor: float | None = None
     """Capacity of an expert in evaluation; default: moe-expert-capacity-factor."""
@@ -272,8 +272,8 @@ class MoEConfig:
     moe_pad_expert_input_to_capacity: bool = flag(
         False, no_effect_without=(CAPACITY, "--moe-token-dispatcher-type alltoall")
     )
-    """Pad the messages to each expert to its capacity. All sizes are then known before routing, and the host need not
-    wait before an all-to-all."""
+    """Pad the tokens sent to each expert to the expert's capacity. All message sizes are then known before routing, so
+    the host does not wait before an all-to-all."""
 
     moe_min_capacity: int = flag(0, no_effect_without=CAPACITY)
     """Smallest capacity of an expert for one sequence, in tokens, if capacity is limited."""
@@ -285,11 +285,13 @@ class MoEConfig:
     moe_token_dispatcher_type: str = flag(
         "allgather", choices=("allgather", "alltoall"), without_effect=True, training_only=True
     )
-    """Token dispatch: all tokens to every rank of the expert group (allgather), or each token to its experts' ranks."""
+    """Token dispatch: send all tokens to every rank of the expert group (allgather), or each token only to the ranks of
+    its experts (alltoall)."""
 
     moe_grouped_gemm: bool = flag(False, without_effect=True, training_only=True)
-    """Use one grouped matrix multiplication for all experts of a rank. There is no grouped kernel for fp64 or for rows
-    whose size is not a multiple of 16 bytes; each expert is then multiplied separately, with the same result."""
+    """Use one grouped matrix multiplication for all experts of a rank. For fp64, and for rows whose size is not a
+    multiple of 16 bytes, there is no grouped kernel. In these cases, each expert is multiplied separately, with the
+    same result."""
 
     moe_per_layer_logging: bool = flag(False, without_effect=True, training_only=True)
     """Log the load of each expert in each layer, in addition to the mean over layers."""

@@ -89,16 +89,16 @@ class NormConfig:
     """Use one input norm for both attention and MLP with --parallel-residual (GPT-J, Falcon, Command R)."""
 
     norm_parameters: str = flag("all", choices=("all", "weight", "none"), needs=BUILT_IN_NORMS)
-    """Parameters of norms: a weight and, in LayerNorm, a bias (all), a weight alone (weight, as in Command R), or none
-    (OLMo)."""
+    """Parameters of norms. all: a weight, and in LayerNorm a bias. weight: only a weight (Command R). none: no
+    parameters (OLMo)."""
 
     apply_layernorm_1p: bool = flag(
-        False, needs=BUILT_IN_NORMS, excludes="--norm-parameters none: there are no weights"
+        False, needs=BUILT_IN_NORMS, excludes="--norm-parameters none: the norms have no weights"
     )
-    """Multiply by 1 + weight instead of weight in norms. The initial weights are 0."""
+    """In norms, multiply by 1 + weight instead of weight. The weights are initially 0."""
 
     norm_epsilon: float = flag(1e-5, "--layernorm-epsilon")
-    """Epsilon added to the variance in norms."""
+    """Epsilon that norms add to the variance."""
 
     @property
     def norms_inputs(self) -> bool:

@@ -73,15 +73,15 @@ class OptimizerConfig(Section):
     """Learning rate at the start of warm-up."""
 
     lr_wsd_decay_style: str = flag("exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"))
-    """WSD: shape of the final anneal."""
+    """WSD: shape of the learning-rate curve in the final annealing phase."""
 
     lr_wsd_decay_iters: int | None = flag(None, at_least=0, no_effect_without="--lr-decay-style WSD")
-    """WSD: iterations of the final anneal; 0 for none."""
+    """WSD: length of the final annealing phase in iterations; 0 for no annealing."""
 
     lr_wsd_decay_samples: int | None = flag(
         None, at_least=0, no_effect_without="--lr-decay-style WSD", same_setting_as="lr_wsd_decay_iters"
     )
-    """WSD: samples of the final anneal."""
+    """WSD: length of the final annealing phase in samples."""
 
     lr_wsd_decay_fraction: float | None = flag(
         None,
@@ -91,14 +91,14 @@ class OptimizerConfig(Section):
         excludes=("--lr-wsd-decay-iters", "--lr-wsd-decay-samples"),
         same_setting_as="lr_wsd_decay_iters",
     )
-    """WSD: the final anneal as a fraction of the decay length, such as 0.2 for the last 20 %."""
+    """WSD: length of the final annealing phase as a fraction of the decay length, such as 0.2 for the last 20 %."""
 
     weight_decay: float = flag(0.01, at_least=0, first_run=True)
     """Decoupled weight decay of the parameters of --weight-decay-on."""
 
     weight_decay_on: tuple[str, ...] = flag(("matrices", "embeddings"), many=True, choices=DECAYING)
     """Kinds of parameters to which weight decay applies. Vectors that are neither norm weights nor biases, such as
-    attention sinks, count as biases. The output layer counts as a matrix."""
+    attention sinks, count as biases. The output layer's weight counts as a matrix, not as an embedding."""
 
     apply_wd_to_qk_layernorm: bool = False
     """Apply weight decay to the norms of queries and keys, too."""
@@ -110,7 +110,7 @@ class OptimizerConfig(Section):
     """Weight decay at the last step; default: weight-decay."""
 
     weight_decay_incr_style: str = flag("constant", choices=("constant", "linear", "cosine"))
-    """Shape of the change from start to end weight decay."""
+    """Schedule of the weight decay from --start-weight-decay to --end-weight-decay."""
 
     adam_beta1: float = flag(0.9, at_least=0, below=1)
     """Decay of the first moment."""

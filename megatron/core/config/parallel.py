@@ -196,7 +196,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """Ranks that share each expert's matrix multiplications; default: TP."""
 
     data_parallel_size: int | None = flag(None, "--dp")
-    """Model replicas (data parallelism, DP). Derived from the world size; an error if given and unequal."""
+    """Number of model replicas (data parallelism, DP). By default, this number is derived from the world size; a
+    different value is an error."""
 
     sequence_parallel: bool = flag(False, off_without="--tensor-model-parallel-size above 1", first_run=True)
     """Shard norms, residuals and dropout along the sequence over the TP ranks."""
@@ -230,9 +231,9 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """Compile the element-wise regions between matrix products with torch.compile; default: on GPUs."""
 
     loss_chunk_tokens: int | None = flag(None, at_least=AUTO)
-    """Compute the output layer, the loss and their gradients in chunks of this many tokens, so that only one chunk
-    of logits exists at a time. auto: the smallest chunk of 1,024 to 8,192 tokens that costs at most 1 % of a step.
-    0, the default: all tokens at once."""
+    """Compute the output layer, the loss and their gradients in chunks of this many tokens, so that the logits of only
+    one chunk are in memory. auto: the smallest chunk size from 1,024 to 8,192 tokens that costs at most 1 % of the step
+    time. 0, the default: all tokens at once."""
 
     attention_backend: str = flag("auto", choices=ATTENTION_BACKENDS)
     """Attention kernel on GPUs. auto: the kernel that is fastest when timed at the start of the run. flash: torch's
@@ -347,9 +348,9 @@ class DDPConfig:
     data_parallel_sharding_strategy: str | None = flag(
         None, choices=("no_shard", "optim", "optim_grads", "optim_grads_params")
     )
-    """State that data-parallel ranks shard; default: optim, or no_shard with --no-use-distributed-optimizer.
-    no_shard: nothing. optim: optimizer state (ZeRO-1). optim_grads: gradients too, reduced with each micro-batch
-    (ZeRO-2). optim_grads_params: parameters too, gathered layer by layer (ZeRO-3)."""
+    """State that is sharded over data-parallel ranks. no_shard: nothing. optim: optimizer state (ZeRO-1). optim_grads:
+    also gradients, which are reduced with each micro-batch (ZeRO-2). optim_grads_params: also parameters, which are
+    gathered layer by layer (ZeRO-3). Default: optim, or no_shard with --no-use-distributed-optimizer."""
 
     grad_reduce_in_bf16: bool = flag(False, excludes="--fp64")
     """Reduce gradients in bfloat16: half the bytes, but sums over ranks have only 8 significant bits. Accumulation over

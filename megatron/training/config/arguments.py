@@ -134,7 +134,7 @@ def _options() -> list[tuple[str, str]]:
         *((f"{name} {option.usage}".rstrip(), option.help) for name, option in options().items()),
         (
             "--help, -h [WORD ...]",
-            "Print this, all flags (all), a group by its title, or the flags about these words; exit.",
+            "Print this text, all flags (all), the group with this title, or the flags that mention these words; exit.",
         ),
         ("--version", "Print the version and exit."),
     ]

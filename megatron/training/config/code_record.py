@@ -59,7 +59,7 @@ def record_named_code(config: RunConfig) -> str | None:
         record_code(save, names)
     except OSError as error:
         why = error.strerror or type(error).__name__
-        return f"{state_folder()} cannot be written ({why}): later commands on this run must name its extensions again"
+        return f"{state_folder()} cannot be written ({why}): later commands for this run must name its extensions again"
     return None
 
 

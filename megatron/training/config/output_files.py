@@ -157,4 +157,4 @@ def unwritable(config: RunConfig) -> Iterator[Problem]:
         rule = f"has a {TOKENIZER_FOLDER} that is not a folder, where the run writes one"
         yield Problem("--save", save, rule, "remove or rename it")
     if load and os.path.isfile(load):
-        yield Problem("--load", load, "is a file", "use the folder of the checkpoints, or one checkpoint")
+        yield Problem("--load", load, "is a file", "give the folder that contains the checkpoints, or one of them")

@@ -161,7 +161,7 @@ def _vocabulary(
         return None, unread
     if stated := config.model.vocab_size or config.model.default_vocab_size:
         return stated, unread
-    remedy = "to plan without it, add --vocab-size with its number of tokens"
+    remedy = "to plan without the tokenizer, add --vocab-size with the number of tokens in its vocabulary"
     return None, [replace(each, remedy=f"{each.remedy}; {remedy}") for each in unread]
 
 
@@ -171,7 +171,7 @@ def _smaller_vocabulary(config: RunConfig, tokens: int | None) -> list[Problem]:
     stated = config.model.vocab_size
     if stated is None or tokens is None or config.tokenizer.tokenizer_type == "NullTokenizer" or stated >= tokens:
         return []
-    rule = f"has no effect: it is below the {tokens} tokens of the tokenizer, which the model uses"
+    rule = f"has no effect, because it is smaller than the tokenizer's vocabulary of {tokens}"
     return [Problem("--vocab-size", stated, rule, "remove it", harmless=True)]
 
 

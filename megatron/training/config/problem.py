@@ -30,7 +30,7 @@ NO_STORAGE = "use a path of a mounted file system, or the --extension that regis
 
 
 SECRET = (
-    "has credentials, which would be saved with the run",
+    "contains credentials, which would be saved with the run",
     "pass them to the storage in the environment (docs/extending.md)",
 )
 """Rule and remedy for a storage URL that contains a password, a token or a signature."""
@@ -224,7 +224,7 @@ def path_rule(kind: str, path: str) -> tuple[str, str] | None:
         if kind == "stored" and not isinstance(located(path), UrlPath):
             return f"is a URL, but no storage is registered for {path.partition('://')[0]}://", NO_STORAGE
         if kind == "stored" and path.partition("://")[2].startswith("/"):
-            return "is a URL without a name after the two slashes", "write SCHEME://NAME/FOLDER"
+            return "is a URL with no name after ://", "write SCHEME://NAME/FOLDER"
         return NO_URL if kind == "local" else None
     if "\0" in path:
         return "contains a null byte, which paths cannot contain", "correct the path"

@@ -297,7 +297,7 @@ class FlagReader(GivenOptions):
                 new = self.problems[before:]
                 self.problems[before:] = [replace(p, flag=where) if p.flag == name else p for p in new]
         elif flag.field in self.given:
-            rule = f"the file contains it twice, as {self.given[flag.field]} too"
+            rule = f"the file contains it twice, also as {self.given[flag.field]}"
             self.wrong(flag, where, texts_of(value), rule, "drop one")
         elif value is not None:
             if flag.kind is not bool:

@@ -37,12 +37,12 @@ class TrainingConfig:
     """Round global-batch-size down to a multiple of micro-batch-size * data-parallel size."""
 
     num_microbatches: int | None = None
-    """Micro-batches per optimizer step and replica; derived: global-batch-size / (micro-batch-size * dp). A given value
-    must be equal to this."""
+    """Micro-batches per optimizer step and replica. By default, global-batch-size / (micro-batch-size * dp); a
+    different value is an error."""
 
     train_iters: int | None = flag(None, first_run=True)
-    """Iterations to train. Iterations to train. If the batch size varies, all lengths in iterations are converted to
-    samples."""
+    """Number of iterations to train. If the batch size varies, this and all other durations in iterations are converted
+    to samples."""
 
     train_samples: int | None = flag(None, first_run=True, same_setting_as="train_iters")
     """Samples to train, instead of train-iters."""
@@ -55,7 +55,7 @@ class TrainingConfig:
     """Seed of initial weights, dropout and data order."""
 
     exit_interval: int | None = flag(None, at_least=0)
-    """Save and exit when the iteration is a multiple of this; 0 for never."""
+    """Save and exit when the iteration is a multiple of this number; 0 for never."""
 
     exit_duration_in_mins: float | None = flag(None, at_least=0)
     """Save and exit after this many minutes."""
@@ -107,15 +107,15 @@ class ChecksConfig:
     """Policy for NaN, Inf and spiking steps: skip, report or abort."""
 
     check_for_nan_in_loss_and_grad: bool = flag(True, "--check-for-nan", skips_steps=True)
-    """End the run at a NaN or infinite loss or gradient, report the module and samples, and save the step in
-    SAVE/nan. If off, skip and count such steps."""
+    """End the run at a NaN or infinite loss or gradient, report the module and samples, and save the step in SAVE/nan.
+    If off, the run skips and counts steps with NaN or infinite values."""
 
     max_skipped_iterations: int = 0
-    """Number of iterations that the run may skip because of NaN, Inf or a reported spike. One more such iteration ends
-    the run."""
+    """Maximum number of iterations that the run may skip because of NaN, Inf or a reported spike. The run ends if it
+    has to skip another iteration."""
 
     iterations_to_skip: tuple[int, ...] | None = flag(None, many=True)
-    """Iterations, numbered from 1 as in the log, whose samples are skipped without training."""
+    """Iterations whose samples are skipped without training. Iterations are numbered from 1, as in the log."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class CheckpointConfig:
     weights are loaded."""
 
     save_interval: int | None = flag(None, "--persistent-save-interval", at_least=0, first_run=True)
-    """Iterations between checkpoints; 0 for none. With --save, the end of the run always writes one."""
+    """Iterations between checkpoints; 0 for none. With --save, the run also writes a checkpoint when it ends."""
 
     load_optim: bool = flag(True, name="--no-load-optim")
     """Do not load optimizer state."""

@@ -102,7 +102,8 @@ def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: PurePath) -> tup
     notes = []
     for field, path, kept in _moved(values, load):
         values[field] = kept
-        notes.append(f"{dashed(field)} is {kept}, which the run kept: there is no {path}, as in the checkpoint")
+        why = f"the path in the checkpoint does not exist: {path}"
+        notes.append(f"{dashed(field)} is {kept}, the copy that the run saved, because {why}")
     return values, notes
 
 

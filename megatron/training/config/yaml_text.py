@@ -114,7 +114,7 @@ class _Check:
             return list(node.value)
         for key, _ in node.value:
             if key.id != "scalar":
-                raise _refused(key, "has a list or a mapping for its key; use a name")
+                raise _refused(key, "uses a list or a mapping as a key; use a name")
         return [part for pair in node.value for part in pair]
 
 

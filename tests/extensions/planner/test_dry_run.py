@@ -189,7 +189,7 @@ def test_a_plan_without_the_files_of_the_tokenizer() -> None:
         assert "vocabulary 1,000, padded to 1,024" in done.stdout
         assert "1 problem" in done.stderr and done.stderr.count("--tokenizer-model /nowhere/tok: there is no") == 1
     done = pretrain(f"{RIGHT.replace('--vocab-size 1000', '')} {missing}", code=2)
-    assert done.stdout == "" and "to plan without it, add --vocab-size" in done.stderr
+    assert done.stdout == "" and "to plan without the tokenizer, add --vocab-size" in done.stderr
 
 
 @pytest.mark.parametrize("more", ["", " --finetune"])

@@ -24,7 +24,8 @@ def data(c: RunConfig, world_size: int) -> Iterator[Problem]:
     whole, made_up = ["--data-path"] if d.data_path else [], ["--mock-data"] if d.mock_data else []
     kinds = [", ".join(names) for names in (whole, own, made_up, listed(c)) if names]
     if not kinds and d.dataset == "gpt":
-        yield Problem("--data-path", None, "the run has no data", "add --data-path, --train-data-path or --mock-data")
+        remedy = "add --data-path, --train-data-path or --mock-data"
+        yield Problem("--data-path", None, "the run has no training data", remedy)
     if len(kinds) > 1:
         yield Problem.exclusive(kinds[0], None, " and ".join(kinds[1:]))
     if own and not d.train_data_path:
@@ -95,7 +96,7 @@ def tokenizer(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield from _text_files(c)
         if c.model.vocab_size is None:
             remedy = "add --tokenizer-type, or --vocab-size if the data is already tokenized"
-            yield Problem("--tokenizer-type", None, "the vocabulary size is unknown", remedy)
+            yield Problem("--tokenizer-type", None, "is required, because no flag gives the vocabulary size", remedy)
         return
     for field in TOKENIZERS.facts(t.tokenizer_type).needs:
         if not getattr(t, field):

@@ -34,7 +34,7 @@ field."""
 def _saved_values(config: RunConfig) -> str:
     load = config.checkpoint.load_root
     saved = load / RUN_CONFIG if isinstance(load, Path) else None
-    return f", or --config {saved} for what the run there was given" if saved is not None and saved.is_file() else ""
+    return f", or --config {saved} to reuse that run's flags" if saved is not None and saved.is_file() else ""
 
 
 def single_values(config: RunConfig) -> Iterator[Problem]:
@@ -128,7 +128,7 @@ def number_rule(flag: Flag, value: float) -> tuple[str, str] | None:
     if not math.isfinite(value):
         return "must be finite", default
     if flag.kind is float and _is_ours(flag) and value and not SMALLEST <= abs(value) <= LARGEST:
-        return f"must be 0 or between {SMALLEST:g} and {LARGEST:g}, the normal numbers of fp32", default
+        return f"must be 0 or between {SMALLEST:g} and {LARGEST:g}, the range of normal fp32 numbers", default
     if (limit := _limit(flag)) is not None and value > limit[0]:
         return f"must be at most {limit[0]:,}{limit[1]}", default
     spec = flag.spec

@@ -113,10 +113,10 @@ def norms(c: RunConfig, world_size: int) -> Iterator[Problem]:
     m, scope = c.model, c.model.qk_layernorm_scope
     norm = NORMALIZATIONS.facts(m.normalization)
     if m.norm_parameters == "weight" and not norm.biased:
-        rule = f"has no effect with --normalization {m.normalization}, which has only a weight"
+        rule = f"has no effect with --normalization {m.normalization}, because this norm has only a weight"
         yield Problem("--norm-parameters", "weight", rule, "remove it", harmless=True)
     if m.norms_sums and m.parallel_residual:
-        why = "the MLP reads the norm of the sum with attention's output"
+        why = "the MLP reads the norm of the sum that includes the attention output"
         yield Problem.exclusive("--parallel-residual", None, "--norm-placement sum", why)
     if m.norms_sums and m.mtp_depths:
         why = "its modules end with a norm of their own"
@@ -127,7 +127,7 @@ def norms(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"is {'an' if scope == 'all' else 'a LayerNorm or'} RMSNorm, and --normalization is {m.normalization}"
         yield Problem("--qk-layernorm-scope", scope, rule, "use head, or --normalization RMSNorm")
     if m.norm_parameters == "none":
-        why = "its norms have weights that heads do not share"
+        why = "its norms have separate weights for each head"
         yield Problem.exclusive("--qk-layernorm-scope", scope, "--norm-parameters none", why)
 
 
@@ -215,7 +215,7 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
         return  # which another rule reports
     for variant in variants if cp > 1 else ():
         if not MIXERS.facts(variant).whole_sequences:
-            why = "its layers use only the tokens of their own rank"
+            why = "a layer of this kind uses only the tokens of its own rank"
             yield Problem.exclusive("--context-parallel-size", cp, f"{VARIANT} {variant}", why)
     if m.num_layers < 1 or not variants or m.pattern is not None:
         return
@@ -289,7 +289,7 @@ def residual_streams(c: RunConfig, world_size: int) -> Iterator[Problem]:
     module, streams = c.model.layer_module, [RESIDUALS.facts(name) for name in RESIDUALS.wanted(c.model)]
     for facts in streams[1:]:
         value = _value_of_switch(c, facts.switch)
-        yield Problem.exclusive(facts.switch, value, streams[0].switch, "a model has one residual stream")
+        yield Problem.exclusive(facts.switch, value, streams[0].switch, "a model can have only one residual stream")
     for facts in streams:
         if facts.layers is not None and module not in facts.layers:
             why = "such a layer may add its outputs to hidden states itself"
@@ -312,7 +312,8 @@ def yarn(c: RunConfig, world_size: int) -> Iterator[Problem]:
         rule = f"must be below --beta-fast {m.beta_fast:g}"
         yield Problem("--beta-slow", m.beta_slow, rule, "for example 1 and 32, as in the paper")
     if m.rotary_base == 1:
-        yield Problem("--rotary-base", m.rotary_base, "has no pair with a lower frequency for YaRN", "use 10000")
+        rule = "gives all channel pairs the same frequency, but YaRN needs different frequencies"
+        yield Problem("--rotary-base", m.rotary_base, rule, "use 10000")
 
 
 DEPTHS = "--mtp-num-layers"

@@ -25,7 +25,7 @@ def experts(c: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         if m.pattern is None and m.num_layers > 0 and not m.moe_layers:
             remedy = "use another pattern, or remove --num-experts"
-            yield Problem("--moe-layer-freq", m.moe_layer_freq, "selects no layer for experts", remedy)
+            yield Problem("--moe-layer-freq", m.moe_layer_freq, "selects no layer, so no layer has experts", remedy)
     except ValueError as error:
         yield Problem("--moe-layer-freq", m.moe_layer_freq, str(error), "use for example 1, 2 or ([0]*1+[1]*3)")
     if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
@@ -43,7 +43,7 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.hidden_size > 0:
         yield from unless_multiple("--moe-ffn-hidden-size", m.moe_ffn_size, "--expert-tensor-parallel-size", etp)
     if m.add_bias_linear and not divides(etp, m.expert_io_size):
-        rule = f"must be a multiple of --expert-tensor-parallel-size {etp}, which shards the biases of experts"
+        rule = f"must be a multiple of --expert-tensor-parallel-size {etp}, because the biases of experts are sharded"
         remedy = f"{multiples(m.expert_io_size, etp)}, or add --disable-bias-linear"
         flag = "--hidden-size" if m.moe_latent_size is None else "--moe-latent-size"
         yield Problem(flag, m.expert_io_size, rule, remedy)

@@ -83,8 +83,8 @@ def tokens_for_latents(c: RunConfig) -> Iterator[Problem]:
         tokens = m.seq_length // p.context_parallel_size // tp * c.training.micro_batch_size
         if tokens % alignment:
             each = (
-                f"gives a rank {tokens} tokens of a micro-batch to project to latents, which must be a multiple of "
-                f"{alignment} under {under}"
+                f"gives each rank {tokens} tokens of a micro-batch to project to latents, but this number must be "
+                f"a multiple of {alignment} under {under}"
             )
             near = multiples(m.seq_length, alignment * p.context_parallel_size * tp)
             yield Problem("--seq-length", m.seq_length, each, f"{near}, or another --micro-batch-size")

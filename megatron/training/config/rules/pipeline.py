@@ -61,7 +61,8 @@ def _groups(p: ModelParallelConfig, layout: PipelineLayout) -> Iterator[Problem]
     if layout.chunks == 1 or not PIPELINE_SCHEDULES.facts(p.schedule).any_groups:
         yield Problem.no_effect(GROUP, group, "several stages per rank and --pipeline-schedule interleaved")
     elif group < layout.pp:
-        rule = f"must be at least --pipeline-model-parallel-size {layout.pp}: smaller groups would wait for each other"
+        least = f"must be at least --pipeline-model-parallel-size {layout.pp}"
+        rule = f"{least}: with smaller groups, stages would wait for each other"
         yield Problem(GROUP, group, rule, f"nearest: {layout.pp}")
 
 

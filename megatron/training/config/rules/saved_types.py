@@ -163,7 +163,7 @@ def field_problem(values: Mapping[str, object]) -> str | None:
         if not isinstance(value, list | tuple):
             return f"{field} must be a list of values that are {rule}, but is {_json_name(value)}"
         wrong = next(each for each in value if not _is_one(flag, each))
-        return f"{field} must hold only values that are {rule}, but holds {_json_name(wrong)}"
+        return f"{field} must contain only values that are {rule}, but contains {_json_name(wrong)}"
     return None
 
 

@@ -68,7 +68,7 @@ def length(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if t.skip_train and t.eval_iters == 0 and not callbacks_evaluate(c):
         flags = filter(None, (CALLBACKS.facts(name).evaluates for name in CALLBACKS))
         remedy = ", or add ".join(["raise --eval-iters", *flags])
-        yield Problem("--skip-train", None, "leaves nothing to do with --eval-iters 0", remedy)
+        yield Problem("--skip-train", None, "leaves nothing to do, because --eval-iters is 0", remedy)
     samples, size = samples_of_run(c), t.global_batch_size
     if batch_schedule(c) and size:
         size = legal_sizes(c).at(0)
@@ -119,7 +119,7 @@ def _decay_length(c: RunConfig, unit: str, known: bool) -> Iterator[Problem]:
     decay = getattr(o, f"lr_decay_{unit}") or whole
     warmup, anneal = getattr(o, f"lr_warmup_{unit}"), getattr(o, f"lr_wsd_decay_{unit}")
     if known and decay and warmup >= decay > 0:
-        rule = f"must be below the length of the decay, {decay}"
+        rule = f"must be less than the decay length of {decay}"
         yield Problem(f"--lr-warmup-{unit}", warmup, rule, f"nearest: {decay - 1}, or raise --lr-decay-{unit}")
     if o.lr_decay_style == "WSD":
         if not o.has_anneal:
