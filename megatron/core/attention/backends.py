@@ -43,8 +43,8 @@ class AttentionBackend(Protocol):
     """True if the tile kernels also compute plain causal attention."""
 
     def causal(self) -> nn.Module:
-        """Return the module that computes causal attention among the tokens of one rank. It has the interface of
-        `megatron.core.attention.core_attention.FusedAttention`."""
+        """Return the module that computes causal attention among the tokens of one rank. The module has the same
+        interface as `megatron.core.attention.core_attention.FusedAttention`."""
 
     def tiles(self) -> tuple[Kernel, Kernel]:
         """Return the tile kernels for plain causal attention, documents and windows."""
@@ -83,8 +83,9 @@ class ContextAttention(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, cp: Ranks, causal: Causal, sinks: Tensor | None = None, /
     ) -> Tensor:
-        """q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [s/cp, b, groups, dv], sharded by
-        `megatron.core.attention.tiles.rank_spans`, and sinks [heads] -> [s/cp, b, heads, dv]"""
+        """Compute attention among the tokens of all context-parallel ranks: q [s/cp, b, heads, d], k [s/cp, b, groups,
+        d], v [s/cp, b, groups, dv], sinks [heads] -> [s/cp, b, heads, dv]. Tokens are sharded as by
+        `megatron.core.attention.tiles.rank_spans`."""
 
 
 @dataclass(frozen=True)

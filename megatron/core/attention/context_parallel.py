@@ -26,7 +26,7 @@ from megatron.core.torch_private import AutogradContext
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, sinks: Tensor | None = None) -> Tensor:
     """Compute ring attention: q [s/cp, b, heads, d], k [s/cp, b, groups, d], v [s/cp, b, groups, dv], sinks [heads] ->
-    [s/cp, b, heads, dv]. The tokens are sharded as in `causal.shards`."""
+    [s/cp, b, heads, dv]. The tokens must be sharded over the ranks as `causal.shards` specifies."""
     shards = causal.shards_of(q.shape[0], cp.size)
     return RingAttention.apply(q, k, v, sinks, Ring(cp, shards.held[cp.rank], shards.held, causal, shards.sent))
 
@@ -62,7 +62,8 @@ class Ring:
         return x if self.rows_sent is None else torch.cat([x[rows.start : rows.stop] for rows in self.rows_sent])
 
     def with_sent(self, x: Tensor, sent: Tensor) -> Tensor:
-        """Replace the sent rows of x [m, ...] with `sent` [sent, ...]; may modify x."""
+        """Replace the rows of x [m, ...] that this rank sends to other ranks with `sent` [sent, ...]. May modify x in
+        place."""
         if self.rows_sent is None:
             return sent
         for rows, part in zip(self.rows_sent, sent.split([len(rows) for rows in self.rows_sent]), strict=True):
@@ -169,7 +170,8 @@ def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: boo
 def local_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: Causal, queries: Spans | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """q [n, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv], sinks [heads] -> [n, b, heads, dv]
+    """Compute attention within a rank: q [n, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv], sinks [heads] ->
+    [n, b, heads, dv].
 
     The keys are at positions 0 to s - 1. `queries` are the positions of the queries; by default, they are the positions
     of the keys. If the kernel has a method `at_once`, a single kernel launch computes all tiles. A variable-length

@@ -81,8 +81,8 @@ def build_sinks(config: TransformerConfig, ctx: TPContext, metas: Sequence[Param
 def alibi_slopes(heads: int) -> list[float]:
     """Return the ALiBi slopes of all heads of a layer (attention with linear biases, arXiv:2108.12409), as in BLOOM.
 
-    A head adds slope * (key position - query position) to its scores before the softmax. ALiBi has no parameters and no
-    maximum sequence length.
+    ALiBi adds slope * (key position - query position) to the attention scores of a head before the softmax. ALiBi has
+    no parameters and no maximum sequence length.
 
     If the number of heads is a power of two, the slopes form the geometric sequence from 2^(-8 / heads) to 2^-8
     (section 3). For any other number of heads, let n be the next lower power of two: the slopes for n heads are
@@ -130,7 +130,7 @@ class CoreAttention(nn.Module):
         self.cap = config.attn_logit_softcapping
         if self.slopes is not None or self.cap is not None:
             self.kernel = self.varlen_kernel = TorchKernel(self.scale, slopes=self.slopes, cap=self.cap)
-        # torch's fused attention for CPUs requires values to be as wide as keys.
+        # On CPU, torch's fused attention requires that values are as wide as keys.
         unequal = config.value_head_dim != config.head_dim and ctx.device.type != "cuda"
         self.softmax_offset = build_sinks(config, ctx, sinks)
         self.sink_heads = slice(self.first_head - first, self.first_head - first + heads)
@@ -177,8 +177,8 @@ class CoreAttention(nn.Module):
         return out.flatten(2)
 
     def behind_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: EarlierTokens) -> Tensor:
-        """q [s, b, heads, d] of new tokens, k [b, groups, columns, d] and v [b, groups, columns, dv] of all tokens ->
-        [s, b, heads * dv]"""
+        """Compute the attention of new tokens to all tokens: q [s, b, heads, d] of the new tokens, k [b, groups,
+        columns, d] and v [b, groups, columns, dv] of all tokens -> [s, b, heads * dv]."""
         return cache.attend(q, k, v, self).flatten(2)
 
     @property

@@ -46,7 +46,8 @@ class RowKind(Enum):
 
 
 class HeadRows(NamedTuple):
-    """Description of the rows of a linear layer that projects to heads. Its weight is [groups/tp, rows, ...]."""
+    """Description of the rows of a linear layer that projects to heads. The weight of the layer is [groups/tp, rows,
+    ...]."""
 
     linear: nn.Module
     heads: int

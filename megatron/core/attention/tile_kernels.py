@@ -1,4 +1,4 @@
-"""Attention kernels for one tile (`megatron.core.attention.tiles`), and their common interface.
+"""Kernels that compute the attention of one tile (`megatron.core.attention.tiles`), and the interface of such kernels.
 
 The forward pass also returns the log-sum-exp of each row, which is used to merge the outputs of several tiles:
 
@@ -61,7 +61,7 @@ class Kernel(Protocol):
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Gradients]]:
-        """Yield each tile with its gradients. `rows`, q, k and v contain the rows of all tiles."""
+        """Yield each tile with its gradients. The arguments `rows`, q, k and v contain the rows of all tiles."""
 
     @property
     def needs_places(self) -> bool:
@@ -91,7 +91,7 @@ class Causal:
     """Positions of the tokens on each context-parallel rank; None for the default sharding."""
 
     def shards_of(self, rows: int, ranks: int) -> Shards:
-        """Return the positions on each rank; every rank holds `rows` positions."""
+        """Return the positions of the tokens on each rank. Each rank holds `rows` tokens."""
         return self.shards or even_shards(rows * ranks, ranks)
 
 
@@ -126,8 +126,8 @@ def hidden_pairs(tile: Tile, device: torch.device) -> Tensor | None:
 
 
 class TorchKernel:
-    """Attention in plain torch for any device and dtype, with optional dropout, ALiBi biases and score cap. The softmax
-    of 16-bit scores is in fp32.
+    """Attention in plain torch for any device and dtype, with optional dropout, ALiBi biases and a soft cap of scores.
+    The softmax of 16-bit scores is in fp32.
 
     `slopes` [heads] are the ALiBi slopes of the local heads (`core_attention.alibi_slopes`), in the dtype of the
     scores. With a `cap` c, scaled products z become c tanh(z / c) before ALiBi and masks (Gemma 2, arXiv 2408.00118).
@@ -213,7 +213,7 @@ class TorchKernel:
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Return the scores of all pairs [b, heads, n, m], in fp32 or fp64."""
         (n, b, heads, _), m = q.shape, k.shape[0]
-        # q is scaled before the product, because the product could overflow in fp16
+        # Scale q before the matrix product, because the product of unscaled fp16 operands could overflow.
         scores = _by_group(q * self.scale, k).matmul(k.permute(1, 2, 3, 0)).view(b, heads, n, m)
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))
         return scores if self.cap is None else scores.div_(self.cap).tanh_().mul_(self.cap)

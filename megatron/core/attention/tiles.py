@@ -21,7 +21,8 @@ from math import lcm
 from typing import NamedTuple, Protocol
 
 Spans = tuple[range, ...]
-"""Positions, in the whole sequence, of the tokens that a rank holds. The ranges are in the order of the rank's rows."""
+"""Ranges of positions, in the whole sequence, of the tokens that a rank holds. They are in the order of the rank's
+rows."""
 
 
 def rank_spans(seq_length: int, rank: int, size: int) -> Spans:
@@ -84,7 +85,8 @@ def chunk_order(size: int) -> list[int]:
 def sequence_divisor(context_parallel: int, tensor_parallel: int, sequence_parallel: bool) -> int:
     """Return the number of which the sequence length must be a multiple.
 
-    Each rank holds two equal chunks, which sequence parallelism shards over the tensor-parallel ranks.
+    With context parallelism, each rank holds two chunks of equal length. Sequence parallelism shards the tokens of a
+    rank over the tensor-parallel ranks.
     """
     chunks = 2 * context_parallel if context_parallel > 1 else 1
     shards = context_parallel * tensor_parallel if sequence_parallel else 1
@@ -124,7 +126,8 @@ def cut_documents(documents: Documents | None, samples: int, length: int, longes
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of attention: some query rows and some key rows."""
+    """Rectangle of query-key pairs for which attention is computed: consecutive rows of queries, and consecutive rows
+    of keys."""
 
     sample: int | None
     """Index of the sample to which the tile belongs; None if the tile applies to all samples."""
@@ -133,7 +136,7 @@ class Tile:
     """Rows of this rank's queries that belong to the tile."""
 
     keys: range
-    """Rows of the keys that the rank currently holds."""
+    """Rows of the keys that belong to the tile, among the keys that the rank currently has."""
 
     first_query: int
     """Position of the first query; the positions of the queries are consecutive."""
@@ -142,8 +145,8 @@ class Tile:
     """Position of the first key; the positions of the keys are consecutive."""
 
     diagonal: bool
-    """True if the queries and keys of the tile are the same tokens, so that it needs a causal mask. False if all keys
-    precede all queries."""
+    """True if the queries and keys of the tile are the same tokens, so that it needs a causal mask. If False, all keys
+    of the tile precede all of its queries."""
 
     window: int | None = None
     """Number of keys visible to a query, including the key at its position; None if the window masks no key of the
@@ -151,7 +154,7 @@ class Tile:
 
     @property
     def offset(self) -> int:
-        """Distance from the first key to the first query."""
+        """Position of the first query minus position of the first key."""
         return self.first_query - self.first_key
 
 
@@ -211,8 +214,8 @@ def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
 def halved(tiles: tuple[Tile, ...], longest: int, times: int = 4) -> tuple[Tile, ...]:
     """Halve diagonal tiles, at most `times` times, until they have at most `longest` queries.
 
-    The halves of a diagonal tile contain fewer masked pairs than the whole tile. Kernels that also compute masked pairs
-    then waste less time. The diagonal tile of a query still precedes the other tiles of the query.
+    The halves of a diagonal tile contain fewer masked pairs than the whole tile. This saves time in kernels that also
+    compute masked pairs. The diagonal tile of a query still precedes the other tiles of the query.
     """
     return tuple(part for tile in tiles for part in _halves(tile, longest, times))
 
@@ -242,7 +245,7 @@ def _samples(documents: Documents | None) -> list[tuple[int | None, tuple[int, .
 
 
 def _with_rows(spans: Spans) -> Iterator[tuple[int, range]]:
-    """Return (shift, span): position p of the span is in row p + shift."""
+    """Return a pair (shift, span) for each span. The token at position p of the span is in row p + shift."""
     row = 0
     for span in spans:
         yield row - span.start, span
@@ -258,8 +261,8 @@ def _rows(places: range, shift: int) -> range:
 
 
 def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: int, keys: range) -> Iterator[Tile]:
-    """Yield the tiles of one document. The arguments are the positions of the document's queries and keys, and the
-    shifts from positions to rows."""
+    """Yield the tiles for one document. `queries` and `keys` are the positions of the document's queries and keys. The
+    shifts convert these positions to rows."""
     if not queries:
         return
     before, same = range(keys.start, min(keys.stop, queries.start)), _common(keys, queries)
@@ -271,7 +274,8 @@ def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: i
 
 
 def _windowed(tile: Tile, window: int) -> Iterator[Tile]:
-    """Yield the parts of a tile inside the window: an unmasked part, and a part that the window splits diagonally."""
+    """Yield the parts of a tile that are inside the sliding window. In the first part, no pair is masked; the second
+    part needs the mask of the window."""
     if tile.diagonal:
         yield replace(tile, window=window) if len(tile.queries) > window else tile
         return

@@ -1,7 +1,7 @@
 """Variable-length causal attention. One kernel launch computes all documents of a micro-batch.
 
-The kernel receives packed sequences of any lengths, and the start row of each sequence (`cu_seqlens`). On CPU, under
-context parallelism and with dropout, tiles compute the same result (`local_attention`).
+The input of the kernel consists of packed sequences of any lengths, and the start row of each sequence (`cu_seqlens`).
+On CPU, under context parallelism and with dropout, tiles compute the same result (`local_attention`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Lengths = tuple[Tensor, Tensor, int, int]
 longest query sequence, length of the longest key sequence."""
 
 Window = tuple[int, int]
-"""Numbers of keys to the left and to the right that a query sees; -1 for all keys. The last query is aligned with the
-last key."""
+"""Numbers of keys to the left and to the right of a query that the query sees; -1 for all keys. The position of the
+last query is that of the last key."""
 
 
 class PackedKernel(Protocol):
@@ -57,7 +57,7 @@ def packed_attention(
     samples, sinks [heads] -> [s, b, heads, dv]."""
     length, samples = q.shape[:2]
     settings = _lengths(documents or ((0,),) * samples, length, q.device), (-1 if window is None else window - 1, 0)
-    # Pack sample by sample. A batch of one sample is already packed.
+    # Pack the samples one after the other. If the batch has a single sample, nothing is copied.
     packed = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     rows: Tensor = PackedAttention.apply(*packed, sinks, kernel, *settings)
     return rows.unflatten(0, (samples, length)).transpose(0, 1)
@@ -136,8 +136,8 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
         lse' = log(exp(lse) + exp(z)),   out' = exp(lse - lse') out
 
     With out' and lse' in place of out and lse, the kernel's backward pass returns the correct gradients of queries,
-    keys and values. The weights are exp(score - lse'). The softmax gradient subtracts the row sum of (gradient *
-    weight). This sum is grad * out', because the sink has no value vector.
+    keys and values. The attention weights become exp(score - lse'). The softmax gradient subtracts the row sum of
+    (gradient * weight). This sum is grad * out', because the sink has no value vector.
     """
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     out.mul_((lse - total).exp_()[..., None])

@@ -24,8 +24,8 @@ class ActivationFacts:
     """Properties of an activation function."""
 
     gated: bool = False
-    """True if the function maps [..., 2f] to [..., f], where the gates precede the values that they multiply. Functions
-    that are not gated keep the width."""
+    """True if the function is gated. A gated function maps [..., 2f] to [..., f]; the first half of its input contains
+    the gates. Other functions keep the width."""
 
     bounded: bool = False
     """True if the function supports --activation-func-clamp-value and --glu-linear-offset."""

@@ -12,7 +12,7 @@ from megatron.core.config.flag_spec import Condition, flag
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 TABLES = ("learned_absolute", "sinusoidal", "sinusoidal_ctrl")
-"""Values of --position-embedding-type with which a position vector is added to each token's embedding."""
+"""Values of --position-embedding-type that add a position vector to the embedding of each token."""
 
 OF_TABLES = " or ".join(f"--position-embedding-type {kind}" for kind in TABLES)
 LOCAL = "--window-size or --attention-chunk-size"

@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
 
 class TokenizerBuilder(Protocol):
     """Function that builds a tokenizer, registered under a value of --tokenizer-type. `vocab_size` is the value of
-    --vocab-size. For a user error, the function raises a ValueError that names the flag."""
+    --vocab-size. If a flag of the user is wrong, the function raises a ValueError that names the flag."""
 
     def __call__(self, config: TokenizerConfig, vocab_size: int | None) -> Tokenizer: ...
 
@@ -158,7 +158,7 @@ class DatasetConfig(Section):
 
 
 def weight_of(word: str) -> float | None:
-    """Return the weight that an entry of a data list specifies, or None if the entry is a path."""
+    """Return the weight if an entry of a data list is a weight, or None if the entry is a path."""
     try:
         return float(word)
     except ValueError:

@@ -22,7 +22,7 @@ class Condition:
     @property
     def parts(self) -> tuple[str, str, str]:
         """Split `text` into three strings: the flags, the reason with its leading ": ", and the remedy. If `text` lacks
-        a part, the string is empty."""
+        one of these parts, its string is empty."""
         rule, _, remedy = self.text.partition("; ")
         flags, colon, why = rule.partition(": ")
         return flags, colon + why, remedy
@@ -63,8 +63,8 @@ class FlagSpec:
     """Kind of an output path, "folder" or "file". At its start, the run checks that this path can be written."""
 
     names_code: Callable[[str], bool] | None = None
-    """True if a value names files whose code is executed. The flag accepts such a value only on the command line, or
-    from a configuration file of a recorded run of the same user."""
+    """Predicate that decides whether a value of the flag names files with code that the run executes. The flag accepts
+    such a value only on the command line, or from a configuration file of a recorded run of the same user."""
 
     effective: str | None = None
     """Name of the property with the effective value, if another field may override the value of this field. When a
@@ -108,12 +108,12 @@ class FlagSpec:
     """Reason for the bounds, quoted in messages."""
 
     no_effect_without: Conditions = ()
-    """Conditions of which at least one must hold for the flag to have an effect. If no condition holds, the run reports
-    that the flag has no effect, and continues."""
+    """Conditions under which the flag has an effect. If none of them is met, the run reports that the flag has no
+    effect, and continues."""
 
     off_without: Conditions = ()
-    """Conditions of which at least one must hold for the flag to have an effect. If none of the conditions holds, the
-    run reports that the flag has no effect, and turns it off before other rules check it."""
+    """Conditions under which the flag has an effect. If none of them is met, the run reports that the flag has no
+    effect, and turns the flag off before other rules check it."""
 
     needs: Conditions = ()
     """Conditions that permit the flag. The flag is refused if none of these conditions is met."""

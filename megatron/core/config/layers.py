@@ -65,16 +65,15 @@ class ResidualFacts:
     stages send to each other have this width too."""
 
     layers: tuple[str, ...] | None = ("transformer_layer",)
-    """Values of --layer-module with which the stream adds the outputs of sublayers; None if every value is
-    supported."""
+    """Values of --layer-module whose layers add the outputs of their sublayers through this stream. If None, all values
+    are supported."""
 
     recomputed: str = ""
     """Name by which --recompute-modules selects the part of this stream that can be recomputed; empty if no part
     can."""
 
     experts_apart: bool = False
-    """True if a layer with experts passes the outputs of the shared expert and of the routed experts to the stream
-    separately."""
+    """True if the stream receives the output of the shared expert and the output of the routed experts separately."""
 
 
 class ResidualModule(Protocol):
@@ -120,9 +119,9 @@ class Span:
     if documents are not cut into chunks."""
 
     def mean(self, length: int) -> float:
-        """Return the mean number of tokens that a token attends to in a document of s = `length` tokens. By convention,
-        the result for plain causal attention is s/2. The mean is smaller with a window of w tokens (w - w^2 / 2s) or
-        with chunks."""
+        """Return the mean number of tokens to which a token attends in a document of s = `length` tokens. By
+        convention, the result for plain causal attention is s/2. The mean is smaller with a window of w tokens (w - w^2
+        / 2s) or with chunks."""
         if self.chunk is not None and self.chunk < length:
             whole, rest = divmod(length, self.chunk)
             return (whole * self.chunk**2 + rest**2) / (2 * length)
@@ -136,7 +135,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Rotation:
-    """A rotary embedding of the model."""
+    """Parameters of one of the model's rotary embeddings."""
 
     base: float
     scaled: bool = True
@@ -146,7 +145,7 @@ class Rotation:
     """Fraction of each head's channels that are rotated."""
 
     channels: int | None = None
-    """Channels per head in the layers that use this embedding; None for the model's head width."""
+    """Number of channels per head in the layers that use this embedding; None if it is the model's head width."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +191,8 @@ class LayerKind(Sublayers):
 
 
 class LayerPattern:
-    """Base class of a section of flags that may specify the sublayers of each layer. They override the model's other
-    flags."""
+    """Base class of a section of flags that may specify the sublayers of each layer. These flags override the model's
+    other flags."""
 
     @property
     def states_layers(self) -> bool:
@@ -251,13 +250,14 @@ def last_of_each(layer: int, period: int) -> bool:
 
 
 def all_but_last_of_each(layer: int, period: int) -> bool:
-    """Select the first N - 1 of every N layers, for a period N."""
+    """Return True for the first N - 1 of every N layers, where N is `period`."""
     return not last_of_each(layer, period)
 
 
 def _value_of(text: str, otherwise: str) -> int | list[int]:
-    """Evaluate a text to a number or a list of numbers. For any other text, raise ValueError with a message that
-    consists of the text and `otherwise`, where `otherwise` is a predicate such as "is not a list of numbers"."""
+    """Convert a text such as "4" or "([0]*3+[1])*2" to a number or a list of numbers. For any other text, raise
+    ValueError with a message that consists of the text and `otherwise`, where `otherwise` is a predicate such as "is
+    not a list of numbers"."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, RecursionError, UnicodeEncodeError):

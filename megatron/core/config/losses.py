@@ -65,7 +65,8 @@ def has_perplexity(loss_func: str, z_loss_coeff: float) -> bool:
 
 
 AUTO = -1
-"""Value of the configuration field for --loss-chunk-tokens auto. The function `chunk_size` then chooses the size."""
+"""Value of the configuration field for --loss-chunk-tokens auto, with which the function `chunk_size` chooses the
+size."""
 
 CHUNK_SIZES = 1024, 2048, 4096, 8192
 """Chunk sizes in tokens from which `AUTO` chooses."""
@@ -84,8 +85,8 @@ def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size:
 
     Every additional chunk reads and writes the output layer's weight gradient once more. For `AUTO`, the function
     chooses the smallest size for which these reads and writes take at most the fraction `MOST_COST` of the step time,
-    or all tokens at once if there is no such size. The estimate of the output layer's share of the step time compares
-    its number of parameters with 12 h^2 parameters per transformer layer. The chunk size therefore depends only on the
+    or all tokens at once if there is no such size. To estimate the output layer's share of the step time, its
+    parameters are compared with 12 h^2 parameters per transformer layer. The chunk size therefore depends only on the
     model, not on the device or the layout."""
     if asked != AUTO:
         return asked or 0
@@ -95,7 +96,7 @@ def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size:
 
 def parse_chunk(text: str) -> int:
     """Parse a value of --loss-chunk-tokens. Raises ValueError if the value is invalid."""
-    if text in ("auto", str(AUTO)):  # saved configurations contain this number instead of the word
+    if text in ("auto", str(AUTO)):  # saved configurations contain AUTO instead of the word "auto"
         return AUTO
     if not text.isdecimal():
         raise ValueError("must be auto or a whole number of at least 0")

@@ -30,7 +30,7 @@ class HeadWidths(NamedTuple):
     """Number of channels of a query or key head."""
 
     rotary: int
-    """Channels of a query or key head to which --rotary-percent refers."""
+    """Number of channels of a query or key head of which --rotary-percent is the rotated fraction."""
 
     value: int
     """Number of channels of a value head."""
@@ -38,8 +38,8 @@ class HeadWidths(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Properties of an attention module, a value of --attention-module. By default, the fields have the values for
-    ordinary self-attention. The functions among the fields receive the model's configuration, a
+    """Properties of an attention module, a value of --attention-module. The default values are those of ordinary
+    self-attention. The functions among the fields receive the model's configuration, a
     `megatron.core.config.model.TransformerConfig`."""
 
     chosen_by: Callable[..., bool] = lambda config: False
@@ -50,8 +50,8 @@ class AttentionFacts:
     """Function that returns the head widths; None if --kv-channels and --value-channels determine the widths."""
 
     grouped: bool = True
-    """True if --kv-channels and --num-query-groups determine the heads, and linear_qkv consists of the rows of these
-    heads."""
+    """True if the module has the heads that --kv-channels and --num-query-groups describe, and linear_qkv contains
+    exactly the rows of these heads."""
 
     rotates: bool = False
     """True if the attention module uses a rotary embedding regardless of --position-embedding-type."""
@@ -68,7 +68,8 @@ class MixerFacts:
     """Properties of a mixer. The functions among the fields receive the model's configuration as argument."""
 
     attention: AttentionFacts | None = None
-    """Properties of a module of --attention-module; None for a mixer of --experimental-attention-variant."""
+    """Properties of an attention module, if --attention-module selects the mixer; None if
+    --experimental-attention-variant selects it."""
 
     rules: Callable[..., Iterable[object]] | None = None
     """Function that validates models with this mixer. The function maps (RunConfig, world size) to the `Problem`s of
@@ -96,7 +97,7 @@ class MixerFacts:
     """Name by which --recompute-modules selects a part of the mixer; empty if the mixer has no such part."""
 
     recomputed_with: str = ""
-    """Flag that adds the part named by `recomputed` to a model."""
+    """Flag that adds to a model the part that `recomputed` names."""
 
     includes: tuple[str, ...] = ()
     """Names of the mixers that this mixer contains. The flags and rules of the contained mixers also apply to a model
@@ -144,7 +145,7 @@ class MixerNames(Collection[str]):
         return sum(1 for _ in self)
 
     def where(self, name: str) -> str:
-        """Return the file and line of a mixer's registration."""
+        """Return the file and line that register a mixer."""
         return MIXERS.where(name)
 
 

@@ -1,4 +1,4 @@
-"""The model configuration, which determines the parameters and the computation. This module does not import torch."""
+"""Model configuration, which determines a model's parameters and computation. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def head_widths(self) -> HeadWidths:
-        """Channels of attention heads."""
+        """Widths of the query, key and value heads."""
         if (widths := self.attention_facts.widths) is not None:
             return widths(self)
         key = self.kv_channels or self.hidden_size // max(1, self.num_attention_heads)  # a rule refuses 0 heads
@@ -139,7 +139,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def _sublayers(self) -> tuple[Sublayers, ...]:
-        """Sublayers of all layers and of the multi-token prediction modules, which copy the last layer."""
+        """Sublayers of each layer, and of each multi-token prediction module, which has those of the last layer."""
         if (stated := self.stated_layers) is not None:
             return stated
         variant = self.experimental_attention_variant
@@ -159,8 +159,8 @@ class TransformerConfig(ModelFields):
         return of_layers + tuple(of_layers[number % len(of_layers)] for number in range(self.mtp_depths))
 
     def _kind(self, parts: Sublayers, local: bool, rotated: bool, ffn: int) -> LayerKind:
-        """Return the kind of a layer with these sublayers and an MLP of width `ffn`. Attention is `local` with a
-        sliding window or chunks, and `rotated` with a rotary embedding."""
+        """Return the kind of a layer that has the sublayers `parts`, and whose MLP has the width `ffn`. Attention is
+        `local` with a sliding window or chunks, and `rotated` with a rotary embedding."""
         has_own_width = parts.mlp and not parts.experts and ffn != self.ffn_size
         width: tuple[tuple[str, object], ...] = (("ffn_hidden_size", ffn),) if has_own_width else ()
         if not parts.attends:
@@ -231,7 +231,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def rope_pattern(self) -> tuple[bool, ...]:
-        """For each layer, True if its queries and keys are rotated."""
+        """Tuple with one bool for each layer, which is True if the layer rotates queries and keys."""
         skipped = self._pattern(self.rotary and self.no_rope_freq is not None, self.no_rope_freq, last_of_each)
         return tuple(self.rotary and not skips for skips in skipped)
 
@@ -351,7 +351,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def rotary_type(self) -> str:
-        """Kind of rotary frequencies."""
+        """Kind of rotary frequencies that --rope-type or the attention module selects."""
         return self.rope_type or self.attention_facts.rope_type
 
     @property
@@ -389,7 +389,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def expert_io_size(self) -> int:
-        """Input and output width of the experts."""
+        """Width of the input and the output of each expert."""
         return self.moe_latent_size or self.hidden_size
 
     @property

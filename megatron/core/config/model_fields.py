@@ -24,7 +24,7 @@ NEEDED_BY = {
     "moe": "--num-experts",
     "shared_experts": "--moe-shared-expert-intermediate-size",
 }
-"""Flags that add parts which only some models have, keyed by part."""
+"""Layer parts that only some models have. Each part is mapped to the flag that adds it."""
 
 WITHIN = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
 """Parts of a layer that are contained in a larger part, which is the value for each of them."""

@@ -84,7 +84,7 @@ class RouterClass(Protocol):
 
     def make_scores(self, config: Section) -> Scores:
         """Create the `Scores` whose name is `config.moe_router_scores`. The router is registered with this name in
-        `RouterFacts.scores`. Implementations are static methods."""
+        `RouterFacts.scores`. Implement this as a static method."""
 
 
 ROUTERS = Registry("router", RouterFacts, protocol=RouterClass, makes=RouterModule)
@@ -133,7 +133,7 @@ class RouterValues(Collection[str]):
         return stating[0]
 
     def where(self, value: str) -> str:
-        """Return the file and line that register the router for `value`, as in `router`."""
+        """Return the file and line that register the router for the choice `value`."""
         return ROUTERS.where(self.router(value))
 
 

@@ -24,14 +24,14 @@ class NormFacts:
     """Properties of a registered norm. The default values of the fields describe a custom RMSNorm."""
 
     centered: bool = False
-    """True if the norm subtracts the mean."""
+    """True if the norm subtracts the mean from its input, as LayerNorm does."""
 
     biased: bool = False
     """True if the norm has a bias by default."""
 
     standard: bool = False
-    """True for the built-in LayerNorm and RMSNorm. Norms of attention heads and conversions to other programs support
-    only these."""
+    """True for the built-in LayerNorm and RMSNorm. Norms of attention heads, and conversions to other programs, support
+    only LayerNorm and RMSNorm."""
 
 
 class NormModule(Protocol):
@@ -52,7 +52,8 @@ class Norm(Protocol):
             size: Number of channels.
             config: The layer's `TransformerConfig`.
             ctx: The layer's `megatron.core.tensor_parallel.layers.TPContext`.
-            partial_over: Value of `ParamMeta.partial_over` for the norm's parameters. Their `ParamMeta.role` is "norm".
+            partial_over: Value of `ParamMeta.partial_over` for the norm's parameters. Use "norm" as the
+                `ParamMeta.role` of these parameters.
         """
 
 

@@ -208,14 +208,15 @@ class OptimizerConfig(Section):
         return [PARAMETER_RULES[name](self) for name in PARAMETER_RULES.wanted(self)]
 
     def check_rules(self, metas: Collection[ParamMeta]) -> None:
-        """Raise ValueError if a parameter rule does not fit the parameters of the whole model."""
+        """Raise ValueError if a parameter rule is not suitable for the model. `metas` describes all parameters of the
+        model."""
         if errors := [error for rule in self.parameter_rules for error in rule.errors(metas)]:
             raise ValueError("\n".join(errors))
 
     @property
     def has_own_groups(self) -> bool:
-        """True if parameter groups differ from the default grouping, which only separates decayed from other
-        parameters."""
+        """True if the parameter groups are not the default groups. The default is one group with and one group without
+        weight decay."""
         usual = OptimizerConfig()
         fields = ("weight_decay_on", "apply_wd_to_qk_layernorm", "decoupled_lr")
         own = any(getattr(self, name) != getattr(usual, name) for name in fields)

@@ -44,7 +44,7 @@ class OptimizerFacts:
 
     fields: tuple[str, ...] = ()
     """Configuration fields that determine the optimizer of a parameter. A run that loads a checkpoint must use the
-    values of the checkpoint."""
+    checkpoint's values of these fields."""
 
     product_dtypes: Callable[..., tuple[str, ...]] = _no_dtypes
     """Function that returns the names of the dtypes in which the optimizer multiplies matrices. The arguments are the
@@ -52,7 +52,7 @@ class OptimizerFacts:
 
 
 class MakeChain(Protocol):
-    """Function that creates the chain of one parameter."""
+    """Function that creates the update rule of one parameter."""
 
     def __call__(self, config: Section, meta: ParamMeta) -> Sequence[object]:
         """Return the update rule of a parameter as a sequence of `megatron.core.optimizer.transforms.Transform`s, which
@@ -89,8 +89,8 @@ class StatePlan:
         return "aliased" if params_dtype == main_dtype and not on_host else "stored"
 
     def main_bytes(self, numel: int, kind: str, main: int) -> int:
-        """Return the size in bytes of `numel` main parameters of this kind, where an element of the main dtype has
-        `main` bytes."""
+        """Return the size in bytes of `numel` main parameters of the kind `kind`. `main` is the size of an element of
+        the main dtype in bytes."""
         return 0 if kind == "aliased" else numel * main
 
     def gradients_dtype(self, optimizer: Section) -> str | None:
@@ -134,8 +134,8 @@ class LrSchedule(Protocol):
     def __call__(self, samples: float, length: object, config: Section) -> float:
         """Return the learning rate of an update. `samples` is the number of samples that the run has consumed.
 
-        The schedule is not called during the warm-up, which lasts `length.warmup` samples. The schedule is still called
-        after the decay, which ends at `length.decay` samples. `length` is a
+        The warm-up lasts `length.warmup` samples; during this time, the schedule is not called. The decay ends at
+        `length.decay` samples; after this, the schedule is still called. `length` is a
         `megatron.core.optimizer.param_scheduler.ScheduleLength`.
         """
 

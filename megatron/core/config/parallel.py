@@ -23,7 +23,7 @@ class HostFacts:
     """Properties of a registered store that keeps optimizer states or activations in host memory."""
 
     fraction: Callable[..., float]
-    """Function that maps the `OptimizerConfig` to the fraction of elements whose states are kept and updated in host
+    """Function of the `OptimizerConfig` that returns which fraction of the optimizer states is kept and updated in host
     memory."""
 
     ranges: Callable[..., Mapping[tuple[int, int], Sequence[range]]]
@@ -37,8 +37,8 @@ class HostFacts:
     gradients and parameters of these ranges are copied. Only plans call this function."""
 
     layers: Callable[..., int]
-    """Function that returns for how many layers at the start of each stage the store keeps activations. The argument of
-    the function is the `ModelParallelConfig`."""
+    """Function of the `ModelParallelConfig` that returns for how many layers at the start of each stage the store keeps
+    activations."""
 
     with_layers: Callable[..., Section]
     """Function of (ModelParallelConfig, n) that returns a copy of the configuration in which the activations of at most
@@ -70,7 +70,7 @@ class HostMemory(Protocol):
 
 
 HOST_MEMORY = Registry("store in host memory", HostFacts, protocol=HostMemory)
-"""Registry that maps names to implementations of `HostMemory`. Only extensions register implementations, as follows:
+"""Registry that maps names to implementations of `HostMemory`. Extensions register implementations as follows:
 
     HOST_MEMORY.register("host", f"{__package__}.memory:HostStores", fraction=..., ranges=..., slots=..., layers=...,
                          with_layers=...)
@@ -103,9 +103,10 @@ class UnitStoreClass(Protocol):
 
 
 UNIT_STORES = Registry("store of units", UnitFacts, protocol=UnitStoreClass)
-"""Registered classes derived from `ShardedUnits`, by name. A unit store keeps the matrices of units (transformer
-layers, and modules outside of layers) and their gradients between the passes that use them. Only extensions register
-unit stores. If a run uses no unit store, `DDPConfig` determines which states the data-parallel ranks shard."""
+"""Registry that maps names to unit stores, which are classes derived from `ShardedUnits`. A unit store keeps the
+matrices of units (transformer layers, and modules outside of layers) and their gradients between the passes that use
+them. Only extensions register unit stores. If a run uses no unit store, `DDPConfig` determines which states the
+data-parallel ranks shard."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,12 @@ class StageSplit(Protocol):
         costs of the embedding and the output layer estimated from FLOPs alone."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
-        """Return the number of layers of each stage for which the flags set this number, keyed by stage."""
+        """Return the numbers of layers that the flags set explicitly, keyed by stage. Other stages are left out."""
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)
-"""Registry that maps names to implementations of `StageSplit`. Only extensions register implementations."""
+"""Registry that maps names to implementations of `StageSplit`. It is empty unless an extension registers an
+implementation."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +329,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def expert_tp(self) -> int:
-        """Tensor-parallel size of the experts."""
+        """Number of ranks over which the matrices of an expert are sharded (tensor parallelism of experts)."""
         given = self.expert_tensor_parallel_size
         return self.tensor_model_parallel_size if given is None else given
 
@@ -358,7 +360,7 @@ class DDPConfig:
 
     @property
     def shards_gradients(self) -> bool:
-        """True for ZeRO-2 and ZeRO-3: a rank keeps only the gradients of its shards."""
+        """True for ZeRO-2 and ZeRO-3, in which a rank keeps only the gradients of its shards."""
         return self.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
 
     @property
@@ -374,6 +376,6 @@ class DDPConfig:
         return 2 if self.shards_gradients else None
 
     def drops_parameters(self, parallel: ModelParallelConfig) -> bool:
-        """Return whether the device holds the complete matrices of a unit bucket only during the forward and backward
-        passes of the unit."""
+        """Return True if the complete matrices of a unit are on the device only during the forward and backward passes
+        of the unit."""
         return self.shards_parameters or parallel.unit_store is not None

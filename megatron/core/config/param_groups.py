@@ -20,16 +20,16 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Settings in which the updates of a parameter group differ from the default."""
+    """Settings that the optimizer applies to a group of parameters instead of the default settings."""
 
     lr_mult: float = 1.0
-    """Multiplier of the learning rate."""
+    """Factor by which the learning rate is multiplied."""
 
     eps_mult: float = 1.0
     """Factor by which Adam's epsilon (--adam-eps) is multiplied."""
 
     wd_mult: float = 1.0
-    """Multiplier of the scheduled weight decay; 0 for no weight decay."""
+    """Factor by which the scheduled weight decay is multiplied; 0 for no weight decay."""
 
     weight_decay: float | None = None
     """Constant weight decay that replaces the scheduled weight decay; None for the scheduled weight decay."""
@@ -77,7 +77,7 @@ class ParameterRule:
     """
 
     groups = True
-    """True if the rule may change the groups of parameters."""
+    """True if the rule may change the group to which a parameter belongs."""
 
     def group(self, group: ParamGroup, meta: ParamMeta) -> ParamGroup:
         """Return the parameter group for a parameter. `group` is the group that the flags and earlier rules chose for
@@ -89,7 +89,8 @@ class ParameterRule:
         return False
 
     def initial(self, meta: ParamMeta, init: Init) -> Init:
-        """Return the initialization of a parameter, given the initialization that its role or earlier rules chose."""
+        """Return the initialization of a parameter. `init` is the initialization chosen by the parameter's role or by
+        earlier rules."""
         return init
 
     def errors(self, metas: Collection[ParamMeta]) -> Iterable[str]:
@@ -116,7 +117,7 @@ class RuleFacts:
 
 
 PARAMETER_RULES = Registry("rule of parameters", RuleFacts, protocol=BuildsRule)
-"""Registered parameter rules by name. Each rule receives the groups that earlier rules chose.
+"""Registry of parameter rules. Each rule receives the groups that earlier rules chose.
 
     @PARAMETER_RULES.register("small gates", when=lambda optimizer: True)
     class SmallGates(ParameterRule):

@@ -1,9 +1,9 @@
 """DistributedDataParallel: accumulates gradients in flat buffers and reduces them bucket by bucket.
 
-A gradient reaches `param.main_grad` in one of two ways. The autograd Functions of linear layers and embeddings add
-weight gradients to `param.main_grad`, immediately or from the weight-gradient queue. The gradients of all other
-parameters are computed by autograd, and a hook adds each of them to `param.main_grad` once it is complete. Whenever a
-gradient has been added to `param.main_grad`, `param.on_main_grad` is called if it is set.
+A gradient reaches `param.main_grad` in one of two ways. For weights of linear layers and embeddings, the layer's own
+autograd Function adds the gradient to `param.main_grad`, immediately or later from the weight-gradient queue. The
+gradients of all other parameters are computed by autograd, and a hook adds each of them to `param.main_grad` once it is
+complete. Whenever a gradient has been added to `param.main_grad`, `param.on_main_grad` is called if it is set.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class DistributedDataParallel:
 
     If `data_parallel_sharding_strategy` shards gradients or parameters, whole matrices exist only during the passes of
     the layer or other unit that contains them. `passes` contains the weight-gradient queue and the weight casts that
-    the modules share. `initialize` sets the values of parameters that have no memory yet (`WeightSetup.lazy`). Call
-    `gather_params_` before you read such parameters.
+    the modules share. `initialize` is a function that sets the values of parameters that have no memory yet
+    (`WeightSetup.lazy`). Call `gather_params_` before you read sharded parameters.
 
     Gradients are in the main dtype, or in the `gradients_dtype` of `optimizer`. Sums over ranks are always in the main
     dtype, unless `grad_reduce_in_bf16` is set.
@@ -119,7 +119,7 @@ class DistributedDataParallel:
         self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self.params]
 
     def _give_frozen_parameters_values(self, initialize: Callable[[Sequence[Tensor]], None]) -> None:
-        """Allocate and initialize frozen parameters. The memory of trained parameters is in the buffers."""
+        """Allocate and initialize frozen parameters. Trained parameters are allocated in the buffers."""
         for param in (param for module in self.modules for param in module.parameters()):
             if not (param.requires_grad or has_storage(param)):
                 alloc_storage(param)
@@ -152,8 +152,8 @@ class DistributedDataParallel:
 
     @property
     def nbytes(self) -> tuple[int, int, int]:
-        """Return the bytes of parameters and the bytes of gradients that stay on the device, and the bytes of both in
-        host memory."""
+        """Return three numbers of bytes: parameters that stay on the device, gradients that stay on the device, and
+        both kinds in host memory."""
         found = [0, 0, 0]
         for buffer in self.buffers:
             for kind, kept in enumerate((buffer.param_data, buffer.grad_data)):
@@ -163,9 +163,9 @@ class DistributedDataParallel:
     def begin_step(self, num_microbatches: int, overwrite: bool = False) -> None:
         """Start a step of `num_microbatches` micro-batches with zero gradients.
 
-        With `overwrite`, gradients are not set to zero: the first contribution to each `main_grad` overwrites it.
-        Before the first contribution, or before a call of `zero_stale_grads`, `main_grad` contains the previous step's
-        gradient. Add all gradient contributions with `accumulate_weight_grad`.
+        If `overwrite` is True, gradients are not set to zero. Instead, the first contribution to each `main_grad`
+        overwrites it. Before the first contribution, or before a call of `zero_stale_grads`, `main_grad` contains the
+        previous step's gradient. Add all gradient contributions with `accumulate_weight_grad`.
         """
         assert self._started == 0, "the previous step's reductions have not been waited for"
         self._small_grads.enabled = overwrite and self.device.type == "cuda"
@@ -261,8 +261,8 @@ class DistributedDataParallel:
             bucket.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait for all-gathers of parameters. Then gather the parameters whose weights have been gathered only in
-        another format.
+        """Wait for all-gathers of parameters. If only copies of some parameters in another format were gathered, gather
+        these parameters too.
 
         After this call, each rank has the updated values of all parameters, except of those that it gathers only for
         the passes that use them. All data-parallel ranks must call this method.
@@ -295,7 +295,7 @@ class DistributedDataParallel:
 
 
 def _communication_device(axis: Axis) -> torch.device:
-    """Return the device of collectives over the axis, for a rank without parameters."""
+    """Return the device on which a rank without parameters takes part in collectives over the axis."""
     if axis.size > 1 and "nccl" in dist.get_backend(axis.group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

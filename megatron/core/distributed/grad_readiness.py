@@ -41,7 +41,7 @@ class GradReadiness:
         self.begin_step(0)
 
     def begin_step(self, microbatches: int) -> None:
-        """Start a step with this number of micro-batches; 0 means that the number is unknown."""
+        """Start a step with `microbatches` micro-batches; 0 if the number is not known."""
         self.microbatches = microbatches
         self.reports = [0] * len(self.params)
         self.missing = [len(bucket.layout.params) for bucket in self.buckets]
@@ -75,8 +75,8 @@ def wait_before_forward(
 ) -> None:
     """Make each module wait, before its forward pass, for the all-gather of the parameters that it reads.
 
-    A ModuleList entry, which is a layer, waits for all its parameters, so that its code may read them in any order.
-    A module outside of layers waits only for the parameters that it owns itself.
+    A layer, which is an entry of a ModuleList, waits for all its parameters, so that the layer may read them in any
+    order. A module outside of layers waits only for the parameters that it owns itself.
     """
     number = {id(param): i for i, param in enumerate(params)}
     bucket_of = bucket_numbers(buckets)

@@ -38,8 +38,8 @@ class Bucket:
     """
 
     on_host = False
-    """True if the rank's persistent part of the bucket is in host memory, and on the device only while a pass uses
-    it."""
+    """True if the rank keeps its part of the bucket in host memory, and copies it to the device only for the passes
+    that use it."""
 
     before_sync: Callable[[Bucket], None] | None = None
     """Diagnostic hook that is called before each reduction, while `grads` still contains the gradients of this rank
@@ -87,8 +87,8 @@ class Bucket:
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def adopt(self, owners: Sequence[nn.Parameter]) -> None:
-        """Take over the parameters `owners` after their values were moved into `params`. In the base class, there is
-        nothing to do."""
+        """Take over the parameters `owners` after their values were moved into `params`. The base class needs no code
+        for this."""
 
     def owned_grad(self, piece: Piece) -> Tensor:
         """Return the gradient of `piece`, a part of a parameter from `owned_pieces`, as a 1-D view."""
@@ -161,7 +161,8 @@ class WholeUnits:
     """Buckets of units."""
 
     def begin_step(self, microbatches: int) -> None:
-        """Start a step of `microbatches` micro-batches. With 0, no gradient is reduced before the end of the step."""
+        """Start a step of `microbatches` micro-batches. If `microbatches` is 0, no gradient is reduced before the end
+        of the step."""
 
     def finish_grad_sync(self) -> None:
         """Reduce the remaining gradients of a step. Free the whole parameters, because the optimizer is about to change
@@ -185,7 +186,7 @@ class WholeUnits:
 class UnitStore:
     """Base class of stores, which decide where parameters and gradients of units are kept between passes.
 
-    The base class keeps whole parameters and gradients on the device. Its subclass `ShardedUnits` keeps only shards
+    The base class keeps whole parameters and gradients on the device. The subclass `ShardedUnits` keeps only shards
     between passes.
     """
 
@@ -220,7 +221,7 @@ class UnitStore:
 
 
 def have_values(params: Sequence[Tensor]) -> None:
-    """Initialize nothing: all parameters must already have their values."""
+    """Check that no parameter remains to be initialized. Use this function if all parameters already have values."""
     assert not params, f"{params[0].meta.name} has no values"  # type: ignore[attr-defined]
 
 
@@ -243,10 +244,10 @@ class ParamAndGradBuffer:
     """Flat memory for one `BufferLayout`.
 
     The constructor moves the parameters `params` into this memory. They must be in the same order as when the layout
-    was planned. Values, shapes and the Parameter objects stay the same; `initialize` sets the values of parameters
-    without memory, one bucket at a time. `param.data` becomes a view of this memory, and `param.main_grad` becomes a
-    view of zeroed gradients. `copies` is the axis of ranks that hold the same shards. The gradient shards of these
-    ranks are summed once per step. `store` is the unit store, which creates the buckets.
+    was planned. Values, shapes and the Parameter objects stay the same. For parameters that have no memory yet,
+    `initialize` sets the values, one bucket at a time. `param.data` becomes a view of this memory, and
+    `param.main_grad` becomes a view of zeroed gradients. `copies` is the axis of ranks that hold the same shards. The
+    gradient shards of these ranks are summed once per step. `store` is the unit store, which creates the buckets.
     """
 
     def __init__(
@@ -291,12 +292,12 @@ class ParamAndGradBuffer:
         starts = [*(place.start for place in layout.params), layout.numel]
         gaps = [] if layout.by_unit else zip(ends, starts, strict=True)
         self.grad_gaps = [self.grad_data[stop:start] for stop, start in gaps if start > stop]
-        """Views of the padding between parameters in the gradient buffer. The list is empty if gradient memory is
-        allocated only for the passes of a unit."""
+        """Views of the padding between parameters in the gradient buffer. The list is empty if the buffer contains
+        units, because their gradient memory exists only during passes."""
 
     @property
     def on_host(self) -> bool:
-        """True if this rank keeps its part of the buffer in host memory between passes."""
+        """True if this rank keeps its part of the buffer in host memory while no pass uses it."""
         return self.buckets[0].on_host
 
     def start_copies_sync(self) -> list[Pending]:
@@ -323,8 +324,8 @@ class SmallGrads:
         added after the first."""
 
     def takes(self, param: Tensor, grad: Tensor) -> bool:
-        """Return True if a gradient can be held back. This requires that the gradient is small, that no callback waits
-        for it, and that `param.main_grad` always has memory."""
+        """Return True if a gradient can be held back. The gradient must be small, no callback may wait for it, and
+        `param.main_grad` must always have memory."""
         waited = (getattr(param, name, None) for name in ("on_main_grad", "before_main_grad"))
         return self.enabled and grad.numel() <= LARGEST and not any(waited)
 
@@ -334,7 +335,7 @@ class SmallGrads:
         self._held[id(param)] = param, grad
 
     def drop(self) -> None:
-        """Discard the held gradients."""
+        """Discard all gradients that were held back."""
         self._held.clear()
 
     @torch.no_grad()

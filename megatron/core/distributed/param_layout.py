@@ -42,8 +42,8 @@ GroupOf = Callable[[ParamMeta], ParamGroup]
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
-    """Return the default bucket size in elements, which is large enough that bandwidth rather than latency limits
-    reductions."""
+    """Return the default bucket size in elements. It is large enough that reductions are limited by bandwidth, not by
+    latency."""
     return max(40_000_000, 1_000_000 * data_parallel_size)
 
 

@@ -12,7 +12,7 @@ The order of units is learned from the previous step, because a schedule uses th
 with the same number of micro-batches. This includes recomputation. All ranks of a group therefore gather and reduce in
 the same order. In the first step and during evaluation, no unit is gathered early.
 
-The weight gradients of a split backward (I and W) are reduced after W, which needs no parameters.
+If a backward pass is split (I and W), weight gradients are reduced after W. W needs no parameters.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class UnitBucket(Bucket):
             self.drop_params()
 
     def drop_params(self) -> None:
-        """Free the whole parameters, for example after their values have changed. No pass may use them at this time."""
+        """Free the whole parameters, for example after their values have changed. Call it only between passes."""
         assert self.users == 0, "parameters in use"
         if self.shards_params and self.whole_params:
             self.finish_param_sync()
@@ -222,17 +222,17 @@ class Order(Generic[T]):
             self.asked.append(unit)
             expected = self.known.get(self.microbatches, [])
             if expected[len(self.asked) - 1 : len(self.asked)] not in ([], [unit]):
-                del self.known[self.microbatches]  # The order of units has changed and must be recorded again.
+                del self.known[self.microbatches]  # The order of the units has changed, so it must be recorded again.
 
     def following(self, count: int) -> list[T]:
-        """Return the next `count` units, or fewer if fewer are known."""
+        """Return the next `count` units in the learned order, or fewer at the end of the order."""
         if not self.microbatches:
             return []
         return self.known.get(self.microbatches, [])[len(self.asked) : len(self.asked) + count]
 
 
 class UnitSharding(WholeUnits):
-    """Hooks around the units of one rank's modules. Without `shards_params`, only gradients are sharded. Copies of
+    """Hooks for the units in one rank's modules. If `shards_params` is False, only gradients are sharded. Copies of
     parameters in other dtypes are freed together with the parameters."""
 
     buckets: Sequence[UnitBucket]
@@ -274,8 +274,8 @@ class UnitSharding(WholeUnits):
                 after.takes_pending = True  # type: ignore[attr-defined]
                 module.register_forward_hook(after, always_call=True)
         self._last_users: dict[UnitBucket, int] = {}
-        """For each bucket, the number of its first unit in forward order. The backward pass of this unit is the last
-        one that adds gradients to the bucket."""
+        """For each bucket, the number of its first unit in forward order. After the backward pass of this unit, the
+        gradients of the bucket are complete."""
 
     def begin_step(self, microbatches: int) -> None:
         self.order.begin(microbatches)
@@ -333,7 +333,7 @@ class UnitSharding(WholeUnits):
             self._acquire(unit)
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: tuple[object, ...], output: object) -> object:
-        """Hook that runs after a unit's forward pass, also if a recomputed pass stops early. `output` is then None."""
+        """Hook that runs after a unit's forward pass. If a recomputed pass stops early, `output` is None."""
         if self.shards_params:
             output = _apart_from(unit, output)
             self._release(unit)

@@ -60,8 +60,8 @@ class ActivationStore(Protocol):
         """Replace the pool with an empty pool, for plans. The new pool uses pinned memory only if `pinned` is True."""
 
     def begin(self, x: Tensor, shared: object) -> StoredPass:
-        """Start the forward pass of a stage's layers with input x. Tensors in `shared`, an object or a mapping, are not
-        stored."""
+        """Start the forward pass of a stage's layers with input x. `shared` is an object or a mapping that contains
+        tensors. These tensors are not stored."""
 
 
 def build_store(config: ModelParallelConfig, device: torch.device | str) -> ActivationStore | None:
@@ -113,8 +113,8 @@ def nothing_saved() -> AbstractContextManager[None]:
 
 
 def packed(x: Tensor) -> Tensor | Stored:
-    """Return the placeholder that the current saver creates for x. Saved-tensor hooks that are nested in those of a
-    saver must call this function, because autograd calls only the innermost hooks."""
+    """Return the object that the current `Saver` saves instead of x; without a saver, return x. Saved-tensor hooks that
+    are nested in those of a saver must call this function, because autograd calls only the innermost hooks."""
     return x if _now.saver is None else _now.saver.pack(x)
 
 

@@ -1,4 +1,4 @@
-"""Activation functions of MLPs and experts.
+"""Implementations of the activation functions of MLPs and experts.
 
 Each activation function is built by a function with the arguments (name, config, ctx). An activation function with
 parameters is a module, and `name` is the prefix of its parameter names.
@@ -41,17 +41,17 @@ Kind = str | Bounded
 
 
 class FusedActivation:
-    """Activation function that saves only its input for the backward pass. `kind` is one that `functions_of` supports.
-    If compiled, the function can also add the bias of the preceding linear layer. In this case, a single backward
-    kernel computes the input gradient and sums the bias gradient.
+    """Activation function that saves only its input for the backward pass. The argument `kind` is the kind of
+    activation function, as in `functions_of`. If compiled, the function can also add the bias of the preceding linear
+    layer. In this case, a single backward kernel computes the input gradient and sums the bias gradient.
     """
 
     def __init__(self, kind: Kind, compiled: bool) -> None:
         self.kind, self.compiled = kind, compiled
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """f(x + bias): x [..., f] -> [..., f], or [..., f / 2] for a gated function; bias has f elements in any
-        shape."""
+        """Compute f(x + bias): x [..., f] -> [..., f], or [..., f / 2] for a gated function. The bias has f elements in
+        any shape."""
         return _ActivationFunction.apply(x, None if bias is None else bias.flatten(), self.kind, self.compiled)
 
 
@@ -153,8 +153,8 @@ FUNCTIONS: dict[str, Functions] = {
 
 
 def functions_of(kind: Kind) -> Functions:
-    """Return the functions forward(x) and backward(x, gradient of the output) of an activation function. If `kind` has
-    a clamp and an offset, both functions include them."""
+    """Return the functions forward(x) and backward(x, gradient of the output) of an activation function. If `kind` is a
+    `Bounded` function, both functions apply its clamp and its offset."""
     if isinstance(kind, str):
         return FUNCTIONS[kind]
     (forward, backward) = FUNCTIONS[kind.name]
@@ -172,7 +172,7 @@ def functions_of(kind: Kind) -> Functions:
 
 
 _regions_of = cache(functions_of)
-"""Return the functions. The result is cached, so that each function is compiled only once."""
+"""Cached version of `functions_of`, so that each function is compiled only once."""
 
 
 def _bounded(x: Tensor, clamp: float | None, offset: float) -> Tensor:

@@ -21,7 +21,8 @@ from megatron.core.transformer.rotary import RotaryEmbedding, query_scales
 
 
 class Pending(Protocol):
-    """Residual stream whose last addition is performed by the module that reads the stream."""
+    """Residual stream to which the last sublayer output has not been added yet. The module that reads the stream
+    performs this addition."""
 
     def added(self) -> Tensor:
         """Perform the addition, and return the stream [s, b, w]."""

@@ -31,7 +31,7 @@ class MLP(nn.Module):
         self.recompute, self.recompute_activation = config.recomputes("mlp"), config.recomputes("mlp_act")
 
     def forward(self, x: Tensor, context: BatchContext | None = None, addend: Tensor | None = None) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism.
+        """Run the MLP: x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism.
 
         An `addend` [s, b, h] is added to the result if the last layer `takes_addend`.
         """

@@ -133,7 +133,7 @@ def build_query_key_norms(name: str, config: TransformerConfig, ctx: TPContext) 
     both are `nn.Identity`.
 
     The norms run before the rotary embedding; with --qk-layernorm-after-rotary, they run after it. With --qk-l2-norm,
-    both orders give the same result.
+    the order does not affect the result.
     """
     if config.qk_l2_norm and config.layer(ctx.layer).rotation is not None:
         return L2Norm(config, ctx), L2Norm(config, ctx)

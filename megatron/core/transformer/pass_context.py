@@ -12,7 +12,8 @@ from megatron.core.transformer.activation_store import ActivationStore
 
 @dataclass(frozen=True)
 class PassContext:
-    """Objects that the passes of all stages of a rank share with the gradient buffers and the pipeline."""
+    """Objects that all stages of a rank use in their forward and backward passes. The gradient buffers and the pipeline
+    use the same objects."""
 
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
     """Queue of weight gradients that a split backward pass computes later."""

@@ -46,7 +46,7 @@ _running = _Running()
 
 @contextmanager
 def again() -> Iterator[None]:
-    """Mark the code within the block as recomputation for a backward pass."""
+    """Context manager that marks the code in its body as a recomputation for a backward pass."""
     _running.depth += 1
     try:
         yield

@@ -1,6 +1,8 @@
-"""Rotary position embedding (arXiv:2104.09864) over pairs of distant or neighbouring channels.
+"""Rotary position embedding (arXiv:2104.09864). It rotates pairs of channels, which are either half a head apart or
+neighbours.
 
-Frequencies can be scaled as in Llama 3.1, scaled by YaRN, or computed for a wider head. Positions can be interpolated.
+Frequencies can be scaled as in Llama 3.1, scaled by YaRN, or computed for a wider head. Position interpolation is also
+supported.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from megatron.core.config.model import TransformerConfig
 
 def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
     """Return the frequencies of channel pairs in radians per position, [rotary_dim / 2] fp32. With --rope-type
-    proportional, pairs that are not rotated are included with frequency 0.
+    proportional, the result includes pairs that are not rotated, with the frequency 0.
 
     Interpolation divides positions (arXiv:2306.15595, section 2.3), which is equivalent to dividing frequencies.
     """
@@ -36,8 +38,8 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
 
 
 def _proportional_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
-    """Return the frequencies [channels with positions / 2], which are computed for the whole head. The frequency of
-    unrotated pairs is 0."""
+    """Return the frequencies of all channel pairs of a head as if the whole head were rotated. The frequency of pairs
+    that are not rotated is 0."""
     channels = config.rotated_channels(replace(rotation, percent=1))
     pairs = torch.arange(channels // 2, dtype=torch.float32)
     frequencies = 1.0 / (rotation.base ** (2 * pairs / channels))
@@ -52,7 +54,8 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: T
     """
 
     def pair(rotations: float) -> float:
-        """Return the (fractional) index of the pair that makes this many rotations over the original context length."""
+        """Return the index of the channel pair, as a fraction, that makes `rotations` rotations in the original context
+        length."""
         wavelengths = config.original_max_position_embeddings / (2 * math.pi * rotations)
         return channels * math.log(wavelengths) / (2 * math.log(base))
 

@@ -108,8 +108,8 @@ class SelfAttention(nn.Module):
 def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinear, RowLinear]:
     """Return linear_qkv [groups, heads, channels, h], or [groups, rows, h] if head widths differ, and linear_proj.
 
-    For each query group, the rows of linear_qkv are its query heads, their output gates if there are any, its key and
-    its value.
+    The rows of linear_qkv for a query group are the query heads of the group, their output gates if there are any, the
+    key and the value.
     """
     hidden, bias = config.hidden_size, config.add_bias_linear
     of_output = bias or config.add_attention_output_bias
@@ -124,7 +124,8 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
 
 
 def gated_output(x: Tensor, gate: Tensor, function: str) -> Tensor:
-    """Multiply the attention output x [s, b, heads * d] by the gate function of `gate` [s, b, heads * d]."""
+    """Multiply each channel of the attention output x [s, b, heads * d] by its gate. The gates are `function` applied
+    to `gate` [s, b, heads * d]."""
     return x * GATES[function](gate)
 
 

@@ -66,17 +66,18 @@ class CommandLine:
     """File to which the command writes JSON; "" for standard output, None if it writes no JSON."""
 
     given: frozenset[str] = field(default=frozenset(), compare=False)
-    """Every given flag, both alone and with its first value, including flags that have no configuration field."""
+    """Spellings of all given flags, including flags that have no configuration field. Each flag is contained twice:
+    alone, and with its first value, such as "--tp 2"."""
 
     of_model: frozenset[str] = field(default=frozenset(), compare=False)
-    """Flags whose values were taken from another program's model in --load instead of the command line."""
+    """Flags whose values come from a model in --load that another program wrote, and not from the command line."""
 
 
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
     """Parse `argv`. For `--help`, this function prints the help text and raises SystemExit(0).
 
-    If flags are invalid, one rank prints every problem, including those that validation finds, and SystemExit(2) is
-    raised.
+    If flags are not valid, one rank prints every problem, and this function raises SystemExit(2). The problems include
+    those that validation finds.
     """
     launch = launch or Launch.from_environment()
     if "--version" in argv:
@@ -207,7 +208,7 @@ def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
 
 def config_of(values: dict[str, object]) -> RunConfig:
     """Build the unresolved configuration from values keyed by field name."""
-    zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)  # zero replaces missing values
+    zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)  # a missing value is 0 too
     return replace(config_of_sections({"": values}), given=zeros)
 
 
@@ -245,8 +246,8 @@ def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | Non
     """Import extensions, and return their absolute paths. These are the extensions that the command line names, and
     those extensions named in files that are permitted to load.
 
-    If the file of an extension has moved, an extension of that name on the command line replaces it. Raises
-    ExtensionError.
+    A file may name an extension whose own file has moved. In this case, an extension with the same name on the command
+    line replaces it. Raises ExtensionError.
     """
     written = [text for name, texts in tokens if name == "--extension" for text in texts if text_rule(text) is None]
     given = list(load_extensions([] if script else written))

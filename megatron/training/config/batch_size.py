@@ -52,8 +52,8 @@ class BatchSizes:
         return begun if begun.samples(iterations) == consumed else replace(begun, past=(*begun.past, past[-1]))
 
     def points(self, iterations: int, consumed_samples: int) -> tuple[Point, ...]:
-        """Return the value of `past` for a run that resumes at this position. The value contains the positions of
-        earlier batch-size changes, followed by this position."""
+        """Return the value of `past` for a run that resumes after `iterations` steps and `consumed_samples` samples:
+        the positions of earlier batch-size changes, followed by this position."""
         found, (done, consumed) = [point for point in self.past if point[1] <= consumed_samples], self.past[-1]
         for end, size in self.earlier:
             steps = -(-(end - consumed) // size) if end > consumed else 0
@@ -85,7 +85,7 @@ class BatchSizes:
         return iterations + (samples - consumed) // self.final
 
     def samples(self, iterations: int) -> int:
-        """Return the number of samples consumed after `iterations` steps."""
+        """Return how many samples the run has consumed after `iterations` steps."""
         for (i, s), (j, t) in pairwise(self.past):
             if iterations < j:
                 return s + (iterations - i) * (t - s) // (j - i)
@@ -132,10 +132,10 @@ def num_microbatches(global_batch_size: int, micro_batch_size: int, data_paralle
 
 
 def samples_of_run(config: RunConfig) -> int | None:
-    """Return the number of samples in a run whose length is given in samples or tokens. If both lengths are given, the
-    shorter one applies.
+    """Return the number of samples in a run if the flags give its length in samples or tokens. If both lengths are
+    given, the shorter one applies.
 
-    Returns None if the length is given in iterations, or if the run is one epoch.
+    Returns None if the flags give the length in iterations, or give no length, so that the run is one epoch.
     """
     training = config.training
     if training.train_tokens is None or config.model.seq_length < 1:

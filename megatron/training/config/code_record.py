@@ -5,8 +5,8 @@ Code runs only if the command line names it. Code is not run just because a chec
 because these files may come from anywhere. The only exception is a checkpoint or configuration in the --save folder of
 a run that the same user started. When a run starts, `record_code` stores the run's folder, and the names and content
 digests of the code that the run uses. The record is in the user's state folder, outside the folder of the run.
-`standing` compares the code that a file names with the record. No checkpoint can extend the record. If code has changed
-since it was recorded, it is refused.
+`standing` compares the code that a file names with the record. No checkpoint can extend the record. Code that has
+changed since it was recorded may not run.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def state_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def record_named_code(config: RunConfig) -> str | None:
-    """Record the code that the flags of a run name, if the run has --save. Returns a line to print if the code cannot
-    be recorded."""
+    """Record the code that the flags of a run name, if the run has --save. If the code cannot be recorded, return a
+    warning to print."""
     save, names = config.checkpoint.save, list(config.extensions.extension or ())
     for flag in all_flags():
         if flag.spec.names_code is not None:
@@ -155,8 +155,8 @@ def _recorded(run: Path) -> dict[str, str]:
     """Return the recorded digests of the code that a run has used, keyed by the name of the code. `run` is the run's
     folder.
 
-    A record that belongs to another user, that other users may write, or that is in the run's folder is ignored. The
-    result is then empty.
+    The result is empty if there is no record. It ignores a record that belongs to another user, that other users may
+    write, or that is in the run's folder.
     """
     path = _record_file(run)
     try:

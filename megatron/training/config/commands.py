@@ -43,8 +43,8 @@ class GivenOptions:
     """Options that a command line contains, and the problems found while reading them."""
 
     options: dict[str, list[str]] = field(default_factory=dict)
-    """Values of each given option, with one entry for each time that the option is given. The entry is "" if the option
-    has no value."""
+    """Values of each given option, with one entry for each time that the option is given. If an option is given without
+    a value, its entry is ""."""
 
     problems: list[Problem] = field(default_factory=list)
 
@@ -93,7 +93,7 @@ class Prepared:
 
     def refuse(self, problems: Sequence[Problem], json: bool = True) -> NoReturn:
         """Print the problems on one rank, then end the process with exit code 2. If `json` is True, the problems are
-        also written to `json_file`."""
+        also written as JSON to the file `json_file`."""
         refuse(problems, self.launch, self.json_file if json else None)
 
 
@@ -154,7 +154,7 @@ def switches() -> list[str]:
 
 
 def asked_command(given: GivenOptions, world_size: int | None) -> Command | None:
-    """Return the command that options select; errors in the options become problems."""
+    """Return the command that the given options select. If options are wrong, add problems to `given.problems`."""
     found = [
         COMMANDS[each](given, world_size)
         for each in COMMANDS

@@ -81,7 +81,7 @@ class Flag:
     spec: FlagSpec
 
     section_needs: Conditions = ()
-    """Flags without which the section of this flag has no effect (`NO_EFFECT_WITHOUT` in the section's class)."""
+    """Conditions under which the section of this flag has an effect (`NO_EFFECT_WITHOUT` in the section's class)."""
 
     @property
     def name(self) -> str:
@@ -137,10 +137,11 @@ def dashed(field: str) -> str:
 
 
 Rules = Callable[[RunConfig, int], Iterable[Problem]]
-"""Function of (resolved configuration, world size) that returns the problems it finds. It must not raise exceptions."""
+"""Function of (resolved configuration, world size) that returns the problems it finds. The function must not raise
+exceptions."""
 
 Resolve = Callable[[RunConfig], RunConfig]
-"""Function that fills in the derived values of a configuration. It must not raise exceptions, whatever the values."""
+"""Function that fills in the derived values of a configuration. The function must not raise exceptions."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,8 @@ class ExtensionSection:
     """True if a run may load a checkpoint that was saved with different values of these flags."""
 
     rules: Rules | str | None = None
-    """Rules about the flags, or the location "module:function" of the rules, which is imported if one of the flags is
-    given."""
+    """Rules for the flags, or the location "module:function" of the rules, which are then imported only if they
+    apply."""
 
     always: bool = False
     """True if the rules apply even if none of these flags is given, because other flags can select the component."""
@@ -164,8 +165,8 @@ class ExtensionSection:
     """Function that fills in values of other flags, given directly or as "module:function"."""
 
     reads: Resolve | str | None = None
-    """Function that reads values of other flags from files that these flags name, given directly or as
-    "module:function". The function raises ValueError with the flag's name if a file cannot be read."""
+    """Function, or its location "module:function", that reads the files which these flags name. The files contain
+    values of other flags. The function raises ValueError with the flag's name if a file cannot be read."""
 
     part_of: str | None = None
     """Section of `RunConfig` to which the flags belong.
@@ -217,8 +218,7 @@ EXTENSION_SECTIONS: dict[str, ExtensionSection] = {}
 def add_section(title: str, section: ExtensionSection) -> None:
     """Create flags from the fields of an extension's frozen dataclass, in a separate section of `--help`.
 
-    Raises ValueError if the class or a flag is invalid.
-    """
+    Raises ValueError if the dataclass or a flag in it is not valid."""
     cls = section.cls
     if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ValueError(f"the flags {title!r}: {cls.__name__} must be a frozen dataclass")
@@ -356,7 +356,7 @@ def _without_credentials(flag: Flag, value: Any) -> Any:
 
 
 def without_credentials(config: RunConfig) -> RunConfig:
-    """Hide the credentials of URLs in a configuration; this process keeps the credentials."""
+    """Return the configuration with hidden credentials in its URLs. The credentials are stored in this process."""
     values = {flag.field: value_of(config, flag) for flag in all_flags() if flag.spec.path == "url"}
     return with_named(config, {name: _without_credentials(field_table()[name], each) for name, each in values.items()})
 

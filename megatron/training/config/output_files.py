@@ -29,7 +29,7 @@ from megatron.training.config.problem import NO_URL, Problem
 from megatron.training.config.run_config import RunConfig
 
 UNWRITABLE = NO_ROOM | {errno.EBADF, errno.EIO}
-"""Error numbers of failed writes to an open output file."""
+"""Values of `errno` with which a write to an open output file may fail."""
 
 
 class OutputError(OSError):
@@ -73,8 +73,8 @@ def _output_fails() -> bool:
 def open_closed_streams() -> bool:
     """Reopen standard streams that the shell has closed (`>&-`), which Python represents as None.
 
-    Later writes to standard output fail in the same way as writes to a full disk. If standard error was closed,
-    messages to it are lost. Returns whether standard output was closed.
+    If standard output was closed, later writes to it fail in the same way as writes to a full disk. If standard error
+    was closed, messages to it are lost. Returns True if standard output was closed.
     """
     closed = sys.stdout is None
     if closed:
@@ -109,7 +109,8 @@ def why_unwritable(folder: Path) -> str | None:
 
 
 def why_not_written(path: Path) -> str | None:
-    """Return the reason why a file cannot be written; None if it can. The file's folder may not exist yet."""
+    """Return the reason why a file cannot be written; None if it can. The folder that will contain the file may not
+    exist yet."""
     if path.exists():
         return f"{path} is not a file that can be written" if path.is_dir() or not os.access(path, os.W_OK) else None
     return why_unwritable(path.parent)

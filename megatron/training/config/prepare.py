@@ -178,8 +178,8 @@ def _smaller_vocabulary(config: RunConfig, tokens: int | None) -> list[Problem]:
 def _about_load(config: RunConfig, problems: list[Problem], together: bool) -> list[Problem]:
     """Add a problem if model flags are missing and cannot be read from --load. Returns all problems.
 
-    `together` is True if the existence of --load is checked later, either by a command or by all ranks of a run on
-    several hosts. In this case, a missing folder is not a problem yet, because only some hosts may have it.
+    Pass `together=True` if a command, or all ranks of a run on several hosts, check later whether the --load folder
+    exists. A missing folder is not a problem then, because only some hosts may have the folder.
     """
     required = {dashed(field) for field in REQUIRED}
     others = [each for each in problems if each.value is not None or each.flag not in required]

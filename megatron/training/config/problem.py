@@ -47,7 +47,7 @@ number of /dev/null."""
 
 @dataclass(frozen=True)
 class Problem:
-    """Violated rule: the flag, the flag's value (None if there is none), the rule, and the remedy."""
+    """Problem of a configuration: a flag, its value or None, the rule that the value violates, and a remedy."""
 
     flag: str
     value: object
@@ -85,7 +85,7 @@ class Problem:
 
     @classmethod
     def of_message(cls, flag: str, value: object, message: str) -> Problem:
-        """Return the problem that a ValueError's message of the form `flag value: rule; remedy` describes."""
+        """Convert the message of a ValueError to a problem. The message has the form `flag value: rule; remedy`."""
         rule, _, remedy = message.partition(": ")[2].partition("; ")
         return cls(flag, value, rule or message, remedy or "correct it")
 
@@ -187,7 +187,8 @@ def multiples(value: int, divisor: int) -> str:
 def unless_multiple(
     flag: str, value: int | None, name: str, divisor: int, step: int | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem if a value is not a multiple of `divisor`. `name` contains the flags that determine the divisor.
+    """Yield a problem if a value is not a multiple of `divisor`. `name` is the text that stands before the divisor in
+    the message, such as the flag that sets it.
 
     The remedy names the nearest multiples of `step`, which defaults to the divisor.
     """

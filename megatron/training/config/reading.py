@@ -1,7 +1,7 @@
 """Convert flags from a command line or a YAML file to field values. This module does not import torch.
 
 Every flag has one of four outcomes: it sets a field, it is replaced with other flags, it has no effect, or it is a
-problem. Each outcome is stored as a `Reading`, which notes and `tools/translate_flags.py` print."""
+problem. A `Reading` stores the outcome. Notes and `tools/translate_flags.py` print it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reading:
     """This program's flags that replace the given flag; empty if that flag has no effect or is a problem."""
 
     why: str = ""
-    """Reason why `ours` differs from `given`; empty if both are equal."""
+    """Reason why the flags in `ours` differ from `given`; empty if they are equal."""
 
     problem: bool = False
 
@@ -48,8 +48,7 @@ class ForeignProgram(Protocol):
     results of both.
 
     @FOREIGN_PROGRAMS.register("Theirs")
-    class Theirs(ForeignProgram): ...
-    """
+    class Theirs(ForeignProgram): ..."""
 
     def spellings(self) -> Collection[str]:
         """Return the flags of the other program for which this program has no field."""
@@ -67,7 +66,7 @@ class ForeignProgram(Protocol):
         """Yield lines that describe in what respects the results of this program, for a resolved configuration, differ
         from those of the other program.
 
-        `given` contains every given flag, both alone and with its first value, including flags that have no field.
+        `given` contains all given flags, each alone and with its first value. It includes flags that have no field.
         """
 
 
@@ -97,10 +96,10 @@ class FlagReader(GivenOptions):
 
     values: dict[str, Any] = field(default_factory=dict)
     given: dict[str, str] = field(default_factory=dict)
-    """Spelling or file location that most recently set each field."""
+    """Spelling of the flag, or entry of a file, that most recently set each field."""
 
     sources: dict[str, str] = field(default_factory=dict)
-    """File that most recently set each field, keyed by field name."""
+    """Path of the file that most recently set each field, keyed by field name."""
 
     notes: list[str] = field(default_factory=list)
     suspects: set[str] = field(default_factory=set)
@@ -111,7 +110,8 @@ class FlagReader(GivenOptions):
     """Spellings of all given flags. Each flag is contained twice: alone, and with its first value, such as "--tp 2"."""
 
     settings: list[Callable[[], None]] = field(default_factory=list)
-    """Functions that are called after all flags of a source are read, for flags that cannot be interpreted earlier."""
+    """Functions that interpret flags which depend on other flags. They are called after all flags of a source are
+    read."""
 
     exchanges: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call after all sources are read. Each function applies a switch that replaces values from any
@@ -145,7 +145,7 @@ class FlagReader(GivenOptions):
         if name in options():
             self._option(name, texts)
         elif flag is not None and (not flag.spec.choices or all(text in flag.spec.choices for text in texts)):
-            self.read_field(name, texts, texts)  # so most runs import no code for other programs
+            self.read_field(name, texts, texts)  # most runs end here, and import no code for other programs
         elif not any(program.read(self, name, texts) for program in foreign_programs().values()):
             self._unknown(name, texts) if flag is None else self.read_field(name, texts, texts)
 
@@ -212,7 +212,7 @@ class FlagReader(GivenOptions):
     # Values of fields
 
     def set_value(self, flag: Flag, name: str, texts: Sequence[str]) -> None:
-        """Convert the texts of a field's value, and set the value if it is legal."""
+        """Convert a flag's arguments to a value, and set the field to this value if it is valid."""
         try:
             value = legal_value(flag, texts)
         except IllegalValueError as illegal:
@@ -222,9 +222,9 @@ class FlagReader(GivenOptions):
 
     def set(self, flag: Flag, name: str, value: object) -> None:
         """Set the value of a flag's field. If a flag is given several times, the last value applies, because launch
-        scripts append overrides. A note reports differing values.
+        scripts append overrides. If the values differ, add a note.
 
-        The values of a repeatable flag accumulate."""
+        If a flag is repeatable, collect the values from all its occurrences."""
         if flag.spec.repeats and isinstance(value, tuple):
             value = (*(self.values[flag.field] if flag.field in self.given else ()), *value)
         elif flag.field in self.given and self.values.get(flag.field) != value:
@@ -266,7 +266,7 @@ class FlagReader(GivenOptions):
 
     def refuse_unrecorded_code(self, replaced: Collection[str]) -> None:
         """Add a problem for each value from a file that names code, unless this code is recorded for a run of the user.
-        Fields in `replaced` are skipped."""
+        Do not check the fields in `replaced`."""
         for name in self.values.keys() & self.sources.keys() - set(replaced):
             flag = field_table()[name]
             path = self.sources[name]
@@ -291,7 +291,7 @@ class FlagReader(GivenOptions):
             rule, remedy = "must be a value, or a list of values", "write flat names, without sections"
             self.problems.append(Problem(where, None, rule, remedy))
         elif flag is None:
-            if value not in (None, False):  # a flag without values that is off has no effect
+            if value not in (None, False):  # a flag that is false in the file counts as not given
                 before = len(self.problems)
                 self.read(name, [] if value is True else texts_of(value))
                 new = self.problems[before:]
@@ -386,7 +386,7 @@ def legal_value(flag: Flag, texts: Sequence[str]) -> object:
     except ValueError as error:
         example = "2, 1_000_000 or 1e6" if flag.kind is int else "0.1 or 1e-4"
         raise IllegalValueError(texts, str(error), f"for example {example}") from None
-    if flag.spec.path is not None:  # checked before the path is opened
+    if flag.spec.path is not None:  # check the path before anything opens it
         _check_each(texts, partial(path_rule, flag.spec.path))
     if flag.spec.choices is not None:
         values = value if isinstance(value, tuple) else (value,)

@@ -120,7 +120,7 @@ class ChecksConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """Log settings: format, interval and files."""
+    """Configuration of logs: format, interval and files."""
 
     log_interval: int = flag(100, first_run=True)
     """Iterations between progress lines."""
@@ -212,7 +212,8 @@ class CheckpointConfig:
 
     @property
     def may_be_missing(self) -> bool:
-        """True if --load need not exist, as at the first start of a run whose --load is its --save folder."""
+        """True if the --load folder does not have to exist. For example, it does not exist at the first start of a run
+        with the same folder as --load and --save."""
         if self.load is None or self.allow_missing_checkpoint:
             return True
         return self.save is not None and os.path.realpath(self.load) == os.path.realpath(self.save)

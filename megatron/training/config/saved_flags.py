@@ -38,8 +38,8 @@ with lr_."""
 
 
 def training_only() -> frozenset[str]:
-    """Return the names of the model fields that affect how a model is trained or stored, but not its outputs. The
-    result includes `extension_options`, whose values belong to components that other fields select.
+    """Return the names of the model fields that affect how a model is trained or stored, but not its outputs. The name
+    `extension_options` is included, because its values belong to components that other fields select.
     """
     return frozenset(flag.field for flag in all_flags() if flag.spec.training_only) | {"extension_options"}
 
@@ -51,7 +51,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         given: Flags as the user spelled them.
 
     Raises:
-        ValueError: Raised if the checkpoint cannot be read.
+        ValueError: If the checkpoint cannot be read.
     """
     config, notes = _with_saved_modules(config)
     config, of_defaults = _with_former_defaults(config, given)
@@ -65,7 +65,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         return config, [*notes, f"{flag}: has no effect without --load"]
     saved = saved_sections(located(options.load))
     if saved is None and is_foreign_model(options.load) and flag == "--use-checkpoint-args":
-        return config, notes  # another program's model determines the model flags in any case
+        return config, notes  # a model of another program always determines the model flags
     if saved is None:
         return config, [*notes, f"{flag}: there is no checkpoint in --load {options.load}, so the flags apply"]
     before = config_of_sections(saved)
@@ -77,7 +77,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         notes += [
             f"{field_table()[field].name} is {value}, as in the checkpoint, not {named_value(config, field)}"
             for field, value in changed.items()
-            if named_value(config, field) != field_table()[field].default  # a flag with its default value was not given
+            if named_value(config, field) != field_table()[field].default  # the default: probably not given
         ]
         config = with_named(config, changed)
     if wanted[0]:
@@ -124,9 +124,9 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the configuration with the layer kinds that the checkpoint's multi-token prediction modules have, and
-    notes. If the model has layers of different kinds, and a multi-token prediction module was trained as a layer of the
-    last layer's kind, the module must keep this kind."""
+    """Keep the layer kind of the multi-token prediction modules in the checkpoint, and return the configuration and
+    notes. This matters if the model has layers of different kinds, and the modules were trained with the kind of the
+    last layer."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
@@ -141,8 +141,8 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
     """For fields whose default has changed, use the value in the checkpoint, unless `given` contains the field's flag.
-    Returns the new configuration, and notes. Errors in the checkpoint are not reported here, but when the checkpoint is
-    loaded."""
+    Returns the new configuration and notes about the changes. Errors in the checkpoint are not reported here, but when
+    the checkpoint is loaded."""
     load, table = config.checkpoint.load, spelling_table()
     spelled = {table[name][0].field for name in given if name in table}
     wanted = [flag for flag in all_flags() if flag.spec.keeps_saved and flag.field not in spelled]
@@ -177,8 +177,8 @@ def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
 
 
 def read_history(options: CheckpointConfig) -> History | None:
-    """Return the history of phases in the checkpoint from which a run resumes. Returns None if the run starts at sample
-    0, or if its data may differ from the checkpoint's data (--override-data-fingerprint).
+    """Return the history of training phases that is stored in the checkpoint from which a run resumes. Returns None if
+    the run starts at sample 0, or if its data may differ from the checkpoint's data (--override-data-fingerprint).
 
     Raises ValueError if no checkpoint can be read.
     """
@@ -222,8 +222,8 @@ def past_batches(metadata: dict[str, Any]) -> tuple[Point, ...]:
 def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
     """Return the configuration sections of the latest checkpoint in a folder; None if there is none.
 
-    If a phase has changed a flag, the sections contain the value that was given for the whole run. Raises ValueError if
-    no checkpoint is readable, or if another program wrote the checkpoints.
+    If a training phase has changed a flag, the sections contain the flag's value for the whole run, not for this phase.
+    Raises ValueError if no checkpoint is readable, or if another program wrote the checkpoints.
     """
     metadata = saved_metadata(load)
     if metadata is None:
@@ -235,8 +235,8 @@ def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
 def saved_metadata(load: PurePath) -> dict[str, Any] | None:
     """Return the contents, except tensors, of the latest checkpoint in a folder; None if there is no checkpoint.
 
-    As when a run loads, an unreadable checkpoint is skipped in favor of the previous one. Raises ValueError if no
-    checkpoint is readable, or if another program wrote the checkpoints.
+    If the latest checkpoint cannot be read, the previous one is used, as when a run loads a checkpoint. Raises
+    ValueError if no checkpoint is readable, or if another program wrote the checkpoints.
     """
     damaged = []
     try:
@@ -301,7 +301,7 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
 
 def free_choices(saved: RunConfig) -> frozenset[str]:
     """Return the names of the model fields that may differ from `saved` in a run that starts from converted weights.
-    The fields do not affect the model's outputs."""
+    These fields do not affect the outputs of the model."""
     learned = saved.model.position_embedding_type == "learned_absolute"
     free = training_only() - WITH_PARAMETERS
     return free if learned else free | {"max_position_embeddings"}
@@ -328,7 +328,7 @@ def changed_fields(
         run: Configuration of the run.
         sections: Extension sections in the checkpoint.
         ignored: Names of the fields that are not compared.
-        where: Names of the two runs.
+        where: Words that name the two runs in the result.
     """
     changed = []
     fixed = {title for title, section in EXTENSION_SECTIONS.items() if not section.may_change}

@@ -114,8 +114,8 @@ def switched_off(c: RunConfig) -> Iterator[tuple[str, object, Problem]]:
 
 
 def _is_dense(c: RunConfig) -> bool:
-    """Return True if each layer's only expert is equivalent to a dense MLP, because its weight, the softmax of a single
-    logit, is 1. Megatron-DeepSpeed describes dense models in this way."""
+    """Return True if each layer has a single expert that is equivalent to a dense MLP, because the softmax of a single
+    logit is 1. Command lines for Megatron-DeepSpeed describe dense models by --num-experts 1."""
     m = c.model
     own = m.moe_ffn_hidden_size not in (None, m.ffn_hidden_size) or m.moe_shared_expert_intermediate_size is not None
     weighted = "softmax" not in m.moe_router_scores or m.moe_router_topk_scaling_factor not in (None, 1.0)
@@ -136,8 +136,8 @@ def resolve_legal(config: RunConfig, world_size: int) -> RunConfig:
 def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -> RunConfig:
     """Return the configuration with derived values filled in. Given values remain unchanged, even if they are illegal.
 
-    `vocab_size` is the tokenizer's vocabulary size. If --vocab-size is larger, it takes precedence, so that the model
-    has room for more tokens.
+    `vocab_size` is the vocabulary size of the tokenizer. If --vocab-size is larger, it takes precedence, so that the
+    model has room for more tokens.
     """
     given = config
     config = with_named(config, {field: value for field, value, _ in switched_off(config)})
@@ -184,8 +184,8 @@ def _with(section: S, values: Mapping[str, object]) -> S:
 
 
 def _without_training(config: RunConfig) -> RunConfig:
-    """Fill in values that a run without training does not need, so that its command line may omit their flags. These
-    are a learning rate, a length and, if only callbacks evaluate, data."""
+    """Fill in values that a run without training does not need, so that its command line may omit their flags. The
+    values are a learning rate, a length and, if only callbacks evaluate, data."""
     training, data = config.training, config.data
     if not names_data(config) and callbacks_evaluate(config) and not training.full_validation:
         data, training = replace(data, mock_data=True), replace(training, eval_iters=0)

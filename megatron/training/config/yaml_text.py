@@ -86,8 +86,8 @@ class _Check:
         """Results of `measure`, keyed by node id; None for a node that is being measured."""
 
     def measure(self, node: Node) -> tuple[int, int]:
-        """Return the number of values in a node and the number of nested levels. Raises ValueError if the node has a
-        tag that settings files may not use, or too many values or levels."""
+        """Return how many values a node contains, and how many levels of lists and mappings are nested in it. Raises
+        ValueError if the node has a tag that settings files may not use, or too many values or levels."""
         if id(node) in self._known:
             if (known := self._known[id(node)]) is None:
                 raise _refused(node, "contains itself")

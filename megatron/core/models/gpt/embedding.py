@@ -112,7 +112,8 @@ def word_embedding_meta(config: TransformerConfig, tied_stages: tuple[int, ...])
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """Round a positive number to the precision of a dtype. Gemma was trained with its embedding scale in bfloat16."""
+    """Round a positive number to a value that a dtype can represent. Gemma was trained with its embedding scale in
+    bfloat16."""
     fraction, exponent = frexp(value)
     one = 2 / torch.finfo(dtype).eps
     return ldexp(round(fraction * one) / one, exponent)
@@ -155,8 +156,8 @@ class PositionEmbedding(nn.Module):
 class SinusoidalEmbedding(nn.Module):
     """Sinusoidal position embedding: sines, then cosines, of h / 2 frequencies from 1 down to 1 / 10000.
 
-    tensor2tensor and XGLM use the same layout (arXiv:1706.03762, section 3.5). With sinusoidal_ctrl, as in CTRL, the
-    last frequency is 10000^(2 / h) / 10000. Angles are computed in fp32.
+    tensor2tensor and XGLM use the same layout (arXiv:1706.03762, section 3.5). With --position-embedding-type
+    sinusoidal_ctrl, the last frequency is 10000^(2 / h) / 10000, as in CTRL. Angles are computed in fp32.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
@@ -173,8 +174,8 @@ class SinusoidalEmbedding(nn.Module):
 
 
 def positions_of(x: Tensor, context: BatchContext, shard: int) -> Tensor:
-    """Return the positions [n, 1 or b] of the tokens x [n, b, h]. The tokens are number `shard` of the equal shards
-    into which the context-parallel rank's tokens are divided."""
+    """Return the positions [n, 1 or b] of the tokens x [n, b, h]. These tokens are one of the equal shards of the
+    context-parallel rank's tokens; `shard` is the number of the shard."""
     if context.position_ids is None:
         return context.places_of(x, shard).unsqueeze(1)
     return context.position_ids[:, shard * x.shape[0] : (shard + 1) * x.shape[0]].t()
@@ -190,7 +191,8 @@ POSITIONS = {
 class Embedding(nn.Module):
     """The model's input layer: word and position embeddings, norm and dropout.
 
-    `tied_stages` are the stages on different ranks that hold a copy of the embedding or of its word embeddings.
+    `tied_stages` contains the pipeline stages, on different ranks, that hold a copy of the whole embedding or of the
+    word embeddings.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...]) -> None:

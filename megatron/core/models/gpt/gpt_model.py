@@ -125,7 +125,7 @@ class GPTModel(nn.Module):
             parallel: Parallelism settings; by default, the settings for a single process.
             state: Process groups; by default, there are none.
             stage: Stage to build; None builds the whole model.
-            embedding: Embedding of the first stage, for a last stage on the same rank.
+            embedding: Embedding of the first stage, if this is the last stage and both are on the same rank.
             passes: State that all stages of the rank share.
             weights: Settings for creating the parameters.
             hardware: Capabilities of the stage's device.
@@ -188,7 +188,7 @@ class GPTModel(nn.Module):
         self.config = config
 
     def named_metas(self) -> dict[str, tuple[nn.Parameter, ParamMeta]]:
-        """Return this stage's parameters with their tags, keyed by name in the whole model."""
+        """Return pairs of this stage's parameters and their `ParamMeta`s, keyed by name in the whole model."""
         metas = ((parameter, parameter.meta) for parameter in self.parameters())  # type: ignore[attr-defined]
         return {meta.name: (parameter, meta) for parameter, meta in metas}
 
@@ -205,7 +205,7 @@ class GPTModel(nn.Module):
         """Return the hidden states for the next stage; on the last stage, return the loss sum.
 
         The loss sum is the scalar sum of loss_mask * loss over tokens, in fp32 (fp64 for fp64 parameters). In training,
-        the backward pass of the loss sum also computes the gradients of the multi-token prediction losses.
+        a backward pass from the loss sum also computes the gradients of the multi-token prediction losses.
         """
         x = self.hidden_states(hidden, batch)
         if self.output_layer is None:
@@ -273,5 +273,5 @@ class GPTModel(nn.Module):
 
 def holds_embedding(config: TransformerConfig, first: bool, last: bool) -> bool:
     """Return True if a stage holds the embedding. The first stage always does. With multi-token prediction, the last
-    stage also holds it."""
+    stage also holds the embedding."""
     return first or (last and config.mtp_depths > 0)

@@ -57,8 +57,8 @@ class Head(OutputLayer):
         """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp].
 
         Without a bias, x is divided by the logit divisor instead of the logits, because x is smaller. If `use` is
-        given, the method returns `use(x)` instead of the logits, where x is the input of the matrix multiplication.
-        Hooks that gather this module's parameters run with or without `use`.
+        given, the method returns `use(x)` instead of the logits. In this call, x is the input of the matrix
+        multiplication. Hooks that gather the parameters of this module run in both cases.
         """
         x = x / self.divisor if self.divisor != 1 and self.bias is None else x
         return self.finished(super().forward(x)) if use is None else use(x)
@@ -87,8 +87,8 @@ class TokenLoss:
     def prepare(config: TransformerConfig, batch: Batch) -> Batch:
         """Return the micro-batch, with `loss_mask` or `labels` replaced if the loss needs this.
 
-        The micro-batch holds whole samples and is on the host, before context parallelism shards it. The method runs on
-        every rank in training and evaluation, so the result must depend on the samples alone.
+        The micro-batch holds whole samples and is on the host, before context parallelism shards it. Because every rank
+        calls this method, in training and in evaluation, the result must depend only on the samples.
         """
         return batch
 

@@ -4,8 +4,8 @@ The logits of a large vocabulary are the largest tensor of a pass. Losses are su
 is known in advance, so the gradient of a token's loss can be computed as soon as the token's logits are available. For
 each chunk, the forward pass computes the logits, the losses and the gradients of the hidden states and the weight.
 After each chunk, the forward pass frees the logits of the chunk. Chunks cause no additional computation: like separate
-forward and backward passes, they need three matrix products per token. Of the large tensors, only the gradient of the
-hidden states remains in memory; the backward pass returns it.
+forward and backward passes, they need three matrix products per token. The only large tensor that remains in memory is
+the gradient of the hidden states, which the backward pass returns.
 
 Under sequence parallelism, a chunk consists of the same rows of each rank's sequence shard. The hidden states of a
 chunk are gathered while the previous chunk is computed. The gradient of a chunk's hidden states is reduced while the
@@ -49,14 +49,14 @@ class Tokens(NamedTuple):
     """[s, b]"""
 
     gradient: Tensor | float
-    """Initial gradient of the loss sum in the later backward pass."""
+    """Gradient of the loss sum with which the backward pass will start."""
 
 
 def loss_sum_in_chunks(setup: Chunking, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the loss sum and losses in chunks.
 
-    x [s, b, h], or [s/tp, b, h] under sequence parallelism, is the input of the output layer. Returns (scalar sum of
-    mask * loss, losses [s, b] without gradients).
+    x [s, b, h], or [s/tp, b, h] under sequence parallelism, is the input of the output layer. Returns the scalar sum of
+    mask * loss, and the losses [s, b] without gradients.
     """
     if torch.is_grad_enabled():
         return _ChunkedLoss.apply(x, setup.head.weight, setup.head.bias, setup, tokens)
@@ -110,7 +110,7 @@ class _Chunks:
         needed."""
         self.head, self.loss = setup.head, setup.loss
         self.gradient = tokens.gradient
-        self.x = x.contiguous().view(-1, x.shape[-1])  # [n, h], this rank's tokens
+        self.x = x.contiguous().view(-1, x.shape[-1])  # hidden states [n, h] of this rank's tokens
         shards = self.head.axis.size if self.head.boundary.cuts.sequence else 1
         self.labels, self.mask = (each.reshape(shards, -1) for each in tokens[:2])  # [t, n]
         length = max(1, setup.chunk_tokens // shards)
@@ -152,7 +152,7 @@ class _Chunks:
         return enter((self.x[self._rows(number)].unsqueeze(1),), self.head.boundary, self.head.axis)
 
     def _chunk(self, number: int, x: Operand, dw: Tensor | None, overwrite: bool) -> Tensor:
-        """x [t * n, 1, h] -> losses [t, n]; also computes the gradients if any are needed."""
+        """Compute a chunk: x [t * n, 1, h] -> losses [t, n]. If any gradients are needed, compute them too."""
         rows = self._rows(number)
         labels = self.labels[:, rows].reshape(-1, 1)
         with torch.set_grad_enabled(self.tracked):
@@ -167,8 +167,8 @@ class _Chunks:
         return losses.detach().view(len(self.labels), -1)
 
     def _anchor(self) -> Tensor:
-        """Return an empty tensor that requires a gradient. It is an additional input of the function that computes the
-        logits, so that autograd tracks the logits although their other inputs require no gradients."""
+        """Return an empty tensor that requires a gradient. The function that computes the logits receives this tensor
+        as an additional input, so that autograd tracks the logits although their other inputs require no gradients."""
         return self.x.new_empty(0).requires_grad_(self.tracked)
 
     def logits(self, x: Operand) -> Tensor:
@@ -180,11 +180,11 @@ class _Chunks:
         """Compute a chunk's input, weight and bias gradients from the gradient of its logits.
 
         Args:
-            rows: Rows of the chunk in this rank's tokens.
+            rows: Rows of this rank's tokens that belong to the chunk.
             x: Input of the output layer for the tokens of the chunk.
             dy: Gradient of the logits [n, 1, V/t].
             dw: Tensor to which the weight gradient is added; None if it is not needed.
-            overwrite: Whether to overwrite `dw` instead of adding to it.
+            overwrite: Whether to overwrite `dw` instead of adding the gradient to `dw`.
         """
         if self.dx is not None:
             dx = self.head.boundary.enter_adjoint(PLAIN.input_grad((dy,), self.head.weight), self.head.axis)

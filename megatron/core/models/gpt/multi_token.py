@@ -33,7 +33,8 @@ from megatron.core.transformer.layer import HiddenDropout
 from megatron.core.transformer.norm import build_norm
 
 MULTI_TOKEN = "mtp.layers"
-"""Name prefix of multi-token prediction modules. The depth, counted from 0, follows the prefix."""
+"""Prefix of the names of multi-token prediction modules. The full name ends with the depth, counted from 0, as in
+"mtp.layers.0"."""
 
 
 class LossSum(Protocol):
@@ -53,8 +54,8 @@ def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear
 class MultiTokenLayer(nn.Module):
     """Multi-token prediction module of one depth. The first module has `depth` 0.
 
-    The module's layer is an MoE layer if the last layer of the model is an MoE layer. --mtp-layer-kind selects the
-    window and the rotary embedding of the module's layer.
+    The layer of the module is an MoE layer if the last layer of the model is one. --mtp-layer-kind selects the window
+    and the rotary embedding of the module's layer.
     """
 
     def __init__(self, depth: int, config: TransformerConfig, ctx: TPContext) -> None:

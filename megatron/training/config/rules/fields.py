@@ -71,7 +71,7 @@ def needs_and_exclusions(c: RunConfig) -> Iterator[Problem]:
         spec = flag.spec
         idle = [each for each in flag.section_needs if not holds(c, each)]
         missing = [each for each in spec.no_effect_without if not holds(c, each)]
-        # If the flag's section has no effect, a condition about the same section would only repeat that notice.
+        # If the whole section of the flag has no effect, do not report conditions that depend on the same section.
         for condition in idle + [each for each in missing if not (idle and _section(each) == flag.section)]:
             yield Problem.no_effect(name, shown, condition.parts[0])
         for needed, why, remedy in () if idle else (each.parts for each in spec.needs if not holds(c, each)):
@@ -103,12 +103,13 @@ LIMITS: dict[str, tuple[float, str]] = {
     **dict.fromkeys(("eps", "epsilon"), (1, "")),
     **dict.fromkeys(("lr", "std", "coeff", "decay", "multiplier", "multipliers", "factor"), (1_000_000, "")),
 }
-"""Largest number that a flag of this program accepts, and a comment on this number. Keys are words in the field's
-name."""
+"""Upper limits for numbers of this program's flags. The key is a word in the name of the field, and the value is a pair
+of the limit and a comment on the limit."""
 
 
 def _limit(flag: Flag) -> tuple[float, str] | None:
-    """Return the limit that a field's name implies. The field's own bound takes precedence."""
+    """Return the upper limit from LIMITS for a field; None if the field declares a bound, or if its name contains no
+    word in LIMITS."""
     own = flag.spec.at_most is not None or flag.spec.below is not None
     words = flag.field.split("_") if flag.kind is float and not own and _is_ours(flag) else []
     return next((LIMITS[word] for word in words if word in LIMITS), None)

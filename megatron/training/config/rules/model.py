@@ -151,7 +151,7 @@ def _activation(m: TransformerConfig) -> Iterator[Problem]:
 
 
 def _divisors(heads: int, groups: int) -> str:
-    """Return a remedy that names the divisors of `heads` nearest to `groups`."""
+    """Return a remedy that suggests the two divisors of `heads` that are nearest to `groups`."""
     legal = [n for n in range(1, heads + 1) if heads % n == 0]
     near = sorted(sorted(legal, key=lambda n: abs(n - groups))[:2])
     return f"nearest: {' or '.join(map(str, near))}"
@@ -181,7 +181,7 @@ def mixers(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def layers(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check layer patterns and their requirements."""
+    """Check the layer patterns, and the flags that each pattern requires."""
     m = c.model
     some_local = m.window_size is not None or m.attention_chunk_size is not None
     if m.num_layers < 1:
@@ -285,7 +285,8 @@ def _rotated_channels(flag: str, percent: float | None, width: int | None) -> It
 
 
 def residual_streams(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Refuse two residual streams in a model, and layer modules that may bypass the stream."""
+    """Refuse a second residual stream, and layer modules that may add to hidden states without using the residual
+    stream."""
     module, streams = c.model.layer_module, [RESIDUALS.facts(name) for name in RESIDUALS.wanted(c.model)]
     for facts in streams[1:]:
         value = _value_of_switch(c, facts.switch)

@@ -53,7 +53,7 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
     stage = world_size // pp if pp > 0 and world_size % pp == 0 else 0
     if stage and ep > 0 and etp > 0 and stage % (ep * etp):
         rule = f"times --expert-tensor-parallel-size {etp} must divide the {stage} ranks of a pipeline stage"
-        divided = stage % ep == 0  # without --expert-tensor-parallel-size, the sizes would fit
+        divided = stage % ep == 0  # the sizes would fit without --expert-tensor-parallel-size
         remedy = "use --expert-tensor-parallel-size 1" if divided or stage % etp else ""
         if stage % etp == 0:
             remedy = ", or ".join(filter(None, [f"nearest: {nearest_divisor(stage // etp, ep)}", remedy]))
@@ -61,7 +61,7 @@ def _expert_parallel(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 ROW_BYTES = 16
-"""Number of bytes that must divide the row size of a grouped kernel's matrices."""
+"""Grouped kernels need matrices whose row size in bytes is a multiple of this number."""
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -69,8 +69,8 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 def _grouped(c: RunConfig) -> Iterator[Problem]:
     """Report that --moe-grouped-gemm has no effect, if there is no grouped kernel for the given flags on any GPU.
 
-    Whether the GPU has a grouped kernel is only checked when the run starts
-    (`megatron.core.moe.grouped_gemms.has_grouped_kernel`).
+    When the run starts, `megatron.core.moe.grouped_gemms.has_grouped_kernel` checks whether the present GPU has such a
+    kernel.
     """
     m = c.model
     p = c.parallel

@@ -21,7 +21,7 @@ NAMED = re.compile(r"(?P<lead>.*?)nearest: (?P<first>\d+)(?: or (?P<second>\d+))
 and further remedies."""
 
 TRIED = 8
-"""Maximum number of values to try that rules suggest as nearest."""
+"""Maximum number of values to try among those that rules suggest as the nearest."""
 
 SCANNED = 32
 """Number of small integers to try if no suggested value is valid. Many flags that count groups or layers accept small
@@ -74,8 +74,9 @@ def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -
     """Yield values that may replace the refused value of a flag, in the order in which they are tried.
 
     The first candidates are values that the remedy of `problem` suggests. Next are the values that other rules suggest
-    when they refuse a candidate, then common multiples of the numbers of which the rules require multiples, and finally
-    small numbers. `tried` maps each value tried so far to the problems that rules found with this value.
+    when they refuse a candidate. If rules require multiples of certain numbers, common multiples of these numbers
+    follow. The last candidates are small numbers. `tried` maps each value tried so far to the problems that rules found
+    with this value.
     """
     named, steps = [*_values(problem)], [_step(problem)]
     for value in named:

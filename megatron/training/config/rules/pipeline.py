@@ -28,7 +28,7 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if layers < 1 or pp < 1 or (chunks is not None and chunks < 1) or (per_stage is not None and per_stage < 1):
         return
     if chunks is not None and per_stage is not None:
-        return  # the rules in `fields.py` report this conflict
+        return  # rules in `fields.py` report that these flags conflict
     if per_stage is not None and per_stage * pp > layers:
         rule = f"must be at most --num-layers {layers} / --pipeline-model-parallel-size {pp}"
         near = f"nearest: {layers // pp}" if layers >= pp else "remove it"
@@ -38,7 +38,7 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
         layout = pipeline_layout(c.model, p)
     except ValueError as error:
         if chunks is None and per_stage is None and p.stage_split is not None:
-            return  # the rules of the uneven split report this error
+            return  # the rules for uneven stages report this error
         if per_stage is None:
             yield Problem.of_message(VIRTUAL, chunks, str(error))
         else:

@@ -30,7 +30,7 @@ class Finite(float):
 
 
 class SavedPhase(TypedDict):
-    """Types of the entries that `RunPlan.record` stores for each started phase."""
+    """Types of the entries in a checkpoint that describe a training phase which has started (`RunPlan.record`)."""
 
     name: str
     first_sample: int
@@ -81,8 +81,8 @@ def metadata_problem(values: Mapping[str, object]) -> str | None:
     """Return a description of the first value in a checkpoint's metadata that has a wrong type; None if all types are
     right.
 
-    Example: `past_batches[1] must be a list of 2 values, but is text`. Unknown entries are never read, so they may have
-    any type.
+    Example: `past_batches[1] must be a list of 2 values, but is text`. Entries that this program does not use may have
+    any type, because they are never read.
     """
     of_run = type_problem({"model_of_run": values.get("model_of_run", {})})
     broken = type_problem(values.get("config", {})) or (of_run and of_run.replace("config.", "", 1))
@@ -116,8 +116,8 @@ def _faults(value: object, hint: object, where: str) -> Iterator[str]:
 
 
 def _broken_rule(value: object, kind: type, count: int) -> str | None:
-    """Return what the value must be, such as "a number", if it does not have the type `kind`; otherwise None. If the
-    value is a list, its elements are not checked."""
+    """Return None if the value has the type `kind`, and otherwise the expected type in words, such as "a number". If
+    the value is a list, its elements are not checked."""
     if kind is tuple:
         return None if isinstance(value, list) and len(value) == count else f"a list of {count} values"
     if kind is int:
@@ -176,8 +176,8 @@ def _fits(flag: Flag, value: object) -> bool:
 
 
 def _is_one(flag: Flag, value: object) -> bool:
-    """Return True if `value` has the type of the flag, or of one element if the flag accepts several values. An integer
-    may be written as a float."""
+    """Return True if `value` has the type of the flag's value. If the flag accepts several values, `value` is one of
+    them. An integer may be written as a float."""
     if flag.kind is bool or isinstance(value, bool):
         return flag.kind is bool and isinstance(value, bool)
     if flag.kind is int:
