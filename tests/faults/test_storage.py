@@ -117,6 +117,6 @@ def test_a_url_without_a_storage_is_refused(tmp_path: Path) -> None:
     secret = run_program("tools/inspect_checkpoint.py", "mem://me:hunter22@127.0.0.1:9/run", code=2)
     assert "mem://***@127.0.0.1:9/run contains credentials, which would be saved with the run" in secret.stderr
     said = run_forked(1, [*TINY.split(), "--save", "mem://me:hunter22@127.0.0.1:9/run"], tmp_path / "screen", code=2)
-    assert "has credentials" in said and "hunter22" not in said + secret.stderr
+    assert "contains credentials" in said and "hunter22" not in said + secret.stderr
     said = run_forked(1, [*TINY.split(), "--save", "other://bucket/run"], tmp_path / "screen", code=2)
     assert "--save other://bucket/run: is a URL, but no storage is registered for other://; use" in said

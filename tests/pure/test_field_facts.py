@@ -166,7 +166,7 @@ def test_skipped_steps_need_a_check() -> None:
         assert found(f"--max-skipped-iterations 2 --no-check-for-nan-in-loss-and-grad {check}") == []
     remedy = "".join(f", or add {check}" for check in checks[1:2])
     assert found("--max-skipped-iterations 2 --no-check-for-nan-in-loss-and-grad") == [
-        f"--max-skipped-iterations 2: needs {' or '.join(checks)}: without a check no step is skipped; "
+        f"--max-skipped-iterations 2: needs {' or '.join(checks)}: without such a check, no step is skipped; "
         f"remove --no-check-for-nan-in-loss-and-grad{remedy}"
     ]
 

@@ -40,8 +40,8 @@ class RotaryConfig:
     scaling and interpolation do not apply to these layers. Default: the same rotary embedding as in other layers."""
 
     no_rope_freq: str | None = flag(None, no_effect_without=ROTARY)
-    """Layers without rotary embedding: N for layers N - 1, 2N - 1, ..., or a list with one entry per layer: 1 without
-    and 0 with rotary embedding. Default: every layer has a rotary embedding."""
+    """Layers without rotary embedding. N: layers N - 1, 2N - 1, .... A list: one entry per layer, 1 for a layer without
+    and 0 for a layer with rotary embedding. Default: every layer has a rotary embedding."""
 
     rotary_percent: float = flag(1.0, above=0, at_most=1)
     """Fraction of each head's channels that are rotated."""
@@ -73,7 +73,7 @@ class RotaryConfig:
     )
     """Rotary frequencies. rope: not scaled. yarn: scaled by YaRN for longer sequences. proportional: spaced over the
     whole head, of which only the first --rotary-percent of the channel pairs are rotated (LFM3). Default: yarn for
-    multi-latent attention, else rope. With --rotary-scaling-factor 1, the default, yarn is the same as rope."""
+    multi-latent attention, else rope. If --rotary-scaling-factor has its default, 1, yarn is the same as rope."""
 
     rotary_scaling_factor: float = flag(1.0, at_least=1, no_effect_without=YARN)
     """YaRN: longest sequence, as a multiple of the original context length."""
@@ -119,9 +119,9 @@ class SelfAttentionConfig:
     """Normalize queries and keys before the rotary embedding."""
 
     qk_layernorm_scope: str = flag("head", choices=("head", "each", "all"), no_effect_without="--qk-layernorm")
-    """Channels that one norm of --qk-layernorm covers: the channels of one head, with one weight shared by all heads
-    (head) or a separate weight per head (each, as in Command R+), or the channels of all heads together (all, as in
-    OLMo 2)."""
+    """Channels that one norm of --qk-layernorm covers. head: the channels of one head, with a weight that all heads
+    share. each: the channels of one head, with a separate weight for each head (Command R+). all: the channels of all
+    heads together (OLMo 2)."""
 
     qk_layernorm_after_rotary: bool = flag(False, no_effect_without=("--qk-layernorm", ROTARY))
     """Normalize queries and keys after the rotary embedding instead of before it (HunYuan)."""

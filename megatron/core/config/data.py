@@ -173,8 +173,8 @@ class TokenizerConfig(Section):
     """Type of the tokenizer; default: GPT2BPETokenizer if its files are given, else none."""
 
     tokenizer_model: str | None = flag(None, path="stored", first_run=True)
-    """SentencePiece model file; or a tokenizer.json, its folder, or its name in the local Hugging Face cache. Files and
-    folders may be URLs of a registered storage."""
+    """SentencePiece model file, tokenizer.json file, folder that contains a tokenizer.json file, or name of a tokenizer
+    in the local Hugging Face cache. Files and folders may be URLs of a registered storage."""
 
     vocab_file: str | None = flag(None, path="stored")
     """GPT-2 BPE vocab.json."""

@@ -98,7 +98,8 @@ class RecomputeConfig:
     recompute_num_layers: int | None = flag(
         None, no_effect_without="--recompute-granularity full", without_effect=True, training_only=True
     )
-    """Full recomputation: layers in a group (uniform), or layers recomputed in each stage (block)."""
+    """Full recomputation: number of layers in a group (uniform), or number of recomputed layers in each stage
+    (block)."""
 
     recompute_modules: tuple[str, ...] | None = flag(
         None,
@@ -147,8 +148,8 @@ class ModelFields(
     of 64, but at least 64."""
 
     ffn_hidden_size_pattern: str | None = None
-    """Width of the MLP of each layer, as a list for all layers such as "([1024]*4+[2048]*8)"; entries of layers with
-    experts have no effect. Default: --ffn-hidden-size for all layers."""
+    """Width of the MLP in each layer, as a list with one entry per layer, such as "([1024]*4+[2048]*8)". The entries
+    for layers with experts have no effect. Default: --ffn-hidden-size for all layers."""
 
     num_attention_heads: int = flag(0, first_run=True)
     """Number of query heads."""
@@ -166,7 +167,7 @@ class ModelFields(
     """Number of tokens s in a training sample."""
 
     max_position_embeddings: int | None = flag(None, effective="max_positions")
-    """Longest sequence that the model supports; default seq-length."""
+    """Length of the longest sequence that the model supports; default: seq-length."""
 
     embed_layernorm: bool = False
     """Normalize word embeddings before positions are added, as BLOOM does."""
@@ -209,9 +210,9 @@ class ModelFields(
     linear_attention_freq: str | None = flag(
         None, no_effect_without="--experimental-attention-variant", effective="linear_pattern"
     )
-    """Layers with linear attention in a model that also has layers with --attention-module: N puts
-    --attention-module into layers N - 1, 2N - 1, ...; a list has one entry per layer, 1 for linear attention and 0
-    for --attention-module. Default: every layer has linear attention."""
+    """Layers with linear attention. N: all layers except N - 1, 2N - 1, ..., which have --attention-module instead. A
+    list such as "([1]*3+[0]*1)*4": one entry per layer, 1 for linear attention and 0 for --attention-module. Default:
+    every layer has linear attention."""
 
     layer_module: str = flag("transformer_layer", choices=LAYERS)
     """Layer class, which composes normalization, attention and MLP."""
@@ -226,8 +227,8 @@ class ModelFields(
     mtp_loss_scaling_factor: float = flag(
         0.1, at_least=0, no_effect_without="--mtp-num-layers", may_change=True, training_only=True
     )
-    """Weight of the multi-token prediction losses: their mean over all modules is added to the loss with this
-    factor."""
+    """Weight of the multi-token prediction loss. The losses of all modules are averaged, multiplied by this weight, and
+    added to the main loss."""
 
     mtp_layer_kind: str = flag(
         "own_number",
@@ -280,8 +281,8 @@ class ModelFields(
     """Dropout probability of embeddings and of the output of each sublayer."""
 
     init_method_std: float = flag(0.02, at_least=0, training_only=True)
-    """Standard deviation of initial weights. For output projections, it is divided by sqrt(2 * num-layers), or by
-    sqrt(num-layers) if layers have a single sublayer."""
+    """Standard deviation of initial weights. For output projections, this value is divided by sqrt(2 * num-layers), or
+    by sqrt(num-layers) if layers have a single sublayer."""
 
     embedding_init_method_std: float | None = flag(None, training_only=True, effective="embedding_init_std")
     """Standard deviation of initial word and position embeddings; default: init-method-std."""
@@ -290,7 +291,7 @@ class ModelFields(
     """Tokens in the vocabulary before padding; default: the tokenizer's."""
 
     default_vocab_size: int | None = flag(None, at_least=1, without_effect=True)
-    """Vocabulary size if neither --vocab-size nor a tokenizer is given, as in a dry run of a preset."""
+    """Vocabulary size that is used if neither --vocab-size nor a tokenizer is given, as in a dry run of a preset."""
 
     make_vocab_size_divisible_by: int = flag(128, training_only=True, effective="padded_vocab_size")
     """Pad the vocabulary to a multiple of this number, under every layout."""
@@ -306,9 +307,9 @@ class ModelFields(
     (Llama 4)."""
 
     window_attn_skip_freq: str | None = flag(None, no_effect_without=LOCAL)
-    """Layers with full attention in a model with --window-size or --attention-chunk-size: N for layers N - 1, 2N -
-    1, ..., or a list with one entry per layer, 1 for a window or chunks and 0 for full attention. Default: no layer
-    has full attention."""
+    """Layers with full attention in a model with --window-size or --attention-chunk-size. N: layers N - 1, 2N - 1, ....
+    A list: one entry per layer, 1 for a window or chunks and 0 for full attention. Default: no layer has full
+    attention."""
 
     @property
     def tied_embeddings(self) -> bool:

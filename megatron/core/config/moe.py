@@ -164,18 +164,18 @@ class MoEConfig:
     """MoE layers: N for layers 0, N, 2N, ..., or a list with 0 or 1 for each layer, such as "([0]*3+[1]*58)"."""
 
     moe_ffn_hidden_size: int | None = flag(None, effective="moe_ffn_size")
-    """Width of one expert; default ffn-hidden-size."""
+    """Width of one expert; default: ffn-hidden-size."""
 
     moe_latent_size: int | None = None
     """Latent width of experts (LatentMoE, Nemotron 3): tokens are projected down to this width before dispatch, and
-    the sum of the expert outputs is projected up. The router and the shared expert use hidden states. Default:
-    experts use hidden states, too."""
+    the sum of the expert outputs is projected up. The router and the shared expert use hidden states of the full width.
+    Default: the experts do so too."""
 
     moe_shared_expert_intermediate_size: int | None = None
     """Width of a shared expert that processes every token; default: no shared expert."""
 
     moe_shared_expert_gate: bool = flag(False, no_effect_without="--moe-shared-expert-intermediate-size")
-    """Gate of the shared expert: a linear layer with one output per token, whose sigmoid multiplies the expert's output
+    """Gate the shared expert: multiply its output by the sigmoid of a linear layer with one output per token
     (Qwen2-MoE)."""
 
     moe_output_norm: bool = False
@@ -247,7 +247,7 @@ class MoEConfig:
     moe_router_bias_update_rate: float = flag(
         1e-3, no_effect_without="--moe-router-enable-expert-bias", training_only=True
     )
-    """Update step of the expert bias per iteration."""
+    """Amount by which each iteration raises or lowers the expert bias."""
 
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         ("aux_loss",), many=True, choices=BALANCINGS, training_only=True
@@ -279,8 +279,8 @@ class MoEConfig:
     """Smallest capacity of an expert for one sequence, in tokens, if capacity is limited."""
 
     moe_token_drop_policy: str = flag("probs", choices=("probs", "position"), no_effect_without=CAPACITY)
-    """Tokens to drop beyond the capacity: the tokens with the smallest weights (probs), or the last tokens
-    (position)."""
+    """Tokens that an expert drops if it receives more than its capacity: those with the smallest router weights
+    (probs), or the last ones in the batch (position)."""
 
     moe_token_dispatcher_type: str = flag(
         "allgather", choices=("allgather", "alltoall"), without_effect=True, training_only=True

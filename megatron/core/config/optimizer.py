@@ -67,7 +67,7 @@ class OptimizerConfig(Section):
         excludes=("--lr-warmup-iters", "--lr-warmup-samples"),
         same_setting_as="lr_warmup_iters",
     )
-    """Warm-up as a fraction of the decay length."""
+    """Length of the warm-up as a fraction of the decay length."""
 
     lr_warmup_init: float = 0.0
     """Learning rate at the start of warm-up."""

@@ -223,8 +223,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """Average number of layers per stage, instead of num-virtual-stages-per-pipeline-rank."""
 
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
-    """Interleaved schedule: number of micro-batches that pass through a stage before the rank's next stage; default
-    PP."""
+    """Interleaved schedule: number of micro-batches that pass through one stage of a rank before the rank's next stage;
+    default: PP."""
 
     cpu: bool = flag(False, first_run=True)
     """Train on the CPU even if a GPU is present."""

@@ -133,7 +133,7 @@ def _unreachable(name: str, given: str, folder: UrlPath) -> Iterator[Problem]:
         storage.write(probe, b"")
         storage.remove(probe)
     except OSError as error:
-        yield Problem(name, given, f"cannot be written: {error}", "correct it, or start or repair that storage")
+        yield Problem(name, given, f"cannot be written: {error}", "correct the URL, or start or repair the storage")
 
 
 def unwritable(config: RunConfig) -> Iterator[Problem]:

@@ -190,7 +190,7 @@ class CheckpointConfig:
     """Exit with an error if --load contains no checkpoint."""
 
     allow_missing_checkpoint: bool = flag(
-        False, no_effect_without="--load", excludes="--exit-on-missing-checkpoint: it is the opposite"
+        False, no_effect_without="--load", excludes="--exit-on-missing-checkpoint: the two flags contradict each other"
     )
     """Start from scratch if --load does not exist, even if it is not --save."""
 

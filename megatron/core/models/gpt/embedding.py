@@ -148,7 +148,7 @@ class PositionEmbedding(nn.Module):
         if start + length > rows:
             raise ValueError(
                 f"position {start + length - 1} is beyond --max-position-embeddings {rows}: "
-                f"the model has no learned position for it; use at most {rows} tokens"
+                f"the table of learned positions ends there; use at most {rows} tokens"
             )
         return self.weight[self.offset + start : self.offset + start + length].unsqueeze(1)
 

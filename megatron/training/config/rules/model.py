@@ -293,7 +293,7 @@ def residual_streams(c: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem.exclusive(facts.switch, value, streams[0].switch, "a model can have only one residual stream")
     for facts in streams:
         if facts.layers is not None and module not in facts.layers:
-            why = "such a layer may add its outputs to hidden states itself"
+            why = "layers of this class may add their outputs to hidden states directly"
             yield Problem.exclusive(facts.switch, _value_of_switch(c, facts.switch), f"--layer-module {module}", why)
 
 
@@ -327,7 +327,7 @@ def multi_token(c: RunConfig, world_size: int) -> Iterator[Problem]:
     if depths < 1:
         return
     if 0 < s <= depths:
-        rule = f"must be below --seq-length {s}: beyond it no token of a sample has a label at the last depth"
+        rule = f"must be below --seq-length {s}: otherwise, no token of a sample has a label at the last depth"
         yield Problem(DEPTHS, depths, rule, f"nearest: {s - 1}" if s > 1 else "remove it")
     if m.loss_func in LOSSES and not LOSSES.facts(m.loss_func).multi_token:
         rule = f"needs a loss that supports labels of later tokens, which --loss-func {m.loss_func} does not declare"

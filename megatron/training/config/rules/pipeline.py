@@ -152,7 +152,7 @@ def sharding(c: RunConfig, world_size: int) -> Iterator[Problem]:
     flag, strategy = "--data-parallel-sharding-strategy", c.ddp.data_parallel_sharding_strategy
     given = f"{flag} {strategy}"
     if strategy not in (None, "no_shard") and not c.optimizer.use_distributed_optimizer:
-        why = "it shards the optimizer's state"
+        why = "the strategy shards the optimizer state"
         yield Problem.exclusive(flag, strategy, "--no-use-distributed-optimizer", why)
     yield from _instances(c, world_size)
     if not c.ddp.shards_gradients:

@@ -17,7 +17,7 @@ def skipped_steps(c: RunConfig, world_size: int) -> Iterator[Problem]:
     checks = [flag for flag in all_flags() if flag.spec.skips_steps]
     count = c.checks.max_skipped_iterations
     if count and not any(value_of(c, check) for check in checks):
-        rule = f"needs {' or '.join(check.name for check in checks)}: without a check no step is skipped"
+        rule = f"needs {' or '.join(check.name for check in checks)}: without such a check, no step is skipped"
         remedies = [f"remove {dashed(f'no_{check.field}')}" for check in checks if check.default]
         remedies += [f"add {check.name}" for check in checks if not check.default][:1]
         yield Problem("--max-skipped-iterations", count, rule, ", or ".join(remedies))
