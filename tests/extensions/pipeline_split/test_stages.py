@@ -95,8 +95,8 @@ def test_any_layer_counts_can_be_set(layers: list[int]) -> None:
 
 
 UNREADABLE = {
-    "must have E": ("", "t|tL", "tE|tL", "Et|Et|L"),
-    "must have L": ("Et|Lt", "Et|t"),
+    "must begin with E": ("", "t|tL", "tE|tL", "Et|Et|L"),
+    "must end with L": ("Et|Lt", "Et|t"),
     "may contain m, multi-token prediction, only directly before L in the last stage": ("Et|m|L", "Etm|tL", "Et|mtL"),
     r"cannot be read at '\*\|L'": ("Et*|L",),
     "cannot be read at 'x": ("Ex|L",),

@@ -217,7 +217,7 @@ def _of_single_layers(hf: Values, family: Family, config: TransformerConfig) -> 
     given = hf.get(LAYER_BY_LAYER) or {}
     layers = {number: own for number, own in given.items() if isinstance(own, dict)} if isinstance(given, dict) else {}
     if not isinstance(given, dict) or len(layers) < len(given):
-        yield f"{LAYER_BY_LAYER} = {str(given)[:80]} must be an object of settings by layer"
+        yield f"{LAYER_BY_LAYER} = {str(given)[:80]} must be an object that maps layers to settings"
         return
     read = {
         number: {key: _in_layer(config.of_layer(int(number)), family.keys.get(key, key)) for key in own}

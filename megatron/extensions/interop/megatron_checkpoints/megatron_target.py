@@ -66,7 +66,7 @@ class TorchDistTarget(Target):
         own_groups = named_value(self.config, "param_group") or optimizer.weight_decay_on != usual.weight_decay_on
         if self.training is not None and own_groups:
             raise ValueError(
-                "Megatron-LM's state has no parameter groups like those of --param-group and --weight-decay-on; give "
+                "Megatron-LM's optimizer state lacks the parameter groups of --param-group and --weight-decay-on; give "
                 "--weights-only to omit the optimizer state"
             )
         model, self.states = self.config.model, their_states(self.config.model)

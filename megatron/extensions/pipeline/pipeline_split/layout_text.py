@@ -25,9 +25,9 @@ def layers_of_stages(text: str) -> tuple[int, ...]:
     stages = expanded(text).split("|")
     whole = "".join(stages)
     if whole.count("E") != 1 or not stages[0].startswith("E"):
-        raise ValueError("must have E, the embedding, once, as the first symbol; use for example Et*3|t*3L")
+        raise ValueError("must begin with E, the embedding, and contain no other E; use for example Et*3|t*3L")
     if whole.count("L") != 1 or not stages[-1].endswith("L"):
-        raise ValueError("must have L, the loss, once, as the last symbol; use for example Et*3|t*3L")
+        raise ValueError("must end with L, the loss, and contain no other L; use for example Et*3|t*3L")
     if "m" in whole.rstrip("L").rstrip("m") or whole.count("m") != stages[-1].count("m"):
         rule = "may contain m, multi-token prediction, only directly before L in the last stage, whose head m uses"
         raise ValueError(f"{rule}; use for example Et*3|t*3|mL")

@@ -42,8 +42,8 @@ def post_validation(c: RunConfig, world_size: int) -> Iterator[Problem]:
     schedule = c.parallel.schedule
     if schedule in WAIT_FOR_RANK_0:
         rule = (
-            f"saves no time with --pipeline-schedule {schedule}, whose steps end on the rank that begins the next one, "
-            "and keeps copies of states"
+            f"saves no time with --pipeline-schedule {schedule}, because rank 0 ends each step and begins the next "
+            "one, but needs memory for copies of states"
         )
         yield Problem(SWITCH, None, rule, f"use zb-h2 or zb-v, or remove {SWITCH}", harmless=True)
         return

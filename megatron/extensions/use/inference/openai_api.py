@@ -151,7 +151,7 @@ class OpenAIApi:
                 "n", f"requests {len(prompts) * n} texts; this server generates at most {limits.choices} per request"
             )
         if not chat and body.get("best_of") not in (None, n):
-            fields.refuse("best_of", "must be n, or be left out")
+            fields.refuse("best_of", "must equal n or be left out")
         asked = "max_completion_tokens" if chat and body.get("max_completion_tokens") is not None else "max_tokens"
         budget = fields.whole(asked, limits.new_tokens if chat else min(16, limits.new_tokens), 0)
         if budget > limits.new_tokens:
