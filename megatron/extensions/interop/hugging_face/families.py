@@ -139,7 +139,7 @@ class Family:
     """Key that gives the sliding-window size without the current token, which is --window-size minus one."""
 
     width_without_experts: str | None = None
-    """Key with the MLP width of models without experts. In MoE models, its value is the shared expert's width."""
+    """Key with the MLP width of models without experts. In MoE models, this key contains the shared expert's width."""
 
     adapters: Sequence[Adapter] = ()
     """Adapters that read and write keys with special rules, in the order in which they are called.

@@ -65,7 +65,7 @@ _USUAL = (
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "minimax_m2", "exaone_moe", "afmoe", "qwen3_next", "apertus"),
     *("bailing_moe", "exaone4", "mimo_v2_flash", "step3p5", "gpt_oss", "gemma2", "gemma3_text", "llama4_text"),
 )
-"""Families in the order in which an export tries them, before all other families."""
+"""Families that an export tries first, in this order."""
 
 _FILES = sorted(name[: -len(".json")] for name in os.listdir(os.path.join(os.path.dirname(__file__), "families")))
 

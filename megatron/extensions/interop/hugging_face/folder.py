@@ -106,7 +106,7 @@ class _BinFiles:
         self._open: tuple[Path, dict[str, Tensor]] | None = None
 
     def read(self, path: Path) -> dict[str, _BinTensor]:
-        """Return the tensors of a file. Raises ValueError if the file contains anything else."""
+        """Return the tensors of a .bin file. Raises ValueError if the file contains anything besides tensors."""
         tensors = self.tensors(path)
         return {name: _BinTensor(tuple(value.shape), value.dtype, self, path, name) for name, value in tensors.items()}
 

@@ -241,7 +241,7 @@ DELTA_NETS: dict[str, Layout] = {
     # convolutions
     "KeyHeadsOfEach": Pieces(ROWS, _key_heads, 1, _of_key_head),
     "ConvolutionsOfEach": Pieces(TAPS, _key_heads, 1, _convolved_of_key_head, may_be_thirds=True),
-    # one convolution over all queries, then all keys, then all values
+    # one convolution tensor contains the channels of all queries, then all keys, then all values
     "ConvolvedHeads": Pieces(TAPS, _key_heads, 1, _convolved_of_key_head, section=0),
 }
 

@@ -56,7 +56,7 @@ MULTIMODAL = {
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Return the JSON object in a file. Raises ValueError if the file contains anything else."""
+    """Return the JSON object in a file. Raises ValueError if the file does not contain a JSON object."""
     try:
         value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -332,7 +332,8 @@ def _positions(hf: Values) -> str:
 
 
 def product_of(hf: Values, powers: Mapping[str, float]) -> float | None:
-    """Return the product of powers of key values; None if a value is null."""
+    """Return the product of the values of the keys in `powers`, each raised to its power. Returns None if a value is
+    null."""
     if any(hf[key] is None for key in powers):
         return None
     return math.prod(_power(number(hf, key), power) for key, power in powers.items())

@@ -111,7 +111,8 @@ class HFWeights:
         return {self._tensors[part].dtype for part in self.placements[name].theirs}
 
     def read(self, name: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a parameter or a box of a parameter. The default dtype is the stored dtype."""
+        """Read a parameter or a box of a parameter. If no dtype is requested, the tensor is returned in its stored
+        dtype."""
         placement = self.placements[name]
         tensors: Sequence[Sliceable] = [self._tensors[part] for part in placement.theirs]
         if dtype is not None:

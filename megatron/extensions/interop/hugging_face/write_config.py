@@ -166,8 +166,9 @@ def _as_class(value: object, key: str, family: Family) -> object:
 
 
 def _factor(hf: Values, stated: Values, field: str, powers: Mapping[str, float]) -> Fields:
-    """Compute the first key of `powers` from the field and the other keys. The field's value is the product of the
-    values of all keys, each raised to its power. The result is empty if the field or one of the other keys is unset."""
+    """Compute the value of the first config.json key in `powers` from the field's value and the values of the other
+    keys. The field's value is the product of the values of all keys, each raised to its power. The result is empty if
+    the field or one of the other keys is unset."""
     (key, power), *others = powers.items()
     if stated[field] is None or any(hf.get(other) is None for other, _ in others):
         return {}

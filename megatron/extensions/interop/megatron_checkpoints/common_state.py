@@ -83,7 +83,8 @@ def _signal(number: int) -> int:
 
 
 def args_of(common: Mapping[str, object], path: Path) -> dict[str, object]:
-    """Return Megatron-LM's arguments in a checkpoint. Raises ValueError if the checkpoint contains no arguments."""
+    """Return the Megatron-LM arguments that a checkpoint contains. Raises ValueError if the checkpoint contains no
+    arguments."""
     args = common.get("args")
     if not isinstance(args, argparse.Namespace):
         raise ValueError(

@@ -275,8 +275,8 @@ def _vocabulary(args: Mapping[str, object], padding_counts: bool) -> dict[str, o
 
 
 def progress_of(common: Mapping[str, object], args: Mapping[str, object]) -> Progress:
-    """Return the iteration and the consumed samples of a run. Raises ValueError if the checkpoint does not record
-    them."""
+    """Return the iteration and the consumed samples of a run. Raises ValueError if the checkpoint does not record the
+    iteration or the samples."""
     iteration = _count("iteration", common.get("iteration", args.get("iteration")))
     samples = _count("consumed_samples", args.get("consumed_train_samples"))
     scheduler = common.get("opt_param_scheduler")

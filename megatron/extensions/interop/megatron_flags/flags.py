@@ -31,7 +31,7 @@ class DataLists:
     """File that contains the value of --train-weighted-split-paths."""
 
     valid_weighted_split_paths: tuple[str, ...] | None = flag(None, many=True, path="url")
-    """Validation data, in the form of --train-weighted-split-paths."""
+    """Validation data, in the same form as --train-weighted-split-paths."""
 
     valid_weighted_split_paths_path: str | None = flag(None, path="local")
     """File that contains the value of --valid-weighted-split-paths."""

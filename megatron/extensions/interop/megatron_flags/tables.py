@@ -185,7 +185,7 @@ class ForeignFlags:
         """Translate a flag to other flags, and read these flags. A flag whose translation does not contain `{}` takes
         no value."""
         words = entry.flags.split()
-        fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # the table's key includes the value
+        fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # the key is "FLAG VALUE"
         fixed &= bool(texts)
         if ("{}" in words) != bool(texts) and not fixed:
             rule = "takes a value" if "{}" in words else "takes no value"

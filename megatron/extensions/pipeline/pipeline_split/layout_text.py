@@ -37,14 +37,14 @@ def layers_of_stages(text: str) -> tuple[int, ...]:
 def multi_token_depths(text: str) -> int:
     """Return the number of multi-token prediction modules.
 
-    Raises ValueError if `layers_of_stages` would raise ValueError for `text`.
+    Raises ValueError if `text` does not follow the grammar.
     """
     return expanded(text).count("m")
 
 
 def expanded(text: str) -> str:
-    """Expand repetitions and groups, and remove commas and spaces. Raises ValueError if `layers_of_stages` would raise
-    ValueError for `text`."""
+    """Expand repetitions and groups, and remove commas and spaces. Raises ValueError if `text` does not follow the
+    grammar."""
     rest = re.sub(r"[,\s]", "", text)
     open_groups: list[list[str]] = [[]]  # one list of items per open parenthesis, outermost first
     at = 0

@@ -152,7 +152,7 @@ class LinearAttention(Adapter):
 
 
 class PeriodsOfLayers(Adapter):
-    """Adapter for Jamba. Its config.json describes both the attention layers and the MoE layers by a period and an
+    """Adapter for Jamba. Jamba's config.json describes both the attention layers and the MoE layers by a period and an
     offset."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:

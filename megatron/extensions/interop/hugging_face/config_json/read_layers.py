@@ -79,8 +79,8 @@ def usual_kinds(family: Family, layers: int) -> list[str]:
 
 
 def linear_layers(hf: Values, family: Family) -> list[bool]:
-    """Return one bool per layer: True if the layer has linear attention. A config.json contains the kinds in
-    layer_types or a similar list, or every N-th layer has full attention."""
+    """Return one bool per layer: True if the layer has linear attention. In config.json, the layer kinds are listed in
+    layer_types or under an older key, or every N-th layer has full attention."""
     legacy = {"mamba": LINEAR, "conv": LINEAR, "attention": FULL}
     listed = [legacy.get(str(each), each) for each in entries(hf, "layer_types")]
     counted = entries(hf, "linear_attn_config.kda_layers")  # 1-based
@@ -119,7 +119,7 @@ def window_from_hf(hf: Values, family: Family) -> Fields:
 
 
 def windows(hf: Values, family: Family) -> list[bool]:
-    """Return one bool per layer: True if the layer has a sliding window. A config.json contains the kinds in
+    """Return one bool per layer: True if the layer has a sliding window. In config.json, the layer kinds are listed in
     layer_types, or every N-th layer has full attention."""
     has_first = "max_window_layers" in hf and hf.keys() & {"use_sliding_window", "sliding_window_pattern"}
     first = number(hf, "max_window_layers") if has_first else 0

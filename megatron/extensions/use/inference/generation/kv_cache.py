@@ -138,7 +138,7 @@ class Cached:
         return None if self.fresh else self.cache.states_of(layer, self.first, self.rows)
 
     def set_states(self, layer: int, *new: Tensor) -> None:
-        """Store the recurrent states of a layer after the new tokens. The previous states are overwritten."""
+        """Store the recurrent states of a layer after the new tokens. The layer's previous states are overwritten."""
         self.cache.set_states(layer, self.first, new)
 
     def distances(self) -> Tensor:
