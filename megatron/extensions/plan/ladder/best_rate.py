@@ -25,10 +25,10 @@ def rate_of_target(found: Sequence[BestRate], parameters: float, transfers: bool
     """Return the best learning rate for a model with N `parameters`, as a tuple (rate, lowest, highest). Return None if
     no size has a bracketed rate.
 
-    If `transfers` is True, as with muP, the best rate is assumed to be the same for all sizes. The result is then the
-    geometric mean and the range of the bracketed rates. Without muP, the rate is extrapolated by a power law in the
-    number of parameters. The range then covers the leave-one-out fits, each of which omits one size. If only one size
-    has a bracketed rate, this rate is returned."""
+    If `transfers` is True, as with muP, the best rate is assumed to be the same for all sizes. In this case, the result
+    consists of the geometric mean and the range of the bracketed rates. Without muP, the rate is extrapolated by a
+    power law in the number of parameters, and the range covers this fit and further fits, each of which leaves out one
+    size. If only one size has a bracketed rate, this rate is returned."""
     known = [each for each in found if each.bracketed]
     if not known:
         return None

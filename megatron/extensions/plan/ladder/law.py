@@ -53,7 +53,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Law:
-    """Fitted law. Each term has a scale, an exponent and the unit of its variable."""
+    """Fitted scaling law. `scales`, `exponents` and `units` contain one value for each term of the law."""
 
     floor: float
     """E: the irreducible loss."""
@@ -113,8 +113,8 @@ def fit(points: Sequence[Point], form: Form | None = None, start: Law | None = N
     not installed.
 
     Args:
-        start: Law from which the fit starts, for losses that differ from its predictions only by noise. By default, the
-            fit is repeated from many starting points.
+        start: Law whose constants the fit starts from. It is used for losses that differ from the law's predictions
+            only by noise. By default, the fit is repeated from many starting points.
     """
     try:
         from scipy.optimize import least_squares
@@ -163,8 +163,8 @@ def deviation(points: Sequence[Point], law: Law, form: Form) -> float:
 
 
 def drawn(points: Sequence[Point], law: Law, form: Form, draws: int = DRAWS) -> list[Law]:
-    """Fit laws to the predictions of a fitted law plus resampled noise. This procedure is a parametric bootstrap,
-    because a few points cannot be resampled."""
+    """Fit laws to losses that consist of a fitted law's predictions and random noise. This parametric bootstrap is used
+    because there are too few points to resample them."""
     random, spread = np.random.default_rng(1), deviation(points, law, form)
     found = []
     for noise in random.normal(0.0, spread, (draws, len(points))):

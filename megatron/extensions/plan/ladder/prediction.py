@@ -25,8 +25,8 @@ TOO_WIDE = 0.05
 """Width of an interval, as a share of the loss, above which the interval is reported as too wide."""
 
 NEAR = 1.05
-"""Factor by which the target's tokens per parameter may lie outside the range of the rungs. Beyond it, a law of compute
-alone does not cover the target."""
+"""Tolerance factor for the target's ratio of tokens to parameters. If this ratio lies further outside the range of the
+rungs' ratios, a law that depends on compute alone does not cover the target."""
 
 FAR = 10
 """Ratio of the target's compute to the largest rung's compute above which intervals are reported as optimistic."""

@@ -228,7 +228,7 @@ def _rungs(config: RunConfig, target: Rung, wanted: Wanted, step: int) -> Iterat
 
 def _rates(target: Rung, wanted: Wanted, width: int) -> list[float]:
     """Return the learning rates at which models of a width are trained. If only some widths are swept, every width is
-    also trained at the target's learning rate, at which the law compares all sizes."""
+    also trained at the target's learning rate, because the law compares all sizes at this rate."""
     if not wanted.rates or (wanted.swept and width not in wanted.swept):
         return [target.rate]
     alone = wanted.swept and {*wanted.swept} != {*wanted.widths}

@@ -49,8 +49,8 @@ class ActivationPlan(StageParts):
     def _with_peaks(
         self, total: StageMemory, units: Sequence[Unit], stage: Stage, parts: Sequence[StageMemory]
     ) -> StageMemory:
-        """Return `total`, the summed memory of a stage's parts, with corrected peaks. The parts run one after another,
-        so their peaks do not add up.
+        """Return `total`, which is the summed memory of a stage's parts, with corrected peaks. The parts run one after
+        another, so the peak of the stage is not the sum of their peaks.
 
         While a part runs, the tensors that the previous part offloaded still count as device memory: the forward pass
         has not released them yet, and the backward pass prefetches them.
@@ -74,8 +74,8 @@ class ActivationPlan(StageParts):
         return replace(total, forward=max(forward), backward=max(backward), weight=max(weight))
 
     def _part(self, units: Sequence[Unit], first: bool, last: bool) -> StageMemory:
-        """Return the memory of a stage that consists of the given units. The memory of a unit of many identical layers
-        is extrapolated from a few of these layers."""
+        """Return the memory of a stage that consists of the given units. If a unit consists of many identical layers,
+        its memory is extrapolated from a few of these layers."""
         for number, unit in enumerate(units):
             more = len(unit.layers) - MEASURED_LAYERS
             if more > 0 and len(set(self.kinds(unit))) == 1:
@@ -165,8 +165,8 @@ def peak_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) ->
 
 
 def host_of_actions(actions: Sequence[Action], stages: Sequence[StageMemory]) -> int:
-    """Return the size in bytes of the host buffers after a rank has run its action list. For each buffer size, the
-    result counts the maximum number of buffers in use at once.
+    """Return the total size in bytes of the host buffers that a rank needs to run its action list. For each buffer
+    size, the rank needs the maximum number of buffers in use at once.
 
     If two passes are interleaved, the result assumes that the backward pass releases no buffer before the forward pass
     has allocated all of its buffers.

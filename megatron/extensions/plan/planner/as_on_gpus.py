@@ -259,8 +259,8 @@ class PlannedDropoutKernel(FlashDropoutKernel):
 
 
 class PlannedBackend:
-    """Attention backend that plans GPU kernels. cuDNN kernels are planned as FlashAttention, although they need no
-    packed sequences."""
+    """Attention backend that plans GPU kernels. cuDNN kernels are planned like FlashAttention, although only
+    FlashAttention needs packed sequences."""
 
     def __init__(self, name: str, hardware: PlannedGPU, operands: AttentionOperands) -> None:
         self.name = name
@@ -308,7 +308,7 @@ class PlannedGPU(PlannedHardware):
     """True if attention with dropout is one fused kernel."""
 
     packs: bool = True
-    """True if parts of samples are packed into one attention launch. If False, each tile takes one launch with the
+    """True if parts of samples are packed into one attention launch. If False, each tile is a separate launch with the
     tile's own shape, for any head width."""
 
     def host_waits_for(self, x: Tensor) -> bool:
@@ -389,8 +389,8 @@ class PlannedFunctions(PlannedRegions):
     def __init__(
         self, live: LiveMemory, launches: Launches = UNRECORDED, device: str | None = None, fused: bool = True
     ) -> None:
-        """Create the mode. If `fused` is True, operations are planned as fused kernels. This applies to each kernel
-        that has a plan (`FusedKernel.planned`) and is not disabled in this process."""
+        """Create the mode. If `fused` is True, an operation is planned as its fused kernel if this kernel has a plan
+        (`FusedKernel.planned`) and is not disabled in this process."""
         super().__init__(live)
         self.launches, self.device = launches, device
         kernels = planned_kernels() if fused else {}
@@ -419,7 +419,7 @@ class PlannedFunctions(PlannedRegions):
             with self:
                 return planned(*args)
         out = super().__torch_function__(func, types, args, kwargs)
-        if func is torch.tensor and out.is_meta:  # these operations were not recorded by a dispatch mode
+        if func is torch.tensor and out.is_meta:  # dispatch modes do not see the operations of torch.tensor
             return torch.ops.aten.lift_fresh(out)
         return out
 

@@ -135,8 +135,8 @@ class DeviceFile:
     time."""
 
     epilogue_exposed: Annotated[float, SHARE]
-    """Exposed share of the time in which a GEMM with beta = 1 reads and writes its accumulator. The rest overlaps with
-    the products."""
+    """Exposed share of the time in which a GEMM with beta = 1 reads and writes its accumulator. The rest of this time
+    overlaps with the products."""
 
     gather: GatherSpeed | None = None
     """Rates of kernels that gather rows. By default, products run at half of the bf16 product rate, reads at the copy

@@ -73,7 +73,7 @@ class FakeGroup(dist.ProcessGroup):
 
 @contextmanager
 def fake_state(parallel: ModelParallelConfig, exchanges_sums: bool = True) -> Iterator[ParallelState]:
-    """Return the parallel state of a layout's first model-parallel rank, as needed to build and run a stage.
+    """Yield the parallel state of a layout's first model-parallel rank, as needed to build and run a stage.
     `exchanges_sums` is passed to each `Axis`."""
     groups: list[FakeGroup] = []
     known = known_groups()
@@ -327,8 +327,8 @@ class StageParts:
     def __init__(
         self, batch: MicroBatch, cache: PlannerCache | None = None, kinds: tuple[int, ...] | None = None
     ) -> None:
-        """Create the parts. `cache` keeps recordings of other configurations with the same layers. `kinds` holds the
-        kind of each layer; by default, the layers are built to determine their kinds."""
+        """Create the parts. `cache` keeps recordings of other configurations with the same layers. `kinds` contains the
+        kind of each layer; by default, all layers are built to find out which are identical."""
         self.batch, cache = batch, cache or PlannerCache()
         self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
@@ -356,8 +356,8 @@ class StageParts:
         return tuple(self._alike[number] for number in unit.layers)
 
     def of(self, parts: Sequence[Part]) -> list[PassEvents]:
-        """Return the recordings of parts. Parts without a recording are run, under one fake mode for each kind of
-        part."""
+        """Return the recordings of `parts`. Parts without a recording are run, all parts of one kind under the same
+        fake mode."""
         keys = [
             part._replace(units=tuple(unit._replace(layers=self.kinds(unit)) for unit in part.units)) for part in parts
         ]
@@ -379,8 +379,8 @@ def _kind_of_part(part: Part) -> str:
 
 
 def _nothing_recomputed(batch: MicroBatch) -> MicroBatch:
-    """Return a key that is equal for micro-batches with equal work in the embedding and the head. These parts contain
-    layers only with multi-token prediction."""
+    """Return a cache key for the embedding and the head: the micro-batch without recomputation settings, which affect
+    these parts only with multi-token prediction."""
     if batch.model.mtp_depths:
         return batch
     none: dict[str, Any] = dict.fromkeys(each.name for each in fields(RecomputeConfig))
@@ -423,7 +423,7 @@ def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
     elif batch.parallel.compiles(batch.device):
         functions.append(PlannedRegions(live))
     tensors = nullcontext() if meta else FakeTensorMode()
-    # Plans recognize attention by its flash kernel, which a GPU run may have disabled for all devices.
+    # The recorder detects attention by its flash kernel, which a GPU run may have disabled for all devices.
     seen = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
     with fake_state(batch.parallel, not on_gpus) as state, tensors, NoValues(), ExitStack() as stack, seen:
         for mode in functions:

@@ -159,7 +159,7 @@ class UnitsInFlight:
     """Peak bytes of units, such as layers, that are temporarily unsharded: parameters under ZeRO-3, and gradients under
     ZeRO-2 and ZeRO-3.
 
-    Units in host memory need both whole parameters and whole gradients.
+    If units are stored in host memory, both their parameters and their gradients are counted.
     """
 
     parameters: int = 0
@@ -239,7 +239,8 @@ def place_of_units(parallel: ModelParallelConfig) -> str:
 
 
 def callback_bytes(config: RunConfig, buffers: Sequence[BufferLayout]) -> dict[str, int]:
-    """Return the bytes of each callback's states on a rank, on the device or the host."""
+    """Return the bytes that each callback's states take on a rank, keyed by callback. The states may be on the device
+    or on the host."""
     counts = {name: len(states) for name, states in states_of_callbacks(config).items()}
     owned = sum(place.numel for place in place_states(buffers, config.optimizer)) if counts else 0
     return {name: count * owned * DTYPE_BYTES[dtype_of_states(config, name)] for name, count in counts.items()}
@@ -329,8 +330,8 @@ def _buckets_of_units(buffers: Sequence[BufferLayout]) -> dict[str, list[BucketL
 
 
 def _passes_of_units(units: list[str], config: RunConfig, stages: Sequence[Stage]) -> tuple[list[str], list[str], bool]:
-    """Return (units of a forward pass, units whose gradients a backward pass completes, whether the embedding's
-    gradient stays unsharded throughout the backward pass)."""
+    """Return three values: the units of a forward pass, the units whose gradients a backward pass completes, and
+    whether the gradient of the embedding stays unsharded during the whole backward pass."""
     if not (config.model.tied_embeddings and stages[-1].last and EMBEDDING in units):
         return units, units, False
     inner = [unit for unit in units if unit != EMBEDDING]

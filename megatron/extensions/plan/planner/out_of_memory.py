@@ -59,8 +59,8 @@ def memory_report(config: RunConfig, world_size: int, pp_rank: int, run: Trainin
     """Return a multi-line report that states the planned and the allocated bytes by category for the ranks at
     `pp_rank`, and names a change that fits.
 
-    This is the first of `changes` whose plan fits into the device. If the device's memory size is unknown, as on CPUs,
-    the report names the first change that takes less memory than the plan.
+    The named change is the first of `changes` whose plan fits into the device. If the device's memory size is unknown,
+    as on CPUs, the report names the first change that takes less memory than the plan.
 
     Args:
         config: Configuration of the run.

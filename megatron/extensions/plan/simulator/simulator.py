@@ -20,11 +20,12 @@ class StageCosts:
 
     A whole backward pass takes `input_grad + weight_grad`. `comm` is the time of a message: either one number for all
     ranks or, for each stage, the time of a message to the next stage. The activations of a stage, `activation`, are
-    held from F to the end of the backward pass. Between I and W, the rank holds only the fraction
-    `kept_for_weight_grad` of these activations.
+    held from the forward pass (F) to the end of the backward pass. If the backward pass is split into input gradients
+    (I) and weight gradients (W), only the fraction `kept_for_weight_grad` of these activations is held between I and W.
 
-    Each forward pass (F) and each backward pass (B or I) waits for `exchanges` expert all-to-alls at equal intervals.
-    The duration of one all-to-all is `exchange`. While one of two interleaved passes waits, the other pass computes.
+    Each forward pass (F) and each backward pass (B or I) waits for expert all-to-alls at equal intervals. `exchanges`
+    is the number of all-to-alls in a pass, and `exchange` is the duration of each. While one of two interleaved passes
+    waits, the other pass computes.
     """
 
     forward: PerStage = 1.0
@@ -55,8 +56,8 @@ class StageCosts:
         """Return (duration, waiting time) of one action or of two interleaved actions. Nothing is computed during the
         waiting time.
 
-        A pass yields to the other pass after starting an all-to-all, and resumes when the other pass yields.
-        All-to-alls run one after another.
+        If two actions are interleaved, each pass yields to the other pass after it has started an all-to-all, and
+        resumes when the other pass yields. All-to-alls run one after another.
         """
         left = [self.exchanges_of(action) for action in actions]
         part = [self.time(action) / (count + 1) for action, count in zip(actions, left, strict=True)]
@@ -73,7 +74,8 @@ class StageCosts:
         return clock, waited
 
     def memory(self, action: Action) -> float:
-        """Return the activations that an action adds to its rank (F) or frees (B, I, W)."""
+        """Return the size of the activations that an action adds to its rank (positive, for F) or frees (negative, for
+        B, I and W)."""
         after = at_stage(self.kept_for_weight_grad, action.stage)
         share = {Kind.F: 1.0, Kind.B: -1.0, Kind.I: after - 1, Kind.W: -after}
         return share.get(action.kind, 0.0) * at_stage(self.activation, action.stage)
@@ -129,7 +131,7 @@ class Simulation(Walk):
         """Return the idle share of a step.
 
         No rank updates its parameters before the gradient norm is known, and the norm depends on the gradients of all
-        ranks. A step therefore takes the time from the earliest start to the latest end over all ranks.
+        ranks. Therefore, the step time is the time from the earliest start to the latest end over all ranks.
         """
         time = self.makespan
         return 1 - sum(self.busy) / len(self.timeline) / time if time else 0.0
@@ -152,7 +154,7 @@ def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, d
     each stage at that peak.
 
     If the list has no backward passes, activations are released after each action. Two interleaved passes count as one
-    action, although the rank partly holds one more micro-batch while they run.
+    action, although the rank also holds part of one more micro-batch while they run.
     """
     forward_only = all(action.kind not in (Kind.B, Kind.I) for action in actions)
     held = peak = 0.0

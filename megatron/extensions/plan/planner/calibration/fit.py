@@ -56,8 +56,8 @@ def line(xs: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]
         if len(kept) == 1 or (found[0] > 0 and (found >= 0).all()):
             break
         shares = found * columns[:, kept].mean(0)
-        # If the first coefficient is positive, drop the coefficient with the most negative share of the time.
-        # Otherwise, drop the one with the largest share, so that the first coefficient grows.
+        # Drop one of the other coefficients: the one with the most negative share of the time if the first coefficient
+        # is positive; otherwise, the one with the largest share, so that the first coefficient grows.
         kept.pop(1 + int(np.argmin(shares[1:]) if found[0] > 0 else np.argmax(shares[1:])))
     coefficients = [0.0] * columns.shape[1]
     for place, value in zip(kept, found, strict=True):
@@ -76,9 +76,9 @@ def growth(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, flo
 
 
 def gemm_speed(points: Sequence[tuple[Product, float]], filled: Sequence[float], peak: float = math.inf) -> GemmSpeed:
-    """Fit the GEMM rate of one precision. `filled` holds, for each point, the share of the device that the tiles fill.
-    `peak` is the TFLOP/s that the device can reach. The fitted rate is limited to the peak, because noise, or shares
-    that are too small, may yield a higher rate."""
+    """Fit the GEMM rate of one precision. `filled` contains, for each measured point, the share of the device that the
+    product's output tiles fill. `peak` is the TFLOP/s that the device can reach. The fitted rate is limited to the
+    peak, because noise, or shares that are too small, may yield a higher rate."""
     flops = [2.0 * each.m * each.n * each.k / full for (each, _), full in zip(points, filled, strict=True)]
     xs = [[flop, flop / each.k] for flop, (each, _) in zip(flops, points, strict=True)]
     per_flop, per_column = line(xs, [seconds for _, seconds in points])
@@ -89,8 +89,8 @@ def gemm_speed(points: Sequence[tuple[Product, float]], filled: Sequence[float],
 
 
 def attention_speed(points: Sequence[tuple[Attention, float]]) -> tuple[float, float]:
-    """Return (TFLOP/s in the limit of long sequences, sequence length at which the kernel reaches half of this
-    rate)."""
+    """Fit the rate of an attention kernel. Return a pair: the TFLOP/s in the limit of long sequences, and the sequence
+    length at which the kernel reaches half of this rate."""
     xs = [[each.flops, each.flops / each.length] for each, _ in points]
     per_flop, per_row = line(xs, [seconds for _, seconds in points])
     return 1e-12 / per_flop, per_row / per_flop
@@ -124,7 +124,8 @@ def link(points: Sequence[CollectiveTime], ranks_per_adapter: float) -> Link:
 
 
 def links_of(points: Sequence[CollectiveTime], ranks_per_node: int) -> dict[str, Link]:
-    """Fit the links of nodes whose ranks share one adapter."""
+    """Fit the link within a node and the link between nodes. All ranks of a node are assumed to share one network
+    adapter."""
     found = {}
     for name in ("node", "network"):
         if own := [point for point in points if point.link == name]:
@@ -134,9 +135,9 @@ def links_of(points: Sequence[CollectiveTime], ranks_per_node: int) -> dict[str,
 
 def device_file(measured: Measured, filled: Mapping[tuple[int, int], float], **about: Any) -> DeviceFile:
     """Build a device file. `filled` maps the sizes (m, n) of a product to the share of a GPU that the product fills.
-    The default is 1 for all sizes. `about` holds known fields of the device, such as `capability` for a GPU.
-    `peak_tflops` defaults to the higher of two rates: the best measured rate, and the rate that the fit predicts for an
-    infinite inner dimension."""
+    For sizes that `filled` does not contain, this share is 1. `about` holds known fields of the device, such as
+    `capability` for a GPU. `peak_tflops` defaults to the higher of two rates: the best measured rate, and the rate that
+    the fit predicts for an infinite inner dimension."""
     peaks = about.get("peak_tflops", {})
     gemm = {}
     for precision in dict.fromkeys(each.precision for each, _ in measured.products):

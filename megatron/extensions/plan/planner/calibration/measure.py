@@ -112,9 +112,9 @@ def measure(clock: Clock, sizes: Sizes, precisions: Sequence[str]) -> Measured:
 
 
 def measure_links(clock: Clock, sizes: Sizes, ranks_per_node: int) -> tuple[list[CollectiveTime], float]:
-    """Return (times of collectives within and between nodes, share of an overlapped collective's time by which it
-    delays computation). All ranks must call this function together. If there is only one rank, the list is empty and
-    the share is 0."""
+    """Return two values: a list with the times of collectives within and between nodes, and the result of
+    `overlap_slowdown`. All ranks must call this function together. If there is only one rank, the list is empty and the
+    second value is 0."""
     groups = dict(link_groups(clock.world, ranks_per_node))
     found = [point for name, group in groups.items() for point in collectives(clock, sizes, name, group)]
     return found, overlap_slowdown(clock, sizes, list(groups.values())[-1]) if groups else 0.0
@@ -161,8 +161,8 @@ def _attention(
 
 
 def moves(clock: Clock, sizes: Sizes) -> Iterator[tuple[int, float]]:
-    """Yield (bytes read and written, seconds) for copies of several sizes. On CPUs, the bandwidth that is fitted to
-    these times is later adjusted to the times of whole steps."""
+    """Yield (bytes read and written, seconds) for copies of several sizes. On CPUs, the bandwidth from these times is
+    only a first estimate, which is later replaced by a fit to the times of whole steps."""
     for rows in sizes.rows:
         x, y = (torch.randn(rows, sizes.columns, device=clock.device) for _ in range(2))
         yield 2 * x.nbytes, clock.seconds(partial(y.copy_, x))

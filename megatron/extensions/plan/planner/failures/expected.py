@@ -9,8 +9,8 @@ T = M exp(R / M) (exp((tau + delta) / M) - 1)
 
 seconds for tau seconds of steps (Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
 2006, equation 20; failures during a restart are counted). A save that is written in the background can be loaded only
-after w more seconds of steps. A failure during these w seconds also loses the previous segment, so w is added to the
-restart time R. Goodput is tau / T.
+after w more seconds of steps. A failure during these w seconds also loses the steps that the save covers, so w is added
+to the restart time R. Goodput is tau / T.
 """
 
 from __future__ import annotations

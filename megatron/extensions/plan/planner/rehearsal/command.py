@@ -205,7 +205,8 @@ class Report:
         return self.planned.get(record.coords.get("pp", 0))
 
     def _traffic_lines(self) -> Iterator[str]:
-        """Yield a line for each axis with the number of calls and bytes per step of the rank that sends the most."""
+        """Yield one line for each axis. The line states the rank that sends the most bytes along this axis, and the
+        rank's calls and bytes in a step."""
         most: dict[str, tuple[int, int, RankRecord]] = {}
         for record in self.records:
             for axis, (calls, size) in self._sent_by_axis(record).items():

@@ -106,8 +106,8 @@ class RankMode(LiveMemory):
 
 
 class EveryRank(Axis):
-    """Axis that spans all ranks of a rehearsal. Its collectives do not communicate with other processes. Every rank of
-    a rehearsal also does the work that, in a real run, only the first rank does."""
+    """Axis that spans all ranks of a rehearsal. Collectives over this axis do not communicate with other processes.
+    Every rank of a rehearsal also does the work that, in a real run, only the first rank does."""
 
     @property
     def first(self) -> bool:

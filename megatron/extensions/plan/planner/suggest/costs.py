@@ -48,8 +48,8 @@ from megatron.training.config.validation import validate
 from megatron.training.step_parts import late_update, runs_passes_in_turns
 
 ELEMENTS = 2**20
-"""Number of elements per shard of the matrix with which state bytes per element are measured. With this size, the
-shards need no padding."""
+"""Number of elements in each shard of the matrix for which the bytes of state per element are computed. Shards of this
+size need no padding."""
 
 FULLEST = 5
 """Number of pipeline ranks, counted from the first, whose memory is computed to find the fullest rank. The last rank is
@@ -84,7 +84,7 @@ class LayoutCosts:
         return not validate(config, self.run.world_size)
 
     def step(self, config: RunConfig) -> StepTime:
-        """Predict a step. Raises ValueError like `predict_step`."""
+        """Predict a step. Raises ValueError if the device file lacks a rate that the step needs."""
         return predict_step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache)
 
     def memory(self, config: RunConfig) -> list[RankMemory]:
@@ -109,7 +109,7 @@ class LayoutCosts:
         tp, ep = family.tp, family.ep
         if family.cp > 1:  # a larger ring takes at least as long as a ring of two ranks
             seconds += max(0.0, 2 * self._ideal(2, "none", False) - self._ideal(1, "none", False))
-        if tp > 1:  # a rank sends 2 (t - 1) / t times as much as for t = 2
+        if tp > 1:  # with t ranks, a rank sends 2 (t - 1) / t times as much as with 2 ranks
             seconds += tp * 2 * (tp - 1) / tp * self._exposed("tp_communication", 2, 1)
         if ep > 1 and not runs_passes_in_turns(self.run.given):
             seconds += (ep - 1) / ep * self._exposed("ep_communication", 1, 2)
@@ -156,8 +156,8 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _ideal(self, cp: int, recompute: str, split: bool) -> float:
-        """Return a lower bound, in seconds, on the time of one sample on one of `cp` ranks; 0 if the layout is
-        illegal."""
+        """Return a lower bound, in seconds, on the time that each of `cp` context-parallel ranks needs for one sample;
+        0 if the context-parallel size is illegal."""
         families = [Family(1, cp, 1, 1, samples, recompute, split) for samples in (1, 2)]
         if cp > 1 and not self._possible(families[0], cp):
             return 0.0
@@ -167,8 +167,8 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _exposed(self, subject: str, tp: int, ep: int) -> float:
-        """Return the seconds that one category of time takes in all layers, for one sample, on links without latency.
-        Return 0 if the layout is illegal."""
+        """Return the seconds that all layers spend in one category of time (`subject`) for one sample, on links without
+        latency. Return 0 if the parallel sizes are illegal."""
         family, ranks = Family(tp, 1, ep, tp), tp * ep
         if not self._possible(family, ranks):
             return 0.0
@@ -182,7 +182,7 @@ class LayoutCosts:
         return self._possible(Family(tp, cp, ep, expert_tp), lcm(tp * cp, ep * expert_tp))
 
     def _possible(self, family: Family, ranks: int) -> bool:
-        """Return True if a family has a legal layout on this number of ranks, regardless of the batch."""
+        """Return True if a family has a legal layout on this number of ranks, regardless of the batch size."""
         config = self._probe(family)
         parallel = replace(config.parallel, data_parallel_size=None)
         training = replace(config.training, global_batch_size=None, num_microbatches=None)
@@ -197,7 +197,8 @@ class LayoutCosts:
         return replace(config, parallel=replace(config.parallel, pipeline_schedule=schedule))
 
     def times(self, family: Family) -> list[StageTimes]:
-        """Return the times of the embedding, each layer and the output layer. Raises ValueError like `predict_step`."""
+        """Return the times of the embedding, each layer and the output layer. Raises ValueError if the device file
+        lacks a rate that they need."""
         if family not in self._times:
             config = self._probe(family)
             step = Step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache)
@@ -295,8 +296,8 @@ class LayoutCosts:
         return self._peaks(alone, pipeline, microbatches, layout.saving.offload == "activations")
 
     def _elements_of_ranks(self, layout: Layout) -> list[dict[bool, float]]:
-        """Return lower bounds on the numbers of dense and of expert parameters of each pipeline rank. The bounds assume
-        that all parameters are sharded like matrices."""
+        """Return lower bounds on the numbers of dense parameters (key False) and expert parameters (key True) of each
+        pipeline rank. The bounds assume that tensor and expert parallelism shard all parameters."""
         held = [self._elements(stage) for stage in self.stages(layout.pipeline)]
         cut = {False: layout.family.tp, True: layout.family.ep * layout.family.expert_tp}
         own = (layout.place.stages_of(rank) for rank in range(layout.pipeline.ranks))
@@ -308,9 +309,9 @@ class LayoutCosts:
 
     @cache  # noqa: B019
     def _peaks(self, alone: Family, pipeline: Pipeline, microbatches: int, offloads: bool) -> dict[int, int]:
-        """Return the minimum activation bytes of the ranks that may be the fullest.
+        """Return a lower bound on the activation bytes of each rank that may be the fullest.
 
-        `alone` is a family whose TP covers all ranks that share a layer's activations.
+        `alone` is a family without CP and EP. Its TP size is the number of ranks that share the activations of a layer.
         """
         held = [self._activations(alone, stage, offloads) for stage in self.stages(pipeline)]
         lists = lists_of(pipeline.schedule, pipeline.ranks, microbatches, pipeline.chunks)
@@ -336,7 +337,7 @@ class LayoutCosts:
     def _elements(self, stage: Stage) -> dict[bool, int]:
         metas = stage_metas(self.run.own.model, stage)
         sums = {expert: sum(meta.numel for meta in metas if meta.expert is expert) for expert in (False, True)}
-        # the first stage may hold the only copy of a tied embedding
+        # a tied embedding is counted on the first stage, which may hold its only copy
         if stage.last and not stage.first and self.run.own.model.tied_embeddings:
             sums[False] -= sum(meta.numel for meta in metas if meta.role in ("embedding", "output"))
         return sums
@@ -406,8 +407,8 @@ def step_bound(
 
 
 def ideal_seconds_of_a_sample(one: Sequence[PassEvents], two: Sequence[PassEvents], device: DeviceFile) -> float:
-    """Return the seconds that a second sample adds, computed from the events of passes with one sample and with two
-    samples.
+    """Return the minimum time of a sample in seconds. This is the time that a second sample adds to a micro-batch,
+    computed from the events of passes with one sample and with two samples.
 
     Work that is done once for all samples, such as reading weights, is excluded, because another layout may divide this
     work among more samples. Matrix products are assumed to keep every multiprocessor busy. Launches and minimum kernel

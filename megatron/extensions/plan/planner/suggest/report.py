@@ -30,8 +30,8 @@ ZERO = {
 
 
 def crossing(each: Found) -> list[str]:
-    """Return the parallel sizes (TP, CP or EP) whose groups span several nodes. Every layer waits for the messages of
-    these groups."""
+    """Return the parallel sizes (TP, CP or EP) whose groups span several nodes. In every layer, the ranks of such a
+    group wait for messages between nodes."""
     dims = ParallelDims.from_config(each.config.parallel, each.step.world_size)
     return [
         f"{name} {dims.size(axis)}"

@@ -96,7 +96,7 @@ class Found:
 def ranked_with(own: Found, found: list[Found]) -> list[Found]:
     """Rank layouts by time, fastest first. The ranking includes the run's own layout.
 
-    The run's own layout precedes other layouts of equal time. It replaces layouts of the same shape that are not
+    The run's own layout precedes other layouts of equal time, and replaces layouts of the same shape that are not
     faster.
     """
     faster = [each for each in found if each.step.seconds < own.step.seconds]
@@ -156,7 +156,8 @@ class LayoutSearch:
     memory."""
 
     def best(self, count: int) -> list[Found]:
-        """Return the fastest layouts that fit, one per `Layout.shape`, fastest first.
+        """Return up to `count` layouts that fit, fastest first. Only the fastest layout of each `Layout.shape` is
+        returned.
 
         Raises ValueError if the device file lacks a rate that the search needs.
         """
@@ -218,9 +219,10 @@ class LayoutSearch:
                 yield from self._predicted(item)
 
     def _layouts(self, family: Family, candidate: Candidate[Item]) -> Iterator[Candidate[Item]]:
-        """Return the layouts of a family that may fit, each with the smallest sufficient saving.
+        """Return the layouts of a family that may fit. Each layout uses only the memory-saving settings that it needs.
 
-        If the lower bound of the family has increased, return the family itself with the new bound.
+        If the lower bound on the step time of the family is now higher than the bound of the candidate, return the
+        family itself with the new bound instead.
         """
         again = self.costs.family_bound(family)
         if again <= candidate.bound:

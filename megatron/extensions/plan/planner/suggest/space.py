@@ -68,7 +68,7 @@ class Saving(NamedTuple):
     offload: str = OFFLOADING[0]
 
     def next(self, replicas: int) -> Iterator[Saving]:
-        """Yield the settings that save memory in one more way than this setting.
+        """Yield the settings that add one further way of saving memory to this setting.
 
         Each yielded setting takes at least as long as the current setting, so it is worth evaluating only if the
         current setting does not fit.
@@ -288,8 +288,8 @@ class SearchedRun:
         return [(flag, value_of(asked, flag), value_of(self.given, flag)) for flag in self._flags]
 
     def _as_given(self, config: RunConfig) -> RunConfig:
-        """Return `config` with its layout flags reset to the values that they had before `resolve`. The global batch
-        size is not restored, because it must be the same for every layout."""
+        """Return `config` with all layout flags reset to their values from before `resolve` filled in defaults. The
+        global batch size is not restored, because it must be the same for every layout."""
         fields = {flag.field for flag in self._flags} - {"global_batch_size"}
         before = {field: value for field, value in config.given if field in fields}
         return replace(with_named(config, before), given=())

@@ -22,7 +22,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.step_parts import late_update, runs_passes_in_turns
 
 ROUNDS = 3
-"""Maximum number of rounds, of p micro-batches each, that are simulated; longer steps are extrapolated."""
+"""Maximum number of rounds that are simulated. A round has p micro-batches; steps with more rounds are extrapolated."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Schedule:
         return build_schedule(*shape, self.group, self.in_turns)
 
     def times(self, costs: StageCosts, microbatches: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return two values for each pipeline rank: the end of its last action in a step of this number of
-        micro-batches, and the part of this time that messages take."""
+        """Return two tuples with one value per pipeline rank, for a step of `microbatches` micro-batches: the time at
+        which the rank's last action ends, and the part of this time that messages add."""
         ends = self._ends(costs, microbatches)
         alone = self._ends(replace(costs, comm=0.0), microbatches)
         return ends, tuple(max(0.0, a - b) for a, b in zip(ends, alone, strict=True))
@@ -130,8 +130,8 @@ def consecutive(lists: Lists, steps: int) -> Lists:
 
 
 def post_validated(lists: Lists, costs: StageCosts | None = None) -> tuple[float, float]:
-    """Return (step time, idle share of the step), in the steady state, for runs that update before the gradient norm is
-    known.
+    """Return (step time, idle share of the step) in the steady state of a run that updates parameters before the
+    gradient norm is known.
 
     `lists` are the action lists of one step. At the VALIDATE action, each rank waits until all ranks have ended the
     previous step. In lists without the VALIDATE action, no rank waits (arXiv 2401.10241, section 4, and section 5.2 for

@@ -1,9 +1,9 @@
 """Record the kernels, collectives and memory of one micro-batch in a part of a stage.
 
 Outside compiled regions, each operation counts as one kernel that reads or writes each of its tensors once. Views take
-no time. A compiled region, or a cast that one GPU kernel performs, counts only its inputs and outputs. The backward
-pass of such a kernel reads the inputs again. FlashAttention and cuDNN kernels are represented by fake kernels, which
-support any tile.
+no time. Only the inputs and outputs are counted for a compiled region, and for a cast that is one kernel on GPUs. The
+backward pass of a region or cast reads the inputs again. FlashAttention and cuDNN kernels are represented by fake
+kernels, which support any tile.
 """
 
 from __future__ import annotations
@@ -152,12 +152,12 @@ class Recorder(LiveMemory):
             self._unseen = False
 
     def some_of(self, parts: Sequence[T]) -> Iterator[T]:
-        """Run only some parts of a loop if they represent the others.
+        """Yield the parts of a loop that are run as representatives of all parts.
 
-        An odd number of parts is represented by its middle part if the first, the middle and the last part do the same
-        work with evenly growing sizes. Otherwise, the method checks each half of the parts separately. The last two
-        parts of the loop run first, one after the other, because the memory peak may occur there. Their memory includes
-        the tensors that the previous part left.
+        The middle part represents an odd number of parts if the first, the middle and the last part do the same work,
+        with sizes that grow evenly. Otherwise, each half of the parts is checked in the same way. The last two parts of
+        the loop run first, one after the other, because the memory peak may occur there. Their memory includes the
+        tensors that the previous part left.
         """
         outer = self.events
         passes = dict[int, list[Event]]()
@@ -261,8 +261,8 @@ class Recorder(LiveMemory):
     ) -> None:
         """Record the launch of a fused kernel for the given number of query-key pairs over all heads.
 
-        With `dropout`, both kernels of the backward pass are recorded: each recomputes the scores and their gradients,
-        and hashes the masks.
+        With `dropout`, the backward pass consists of two kernels, which are recorded as one launch. Each of them
+        recomputes the scores and their gradients, and hashes the dropout masks.
         """
         passes = 1 + dropout
         of_pair = (2 + passes) * width + (1 + passes) * value_width if backward else width + value_width
@@ -364,7 +364,7 @@ def _grow_evenly(first: list[Event], middle: list[Event], last: list[Event]) -> 
 
 
 def _sizes(event: Event) -> tuple[object, ...]:
-    """Return the fields of an event, excluding the number of a collective."""
+    """Return the fields of an event, without the number that identifies a collective."""
     values = astuple(event)
     return values[:-1] if isinstance(event, Collective | Wait) else values
 
@@ -377,7 +377,7 @@ def done(func: OpOverload, args: Sequence[object], work: dist.Work) -> object:
 
 
 def precision_of(x: Tensor) -> str:
-    """Return the precision whose product rate applies to operands like `x`."""
+    """Return the precision at which operands like `x` are multiplied; fp16 counts as bf16."""
     return {1: "fp8", 2: "bf16", 4: "fp32"}.get(x.element_size(), "fp64")
 
 

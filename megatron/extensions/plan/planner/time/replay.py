@@ -52,9 +52,10 @@ class Placement:
 
 @lru_cache(maxsize=4096)
 def placement(dims: ParallelDims, axes: tuple[str, ...], ranks_per_node: int) -> Placement:
-    """Return the placement of rank 0's groups along axes; other groups have the same placement."""
+    """Return the placement of the group along `axes` that contains rank 0. All other groups along these axes have the
+    same placement."""
     near, nearest = [0], list[int]()
-    for axis in axes:  # rank numbers grow along each axis, so the ranks of the first node come first
+    for axis in axes:  # rank numbers grow along each axis, so the first ranks are those on the first node
         ranks = (dims.rank(**{axis: place}) for place in range(dims.size(axis)))
         steps = list(takewhile(lambda rank: rank < ranks_per_node, ranks))
         near = [rank + step for rank in near for step in steps if rank + step < ranks_per_node]
@@ -63,8 +64,8 @@ def placement(dims: ParallelDims, axes: tuple[str, ...], ranks_per_node: int) ->
 
 
 def nested_placements(group: Placement, inner: int) -> tuple[Placement, Placement]:
-    """Split a group into subgroups of `inner` consecutive ranks. Return (placement of a subgroup, placement of the
-    ranks at one position of all subgroups)."""
+    """Split a group into subgroups of `inner` consecutive ranks. Return two placements: that of a subgroup, and that of
+    the ranks that have the same position in all subgroups."""
     rings = Placement(group.size // inner, max(1, -(-group.in_node // inner)), group.stride * inner)
     return Placement(inner, min(inner, group.in_node), group.stride), rings
 

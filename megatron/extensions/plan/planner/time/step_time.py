@@ -67,7 +67,7 @@ class StepTime:
 
     parts: dict[str, float]
     bubble: float
-    """Share of the step time during which pipeline ranks are idle or send messages before the last pass ends, averaged
+    """Share of the step time in which a pipeline rank is idle or waits for messages before the last pass ends, averaged
     over the ranks."""
 
     parts_of_pp_rank: int | None
@@ -337,10 +337,11 @@ class Step:
     def least_exchanged(
         self, elements: Mapping[bool, float], forward: float, backward: float, microbatches: int
     ) -> float:
-        """Return a lower bound on the exposed seconds per step of a rank's gradient reductions and parameter gathers.
+        """Return a lower bound on the exposed time, in seconds per step, of a rank's gradient reductions and parameter
+        gathers.
 
-        If collectives of T seconds follow C seconds of computation, at least T - C is exposed, and the hidden part
-        slows the computation.
+        If collectives take T seconds and the computation that can hide them takes C seconds, at least T - C seconds are
+        exposed. The hidden part slows the computation.
 
         Args:
             elements: Numbers of trained parameters; the key is True for experts and False for dense parameters.
@@ -409,8 +410,8 @@ class Step:
         return [time] * count
 
     def _groups(self, expert: bool) -> tuple[Placement, Placement]:
-        """Return (placement of the ranks that shard states, placement of the ranks that hold the same shard in each
-        distributed-optimizer instance)."""
+        """Return two placements: that of the ranks over which a distributed-optimizer instance shards states, and that
+        of the ranks that hold the same shard in different instances."""
         axes = ("expt_dp",) if expert else ("dp", "cp")
         whole = placement(self.dims, axes, self.network.ranks_per_node)
         if self.dims.instances == 1:
