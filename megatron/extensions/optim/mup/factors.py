@@ -112,7 +112,7 @@ def rate(found: Factors, optimizer: str, matrix_scale: str | None = None) -> flo
         return found.change / found.gradient
     if matrix_scale is None:
         return found.change
-    # All singular values of a Muon update are equal. They must be proportional to sqrt(outputs / inputs) (arXiv
+    # All singular values of a Muon update are equal. These values must be proportional to sqrt(outputs / inputs) (arXiv
     # 2310.17813).
     inputs, outputs = found.widths.inputs, found.widths.outputs
     wanted = (outputs / inputs) ** 0.5

@@ -68,7 +68,7 @@ def score_factor(model: TransformerConfig) -> float | None:
     if model.softmax_scale is not None or not any(layer.attends for layer in model.layers):
         return model.softmax_scale
     base = sqrt(own.mup_base_head_dim) if own.mup_base_head_dim is not None else 1.0
-    usual = 1 / sqrt(model.head_dim)  # muP replaces only this factor of attention_scale
+    usual = 1 / sqrt(model.head_dim)  # muP replaces only the factor 1 / sqrt(head_dim) of attention_scale
     return float(model.attention_scale / usual * base / model.head_dim**own.mup_attn_scale_power)
 
 

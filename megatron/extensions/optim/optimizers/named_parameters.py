@@ -113,7 +113,7 @@ def group_rule(text: str) -> GroupRule:
 
 
 def unmatched(flag: str, value: str, pattern: str, names: Collection[str]) -> str | None:
-    """Return the error of a pattern that matches none of `names`, with the nearest names."""
+    """Return the error message for a pattern that matches none of `names`. The message lists the nearest names."""
     if any(re.search(pattern, name) for name in names):
         return None
     words = re.sub(r"\\.|[^\w.]", " ", pattern.replace("\\.", ".")).strip()

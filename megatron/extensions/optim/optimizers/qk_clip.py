@@ -88,7 +88,7 @@ class ClipsLogits(Callback):
 
 def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
     """Return factors [groups/tp, rows] for the rows of a projection. Together, the factors of queries and keys multiply
-    the logits of each head by at most its eta [heads/tp].
+    the logits of each head by the head's eta [heads/tp] or less.
 
     Queries are multiplied by eta^alpha, and keys by eta^(1 - alpha). All heads in a query group use the smallest eta
     among these heads. A key that all heads share is not scaled, so its queries are multiplied by eta.

@@ -8,9 +8,9 @@ step of power iteration and a QR decomposition.
 The formulas and the order of operations follow the authors' program (github.com/nikhilvyas/SOAP). The first update only
 initializes L and R. Weight decay is applied to the updated parameter. One difference from the authors' program keeps
 rounding noise out of the update, so that updates agree between layouts. At first, the gradients of a non-square matrix
-do not span all directions. In the authors' program, the basis of the remaining directions is rounding noise. Here,
-these directions keep their previous basis, which initially consists of unit vectors. Eigenvectors whose eigenvalues are
-just above the noise still differ between layouts.
+do not span all directions. In the authors' program, the basis of directions that gradients do not span is rounding
+noise. This implementation keeps the previous basis of such directions, which initially consists of unit vectors.
+Eigenvectors whose eigenvalues are just above the noise still differ between layouts.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Soap(Transform):
         return [*moments, *factors, *(of_matrices(f"{side}_basis", meta, size, size) for side, size in sides)]
 
     def flops(self, meta: ParamMeta) -> int:
-        """Return the number of FLOPs in matrix products per update. These products compute the factors, two changes of
-        basis, and the power iteration. The FLOPs of a power iteration and its two additional changes of basis are
-        divided by the number of updates between power iterations."""
+        """Return the FLOPs of the matrix products in an update: for the factors, for two changes of basis, and for the
+        power iteration. The FLOPs of a power iteration and its two additional changes of basis are divided by the
+        number of updates between power iterations."""
         every = self.options.soap_precondition_frequency
         area, sizes = prod(matrix_size(meta)), [size for _, size in self.sides(meta)]
         per_update, per_iteration = 3 * area * sum(sizes), sum(size**3 for size in sizes) + 2 * area * sum(sizes)
@@ -126,8 +126,8 @@ class Soap(Transform):
 
 
 def rotate(matrix: Tensor, basis: Sequence[Tensor | None], back: bool = False) -> Tensor:
-    """Return Q_L^T X Q_R. If `back` is True, return the inverse rotation Q_L X Q_R^T. If `basis` is None on one side, X
-    is rotated only on the other side."""
+    """Rotate a matrix X: return Q_L^T X Q_R. If `back` is True, return the inverse rotation Q_L X Q_R^T. If `basis` is
+    None on one side, X is rotated only on the other side."""
     left, right = (None if each is None else each.mT if back else each for each in basis)
     matrix = matrix if left is None else left.mT @ matrix
     return matrix if right is None else matrix @ right

@@ -20,8 +20,8 @@ STYLE = "pieces"
 """Value of --lr-decay-style that selects a piecewise schedule."""
 
 REPLACED = (OptimizerConfig.lr_decay_style, "constant", STYLE)
-"""Values of --lr-decay-style that pieces may replace: the default, and the style of phases without their own learning
-rate."""
+"""Values of --lr-decay-style that --lr-schedule may replace: the default, and the style of training phases without
+their own learning rate."""
 
 NOT_ROUNDED = 0.01
 """Largest fraction of a schedule that may remain without a piece before a warning is printed. This tolerance allows for
@@ -60,7 +60,7 @@ def resolve(config: RunConfig) -> RunConfig:
     try:
         text = without_tokens(options.lr_schedule, max(1, config.model.seq_length))
     except ValueError:
-        return config  # the rules report the problem
+        return config  # the validation rules report the error
     config = replace(config, optimizer=replace(optimizer, lr_decay_style=STYLE))
     return config.with_options(ScheduleFlags(lr_schedule=text))
 

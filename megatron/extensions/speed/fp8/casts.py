@@ -346,7 +346,7 @@ def add_fp8_product_(out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> Non
         out: Sum [o, i].
         dy: Output gradient [o, n], cast by columns.
         x: Input [i, n], cast by columns.
-        overwrite: If True, compute out = dy xᵀ instead.
+        overwrite: If True, replace the contents of `out` with dy xᵀ.
     """
     product = scaled_mm(dy, x, out.dtype)
     out.copy_(product) if overwrite else out.add_(product)

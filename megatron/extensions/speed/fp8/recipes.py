@@ -336,7 +336,7 @@ class DelayedGemms(PerTensorGemms):
         return given_operands(pair, tokens)
 
     def no_value(self, dtype: torch.dtype) -> Tensor:
-        """Return a NaN scalar. Its expanded views replace tensors that exist only as fp8 casts."""
+        """Return a NaN scalar, whose expanded views replace tensors that exist only as fp8 casts."""
         if self._no_value is None or self._no_value.dtype != dtype:
             self._no_value = torch.full((), torch.nan, dtype=dtype, device=self.multiplier.device)
         return self._no_value

@@ -127,9 +127,9 @@ def fuses(config: Section, ctx: Built) -> bool:
 
 
 def splits_at_once(config: TransformerConfig, ctx: Built) -> bool:
-    """Return True if self-attention should split its qkv projection into heads in a single pass. This is faster if
-    attention applies a rotation or sums a bias gradient, without a norm or a clamp between the projection and the
-    rotation."""
+    """Return True if self-attention should split its qkv projection into heads in a single pass. A single pass is
+    faster if attention applies a rotation or sums a bias gradient, without a norm or a clamp between the projection and
+    the rotation."""
     rotates = config.layer(ctx.layer).rotation is not None
     sums_bias = ctx.compiled and (config.add_bias_linear or config.add_qkv_bias)
     normed = config.qk_layernorm or (config.qk_l2_norm and rotates) or config.clip_qkv is not None

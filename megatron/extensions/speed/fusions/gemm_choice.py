@@ -68,8 +68,8 @@ KERNELS = {
     "cublaslt": gpu_operator("kernels.cublaslt:add_product_cublaslt_", _SUM, no_result),
 }
 """Kernels by name. Each kernel computes out [o, i] += (a * a_scale) (b * b_scale)ᵀ with sums in fp32. If `overwrite` is
-True, the product replaces `out`. out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32 []. "triton" also supports
-row scales ([o, 1] and [i, 1]) and scales of 128-element tiles ([o, n / 128] and [i, n / 128]). All tensors are
+True, the product replaces `out`. out is fp32; a [o, n] and b [i, n] are fp8. Scales are fp32 scalars. "triton" also
+supports row scales ([o, 1] and [i, 1]) and scales of 128-element tiles ([o, n / 128] and [i, n / 128]). All tensors are
 contiguous. All kernels raise RuntimeError for unsupported operands."""
 
 

@@ -83,7 +83,7 @@ _multiply = gpu_operator(
 @dataclass
 class ExpertKernel(Generic[*Operands]):
     """Expert operation that uses the fastest kernel for each shape (outputs, inputs) of the run. For shapes that were
-    not timed, it uses the tiling `ANY`."""
+    not timed, the operation uses the tiling `ANY`."""
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)

@@ -112,7 +112,7 @@ class _CastSwiGLU(torch.autograd.Function):
 
 class FusedTransformerLayer(TransformerLayer):
     """`TransformerLayer` that passes the residual stream to the next layer as a `ResidualSum`. The kernel of the next
-    norm then computes the last addition.
+    norm then also computes the residual addition.
 
     A norm casts its output to fp8 if the sublayer that follows can read this cast. If a sublayer supports an addend,
     the last GEMM of the sublayer computes the addition.

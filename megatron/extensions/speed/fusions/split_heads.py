@@ -55,7 +55,8 @@ def split_heads(
         qkv: Projection [s, b, groups, sum(counts), d].
         counts: Numbers of query, gate, key and value heads in a group (`head_counts`).
         tables: Cosines and sines of a rotation of queries and keys. If tables are given, queries, keys and values have
-            separate memory, because a view would keep all of qkv alive. Otherwise, they are views of qkv if possible.
+            separate memory, because a view would keep all of qkv alive. Otherwise, queries, keys and values are views
+            of qkv if possible.
         bias: Bias, which is added before the rotation. If `tables` is empty, the caller must already have added the
             bias to qkv. The bias is then used only to return its gradient.
         interleaved: Whether pairs of adjacent channels are rotated.

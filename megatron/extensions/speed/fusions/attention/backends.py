@@ -102,8 +102,8 @@ class Flash3:
 
 
 def _parameters(function: Callable[..., object]) -> frozenset[str]:
-    """Return the names of the parameters that a function accepts. For a custom operator of torch, they are the
-    parameters of the Python function that implements the operator."""
+    """Return the names of the parameters that a function accepts. For a custom operator of torch, return the parameters
+    of the Python function that implements the operator."""
     return frozenset(inspect.signature(getattr(function, "_init_fn", function)).parameters)
 
 

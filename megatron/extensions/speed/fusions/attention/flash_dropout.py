@@ -192,7 +192,8 @@ class _AtOnce:
 
 
 def _whole(part: Tensor, x: Tensor, tile: Tile) -> Tensor:
-    """Return a tensor of zeros with the shape of x, into which the gradient of the tile's key rows is copied."""
+    """Return a tensor with the shape of x that contains the gradient of the tile's key rows, and zeros in all other
+    rows."""
     if len(part) == len(x):
         return part
     whole = torch.zeros(x.shape, dtype=part.dtype, device=part.device)

@@ -56,8 +56,8 @@ ROWS = 64
 
 @triton.jit
 def _add_keys(sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Accumulate one block of keys into the running results of query rows: values weighted after dropout, sum of
-    weights, and largest score."""
+    """Update the running results of query rows with a block of keys. `sums` contains the sum of values weighted after
+    dropout, the sum of the weights, and the largest score."""
     acc, total, top = sums
     q, row_bits = own
     k, k_row, v, v_row, column_bits, m = other

@@ -27,9 +27,9 @@ from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 
 FIRST, WHOLE, TAIL, PARTS, HEAD = (tl.constexpr(place) for place in range(5))
 """Positions in a schedule tensor. The first four entries are the number of experts without rows, the number of whole
-tiles, the number of split tiles, and the number of parts per split tile. Three lists follow from position HEAD on,
-sorted by the experts' numbers of rows in ascending order: the indices of the experts, the experts' first rows, and the
-ends of their rows."""
+tiles, the number of split tiles, and the number of parts per split tile. Three lists start at HEAD: the indices of the
+experts, the first row of each expert, and the end of each expert's rows. In all three lists, experts are sorted by
+their number of rows in ascending order."""
 
 MOST_PARTS = tl.constexpr(4)
 """Maximum number of parts into which a tile is split along tokens."""
@@ -176,7 +176,7 @@ def add_grouped_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """Compute out[e] += dy_eᵀ x_e, [outputs, inputs], for each expert e. `parts` [slots, BLOCK_O, BLOCK_I] receives all
-    parts of split tiles except the first. A program processes all steps of all its tiles in one loop. This program can
+    parts of split tiles except the first. A program processes all steps of all its tiles in one loop. Programs can
     therefore load operands of the next tile while the previous tile is being added."""
     item = tl.program_id(0) - programs
     row, end = 0, 0

@@ -114,8 +114,8 @@ def _normalized(given, at, inside, center, factor):
 
 @triton.jit
 def _gradient(given, g, z, row_gz, row_g, factor, at, inside, h):
-    """Compute the gradient of x in fp32. z are the normalized rows, and g is their gradient. `row_gz` and `row_g` are
-    the sums of g z and of g over each row."""
+    """Compute the gradient of x in fp32. z contains the normalized rows, and g is the gradient of z. `row_gz` and
+    `row_g` are the sums of g z and of g over each row."""
     grad = g - z * (row_gz / h)[:, None]
     if given.mean is not None:
         grad -= (row_g / h)[:, None]

@@ -130,7 +130,7 @@ def add_grouped_products_(out: Tensor, dy: Tensor, x: Tensor, ends: Tensor) -> N
 
 
 def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
-    """Call the kernel that zeroes the rows after the rows of the last expert (`grouped_choice`)."""
+    """Launch the kernel that sets the rows after the last expert's rows to zero (see `grouped_choice`)."""
     rows, width = x.shape
     assert x.is_contiguous() and ends.dtype == torch.int32
     if rows:
