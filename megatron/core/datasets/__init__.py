@@ -2,5 +2,5 @@
 
 `indexed_dataset` reads and writes `.bin/.idx` pairs. `indices` computes the order of samples. `gpt_dataset` and
 `blended` are the datasets, and `build` creates the datasets of a run. `samplers` provides the batches of each
-data-parallel rank. Of these modules, only `samplers` imports torch, so the data tools run without torch.
+data-parallel rank. Only the module `samplers` imports torch, so the data tools run without torch.
 """

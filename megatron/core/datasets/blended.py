@@ -116,7 +116,8 @@ class Renumbered(_SameNumbers):
 
 
 class WholeBatches(_SameNumbers):
-    """View of another dataset padded to whole batches. The padding repeats the first sample without a loss mask."""
+    """View of another dataset that is padded to whole batches. The padding repeats the first sample without a loss
+    mask."""
 
     def __init__(self, inner: Dataset, batch_size: int) -> None:
         super().__init__(inner)

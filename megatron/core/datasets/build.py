@@ -65,8 +65,8 @@ class Demands:
 
     order: TrainingOrder = field(default_factory=TrainingOrder)
     needed: tuple[bool, ...] | None = None
-    """One flag per split, True if the run draws samples from this split. If the tuple is None, the run draws samples
-    from every split whose size is given."""
+    """One flag per split, True if the run draws samples from this split. None means that the run draws samples from
+    every split whose size is given."""
 
     longest: int = 0
     """Largest sequence length of the run if it changes during the run, else 0."""
@@ -344,7 +344,7 @@ def training_sources(config: DatasetConfig) -> list[tuple[str, float, float | No
     """For each dataset of the training split, return its prefix, the share of its documents used for training, and its
     share of the samples.
 
-    The sample share is None for several datasets without weights, because each dataset is then used completely.
+    If several datasets have no weights, their sample shares are None, because every dataset is then used completely.
     """
     flag = "--data-path"
     values = config.data_path

@@ -132,8 +132,8 @@ time than all other arrays, even if a run reads only few samples.
 
 
 def finds_starts(plan: EpochPlan, documents: range) -> bool:
-    """Return True if the index of a split stores where documents end instead of where samples start. In such an index,
-    the start of a sample is found by search."""
+    """Return True if the index of a split stores where documents end instead of where samples start. In an index of
+    document ends, the start of a sample is found by search."""
     return plan.samples > MANY_SAMPLES * plan.epochs * len(documents)
 
 
@@ -279,7 +279,8 @@ def build_exhaustive_blend_index(sizes: Sequence[int]) -> BlendIndex:
 
 def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
     """Draw all samples of a blend. The draws are divided into blocks that are computed in parallel. A block depends on
-    how many samples were drawn from each dataset before it. At first, these numbers of drawn samples are guessed.
+    how many samples were drawn from each dataset before the block. The computation of a block starts from a guess of
+    these numbers.
 
     Greedy drawing corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If the numbers
     after these early draws equal the numbers at the end of the previous block, the guess was right, and all draws of

@@ -49,8 +49,8 @@ class MockGPTDataset(TextDataset):
             ends = chance > 1 - END_OF_DOCUMENT
             fresh[1:] |= ends[:-1]
         fresh[0] = True
-        # The last random token before or at position t is at position `start`. Token t is this token after applying the
-        # map t - start times.
+        # start[t] is the position of the last random token up to position t. Token t is that random token after
+        # applying the map t - start[t] times.
         positions = np.arange(length)
         start = np.maximum.accumulate(positions * fresh)
         steps = positions - start

@@ -147,7 +147,7 @@ class DataIterator:
         wait([future for _, future in self._ready])
 
     def restrict(self, end: int, micro_batch_size: int) -> None:
-        """Set a new end of the data and a new micro-batch size."""
+        """Change the end of the data and the micro-batch size."""
         if (end, micro_batch_size) != (self.end, self.micro_batch_size):
             self._drop()
             self.end, self.micro_batch_size = end, micro_batch_size

@@ -167,8 +167,8 @@ INDEX_NAMES = {
 
 
 RENAMED: dict[tuple[str, str], tuple[str, str]] = {}
-"""Replacements for index classes of other programs. A class that a pickle names as (module, name) is read as the class
-(module, name) to which this dictionary maps it."""
+"""Replacements for index classes of other programs. A key is the (module, name) by which a pickle refers to a class.
+Its value is the (module, name) of the class that is used instead."""
 
 
 class IndexUnpickler(pickle.Unpickler):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 CHUNK = 1 << 20
 UNFINISHED = ".unfinished"
-"""Marker file in a folder that is being written or removed, for stores without renames."""
+"""Name of a marker file. In storages that cannot rename folders, it marks a folder that is being written or removed."""
 
 
 class UrlPath(PurePosixPath):
@@ -168,9 +168,9 @@ class Storage(Protocol):
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
         """Prepare a folder for writing.
 
-        `begin` also deletes unfinished folders that killed writers have left next to `final`. It deletes only folders
-        whose names have the same prefix as `final` up to the first underscore. The default implementation first deletes
-        the folder `final` if it was published before.
+        `begin` also deletes unfinished folders that killed writers have left next to `final`, if their names have the
+        same prefix as `final` up to the first underscore. The default implementation first deletes the folder `final`
+        if it was published before.
 
         Args:
             final: The folder to be published.

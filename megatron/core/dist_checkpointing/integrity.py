@@ -30,8 +30,8 @@ Sums = dict[str, dict[str, int]]
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file that computes the checksum of everything written to it. Writes must be sequential. The file is durable
-    once it is closed."""
+    """A new file that computes the checksum of everything written to it. The file must be written sequentially. The
+    file is durable once it is closed."""
 
     def __init__(self, path: PurePath) -> None:
         super().__init__(cast("io.RawIOBase", storage_of(path).create(path)), CHUNK)

@@ -200,7 +200,7 @@ class _Reader:
 
 def _push(value: Callable[[_Reader], object]) -> Callable[[_Reader], None]:
     def push(reader: _Reader) -> None:
-        found = value(reader)  # call this before the append, because it may pop values from the stack
+        found = value(reader)  # value() may pop values from the stack, so call it before the append
         reader.stack.append(found)
 
     return push

@@ -30,7 +30,7 @@ OTHER = object()
 
 @dataclass
 class Listed:
-    """A list in a pickle. Only its length is tracked, because instructions may append to the list."""
+    """A list in a pickle. Only the length of the list is tracked, because instructions may append to the list."""
 
     length: int = 0
 
@@ -65,11 +65,11 @@ class Call:
     inner: Callable[[object, object], object]
 
     size: int | None = None
-    """Size in bytes of the call's result. The rule that checks the call sets it."""
+    """Size in bytes of the call's result, set by the rule that checks the call."""
 
 
 def cost(value: object) -> int:
-    """Return an upper bound, roughly, of the number of bytes that a call copies from an argument."""
+    """Return an approximate upper bound on the number of bytes that a call copies from an argument."""
     if isinstance(value, Listed):
         return 8 * value.length
     if isinstance(value, Made):

@@ -9,7 +9,7 @@ import pickle
 import pickletools
 
 _LINES = {"GLOBAL": 2, "INST": 2}
-"""Number of text lines that follow an opcode; opcodes that are not listed have one line."""
+"""Number of lines of text that follow a text opcode. Text opcodes that are not listed here are followed by one line."""
 
 _COUNTS = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,

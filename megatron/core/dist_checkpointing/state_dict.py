@@ -77,10 +77,10 @@ def load_targets(
 ) -> StateDict:
     """Return the state dict to load into, given the keys in a checkpoint.
 
-    A model parameter and its main parameter are loaded from the same saved tensor. They are loaded from the saved main
-    parameter if the optimizer is loaded and the checkpoint contains main parameters, and otherwise from the saved model
-    parameter. A run can therefore load a checkpoint of any precision, and each model parameter equals its main
-    parameter after rounding.
+    A model parameter and its main parameter are loaded from the same saved tensor. The saved main parameter is used if
+    the optimizer is loaded and the checkpoint contains main parameters; otherwise, the saved model parameter is used. A
+    run can therefore load a checkpoint of any precision, and each model parameter equals its main parameter after
+    rounding.
 
     Args:
         modules: The stages of this rank.
@@ -179,8 +179,8 @@ class _Writers:
         self.decided: dict[str, bool] = {}
 
     def on_first_stage(self, meta: ParamMeta) -> bool:
-        """Return whether this rank's stage may write a tensor. If several stages hold the tensor, only the first stage
-        may."""
+        """Return whether this rank's stage may write a tensor. If several stages hold the tensor, only the first of
+        these stages may write it."""
         return not meta.shared_stages or self.state.pp.first
 
     def mine(self, key: str, meta: ParamMeta) -> bool:

@@ -6,8 +6,8 @@
     root/iter_0000100/manifest.json             the files above with their sizes and checksums
 
 A checkpoint becomes visible once it is complete (`file_storage`): on the local disk it is written into a temporary
-folder, synced and renamed. Only then is the iteration number in latest_checkpointed_iteration.txt replaced. The text
-file therefore always names a complete checkpoint, even if the run is killed during a save.
+folder, synced and renamed. Only after the rename is the iteration number in latest_checkpointed_iteration.txt replaced.
+The text file therefore always names a complete checkpoint, even if the run is killed during a save.
 
 Files may come from untrusted sources. Everything except tensors is stored as JSON. The pickled index of DCP may contain
 only allowed names, and tensors are read with `weights_only=True`.
@@ -92,8 +92,8 @@ def save(
         The folder of the checkpoint. The checkpoint is complete on disk when this function returns on any rank.
 
     Raises:
-        CheckpointError: The checkpoint could not be saved. All live ranks raise the error. If the save fails, the files
-        that it wrote are
+        CheckpointError: The checkpoint could not be saved. All live ranks raise this error. If the save fails, the
+        files that it wrote are
             deleted, and the previous checkpoint remains the latest.
     """
     try:

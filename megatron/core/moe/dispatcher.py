@@ -111,7 +111,8 @@ class Routes:
     """Linear map that sorts the rows received from the exchange by local expert, giving [rows, ...]."""
 
     def dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [n, h] and routing weights [n * k] -> rows [rows, h] and their weights [rows] of the local experts."""
+        """Send tokens [n, h] and routing weights [n * k] to the ranks of the experts. Return the rows [rows, h] of this
+        rank's experts, and the weights [rows] of these rows."""
         rows, of_rows = self.of_tokens(tokens), self.of_assignments(weights)
         if self.exchange is not None:
             rows, of_rows = self.exchange(rows, of_rows)
@@ -189,7 +190,7 @@ class Dispatcher(ABC):
 
 SPARE_ROWS = 2
 """Limit on the rows that an all-gather dispatch allocates before the actual number of rows is known, as a multiple of
-the number under an even load. If more rows are possible, the host waits for the actual number.
+the number under an even load. If the number of rows may exceed this limit, the host waits for the actual number.
 """
 
 

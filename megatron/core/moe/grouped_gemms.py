@@ -19,8 +19,8 @@ class Segments:
     """Rows of the local experts, sorted by expert.
 
     Spare rows follow the rows of the last expert. A spare row belongs to no expert, has no gradient, and contains
-    finite but meaningless values. The row counts are either on the device or known to the host. On the device
-    (`of_counts`), kernels can read them. On the host (`of_sizes`), tensors can be split according to them.
+    finite but meaningless values. The row counts are either on the device or known to the host. Row counts on the
+    device (`of_counts`) can be read by kernels. Row counts known to the host (`of_sizes`) can be used to split tensors.
     """
 
     def __init__(self, sizes: Sequence[int] | None, ends: Tensor | None, device: torch.device, spare: bool) -> None:
@@ -49,7 +49,7 @@ class Segments:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Number of rows of each expert. If these numbers are only on the device, the host waits for them."""
+        """Number of rows of each expert. If the numbers of rows are only on the device, the host waits for them."""
         if self._sizes is None:
             ends = [0, *HostCopy[int](self.ends).read()]
             self._sizes = [stop - start for start, stop in pairwise(ends)]
@@ -159,8 +159,8 @@ class GroupedGemms:
         """Function of (out [experts, out, in], dY [n, out], x [n, in], segments) that adds each expert's product dYᵀ X
         to `out`."""
         self.add_bias_grad_ = add_weight_grad_
-        """Equivalent of `add_weight_grad_` for a bias gradient, since a bias acts as the weight of an additional
-        input."""
+        """Function that adds a bias gradient. It is the same function as `add_weight_grad_`, because a bias acts as the
+        weight of an additional input feature."""
 
     def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
         """x [n, in], weight [experts, ..., in] -> y [n, out]"""

@@ -43,9 +43,8 @@ class MoELayer(nn.Module):
     With --moe-latent-size, the experts read fc1_latent_proj(x), and fc2_latent_proj maps their weighted sum back to the
     hidden size. Tokens sent between ranks therefore have only --moe-latent-size elements.
 
-    Zero-computation experts return weight * x. Some residual streams require both outputs separately. For these, the
-    layer returns [s, b, 2h]: the output of the shared expert and the sum of the selected experts side by side, instead
-    of their sum.
+    Zero-computation experts return weight * x. If the residual stream requires the outputs of the shared expert and of
+    the selected experts separately, the layer returns them side by side, [s, b, 2h], instead of their sum.
 
     Each rank routes different tokens, so tensor parallelism requires sequence parallelism.
     """

@@ -44,8 +44,8 @@ probabilities."""
 class RunningLoads:
     """Running share of assignments that each expert receives in the global batch, sample by sample.
 
-    The forward pass of a micro-batch launches the all-reduce of its counts. The backward pass needs the result, and
-    waits for it. If the forward pass is recomputed, the loads of its first run are used.
+    The forward pass of a micro-batch launches the all-reduce of its counts. The backward pass of the micro-batch waits
+    for the all-reduced counts. If the forward pass is recomputed, the loads of its first run are used.
     """
 
     def __init__(self, state: ParallelState) -> None:
@@ -98,7 +98,7 @@ class _LoadsContext(AutogradContext):
 
 class _AgainstRunningLoads(torch.autograd.Function):
     """Balancing loss against running loads: the sum over tokens of E * sum_i f_i p_i for probabilities p [s, b, E].
-    Because f is not known before the backward pass, the forward pass returns 0 instead of this sum."""
+    Because f is not known before the backward pass, the forward pass returns 0 instead of the balancing loss."""
 
     @staticmethod
     def forward(ctx: _LoadsContext, probabilities: Tensor, loads: RunningLoads, number: int) -> Tensor:
@@ -192,7 +192,8 @@ class Balance(nn.Module):
             logits: [s, b, E].
             probabilities: [s, b, E].
             chosen: Selected experts [s, b, k].
-            unbiased: Selection without expert bias [s, b, k]. The balancing losses count these selections.
+            unbiased: Selection without expert bias [s, b, k]. The balancing losses count the assignments of this
+                selection.
             kept: Mask of the kept assignments [s, b, k]; None if no token is dropped.
             context: The micro-batch's context.
         """
@@ -215,8 +216,8 @@ class Balance(nn.Module):
 
         Each balancing loss is the sum over tokens of E * sum_i f_i p_i. Each token's term is 1 if the load is balanced,
         and E if a single expert receives all tokens. `counts` [b, E] counts the assignments of these tokens in
-        micro-batch `number`. Of the balancing losses, only the loss that balances each sequence has a known value in
-        the forward pass.
+        micro-batch `number`. In the forward pass, only the loss that balances each sequence has a known value; the
+        values of all other balancing losses are not known yet.
         """
         loss = of_sequences = probabilities.new_zeros(())
         if self.running_coeff:

@@ -279,9 +279,9 @@ def without_rounding(scores: Tensor) -> Tensor:
     """Round scores to a grid that is far coarser than their rounding errors, because rounding errors differ between
     layouts.
 
-    Tokens with the same context have the same scores. An example are the first tokens of documents. After rounding,
-    such scores are exactly equal under every layout, so that token positions decide which tokens are selected. In
-    Sinkhorn routing, all experts tie if all tokens of a sequence are equal.
+    Tokens with the same context, for example equal first tokens of documents, have the same scores. After rounding, the
+    scores of these tokens are exactly equal under every layout, so that token positions decide which tokens are
+    selected. In Sinkhorn routing, all experts tie if all tokens of a sequence are equal.
     """
     grid = 2.0 ** (40 if scores.dtype == torch.float64 else 16)
     return (scores * grid).round_().div_(grid)

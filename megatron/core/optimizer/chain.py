@@ -7,7 +7,7 @@ parameter is a generator. Once every update of the batch has either finished or 
 answered together. One reduce-scatter and one all-gather over the stage answer requests for sums. One exchange with the
 matrices' owners (`MatrixExchange`) answers requests for whole matrices. After the reduce-scatter, each rank updates its
 part of the reduced states with the sums that it received. The all-gather distributes the updated states and the sums to
-all ranks of the stage. For this reason, sharded states require no more communication than replicated states.
+all ranks of the stage. Sharding the reduced states therefore requires no additional communication.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class _Run:
     x: ParameterUpdate
     steps: Requests
     into: Tensor | None
-    """If a fused link follows, gradient tensor into which the update is written, because the fused link reads its input
-    there. `into` is None if the update is added to the parameter."""
+    """Gradient tensor into which the update is written if a fused link follows, because a fused link reads its input
+    from the gradient. `into` is None if the update is added to the parameter."""
 
     requests: tuple[Request, ...] = ()
     done: bool = False
@@ -367,7 +367,8 @@ def _chunks(param: _Param) -> Iterator[_Elements]:
 
 def _batches(params: Sequence[_Param], limit: int) -> Iterator[list[_Elements]]:
     """Yield batches of consecutive parameters. The parameters of a batch together have at most `limit` elements,
-    counted over all ranks. A larger parameter forms its own batch. `limit` bounds the memory of temporary copies."""
+    counted over all ranks. A parameter with more than `limit` elements forms its own batch. `limit` bounds the memory
+    of temporary copies."""
     batch: list[_Elements] = []
     filled = 0
     for param in params:

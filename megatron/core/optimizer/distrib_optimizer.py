@@ -2,7 +2,7 @@
 parameters.
 
 Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Under
---no-use-distributed-optimizer, the shard of every rank is the whole bucket. Everything else is the same.
+--no-use-distributed-optimizer, everything is the same, except that the shard of every rank is the whole bucket.
 
 The host waits for the device in two cases only: to change a dynamic loss scale, or to read gradients for states that it
 updates in host memory. A non-finite loss or gradient leaves parameters and moments unchanged in every precision,
@@ -77,7 +77,7 @@ class StepResult:
 
     @property
     def spike(self) -> bool:
-        """True if `Update.judge` classified the step as a spike. The update of such a step may still have been
+        """True if `Update.judge` classified the step as a spike. Even if a step is a spike, its update may have been
         applied."""
         return bool(self._read()[3])
 
@@ -126,9 +126,9 @@ def _build_host_update(
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Function that decides whether to skip a step's update. A judge takes the gradient norm, the overflow flag and the
-step's sums, and returns two flags. The first flag of a judge is 1 to skip the update. Its second flag is 1 if the step
-is a spike, that is, if the loss or norm is unusually large. All arguments and results are float64 tensors on the
-device."""
+step's sums, and returns two flags. The first flag of a judge is 1 to skip the update. The second flag of a judge is 1
+if the step is a spike, that is, if the loss or norm is unusually large. All arguments and results are float64 tensors
+on the device."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ class Update:
     """Function that decides whether to skip the update."""
 
     on_update: Callable[[Tensor], None] | None = None
-    """Function that is called after the update and before the parameters are gathered, because the scales of cast
-    weights may change in between. `on_update` receives `skip`, which is 1 if the update was skipped."""
+    """Function that is called after the update and before the parameters are gathered, for example to update the scales
+    with which weights are cast. `on_update` receives `skip`, which is 1 if the update was skipped."""
 
 
 class DistributedOptimizer:
@@ -204,12 +204,12 @@ class DistributedOptimizer:
     @torch.no_grad()
     def step(self, update: Update) -> StepResult:
         """Update the parameters once. The gradients must be final, except for the factor that `reduce_model_grads`
-        returns. Most optimizers multiply the gradients by this factor, and by the clipping factor, in place. Fused
-        optimizers instead apply both factors while they read the gradients.
+        returns. Most optimizers multiply the gradients by the factor of `reduce_model_grads`, and by the clipping
+        factor, in place. Fused optimizers instead apply both factors while they read the gradients.
 
         With `overlap_param_gather`, the all-gather of the updated parameters is still in flight when this method
-        returns. A forward pass waits for it, and so does `finish_param_sync`. If `ddp` has a `param_gather`, only
-        `finish_param_sync` gathers the parameters in their own dtype.
+        returns. Forward passes and `finish_param_sync` wait for the gathered parameters. If `ddp` has a `param_gather`,
+        only `finish_param_sync` gathers the parameters in their own dtype.
         """
         # Modules that have not run since the last step have not yet waited for their parameters.
         self.ddp.wait_param_sync()
@@ -281,7 +281,7 @@ class DistributedOptimizer:
 
     @property
     def loss_scale(self) -> float:
-        """Factor by which the losses of the next step are multiplied. Always 1 unless training in fp16."""
+        """Factor by which the losses of the next step are multiplied. The factor is 1 unless the run trains in fp16."""
         return self.scaler.scale
 
     @property
@@ -307,7 +307,7 @@ class DistributedOptimizer:
 
     def sharded_state(self) -> list[OptimizerPiece]:
         """Return all parameters and states that this rank owns, for reading. The result contains views of the live
-        tensors. States with scales are instead copied to the host.
+        tensors. States with scales are copied to the host instead.
 
         If the model parameters themselves serve as main parameters, no separate main parameters are returned.
         """

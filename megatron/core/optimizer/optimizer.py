@@ -70,7 +70,8 @@ class Shard:
         self.device_params = bucket.owned_params[place.start : place.stop]
         self.device_grads = bucket.owned_grads[place.start : place.stop]
         self.params, self.grads = self.device_params, self.device_grads
-        """Tensors that an update reads and writes; for a shard on the host, they are the attached copies."""
+        """Tensors that an update reads and writes. For a shard in host memory, these tensors are the copies passed to
+        `attach`."""
         self.device = torch.device("cpu") if self.on_host else self.params.device
         """Device on which states are stored and updated."""
         self.params_are_main = self.params.dtype == spec.main_dtype

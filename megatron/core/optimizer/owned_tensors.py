@@ -53,7 +53,7 @@ def owned_zeros(
 ) -> list[OptimizerPiece]:
     """For each name in `names`, allocate a state of zeros with the elements of `owned_weights`, and return the pieces.
 
-    The allocated memory includes the padding of the buckets. Memory plans count it too.
+    The allocated memory includes the padding of the buckets, which memory plans count as well.
 
     Args:
         ddp: Parameters of the rank.

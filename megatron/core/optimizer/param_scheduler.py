@@ -43,7 +43,7 @@ class ScheduleLength:
     """Length of the final anneal of a warmup-stable-decay (WSD) schedule."""
 
     total: float
-    """Length of the run. If the weight decay changes during the run, it reaches its final value at this length."""
+    """Length of the run. A weight decay that changes during the run reaches its final value at the end of the run."""
 
     @classmethod
     def in_samples(cls, config: OptimizerConfig, samples: int) -> ScheduleLength:

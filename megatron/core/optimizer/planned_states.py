@@ -140,8 +140,8 @@ class PlannedParam:
     states: tuple[State, ...]
 
     def part_within(self, first: int, last: int) -> tuple[int, int]:
-        """Return the range of the parameter's local tensor that lies within elements [first, last) of the buffer. The
-        range is (0, 0) if no elements do."""
+        """Return the range of the parameter's local tensor that lies within elements [first, last) of the buffer.
+        Return (0, 0) if there is no such range."""
         start, stop = max(first, self.range.start), min(last, self.range.stop)
         return (start - self.range.start, stop - self.range.start) if start < stop else (0, 0)
 
@@ -207,7 +207,8 @@ class ChainPlan:
         return min(state.numel, place * length), min(state.numel, (place + 1) * length)
 
     def part_length(self, numel: int) -> int:
-        """Return the largest number of elements that any rank stores of a `reduced` state with `numel` elements."""
+        """Return the number of elements per rank if a `reduced` state with `numel` elements is divided evenly among the
+        ranks, rounded up."""
         return -(-numel // len(self.ranks))
 
     def owned(self, param: PlannedParam, state: State, place: int) -> list[tuple[int, int, int]]:
@@ -222,7 +223,7 @@ class ChainPlan:
         memory, otherwise those on the device. `main` is the size in bytes of an element of the main dtype."""
         size, data = len(self.ranks), {axis: [0] * len(self.ranks) for axis in self._data_rank}
         steps, further = [0] * (size + 1), [0] * (size + 1)
-        """Two lists in bytes: changes that apply to a rank and all ranks after it, and additional memory of individual
+        """Bytes of reduced states as differences between consecutive ranks, and additional bytes of individual
         ranks."""
         for param in self.params:
             for state in param.states:

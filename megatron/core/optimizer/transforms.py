@@ -17,8 +17,8 @@ function with each whole matrix on the rank that owns it. The requests of all pa
 layouts compute the same result.
 
 A `FusedTransform` updates the flat shards of many parameters at once. Examples are torch's fused Adam, and Muon, which
-exchanges all matrices of a stage. Links before a fused link receive the gradient of each parameter. Links after it
-receive the updated parameter: `[FusedAdam(config), AverageWeights(0.999)]`.
+exchanges all matrices of a stage. Links before a fused link receive the gradient of each parameter, and links after the
+fused link receive the updated parameter: `[FusedAdam(config), AverageWeights(0.999)]`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ __all__ = [
 ]
 
 MatrixFunction = Callable[[Tensor, dict[str, Tensor]], Tensor]
-"""Function of a matrix [rows, columns] and a dictionary of the matrix's states, which returns [rows, columns]. The
-function modifies the states in place."""
+"""Function that takes a matrix [rows, columns] and a dictionary of its states, and returns a matrix [rows, columns].
+The function modifies the states in place."""
 
 
 class Request:
@@ -176,8 +176,8 @@ class ParameterUpdate:
         """Update a `reduced` state to by(state, mean) and request the result. `mean` is the mean of `values` [n] over
         the dims in which the state has size 1.
 
-        The value of `by` replaces the state, and the result of the request is the whole new state. Each rank calls `by`
-        for some elements of the state, with the same elements of the mean.
+        The request returns the whole new state, including the elements on other ranks. Each rank calls `by` for some
+        elements of the state, with the same elements of the mean.
         """
         partial = self._partial(values, self._place.reduced[state])
         return SumRequest(partial / (self.meta.numel // partial.numel()), state, by)

@@ -142,7 +142,8 @@ class PipelineExecutor(Generic[Module, Micro]):
                 loss sums.
 
         Returns:
-            On the rank of the last stage, the detached loss sum of each micro-batch. On all other ranks, an empty list.
+            The detached loss sum of each micro-batch on the rank of the last stage, and an empty list on all other
+            ranks.
         """
         microbatches = 1 + max((action.microbatch for action in actions), default=-1)
         assert len(batches) == microbatches, f"{len(batches)} batches for a list of {microbatches} microbatches"
@@ -156,7 +157,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         return self.end()
 
     def run_actions(self, actions: Sequence[Action]) -> None:
-        """Run actions one after another; autograd is enabled in training."""
+        """Run actions one after another. In training, autograd is enabled."""
         with torch.set_grad_enabled(self.training), self.casts.kept():
             for unit in units(actions):
                 self._run_unit(unit)

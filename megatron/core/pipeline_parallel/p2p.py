@@ -9,9 +9,9 @@ computation launched before it, but computation launched later does not wait for
 too slow: each send would wait for the receives launched before it, and a receive waits until the peer has computed the
 message. There are therefore four lanes, each with its own group over the same ranks: one lane for each combination of
 forward or backward messages and even or odd sending ranks. On each lane, a rank either only sends messages or only
-receives messages. There is one exception: the messages between the last and the first rank of an interleaved schedule,
-if the number of ranks is odd. On the lane of these messages, a rank both sends and receives. The order is the same on
-all ranks.
+receives messages. There is one exception: if an interleaved schedule has an odd number of ranks, a rank both sends and
+receives on the lane of the messages between the last and the first rank. The order of these messages is the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class PipelineP2P:
     Both ends must post the messages between two ranks in the same order, because NCCL ignores tags. gloo matches
     messages by tag, which also reveals inconsistent action lists. Forward messages have even tags, and backward
     messages have odd tags. The memory of a message is kept until its send has finished. When a message is sent, the
-    memory of all messages whose sends have finished is freed. If `MAX_IN_FLIGHT` messages are still being sent, it
-    waits.
+    memory of all messages whose sends have finished is freed. If `MAX_IN_FLIGHT` messages are still in flight, `send`
+    waits until one of them has been sent.
     """
 
     def __init__(

@@ -82,8 +82,9 @@ def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
     """Return a key that sorts (start, rank, unit) by start time.
 
     Among units that start at the same time, forward passes come first, in ascending order of stages, followed by
-    backward passes in descending order. Of two units that start at the same time, the second may need the message of
-    the first for its next computation. With this order, the receive is posted before that computation.
+    backward passes in descending order. If two units start at the same time, the second unit may need the message of
+    the first for its next computation. Visiting the first unit first posts the receive of this message before that
+    computation.
     """
     start, _, unit = entry
     kind, stage, _ = unit[0]

@@ -72,8 +72,8 @@ class ScheduleFacts:
     lists."""
 
     in_turns: ChunkedSchedule | None = None
-    """Variant of the schedule in which a forward and a backward pass may run in turns. In its lists, an FB precedes
-    each F and B (or I) that run in turns. `in_turns` is None if the schedule has no such variant."""
+    """Variant of the schedule in which a forward and a backward pass may run in turns. In the lists of this variant, an
+    FB precedes each F and B (or I) that run in turns. `in_turns` is None if the schedule has no such variant."""
 
     of_step: EndlessSchedule | None = None
     """Function that returns the action lists of one step, for schedules in which a step already starts passes of the
@@ -97,7 +97,7 @@ class ScheduleFacts:
 
     @property
     def flushes(self) -> bool:
-        """True if each step ends before the next one starts."""
+        """True if the schedule ends each step before it starts the next step."""
         return self.of_step is None
 
 
@@ -202,7 +202,7 @@ def alternate(
     """Return a list that starts with `ahead` forward passes, continues with forward-backward pairs, and ends with the
     remaining backward passes.
 
-    If `in_turns` is True, an FB precedes each forward-backward pair, which marks that the two passes run in turns.
+    If `in_turns` is True, an FB before each forward-backward pair marks that the two passes of the pair run in turns.
     """
     ahead = min(ahead, len(forwards))
     steady = len(forwards) - ahead
@@ -247,7 +247,7 @@ def layout_of(schedule: str, p: int, v: int | None = None) -> PipelineLayout:
 
 
 def splits_backward(schedule: str) -> bool:
-    """Return whether a schedule splits each backward pass (B) into I and W. Schedules that split it require a
+    """Return whether a schedule splits each backward pass (B) into I and W. Schedules with I and W require a
     `WeightGradQueue`."""
     return PIPELINE_SCHEDULES.facts(schedule).splits_backward
 

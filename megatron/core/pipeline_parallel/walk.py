@@ -63,9 +63,9 @@ class Walk:
     messages take no time and a whole backward pass takes as long as two forward passes; subclasses may change both.
 
     If the lists contain no communication, the simulation assumes that a message arrives as soon as it is computed. If
-    the lists contain communication, a receive action does not wait for its message. The compute action that uses the
-    message waits instead. With `rendezvous`, sends and receives block until the other end is reached, which is the
-    worst case for deadlocks.
+    the lists contain communication, a receive action does not wait for its message; the compute action that uses the
+    message does. With `rendezvous`, sends and receives block until the other end is reached, which is the worst case
+    for deadlocks.
     """
 
     def __init__(self, lists: Lists, *, rendezvous: bool = False) -> None:
@@ -105,7 +105,7 @@ class Walk:
         self.check_finished()
 
     def duration(self, action: Action) -> float:
-        """Return the duration of an action. For an FB, this is the sum of the durations of its two passes, which
+        """Return the duration of an action. The duration of an FB is the sum of the durations of its two passes, which
         themselves take no time."""
         if action.kind not in TIMED or action in self.paired:
             return 0.0

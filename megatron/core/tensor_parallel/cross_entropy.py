@@ -1,8 +1,8 @@
 """Vocabulary-parallel cross entropy: the loss of logits that are sharded over the tensor-parallel ranks and never
 gathered.
 
-Each rank reduces its columns of the logits to three numbers per token. After an all-gather of these numbers, every rank
-computes the loss. The backward pass recomputes the softmax, so that only the logits are saved.
+Each rank reduces its columns of the logits to three numbers per token. After an all-gather of the three numbers, every
+rank computes the loss. The backward pass recomputes the softmax, so that only the logits are saved.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def vocab_parallel_cross_entropy(
     gradients are zero. A token whose loss is multiplied by zero contributes exactly zero to every gradient. Raises
     ValueError for a label outside [0, vocab_size).
 
-    If the logits are no leaf and no view, the backward pass overwrites them with their gradient, which halves memory.
-    Because the logits are overwritten, autograd refuses a second backward pass through them. Clone the logits before
-    this call if you read them later: if `compiled` GPU kernels process the whole vocabulary, even the forward pass
-    overwrites the logits.
+    If the logits are neither a leaf nor a view, the backward pass overwrites them with their gradient, which halves the
+    memory. Because the logits are overwritten, autograd refuses a second backward pass through them. Clone the logits
+    before this call if you read them later: if `compiled` GPU kernels process the whole vocabulary, even the forward
+    pass overwrites the logits.
     """
     check_ids(labels, vocab_size, "labels")
     overwrite = not logits.is_leaf and not is_view(logits)

@@ -2,8 +2,8 @@
 
 A column-parallel layer shards the output features, and a row-parallel layer shards the input features. A pair of such
 layers needs one collective at each end (Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3). With sequence
-parallelism, the activations outside of the pairs are sharded along the sequence. The pair then begins with an
-all-gather, and ends with a reduce-scatter instead of an all-reduce (Korthikanti et al., arXiv 2205.05198, section 4.2).
+parallelism, the activations outside of the pairs are sharded along the sequence, so a pair begins with an all-gather
+and ends with a reduce-scatter instead of an all-reduce (Korthikanti et al., arXiv 2205.05198, section 4.2).
 
 All linear layers of the model use `LinearFunction`. Shapes: t tensor-parallel ranks, activations [s, b, h], or [s/t, b,
 h] under sequence parallelism.
@@ -104,7 +104,7 @@ class TPContext(Section):
     """Properties of the device that layers depend on, including whether regions are compiled."""
 
     attention_backend: str = "auto"
-    """Value of --attention-backend, or the backend that `backend_choice` selected. With "auto", torch selects."""
+    """Attention backend set by --attention-backend or selected by `backend_choice`; "auto" lets torch select."""
 
     format: LinearFormat | None = None
     """Number format in which linear layers compute their GEMMs; None if they compute in `dtype`."""
@@ -341,7 +341,7 @@ class ParallelLinear(nn.Module):
     def output_gradient(self, bias: Tensor | None) -> OutputGradient | None:
         """Return the `OutputGradient` that requests casts and sums of dY from the operation that computes dY.
 
-        Return None if the layer needs neither, if dY is gathered first, or if hooks are registered.
+        Return None if the layer needs neither casts nor sums, if dY is gathered first, or if hooks are registered.
         """
         sums = bias is not None and bias.requires_grad
         makes = sums or self.gemms.grad_casts is not None

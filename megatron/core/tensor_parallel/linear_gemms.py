@@ -4,10 +4,10 @@
 of the GEMMs.
 
 Kernels before and after a layer may cast and sum the layer's tensors while the tensors are in registers. If the kernel
-that computes a layer's input also casts it, the original input is not stored. The layer then receives a placeholder
-tensor to which the cast input is attached (`given_input`). In the backward pass, the operation that consumes the
-layer's output computes the output gradient. The same operation casts the output gradient and sums it for the bias
-gradient (`OutputGradient`). If no adjacent kernel casts a tensor, the layer casts it.
+that computes a layer's input also casts it, the original input is not stored. In place of the original input, the layer
+receives a placeholder tensor to which the cast input is attached (`given_input`). In the backward pass, the operation
+that consumes the layer's output computes the output gradient. The same operation casts the output gradient and sums it
+for the bias gradient (`OutputGradient`). If no adjacent kernel casts a tensor, the layer casts it.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class WeightCasts:
         return cast("Cast", self._kept[key])
 
     def forget(self, weight: Tensor) -> None:
-        """Drop the casts of a weight. At its next use, the weight is cast again."""
+        """Drop the casts of a weight. At the next use of the weight, it is cast again."""
         for key in [key for key in self._kept or () if key[0] == id(weight)]:
             del self._kept[key]  # type: ignore[union-attr]
 
@@ -288,7 +288,7 @@ def given_input(x: Tensor) -> Operands | None:
 
 class OutputGradient:
     """Gradient dY of a linear layer's output. In the backward pass, the operation that computes dY can attach casts of
-    dY to this object."""
+    dY to the `OutputGradient`."""
 
     def __init__(self, gemms: LinearGemms, needs_dw: bool, needs_sum: bool) -> None:
         self.gemms, self.needs_dw = gemms, needs_dw
@@ -299,7 +299,7 @@ class OutputGradient:
     def order(self) -> Any:
         """Return the cast of dY that the layer's GEMMs will read.
 
-        The result is None if the GEMMs read dY itself, or if scales are not known in advance.
+        The result is None if the GEMMs read dY without a cast, or if the scales of the cast are not known in advance.
         """
         casts = self.gemms.grad_casts
         return None if casts is None else casts.grad_order(self.needs_dw)

@@ -27,7 +27,7 @@ SALT = 0x2545F491
 """Salt that separates the random bits for gradients from other random bits."""
 
 CONVERTED_AT_ONCE = 2**19
-"""Number of elements of a bf16 product that are converted to fp32 at a time on CPU. This many elements fit in the CPU
+"""Number of elements of a bf16 product that are converted to fp32 at a time on CPU, chosen so that they fit in the CPU
 cache."""
 
 
@@ -71,7 +71,7 @@ class WeightGradQueue:
         return self._key is not None and main_grad_of(weight) is not None
 
     def run_or_defer(self, job: Callable[[], None]) -> None:
-        """Add the job to the queue if this is called between `begin` and `end`; otherwise, run the job immediately."""
+        """Between `begin` and `end`, add the job to the queue. At any other time, run the job immediately."""
         if self._key is None:
             job()
         else:
