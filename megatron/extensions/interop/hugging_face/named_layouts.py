@@ -232,7 +232,7 @@ def _of_key_head_in_two(config: TransformerConfig) -> tuple[int, int]:
 
 
 DELTA_NETS: dict[str, Layout] = {
-    # Qwen3-Next: there are two tensors. In each tensor, all rows of a key head are contiguous
+    # Qwen3-Next: two tensors, each of which stores all rows of a key head contiguously
     "KeyHeads": Pieces(ROWS, _key_heads, 1, _of_key_head_in_two),
     # Qwen3.5: one tensor contains the queries of all heads, then the keys, then the values; three tensors contain the
     # rest

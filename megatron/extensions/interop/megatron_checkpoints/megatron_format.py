@@ -188,7 +188,7 @@ class MegatronSource(Source):
         self.side_files = side_files_of(self.config.tokenizer)
         with suppress(ValueError):  # the checkpoint may not record its progress
             progress = progress_of(self.tensors.common, self.args)
-            self.progress = progress if progress.iteration else None  # releases have no iteration
+            self.progress = progress if progress.iteration else None  # 0 in release checkpoints
 
     def _remarks(self, options: Options) -> Iterator[str]:
         tokens = self.config.model.vocab_size

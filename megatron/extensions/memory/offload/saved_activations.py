@@ -68,7 +68,7 @@ class HostPool:
         self.nbytes = 0
         """Total size in bytes of all buffers, both used and free."""
         self._free: dict[int, list[HostBuffer]] = {}
-        self._returned: deque[HostBuffer] = deque()  # finalizers, which may run in any thread, append to it
+        self._returned: deque[HostBuffer] = deque()  # finalizers append to it from any thread
 
     def take(self, nbytes: int) -> HostBuffer:
         """Return a free buffer of at least `nbytes`. The pool does not hand out the buffer again until the caller

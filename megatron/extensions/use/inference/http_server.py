@@ -49,7 +49,7 @@ class Connection(H11Protocol):
 
     _late: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: Any) -> None:  # asyncio and uvicorn disagree about the type
+    def connection_made(self, transport: Any) -> None:  # asyncio and uvicorn declare different types
         super().connection_made(transport)
         self._await_head()
 

@@ -121,7 +121,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main program handles the signal and then ends this process
     template: Template | None = None
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # ends this process if the main program cannot
+        signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # ends this process if the main program does not
         try:
             question, answer = json.loads(line), dict[str, object]()
             if template is None:

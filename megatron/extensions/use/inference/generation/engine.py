@@ -284,7 +284,7 @@ class Engine:
         except Exception as error:
             for generation in rows:
                 generation.error = f"its text cannot be continued: {type(error).__name__}: {error}"
-                generation.stream = None  # decoding its text may have failed
+                generation.stream = None  # its decoder state may be invalid
                 self._end(generation, "error")
 
     def _add(self, generation: Generation, token: int, logits: Tensor) -> None:

@@ -133,7 +133,7 @@ class StageRunner:
         with self.p2p.shaped((cached.width // self.multiple, len(rows), self.config.residual_size)):
             ended = self.executor.run(self._actions, [(batch, cached)], last_forward=lambda last, *given: last(*given))
         found = None
-        for hidden in ended:  # no results without the last stage
+        for hidden in ended:  # empty on ranks that do not run the last stage
             model = self.stages[self.layout.num_stages - 1]
             hidden = all_gather(hidden, model.tp) if model.sequence_parallel else hidden
             found = self._outputs(model, hidden, tokens, counts, step)
@@ -187,7 +187,8 @@ def next_logits(model: GPTModel, hidden: Tensor) -> Tensor:
     """Compute, on the last stage, the logits [n, vocab_size] of the next token for each row of the unsharded hidden
     states [n, h]."""
     assert model.output_layer is not None, "only the last stage has logits"
-    logits = model.output_layer(hidden[None])  # sequence parallelism: one copy per rank
+    # With sequence parallelism, the output layer gathers an identical copy of `hidden` from each rank along dim 0.
+    logits = model.output_layer(hidden[None])
     return model.whole_logits(logits[:1])[0]
 
 
