@@ -184,8 +184,8 @@ class PeerAudit(Callback, Meter):
         return recording
 
     def gradients_ready(self, factor: Tensor) -> None:
-        """Compare this rank's recording of the step with the recording that its peer made of the same micro-batches.
-        The optimizer step follows."""
+        """Before the optimizer step, compare this rank's recording of the step with the recording that its peer made of
+        the same micro-batches."""
         if self._step is None or self._now is None or self._before is None:
             return
         run, step = self.run, self._step

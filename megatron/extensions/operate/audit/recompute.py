@@ -1,11 +1,9 @@
-"""Process that recomputes the audited steps of a run from snapshots on the CPU.
-
-Usage:
+"""Process that recomputes the audited steps of a run from snapshots on the CPU. Usage:
 
     python -m megatron.extensions.operate.audit.recompute FOLDER
 
-The process reads the names of snapshots from standard input, one per line, and writes `result.json` to each snapshot.
-Each snapshot is a subfolder of FOLDER. A step is computed in the run's number format and in a wider number format. The
+Each snapshot is a subfolder of FOLDER. The process reads the names of snapshots from standard input, one per line, and
+writes `result.json` to each snapshot. A step is computed in the run's number format and in a wider number format. The
 difference between the gradients of the two computations shows the effect of rounding on each gradient, and determines
 the tolerance.
 
@@ -113,7 +111,7 @@ class Result:
     """Largest relative difference of a gradient, divided by the tolerance for that gradient."""
 
     problem: str = ""
-    """Reason why the step could not be recomputed; empty if it was."""
+    """Reason why the step was not recomputed; empty if there is a result."""
 
     @classmethod
     def read(cls, path: Path) -> Result:

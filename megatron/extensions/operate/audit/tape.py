@@ -67,8 +67,8 @@ class Tape:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.buckets: dict[str, Tensor] = {}
-        """Sketches of gradients before the reduction over data-parallel ranks. They are keyed by parameter name,
-        because the order of reductions may vary."""
+        """Sketches of gradients before the reduction over data-parallel ranks, keyed by parameter name because the
+        order of reductions may vary."""
 
         self.sketches: list[Tensor] = []
         self._recording = self._ends = False
@@ -82,8 +82,8 @@ class Tape:
 
     def rows(self) -> tuple[list[Entry], Tensor]:
         """Return the n recorded entries and an int64 tensor [n, 1 + COLUMNS] in host memory with one row per entry. A
-        row consists of a checksum of the entry's kind and label, followed by the sketch. Gradients of buckets come
-        last."""
+        row consists of a checksum of the entry's kind and label, followed by the sketch. The gradients before their
+        reduction (`buckets`) come last."""
         names = sorted(self.buckets)
         entries = [*self.entries, *(Entry(BUCKET, name) for name in names)]
         sketches = torch.stack([*self.sketches, *(self.buckets[name] for name in names)]).cpu()
@@ -226,8 +226,9 @@ class Taps:
         return f"{words} {self._numbers[words]}"
 
     def _collective(self, name: str, function: Callable[P, T]) -> Callable[P, T]:
-        """Wrap a torch.distributed collective, so that its operand and result are recorded. A collective writes its
-        first argument and reads the second one, or does both with its only tensor."""
+        """Wrap a torch.distributed collective, so that its operand and result are recorded. A collective with two
+        tensor arguments writes the first and reads the second. A collective with one tensor argument reads and writes
+        this tensor."""
 
         @functools.wraps(function)
         def tap(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -284,8 +285,8 @@ class Taps:
 
 
 def peer_of(args: Sequence[object], kwargs: Mapping[str, object], ranks: Sequence[int]) -> object:
-    """Return the rank that a message is sent to or received from. Callers may pass it as any of several arguments
-    (`dst`, `src`, `group_dst`, `group_src`, or by position)."""
+    """Return the rank that a message is sent to or received from. Callers pass this rank as `dst`, `src`, `group_dst`
+    or `group_src`, or by position."""
     within = kwargs.get("group_dst", kwargs.get("group_src"))
     if isinstance(within, int):
         return ranks[within]

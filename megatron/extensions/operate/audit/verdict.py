@@ -34,7 +34,7 @@ CAUSES = {
     REDUCED: "the sum over ranks differs although its terms are equal: faulty message or memory",
     LOSS: "the loss differs although the inputs are equal",
 }
-"""Maps a kind of tensor to the probable cause if a tensor of this kind is the first that differs."""
+"""Maps each kind of tensor to the probable cause of a fault if the first tensor that differs is of this kind."""
 
 CHANGED = "the weight has changed in memory since its update"
 
@@ -55,10 +55,10 @@ class Difference:
     the message. For other tensors, the key is empty."""
 
     of_own: bool = True
-    """True if the rank has computed the same tensor again in the third computation."""
+    """True if the rank's repeated computation yields the same tensor as its first computation."""
 
     of_peer: bool = True
-    """True if the third computation, by the rank, agrees with the peer's computation."""
+    """True if the rank's repeated computation yields the same tensor as the peer's computation."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Finding:
     """Disagreement between ranks, and the ranks that may have caused it."""
 
     ranks: tuple[int, ...]
-    """Ranks that may have computed the wrong values. There is only one if the recordings suffice to identify the
-    rank."""
+    """Ranks that may have computed the wrong values. The tuple contains a single rank if the recordings suffice to
+    identify the faulty rank."""
 
     hosts: tuple[str, ...]
     kind: str

@@ -17,7 +17,7 @@ from megatron.extensions.operate.checkpoint_cleanup.flags import RetentionFlags
 from megatron.training.hooks import Callback
 
 BEST = "best"
-"""Name of the symbolic link in the --save folder. It points to the checkpoint that --save-retain-best keeps."""
+"""Name of the symbolic link in the --save folder that points to the checkpoint kept by --save-retain-best."""
 
 NO_LINKS = (None, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EACCES)
 """Error numbers that creating a symbolic link raises if the file system does not support links, or without the required

@@ -25,7 +25,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.config.validation import validate
 
 SEARCH = 5.0
-"""Time limit in seconds for a search. When it is reached, the search returns the best layout so far."""
+"""Time limit in seconds for a search, after which the search returns the best layout so far."""
 
 FAMILIES = 8
 """Number of layout families (`space.Family`) for which the search predicts step times."""
@@ -119,8 +119,7 @@ def _seconds(run: SearchedRun, config: RunConfig, device: DeviceFile) -> float:
 
 
 def _legal(config: RunConfig, ranks: int) -> Iterator[Choice]:
-    """Yield layouts that pass validation, without predicted step times. This is the fallback for runs that the planner
-    cannot predict."""
+    """Yield layouts that pass validation, for runs whose step time the planner cannot predict."""
     for size in range(ranks, 0, -1):
         run = SearchedRun(config, size)
         every = (layout for family in run.space.families() for layout in run.space.layouts(family))

@@ -140,7 +140,7 @@ class Start:
     """Workers that take part in the start, including spares."""
 
     rung: str = ""
-    """How the ranks recover in this start, such as `faults.SPARES`. The method is recorded in events and in the log."""
+    """How the ranks recover in this start, such as `faults.SPARES`. Events and the log state this method."""
 
     why: tuple[str, ...] = ()
     """Reasons why preferred recovery methods were not possible, one line each."""
@@ -258,7 +258,7 @@ class Parents:
     def gather(self, number: int, before: Start, decide: Decide) -> Start:
         """Wait until all living parents have arrived at start `number`, and return the plan for it. Workers that arrive
         too late are not in the plan's `living`, and do not take part. `before` is the plan of the previous start.
-        `decide` makes the plan, on one of the workers."""
+        One of the workers calls `decide` to make the plan."""
         self._answered(lambda: self.store.set(f"here/{number}/{self.worker}", "1"))
         clock, silence = Clock(), dict[int, tuple[int, float]]()
         while True:
@@ -326,8 +326,8 @@ class Parents:
             return answered(call)
 
     def _decides(self, number: int) -> bool:
-        """Return True if this parent is to plan the start. The first parent that claims this role plans the start. If
-        it is too slow or lost, other parents may also plan the start."""
+        """Return True if this parent is to plan the start. The first parent that claims this role plans the start;
+        another parent does so if the first one is too slow or lost."""
         key, own = f"decides/{number}", f"{self.worker} {time.time()}"
         claim = self._answered(lambda: self.store.compare_set(key, "", own).decode())
         worker, at = claim.split()

@@ -77,15 +77,15 @@ IMPORTED_LATE = ("torch._dynamo", "megatron.training.training")
 child, because their import takes seconds."""
 
 IN_ORDER = 8
-"""Index of a byte in `_progress`. The byte is 1 if the run chose the exit code of the child, and 0 if, for example, the
-child crashed."""
+"""Index of the byte in `_progress` that states whether the run chose the exit code of the child (1), or not (0), for
+example because the child crashed."""
 
 MET = 9
-"""Index of a byte in `_progress`. The byte is 1 after the child has connected to the other ranks."""
+"""Index of the byte in `_progress` that states whether the child has connected to the other ranks (1) or not (0)."""
 
 _progress: mmap.mmap | None = None
-"""Memory that a parent shares with its child. The first 8 bytes are the last iteration that the child has completed.
-The bytes at `IN_ORDER` and `MET` follow."""
+"""Memory that a parent shares with its child: the last iteration that the child has completed in 8 bytes, followed by
+the bytes `IN_ORDER` and `MET`."""
 
 
 def end_in_order() -> None:
@@ -361,9 +361,9 @@ class Parent:
         return roster[(roster.index(self.launch.rank) + 1) % len(roster)]
 
     def _decide(self, came: Collection[int], host_of: dict[int, str]) -> Start:
-        """Plan the next start of the ranks with the workers `came`, which have arrived for it. The plan keeps the same
-        processes if possible. Otherwise, it replaces lost processes with spares. If there are too few spares, it
-        continues with fewer ranks."""
+        """Plan the next start of the ranks with the workers `came`, which have arrived for it. The ranks keep their
+        processes if possible. Otherwise, spares replace lost processes. If there are too few spares, the run continues
+        with fewer ranks."""
         before = self._start
         living = tuple(sorted(came))
         gone = [worker for worker in before.roster if worker not in living]

@@ -1,4 +1,4 @@
-"""Signal handlers of a parent process. They forward signals to the child process that trains as a rank."""
+"""Signal handlers of a parent process, which forward signals to the child process that trains as a rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Process that serves a store for the parent processes of all ranks, if the launcher serves no store.
 
-In torch, a thread serves a store. A process with a thread that serves a store must not fork, and parents fork. The
-child would inherit the locks that the thread holds, but not the thread that releases them, and could wait forever.
+torch serves a store in a thread of the process that opens the store. A parent must not have such a thread, because
+parents fork. The forked child would inherit the locks that the thread holds, but not the thread that releases these
+locks, and could wait forever.
 """
 
 from __future__ import annotations

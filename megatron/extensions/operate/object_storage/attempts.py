@@ -5,10 +5,10 @@ A store may execute a request long after the process that sent the request has d
 the request. Therefore, each attempt to write the checkpoint `iter_0000100` uses its own subfolder, such as
 `iter_0000100/attempt-5b0ea3c1d2f4`. The first line of the object `iter_0000100/published.txt` names the attempt that is
 the valid checkpoint. The second line names the attempt that is in progress. A process writes `published.txt` when it
-begins an attempt, and again when the attempt is complete. Both writes are conditional: they fail if another process has
-changed the object. A late request of an earlier attempt can therefore not change `published.txt`; it can only write to
-the subfolder of that attempt. When a process saves the next checkpoint, it deletes all subfolders that `published.txt`
-does not name.
+begins an attempt, and again when the attempt is complete. Both writes of `published.txt` fail if another process has
+changed the object in the meantime. A late request of an earlier attempt can therefore not change `published.txt`; it
+can only write to the subfolder of that attempt. When a process saves the next checkpoint, it deletes all subfolders
+that `published.txt` does not name.
 
 Readers use the same paths as on a disk. For example, if they read `iter_0000100/metadata.json`, the content comes from
 the subfolder of the published attempt. Folders that other programs read, such as Hugging Face exports, do not use
@@ -74,8 +74,8 @@ class AttemptStorage(FsspecStorage):
             return super().read(path, start, length)
 
     def scratch(self, final: PurePath) -> PurePath:
-        """Return the folder that files of the checkpoint `final` must be written to. This is the subfolder of an
-        attempt if this process has begun one, and otherwise `final`."""
+        """Return the folder that files of the checkpoint `final` must be written to. If this process has begun an
+        attempt to write the checkpoint, return the subfolder of the attempt, and otherwise `final`."""
         return self._begun[final].folder if final in self._begun else final
 
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
@@ -178,8 +178,7 @@ class AttemptStorage(FsspecStorage):
 
 
 def _published(content: bytes | None) -> str:
-    """Return the name of the published attempt, given the content of `PUBLISHED`. The name is empty if no attempt was
-    published."""
+    """Return the name of the published attempt, given the content of `PUBLISHED`; empty if no attempt was published."""
     text = (content or b"").decode(errors="replace").partition("\n")[0].strip()
     return text if re.fullmatch(rf"{ATTEMPT}\w+", text) else ""
 

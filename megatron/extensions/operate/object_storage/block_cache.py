@@ -258,4 +258,5 @@ def _warn_once(folder: Path, why: str) -> None:
 
 
 CACHE = BlockCache()
-"""Block cache of this process. `StorageTraffic` sets its folder and size limit according to the flags of the run."""
+"""Block cache of this process. `StorageTraffic` sets the folder and the size limit of the cache according to the flags
+of the run."""

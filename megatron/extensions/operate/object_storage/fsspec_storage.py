@@ -96,16 +96,17 @@ class FsspecStorage(Storage):
             raise
 
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
-        """Read a range of a file through the cache that all processes of this host share. The file must not be replaced
-        while a process reads it. On S3, this method raises FileExistsError if it was."""
+        """Read a range of a file through the cache that all processes of this host share. On S3, raises FileExistsError
+        if the file was replaced after this process began to read it. On other stores, a replacement may remain
+        undetected."""
         return CACHE.read(self.unchanging(path), start, length)
 
     def open(self, path: PurePath) -> IO[bytes]:
         return self.open_ranges(path, [Range(0, sys.maxsize)]) if self._keeps(path) else super().open(path)
 
     def open_ranges(self, path: PurePath, ranges: Iterable[Range]) -> IO[bytes]:
-        """Open a checkpoint file from which the given ranges will be read. If --storage-cache is set, they are read
-        through the cache that all processes of this host share."""
+        """Open a checkpoint file from which the given ranges will be read. If --storage-cache is set, the ranges are
+        read through the cache that all processes of this host share."""
         if not self._keeps(path):
             return super().open_ranges(path, ranges)
         self._known.pop(path, None)  # another checkpoint of the same iteration may have replaced this one
@@ -165,7 +166,7 @@ class FsspecStorage(Storage):
         self._remove(path, self._place(path))
 
     def _remove(self, path: PurePath, place: str) -> None:
-        """Remove the object or folder at `place`. Error messages name it `path`."""
+        """Remove the object or folder at `place`. Error messages contain `path` as the name of the object."""
 
         def removed(attempt: int) -> None:
             try:

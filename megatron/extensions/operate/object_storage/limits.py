@@ -111,8 +111,8 @@ class Limits:
         """Make a request, and retry it with increasing delays if it fails, for `retry_seconds`.
 
         `request` is called with the number of the attempt, starting at 0, because an earlier attempt may have succeeded
-        although its response was lost. If all attempts fail, raises an OSError. Its message contains `what` and the
-        last error, without credentials. A permanent error is raised immediately. Time during which this process was
+        although its response was lost. If all attempts fail, raises an OSError with a message that contains `what` and
+        the last error, without credentials. A permanent error is raised immediately. Time during which this process was
         suspended does not count toward `retry_seconds`, and at least two attempts are made.
         """
         began, attempt = time.monotonic(), 0

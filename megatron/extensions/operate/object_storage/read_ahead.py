@@ -70,14 +70,15 @@ class Window:
         self.train, self.limit = train, limit
         self._pool = ThreadPoolExecutor(REQUESTS, "read-ahead")
         self._steps = deque[tuple[int, int]]()
-        """A pair for each prefetched step, in order: the index after its last sample, and the number of bytes that were
-        fetched for it."""
+        """One pair per prefetched step, in order: the end of the step's sample indices, and the number of bytes that
+        are fetched for the step."""
 
         self._seen: dict[Block, Future[bytes]] = {}
         self._next = -1
 
     def begin(self, step: range) -> list[Future[bytes]]:
-        """Start to fetch the samples of the first step, but of no later step. Return the futures of these fetches."""
+        """Start to fetch the samples of the first step, but of no later step, and return the futures of these
+        fetches."""
         if step.stop <= self.train.end:
             self._steps.append((step.stop, self._fetch(step)))
             self._next = step.stop
@@ -172,8 +173,8 @@ class ReadAhead(Callback, Meter):
             self._wake.notify()
 
     def take(self) -> Tensor:
-        """Return a float64 tensor [2]: the seconds that steps have waited for data since the last call, and the number
-        of these steps. Both counts are reset."""
+        """Return and reset two counts, as a float64 tensor [2]: the seconds that steps have waited for data since the
+        last call, and the number of these steps."""
         waited = self.train.waited
         taken = torch.tensor([waited - self.waited, self.steps], dtype=torch.float64, device=self.device)
         self.waited, self.steps = waited, 0

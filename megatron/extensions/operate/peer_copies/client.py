@@ -198,7 +198,7 @@ class Pace:
 
 
 class Link:
-    """Connection to a holder. Its methods raise OSError if the holder is lost or refuses a request."""
+    """Connection to a holder. All methods of this class raise OSError if the holder is lost or refuses a request."""
 
     def __init__(self, to: Address) -> None:
         self.to = to

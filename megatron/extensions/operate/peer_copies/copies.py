@@ -10,8 +10,8 @@ The store has these keys:
     `copied-by/RANK`: number of the last copy of a rank.
     `holder/HOST`: address of a restarted holder.
 
-COPY counts the copied steps since the ranks were started. It differs from the iteration, because a run may return to an
-earlier iteration and copy the same iteration twice.
+COPY counts the copied steps since the ranks were started. COPY differs from the iteration, because a run may return to
+an earlier iteration and copy the same iteration twice.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Duty:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the copies of this start of the ranks are stored: the folder on this host, and the holders of all hosts."""
+    """Folder on this host, and holders of all hosts, in which the copies of this generation are stored."""
 
     folder: Path
     """Folder of the run's copies on this host."""

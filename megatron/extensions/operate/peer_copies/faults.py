@@ -48,8 +48,8 @@ def write_fault(folder: Path, fault: Fault) -> None:
 def note_death(folder: Path, who: str, how: str, iteration: int, since: float) -> None:
     """Record the failure of a rank that ended without recording one itself. The parent process of the rank calls this
     function. If a rank of this host has recorded a failure since `since`, do nothing. Usually, the surviving ranks
-    record the failure. If the kernel kills all ranks of a host because memory is exhausted, only their parents can
-    record it.
+    record the failure. If the kernel kills all ranks of a host because memory is exhausted, only the parents of the
+    ranks can record the failure.
 
     Args:
         folder: Folder in which this host stores copies.
@@ -76,8 +76,8 @@ def drop_fault(folder: Path) -> None:
 
 
 def first_fault(faults: Iterable[Fault | None]) -> Fault | None:
-    """Combine the failures that hosts recorded into one. The result describes the earliest failure. Its detection time
-    is the earliest, and its completed iteration the latest, of all records."""
+    """Combine the failures that hosts recorded into one: the description of the earliest failure, the earliest
+    detection time, and the latest completed iteration."""
     known = [fault for fault in faults if fault is not None]
     if not known:
         return None

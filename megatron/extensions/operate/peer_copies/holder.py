@@ -1,7 +1,7 @@
 """Holder, a small process on each host that outlives the ranks. The holder serves the host's copies of the training
 state to other hosts.
 
-The copies are files in an in-memory folder (/dev/shm). They also outlive the holder. The ranks of a host write their
+The copies are files in an in-memory folder (/dev/shm), so they outlive even the holder. The ranks of a host write their
 own copies directly to these files:
 
     FOLDER/holder.json: port and token of the holder.
@@ -222,7 +222,7 @@ class Connection(socketserver.StreamRequestHandler):
 
     def _received(self, nbytes: int) -> Iterator[bytes]:
         """Yield the next `nbytes` bytes from the sender. Raises ValueError if the sender closes the connection before
-        that."""
+        all bytes have arrived."""
         while nbytes:
             if not (data := self.rfile.read1(min(nbytes, CHUNK))):
                 raise ValueError("the sender has ended")
@@ -234,8 +234,8 @@ class Connection(socketserver.StreamRequestHandler):
 
 
 def main(folder: Path, address: str, keep: float) -> None:
-    """Serve the copies in a folder. Exit when a client requests this, or when no rank has been connected for `keep`
-    seconds, and delete the folder before."""
+    """Serve the copies in a folder until a client requests the end, or until no rank has been connected for `keep`
+    seconds. Then delete the folder and exit the process."""
     with Holder(folder, address, keep) as holder:
         about = {"address": address, "port": holder.server_address[1], "token": holder.token, "pid": os.getpid()}
         write_whole(folder / ABOUT, json.dumps(about))
@@ -249,7 +249,8 @@ def main(folder: Path, address: str, keep: float) -> None:
 
 
 def read_exactly(stream: BinaryIO, into: memoryview) -> None:
-    """Read from a stream until the buffer `into` is full. Raises ConnectionError if the stream ends before that."""
+    """Read from a stream until the buffer `into` is full. Raises ConnectionError if the stream ends before the buffer
+    is full."""
     at = 0
     while at < len(into):
         if not (got := stream.readinto(into[at : at + CHUNK])):  # type: ignore[attr-defined]

@@ -76,12 +76,12 @@ class Host:
 
     name: str
     holder: Address | None
-    """Address of the host's holder. Only the rank that supervises the holder sends it; it is None from other ranks."""
+    """Address of the host's holder, sent only by the rank that supervises the holder; None from all other ranks."""
 
     held: Inventory
     fault: Fault | None
     idle: tuple[IdleHost, ...] = ()
-    """Hosts that run no rank but hold copies. Launcher processes on those hosts have reported them to this host."""
+    """Hosts that run no rank but hold copies, as reported by the launcher processes on those hosts."""
 
 
 class PeerCopies(Callback):
@@ -106,7 +106,7 @@ class PeerCopies(Callback):
         self._recovery: Recovery | None = None
         self._resumed, self._taken_back = False, False
         self._met = False
-        """True after the ranks have connected. From then on, the first rank holds the lease on --save."""
+        """True after the ranks have connected. The first rank then holds the lease on --save."""
 
         self._saved: int | None = None
         """Iteration of the last checkpoint that this process had saved when it made the last copy."""

@@ -35,8 +35,8 @@ def write_identity(root: PurePath, identity: str) -> None:
 
 
 def new_identity(root: PurePath) -> tuple[str, str]:
-    """Write a new random identity to a --save folder. Returns the identity and a second string, which is empty if the
-    identity was written. Otherwise, it is the reason why not, and no later run can use the copies of this run."""
+    """Write a new random identity to a --save folder. Returns the identity and an error message, which is empty if the
+    identity was written. If the identity was not written, no later run can use the copies of this run."""
     identity = secrets.token_hex(16)
     try:
         write_identity(root, identity)
@@ -53,7 +53,7 @@ def keep_identity(root: PurePath, identity: str) -> None:
 
 
 def drop_identity(root: PurePath) -> None:
-    """Delete the identity from a --save folder, if there is one. After that, no run can load copies that were made
-    before. Raises OSError."""
+    """Delete the identity from a --save folder, if there is one, so that no later run can load the existing copies.
+    Raises OSError."""
     if read_identity(root) is not None:
         storage_of(root).remove(root / FILE)

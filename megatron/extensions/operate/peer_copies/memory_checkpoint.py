@@ -1,5 +1,5 @@
-"""Checkpoint whose data are copies in the memory of hosts, one of each part of the training state. It can be loaded
-under any parallel layout. Loading verifies the checksum of each tensor shard."""
+"""Checkpoint whose data are copies in the memory of hosts, one of each part of the training state. Such a checkpoint
+can be loaded under any parallel layout. Loading verifies the checksum of each tensor shard."""
 
 from __future__ import annotations
 
@@ -152,11 +152,11 @@ class StoredBox:
 
 class MemoryCheckpoint(Checkpoint):
     """Checkpoint whose data are the copies of one step in the memory of hosts. The constructor is a collective over
-    `world`. It raises CopyError on every rank if the headers of the copies cannot all be read."""
+    `world`. The constructor raises CopyError on every rank if the header of a part cannot be read."""
 
     def __init__(self, found: CompleteSet, readers: Readers, reads_headers: bool, world: Axis) -> None:
-        """Read the headers of all copies. `reads_headers` must be True on exactly one rank of each host. This rank
-        reads the headers on its host and sends them to all ranks."""
+        """Read the headers of all copies. `reads_headers` must be True on exactly one rank of each host, which then
+        reads the headers of the copies on its host for all ranks."""
         self.folder: PurePath = PurePath(f"copies in memory/iter_{found.iteration:07d}")
         self._readers = readers
         mine = readers.headers(found, of_idle=world.rank == 0) if reads_headers else {}
@@ -182,7 +182,7 @@ class MemoryCheckpoint(Checkpoint):
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
         """Load tensors in the same way as `Checkpoint.load`. If a tensor shard is lost, raises CopyError on every rank.
-        By then, some of the targets may have been overwritten."""
+        When this error is raised, some targets may already be overwritten."""
         self._check(targets, world, ignore)
         problem = ""
         try:
@@ -203,9 +203,8 @@ class MemoryCheckpoint(Checkpoint):
     def _overlaps(
         self, key: str, offset: Offset, shape: Sequence[int]
     ) -> Iterator[tuple[StoredBox, tuple[slice, ...], tuple[slice, ...]]]:
-        """Yield all stored shards of a tensor that overlap the requested box at `offset`. For each of them, yield a
-        triple: the shard, the slices of the overlap in the requested box, and the slices of the overlap in the
-        shard."""
+        """Yield a triple for each stored shard of a tensor that overlaps the requested box at `offset`: the shard, the
+        slices of the overlap in the requested box, and the slices of the overlap in the shard."""
         exact = self._boxes[key].get(offset)
         if exact is not None and exact.entry.shape == tuple(shape):
             whole = (slice(None),) * len(offset)

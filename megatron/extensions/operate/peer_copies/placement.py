@@ -34,8 +34,8 @@ class Held:
 
     host: str
     by: int | None
-    """Rank on the host `host` that stores the copy, because it holds the bytes of the part itself. None if no rank on
-    this host holds them, so that the writer sends the part."""
+    """Rank on the host `host` that stores the copy, because it holds the bytes of the part itself. None if the writer
+    sends the part, because no rank on the host holds its bytes."""
 
 
 def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
@@ -59,9 +59,9 @@ def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
 def place(host_of: Sequence[str], parts: Sequence[Part], copies: int) -> list[tuple[Held, ...]]:
     """Choose the hosts that keep a copy of each part. The first copy is on the writer's host, and `copies` more are on
-    other hosts. If a rank on another host holds the same bytes as the writer, this rank stores a copy there, and
-    nothing is sent. If there are too few such ranks, the writer sends the remaining copies to the partners of its host
-    (`partners`). Among hosts with such ranks, partners are preferred.
+    other hosts. Hosts with a rank that holds the same bytes as the writer come first, and among them the partners of
+    the writer's host (`partners`): this rank stores the copy, and nothing is sent. The writer sends only the remaining
+    copies, to the other partners of its host.
     """
     order = list(dict.fromkeys(host_of))
     to = partners(order, copies)

@@ -19,18 +19,19 @@ from megatron.extensions.operate.peer_copies.holder import WORLD, header_of, hea
 
 @dataclass(frozen=True)
 class Copy:
-    """Copy of a part of the training state on one host. All bytes of the part have arrived."""
+    """Complete copy of a part of the training state on one host."""
 
     host: str
     generation: str
     iteration: int
     part: str
     file: str
-    """Name of the file that contains the bytes of the part. The file is in the folder of `generation`."""
+    """Name of the file in the folder of `generation` that contains the bytes of the part."""
 
     number: int = 0
-    """Number of copied steps in the generation up to this one. It distinguishes copies of the same iteration: a run
-    that returns to an earlier step copies later iterations a second time, with different content."""
+    """Number of steps that were copied in the generation, up to and including this copy. The number distinguishes
+    copies of the same iteration: a run that returns to an earlier step copies later iterations a second time, with
+    different content."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class CompleteSet:
     """Maps the name of each part to its copies."""
 
     def without(self, damaged: Collection[Copy]) -> CompleteSet:
-        """Return the set without the copies in `damaged`. After that, some parts may have no copy."""
+        """Return the set without the copies in `damaged`, which may leave parts without a copy."""
         left = {part: tuple(each for each in copies if each not in damaged) for part, copies in self.copies.items()}
         return replace(self, copies=left)
 

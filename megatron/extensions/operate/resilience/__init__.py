@@ -4,7 +4,7 @@
 Flags: --host-heartbeat-timeout-seconds, --trigger-path, --kill-switch-path. scripts/train_gpt_elastic.sh launches ranks
 with this package's module `torchrun`.
 
-Read `host_watch` first. On each host, it starts a separate process, `heartbeat`, which exchanges messages with other
+Read `host_watch` first. `host_watch` starts the process `heartbeat` on each host, which exchanges messages with other
 hosts. If other hosts are lost, `host_watch` ends the rank. `save_lease` ensures that only one run saves to a folder,
 even if the network splits a run into two halves. `save_folder` checks that all hosts see the same folder, and watches
 it for files that stop the run.

@@ -13,11 +13,9 @@ during which this process was suspended is not counted.
 Any process can send to a reachable port. Therefore, every datagram begins with the token of the run, and is parsed only
 after the token is verified. Datagrams without the token or with values of the wrong type are ignored and counted.
 
-Usage:
+The process prints its port, and reads commands from stdin as lines of JSON. Usage:
 
     python -I -S heartbeat.py PARENT RANK WORLD TIMEOUT FAMILY
-
-The process prints its port, and reads commands from stdin as lines of JSON.
 """
 
 from __future__ import annotations
@@ -53,9 +51,9 @@ FULL_MESH = 16
 """Maximum number of hosts for which each host watches all other hosts."""
 
 LINGER = 10.0
-"""Time limit in seconds for this host to end after another host has reported that the run failed there. Normally, the
-reason for the failure or the error of a collective arrives earlier and ends this host. After the limit, both are
-assumed to be lost in the network."""
+"""Time limit in seconds for this host to end after another host has reported that the run failed there. Normally, this
+host ends earlier, because the reason for the failure or the error of a collective arrives. If neither arrives within
+this time, both are assumed to be lost in the network."""
 
 FAREWELLS = 8
 """Number of times that the final message is sent, because datagrams may be lost."""
@@ -65,7 +63,7 @@ BURST = 256
 does not delay heartbeats."""
 
 ENDS = ("", "bye", "failed", "lost", "gone")
-"""Valid values of the field `end` in a heartbeat message. They are described at `Peer.end`."""
+"""Valid values of the field `end` in a heartbeat message (see `Peer.end`)."""
 
 
 Address = tuple[str | int, ...]
@@ -153,7 +151,7 @@ class Ignored:
 def watched(hosts: Iterable[int], here: int) -> set[int]:
     """Return the hosts that the host `here` watches. With at most `FULL_MESH` hosts, each host watches all other hosts.
     With more hosts, each host watches the hosts at distances 1, 2, 4, ... in both directions on a ring, for example 14
-    of 128 hosts. In both cases, other hosts watch each host."""
+    of 128 hosts. Each host is also watched by other hosts."""
     ring = sorted({*hosts, here})
     if len(ring) <= FULL_MESH:
         return set(ring) - {here}
@@ -163,7 +161,7 @@ def watched(hosts: Iterable[int], here: int) -> set[int]:
 
 @dataclass
 class Peer:
-    """What this host knows about another host. Times are in seconds on this host's clock."""
+    """Information that this host has about another host. Times are in seconds on this host's clock."""
 
     address: Address
     since: float
@@ -173,8 +171,8 @@ class Peer:
     """Time at which the last message from the other host arrived; None before the first message."""
 
     hears: float | None = None
-    """The last message from the other host contains the time in seconds since that host last received a message from
-    this host. This is that time. None if the other host had received no message yet."""
+    """Seconds since the other host last received a message from this host, as stated in the other host's last message.
+    None if the other host had received no message from this host."""
 
     end: str = ""
     """How the run on the other host ended. `bye` means without a failure, `failed` with a failure, and `lost` because
@@ -224,8 +222,8 @@ class Links:
         ]
 
     def stood_still(self, seconds: float, now: float) -> None:
-        """Correct all times after this process was suspended for `seconds`. This time does not count as silence of
-        other hosts. Reports of other hosts that they heard nothing from this host are discarded."""
+        """Correct all times after this process was suspended for `seconds`, so that this time does not count as silence
+        of other hosts. Discard what other hosts have reported about silence of this host."""
         for peer in self.peers.values():
             peer.since, peer.ended = min(now, peer.since + seconds), min(now, peer.ended + seconds)
             peer.heard = None if peer.heard is None else min(now, peer.heard + seconds)

@@ -138,15 +138,15 @@ class HostWatch(Watch):
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
         self._excused = dict[int, float]()
-        """Hosts that answer over TCP although no heartbeat has arrived from them. Each is mapped to the time in seconds
-        that it had been silent when it last answered."""
+        """Maps each host that answers over TCP, but from which no heartbeat has arrived, to the seconds that the host
+        had been silent when it last answered."""
 
         self._lost = False
         """True if this rank ends because other hosts are lost."""
 
         self._place, self._since = "", 0.0
         """Current phase of this rank, such as a step and a pipeline action, and the time at which the phase was first
-        seen. Both are updated only after the run on another host has ended."""
+        seen. The phase and the time are updated only after the run on another host has ended."""
 
         self._closed = threading.Event()
         self._ear = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -299,7 +299,8 @@ class HostWatch(Watch):
 
     def _left_behind(self, ended: dict[int, float], failed: bool) -> Failure:
         """Return a report that the run has ended on some hosts while it continues on this host. `ended` maps each of
-        those hosts to the number of seconds since the run ended there. `failed` is True if it ended with a failure."""
+        those hosts to the number of seconds since the run ended there. `failed` states whether the run ended with a
+        failure on those hosts."""
         fine = "without a failure, while this rank is in a step"
         how = "with a failure whose report has not arrived here" if failed else fine
         what = "\n".join(f"the run on {self._named(host)} ended {age:.0f} s ago {how}" for host, age in ended.items())
@@ -335,7 +336,7 @@ class HostWatch(Watch):
 
     def _failure(self, lost: dict[tuple[int, str], float], fine: Collection[int]) -> Failure:
         """Return a report about lost hosts. `lost` maps pairs (host, state) to the seconds that the state has lasted,
-        where the state is `silent` or `deaf`. The hosts in `fine` are well."""
+        where the state is `silent` or `deaf`. `fine` lists hosts whose messages arrive."""
         rank = self._launch.rank
         here = max((first for first in self._hosts() if rank in self.ranks_of(first)), default=rank)
         me, lines = self._named(here), list[str]()

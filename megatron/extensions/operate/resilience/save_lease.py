@@ -310,8 +310,8 @@ class SaveLease(Lease):
         return self._place is not None and self._place.is_at(self._folder)
 
     def _is_being_deleted(self) -> bool:
-        """Return True if entries of the folder disappear while this method waits. If the lease is missing, another run
-        need not have taken it over: `rm -r` may have deleted the lease before the rest of the folder."""
+        """Return True if entries of the folder disappear while this method waits. A missing lease does not prove that
+        another run has taken over, because `rm -r` may have deleted the lease before the rest of the folder."""
         before = _entries(self._folder)
         time.sleep(RENEWAL / 4)
         return not before <= _entries(self._folder)
@@ -354,8 +354,8 @@ class _OpenFolder:
         self.file_system = os.fstat(self._descriptor).st_dev
 
     def is_at(self, path: Path) -> bool:
-        """Return True if the path `path` refers to this folder and not to a later one. Raises OSError if the disk does
-        not respond."""
+        """Return True if `path` still refers to this open folder, and not to a later folder at the same path. Raises
+        OSError if the disk does not respond."""
         try:
             return os.path.samestat(os.fstat(self._descriptor), path.stat())
         except OSError as error:

@@ -1,17 +1,20 @@
 """torchrun with the rendezvous backend `c10d-open`, a variant of `c10d` that tolerates the loss of hosts.
 
-The two backends differ in four cases:
+The two backends differ in four cases.
 
-1. Under `c10d`, an agent that ends with a failure closes the rendezvous permanently. If a host is cut off from the
-   network, its request to close the rendezvous is delivered when the network returns, and no host can join after that.
-   Under `c10d-open`, only the end of the run closes the rendezvous.
-2. Under `c10d`, an agent that writes to the store of a lost host waits for the TCP timeout of a quarter of an hour.
-   Under `c10d-open`, the agent ends if the store has not answered for some seconds.
-3. Under `c10d`, the agent restarts ranks even if their flags do not fit the remaining hosts. Under `c10d-open`, the
-   agent ends with code 2 if OUTCOME_FILE says that the configuration cannot run.
-4. Under `c10d-open`, the agent creates the file that the environment variable RENDEZVOUS_WAITS names, and deletes it
-   after it has met the other hosts. A script can thereby detect that the other hosts have continued without this host.
-   The agent itself does not detect this.
+Under `c10d`, an agent that ends with a failure closes the rendezvous for good. If a host is cut off from the network,
+the agent's request to close the rendezvous is delivered when the network returns, and no host can join after that.
+Under `c10d-open`, only the end of the run closes the rendezvous.
+
+Under `c10d`, an agent that writes to the store of a lost host waits for the TCP timeout of a quarter of an hour. Under
+`c10d-open`, the agent ends if the store has not answered for some seconds.
+
+Under `c10d`, the agent restarts ranks even if their flags do not fit the remaining hosts. Under `c10d-open`, the agent
+ends with code 2 if OUTCOME_FILE says that the configuration cannot run.
+
+Under `c10d-open`, the agent creates the file that the environment variable RENDEZVOUS_WAITS names, and deletes this
+file after the agent has met the other hosts. A script can thereby detect that the other hosts have continued without
+this host, which the agent itself does not detect.
 
 Usage:
 
@@ -59,8 +62,8 @@ T = TypeVar("T")
 
 
 def bounded(call: Callable[P, T], seconds: float = ANSWER) -> Callable[P, T]:
-    """Return a function that calls `call` with a time limit. The function raises RendezvousConnectionError if `call`
-    does not return within `seconds`. If an earlier call has not returned yet, the function raises the error
+    """Return a function that calls `call` with a time limit. The returned function raises RendezvousConnectionError if
+    `call` does not return within `seconds`. While an earlier call has not returned, the function raises this error
     immediately."""
     hanging = list[threading.Thread]()
 

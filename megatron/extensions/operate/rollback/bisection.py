@@ -35,8 +35,8 @@ ROSE = 1.05
 """A learning rate counts as risen if it exceeds this multiple of the learning rate at the checkpoint."""
 
 LOWER = 0.1
-"""Multiple of the highest learning rate that bounds the rate in a branch, if the rate has not risen since the
-checkpoint."""
+"""If the learning rate has not risen since the checkpoint, the branch that tests a lower rate bounds the rate by this
+multiple of the highest rate."""
 
 BranchOf = Callable[[int, Change], Outcome]
 """Function that repeats the run up to an iteration with one change, such as another learning rate, and returns the
@@ -55,8 +55,8 @@ class RunFiles:
     @classmethod
     def read(cls, folder: Path, spike: int | None, checkpoint: int | None) -> RunFiles:
         """Find the spike and the newest checkpoint before it. By default, the spike is the one that caused the last
-        rollback. If there were no rollbacks, it is the largest increase of the loss. Raises ValueError if there are too
-        few records to find a spike, or if there is no such checkpoint before the spike."""
+        rollback, or the largest increase of the loss if there were no rollbacks. Raises ValueError if there are too few
+        records to find a spike, or if there is no such checkpoint before the spike."""
         lines, _ = records_until((folder / METRICS_FILE).read_text(encoding="utf-8"), 2**62)
         records = tuple(each for each in map(json.loads, lines) if each.get("lm_loss") is not None)
         back = [event for event in recorded_events(folder) if event.get("event") == "rollback"]
@@ -150,7 +150,7 @@ class Bisection:
 
     cause: str
     """Change that removes the spike: "document", "batch" or "rate". The value is "none" if none of these changes
-    removes it, and "gone" if the unchanged steps have no spike."""
+    removes the spike, and "gone" if the unchanged steps have no spike."""
 
 
 def suspect_of(base: Outcome, spike: int) -> int:
@@ -165,14 +165,15 @@ def suspect_of(base: Outcome, spike: int) -> int:
 
 def held_rate(base: Outcome, files: RunFiles, spike: int) -> float:
     """Return the bound on the learning rate for the branch that tests a lower rate. The bound is the learning rate at
-    the checkpoint if the rate has risen since then. Otherwise, it is a tenth of the highest rate before the spike."""
+    the checkpoint if the rate has risen since then, and otherwise a tenth of the highest rate before the spike."""
     highest = max(rate for iteration, rate in base.rates.items() if iteration <= spike)
     before = files.value("learning_rate", files.checkpoint)
     return before if before and highest > ROSE * before else LOWER * highest
 
 
 def bisect(files: RunFiles, branch_of: BranchOf, after: int) -> Iterator[str | Bisection]:
-    """Run the branches one after another. Yields a log line before each branch, and finally the result."""
+    """Run all branches of a bisection, one after another. Yields a log line before each branch, and finally the
+    result."""
     spike, last = files.spike, files.spike + after
     yield f"branches from the checkpoint of iteration {files.checkpoint} to iteration {last}"
     base = branch_of(last, Change(looks_at=spike))

@@ -1,5 +1,5 @@
-"""Branches of a run. A branch repeats the steps of a run from a checkpoint. It may use fewer ranks, replace samples or
-bound the learning rate.
+"""Branches of a run. A branch repeats the steps of a run from a checkpoint. A branch may use fewer ranks, replace
+samples or bound the learning rate.
 
 Sample order, dropout and learning rates do not depend on the parallel layout of a run. Therefore, a branch without
 changes computes the same losses as the run, up to rounding.
@@ -118,9 +118,8 @@ class HeldRate:
 
 
 def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
-    """Return the configuration for branches of a run, without defaults filled in. It is the run's configuration without
-    the parallel layout, with `flags` added. The precision flags of the run are kept. Raises ValueError if the flags are
-    invalid."""
+    """Return the configuration for branches of a run, without defaults filled in. The parallel layout of the run is
+    dropped, its precision flags are kept, and `flags` are added. Raises ValueError if the flags are invalid."""
     config = parse_args(["--config", str(run / RUN_CONFIG)])
     kept = {each.name: getattr(config.parallel, each.name) for each in fields(PrecisionConfig)}
     config = replace(

@@ -1,8 +1,8 @@
 """Choice of the state that a run returns to after a loss spike, and of the batches that it then skips. This module does
 not import torch.
 
-The decision depends only on the iteration of the spike, the flags and earlier rollbacks. It does not depend on which
-states a process has kept. Therefore, a resumed or repeated run makes the same decision.
+The decision depends only on the iteration of the spike, the flags and earlier rollbacks, and not on the states that a
+process has kept. A resumed or repeated run therefore makes the same decision.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Decision:
 
     spike: int
     to: int
-    """The run returns to the state after this iteration."""
+    """Last iteration whose result is kept: the run returns to the state after this iteration."""
 
     first: int
     last: int
@@ -40,8 +40,8 @@ def decide(spike: int, steps: int, batches: int | None, interval: int, last_to: 
             from the state that the run returns to until the spike.
         interval: Number of iterations between two states that a run keeps. The run returns to an iteration that is a
             multiple of `interval`.
-        last_to: Iteration that the last rollback returned to; 0 if there was none. A run never returns to an earlier
-            iteration than this.
+        last_to: Iteration that the last rollback returned to; 0 if there was none. The run does not return to an
+            iteration before `last_to`.
     """
     to = max(0, last_to, (spike - steps) // interval * interval)
     count = spike - to if batches is None else batches

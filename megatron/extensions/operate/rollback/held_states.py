@@ -53,8 +53,8 @@ def tensors_of_world(tensors: StateDict, world: Axis) -> dict[str, TensorInfo]:
 
 
 class HeldCheckpoint(Checkpoint):
-    """Checkpoint that loads a state from host memory. It can be loaded only by the process that holds the state, and
-    only with the same parallel layout."""
+    """Checkpoint that loads a state from host memory. Only the process that holds the state can load this checkpoint,
+    and only with the same parallel layout."""
 
     def __init__(self, held: HeldState, tensors: Mapping[str, TensorInfo]) -> None:
         self.folder = PurePath(f"memory/iter_{held.iteration:07d}")

@@ -1,5 +1,5 @@
-"""Callback for --rollback-on-spike. It keeps earlier states, and after a loss spike returns to one of them and skips
-batches."""
+"""Callback for --rollback-on-spike, which keeps earlier states. After a loss spike, the run returns to one of these
+states and skips batches."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Mark:
 
 
 class Rollback(Callback):
-    """Callback that rolls a run back after a loss spike. It must process the verdict on each step before any other
-    callback."""
+    """Callback that rolls a run back after a loss spike. This callback must process the verdict on each step before any
+    other callback."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -136,9 +136,9 @@ class Rollback(Callback):
         run.say(f" {verdict}: there is no earlier state to go back to")
 
     def _sources(self, run: TrainingRun, found: Decision) -> Iterable[Checkpoint | PurePath]:
-        """Yield states that the run can return to, best first. The first one is the state that the decision selects, if
-        it is in memory. Older checkpoints follow, from which the run recomputes this state. Other states in memory,
-        before the spike, come last. Collective."""
+        """Yield states that the run can return to, best first: the state that the decision selects, if it is in memory;
+        then older checkpoints, from which the run recomputes that state; finally other states in memory from before the
+        spike. Collective."""
         if (checkpoint := self._in_memory(run, found.to)) is not None:
             yield checkpoint
         yield from self._on_disk(run, found.to)
