@@ -58,9 +58,9 @@ class AuditFlags:
 
     audit_by: str = flag("peer", choices=MEANS, no_effect_without="--audit-interval above 0")
     """How the step is computed a second time. With peer, each rank also computes the micro-batches of a rank in
-    another data-parallel replica. In this case, results are bitwise equal with --deterministic-mode. With layout, a
+    another data-parallel replica. With peer and --deterministic-mode, both results are bitwise equal. With layout, a
     background process on the first rank's host computes the whole step on the CPU while training continues. With
-    precision, this process uses a wider number format."""
+    precision, the background process uses a wider number format than the run."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
         """Return the title and the lines function of a plan's section about the cost of audits."""

@@ -17,8 +17,8 @@ class RestartConfig:
     The next failure is reported to the launcher. Set to 0 to report every failure."""
 
     spare_ranks: int = flag(0, at_least=0, no_effect_without="--restarts-in-job above 0")
-    """Number of spare processes. The launcher starts them last, and they have no rank at first. They wait with all
-    modules imported, and replace ranks whose processes or hosts are lost."""
+    """Number of spare processes, which have no rank at first. Spare processes wait with all modules imported, and
+    replace ranks whose processes or hosts are lost. The launcher starts the spare processes last."""
 
     @property
     def starter(self) -> str | None:

@@ -32,8 +32,8 @@ class RollbackFlags:
     to the spike."""
 
     max_rollbacks: int = flag(10, at_least=1, no_effect_without=SWITCH)
-    """--rollback-on-spike: maximum number of rollbacks in the whole run. If there were that many, the next spike ends
-    the run."""
+    """--rollback-on-spike: maximum number of rollbacks in the whole run. The spike after the last
+    permitted rollback ends the run."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
         """Return the title and the lines function of a plan's section about the memory for kept states."""
