@@ -52,7 +52,7 @@ def array_digest(array: NDArray) -> str:
 
 def array_checksum(array: NDArray) -> int:
     """Return a checksum of an array. Threads compute a CRC-32 for each block of the array. The checksum is the CRC-32
-    of all block checksums. This takes about 0.3 s per GB on one core.
+    of all block checksums. Computing the checksum takes about 0.3 s per GB on one core.
 
     The checksum detects damage but not tampering.
     """

@@ -284,8 +284,8 @@ def _blend(weights: Sequence[float], size: int) -> NDArray[np.int16]:
 
     Greedy drawing corrects a wrong guess within a few draws, so each block starts `LEAD` draws early. If the numbers
     after these early draws equal the numbers at the end of the previous block, the guess was right, and all draws of
-    the block are correct. Otherwise, the samples of the block are drawn again one by one, starting with the correct
-    numbers.
+    the block are correct. If the guess was wrong, the samples of the block are drawn again one by one, starting with
+    the correct numbers.
     """
     blocks = -(-size // BLOCK)
     choice = np.empty((blocks, BLOCK), np.int16)

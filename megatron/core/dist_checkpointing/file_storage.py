@@ -333,7 +333,7 @@ def storage_of(path: PurePath) -> Storage:
 
 
 def resolved(path: PurePath) -> PurePath:
-    """Return the path with links resolved. All paths that lead to the same file therefore have the same result."""
+    """Return the path with links resolved. All paths to the same file have the same resolved path."""
     return path.resolve() if isinstance(path, Path) else path
 
 

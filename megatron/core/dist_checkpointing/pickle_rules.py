@@ -126,8 +126,8 @@ def _natural(value: object) -> TypeGuard[int]:
 
 
 def _with_type(call: Call) -> str | None:
-    """Check a call of `_rebuild_from_type_v2`, whose arguments are (function, type, arguments, state). The call
-    `function(*arguments)` inside it must be permitted."""
+    """Check a call of `_rebuild_from_type_v2`, whose arguments are (function, type, arguments, state). The nested call
+    `function(*arguments)` must be permitted."""
     if len(call.given) != 4:
         return "with arguments other than function, type, arguments and state"
     call.inner(call.given[0], call.given[2])

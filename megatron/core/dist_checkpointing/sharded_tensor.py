@@ -32,9 +32,9 @@ class ShardedBoxes(Tensor):
     stores no data; it refers to the tensors of its boxes.
 
     A save reads the tensors of the boxes. A load writes into the tensors of the boxes. If the dtype in the file
-    differs, the data are converted. When loading, boxes may overlap, and every box is filled. The boxes to save, which
-    are the boxes with `writes` on all ranks, must tile the global tensor. Set `writes=False` for a replica of boxes
-    that another rank writes.
+    differs, the data are converted. When loading, boxes may overlap, and every box is filled. When saving, the boxes
+    with `writes=True` of all ranks together must tile the global tensor. Set `writes=False` for a replica of boxes that
+    another rank writes.
     """
 
     boxes: list[LocalBox]

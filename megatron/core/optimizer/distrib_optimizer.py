@@ -331,8 +331,8 @@ class DistributedOptimizer:
             self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait until the last update is complete and the parameters are whole. Before parameters are read outside of a
-        forward pass, this method must be called.
+        """Wait until the last update is complete and all parameters have been gathered. Before parameters are read
+        outside of a forward pass, this method must be called.
         """
         self.end_update()
         self.ddp.finish_param_sync()

@@ -164,7 +164,7 @@ class MatrixPlan:
 
     def parts(self, place: int, wanted: Sequence[int] | None = None) -> dict[int, list[Part]]:
         """Return the matrix parts that are stored on ranks[place], keyed by matrix number. If `wanted` is not None,
-        return only the parts of these matrices."""
+        return only the parts of the matrices in `wanted`."""
         rank, found = self.ranks[place], dict[int, list[Part]]()
         chosen = None if wanted is None else set(wanted)
         for shard, param, flat, start, stop in self._held(rank):

@@ -131,8 +131,8 @@ class OptimizerShard(Shard):
     """A shard whose main parameters and states are tensors in the main dtype. The tensor `main` contains the main
     parameters, and its attribute `grad` contains the gradient.
 
-    On the device, main parameters share the memory of the parameters if the parameters have the main dtype. In all
-    other cases, main parameters are a copy in the main dtype.
+    If the parameters are on the device and have the main dtype, the main parameters share their memory. Otherwise, the
+    main parameters are a copy of the parameters in the main dtype.
     """
 
     def __init__(self, spec: ShardSpec) -> None:
@@ -246,7 +246,7 @@ class HostUpdateRule(Protocol):
         `update` waits for the gradients.
 
         If `scaled` is True, the update multiplies the gradients by the `factor` passed to `scalars()`. Kernels launched
-        afterwards see the new parameters.
+        after `update` see the new parameters.
         """
 
 

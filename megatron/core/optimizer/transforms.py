@@ -292,9 +292,9 @@ class FusedTransform(Transform):
     process many parameters at once.
 
     All states of a fused link are of kind `elements`. The method `states` must return the same names and dtypes for
-    every parameter. These states are stored together with the main parameters (`OptimizerShard.states`), including
-    padding. Either all parameters of a buffer use the same fused link, or none of them uses a fused link. Matrices
-    whose role is in `OptimizerConfig.whole_roles` are in separate buffers.
+    every parameter. The states of a fused link are stored together with the main parameters (`OptimizerShard.states`),
+    including padding. Either all parameters of a buffer use the same fused link, or none of them uses a fused link.
+    Matrices whose role is in `OptimizerConfig.whole_roles` are in separate buffers.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:

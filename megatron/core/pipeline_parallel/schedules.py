@@ -68,7 +68,7 @@ class ScheduleFacts:
     """True if the schedule uses separate I (input gradient) and W (weight gradient) actions instead of B."""
 
     always_legal: bool = False
-    """True if the schedule supports any number of ranks and micro-batches, so that validation need not build its
+    """True if the schedule supports every number of ranks and micro-batches. Validation then does not need to build its
     lists."""
 
     in_turns: ChunkedSchedule | None = None

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.layers import check_ids, local_rows
 from megatron.core.torch_private import AutogradContext, is_view
 
 CHUNK, CPU_CHUNK = 2**24, 2**20
-"""Number of logits converted to fp32 at a time. On GPUs, this limits the temporary memory to a few times 64 MiB.
+"""Number of logits converted to fp32 at a time. `CHUNK` limits the temporary memory on GPUs to a few times 64 MiB.
 `CPU_CHUNK` is small enough that the temporary memory fits in the CPU caches."""
 
 

@@ -116,8 +116,7 @@ class TPContext(Section):
     """Seed of the run. Dropout masks depend on the seed and on the name of the dropout."""
 
     lazy: bool = False
-    """True if parameters are created without memory. `DistributedDataParallel` then allocates the memory unit by
-    unit."""
+    """True if parameters are created without memory, so that `DistributedDataParallel` allocates it unit by unit."""
 
     initial: InitPolicy = field(default_factory=InitPolicy)
     """Policy that determines the initial values of each parameter from its role."""

@@ -293,7 +293,7 @@ class OutputGradient:
     def __init__(self, gemms: LinearGemms, needs_dw: bool, needs_sum: bool) -> None:
         self.gemms, self.needs_dw = gemms, needs_dw
         self.needs_sum = needs_sum
-        """True if the sum over tokens, the bias gradient, is needed."""
+        """True if the bias gradient is needed, which is the sum of dY over tokens."""
         self._made: tuple[Tensor, int, Operands | None, Tensor | None] | None = None
 
     def order(self) -> Any:
@@ -324,8 +324,8 @@ class OutputGradient:
     def take(self, grad: Tensor) -> tuple[Operands | None, Tensor | None]:
         """Return `grad` cast to the GEMM format, and the sum of `grad` over tokens, as a kernel computed them earlier.
 
-        Each result is None if it was not computed. A result is also None if it no longer belongs to `grad`, because
-        another gradient was added to dY in the meantime.
+        A result is None if no kernel computed it, or if it no longer belongs to `grad` because another gradient was
+        added to dY in the meantime.
         """
         made, self._made = self._made, None
         if made is None or not _same_values(made[0], made[1], grad):

@@ -86,8 +86,8 @@ def accumulate_weight_grad(
 
     `add_(out, overwrite)` adds dW to `out`, a tensor of the weight's shape, or overwrites `out` if this is the first
     contribution of a step that did not zero `main_grad`. `add_` is called only when the gradient is computed. A queued
-    job may therefore wait until then before it fetches its operands, for example before it gathers a sequence-parallel
-    input.
+    job therefore need not fetch its operands in advance; for example, it may gather a sequence-parallel input only when
+    it runs.
 
     `weight.before_main_grad`, if set, is called before each contribution, because a `main_grad` may have no memory yet.
     If the weight is frozen, this function does nothing. The gradient of a weight without `main_grad` is returned to
