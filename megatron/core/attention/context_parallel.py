@@ -52,7 +52,7 @@ class Ring:
 
     @cached_property
     def rows_sent(self) -> Spans | None:
-        """Rows of this rank's keys that the rank sends to other ranks; None if it sends all rows or none."""
+        """Rows of the keys that this rank sends to other ranks; None if the rank sends all of its keys, or none."""
         if self.steps == 1 or self.sent[self.cp.rank] == self.keys[self.cp.rank]:
             return None
         return rows_of(self.keys[self.cp.rank], self.sent[self.cp.rank])
@@ -156,7 +156,8 @@ def _parted(joined: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, first: bool) -> None:
-    """Merge a tile's output [n, b, heads, d] and log-sum-exp [n, b, heads] into the results of its rows."""
+    """Merge the output `part` [n, b, heads, d] and the log-sum-exp `part_lse` [n, b, heads] of a tile into `out` and
+    `lse`, the results for the tile's queries so far."""
     if first:
         out.copy_(part)
         lse.copy_(part_lse)
@@ -175,8 +176,8 @@ def local_attention(
 
     The keys are at positions 0 to s - 1. `queries` are the positions of the queries; by default, they are the positions
     of the keys. If the kernel has a method `at_once`, a single kernel launch computes all tiles. A variable-length
-    kernel also needs only one launch if the queries are whole samples. In all other cases, attention runs tile by tile,
-    like a ring of size 1.
+    kernel also needs only one launch if the queries are whole samples. With any other kernel, attention is computed
+    tile by tile, as in a ring of size 1.
     """
     whole = (range(k.shape[0]),)
     if (at_once := getattr(causal.kernel, "at_once", None)) is not None:

@@ -31,7 +31,8 @@ class FusedAttention(nn.Module):
         self.scale = scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads, dv]"""
+        """Compute causal attention: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads,
+        dv]."""
         grouped = q.shape[2] != k.shape[2]
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped)

@@ -33,7 +33,7 @@ class LargestLogits:
 
 
 class RowKind(Enum):
-    """Kinds of rows in a projection to heads."""
+    """Kinds of output rows of a linear layer that projects to attention heads."""
 
     QUERY = "query"
     KEY = "key"
@@ -51,10 +51,10 @@ class HeadRows(NamedTuple):
 
     linear: nn.Module
     heads: int
-    """Query heads per group."""
+    """Number of query heads per query group."""
 
     rows: tuple[tuple[RowKind, int], ...]
-    """Row blocks in order, each as (kind, number of consecutive rows)."""
+    """Blocks of rows in order. Each block is a pair (kind, number of consecutive rows)."""
 
 
 class AttentionWithRows(Protocol):

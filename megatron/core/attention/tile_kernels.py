@@ -235,7 +235,8 @@ class TorchKernel:
 
 
 def _by_group(x: Tensor, k: Tensor) -> Tensor:
-    """x [n, b, heads, d] -> [b, groups, heads / groups * n, d], for k [m, b, groups, d]"""
+    """Rearrange the rows of x by query group: x [n, b, heads, d] -> [b, groups, heads / groups * n, d], for k [m, b,
+    groups, d]."""
     return x.unflatten(2, (k.shape[2], -1)).permute(1, 2, 3, 0, 4).flatten(2, 3)
 
 

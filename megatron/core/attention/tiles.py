@@ -274,8 +274,8 @@ def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: i
 
 
 def _windowed(tile: Tile, window: int) -> Iterator[Tile]:
-    """Yield the parts of a tile that are inside the sliding window. In the first part, no pair is masked; the second
-    part needs the mask of the window."""
+    """Yield the parts of a tile that are inside the sliding window. No pair in the first part is masked. In the second
+    part, the window masks some pairs."""
     if tile.diagonal:
         yield replace(tile, window=window) if len(tile.queries) > window else tile
         return

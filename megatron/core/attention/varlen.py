@@ -85,7 +85,8 @@ class PackedContext(AutogradContext, Generic[*Settings]):
 
 
 class PackedAttention(torch.autograd.Function):
-    """Attention computed by a `SettableKernel`, whose results are saved for the backward pass."""
+    """Autograd Function that computes attention with a `SettableKernel`, and saves the kernel's results for the
+    backward pass."""
 
     @staticmethod
     def forward(

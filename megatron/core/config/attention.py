@@ -1,4 +1,4 @@
-"""Configuration of positions and of attention's scores, gates and heads: fields that `TransformerConfig` inherits.
+"""Configuration of positions and of attention scores, gates and heads. `TransformerConfig` inherits these fields.
 
 This module does not import torch.
 """
@@ -57,7 +57,7 @@ class RotaryConfig:
     """Scale rotary frequencies as in Llama 3.1."""
 
     rope_scaling_factor: float = 8.0
-    """Llama 3.1 scaling: divisor of low frequencies."""
+    """Llama 3.1 scaling: factor by which low frequencies are divided."""
 
     rope_scaling_low_freq_factor: float = 1.0
     """Llama 3.1 scaling: wavelengths above original length / this value are fully scaled."""
@@ -76,7 +76,7 @@ class RotaryConfig:
     multi-latent attention, else rope. If --rotary-scaling-factor has its default, 1, yarn is the same as rope."""
 
     rotary_scaling_factor: float = flag(1.0, at_least=1, no_effect_without=YARN)
-    """YaRN: longest sequence, as a multiple of the original context length."""
+    """YaRN: length of the longest sequence, as a multiple of the original context length."""
 
     original_max_position_embeddings: int = flag(4096, no_effect_without=YARN)
     """YaRN: original context length."""

@@ -181,7 +181,7 @@ class Section:
 
     def with_options(self, *options: Any) -> Self:
         """Return a copy of this section with `options`, which are instances of the dataclasses that define extension
-        flags. They replace instances of the same classes."""
+        flags. Each of them replaces an instance of the same class."""
         classes = tuple(type(each) for each in options)
         others = (each for each in self.extension_options if not isinstance(each, classes))
         return replace(self, extension_options=(*others, *options))

@@ -90,11 +90,11 @@ class MixerFacts:
     """True if the mixer extends the model's attention, and therefore uses its flags and positions."""
 
     of_layer: Callable[..., LayerKind] = lambda config, number, kind: kind
-    """Function that maps (configuration, layer number, layer kind according to the model's flags) to the kind of the
-    layer with this mixer."""
+    """Function that returns the `LayerKind` of a layer with this mixer. The arguments are the configuration, the number
+    of the layer, and the `LayerKind` that the model's flags describe."""
 
     recomputed: str = ""
-    """Name by which --recompute-modules selects a part of the mixer; empty if the mixer has no such part."""
+    """Name by which --recompute-modules selects the part of the mixer that can be recomputed; empty if no part can."""
 
     recomputed_with: str = ""
     """Flag that adds to a model the part that `recomputed` names."""

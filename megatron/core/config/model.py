@@ -337,7 +337,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def residual_size(self) -> int:
-        """Channels of the residual stream between layers."""
+        """Width of the residual stream between layers, in channels."""
         return self.hidden_size if (name := self.residual) is None else RESIDUALS.facts(name).width(self)
 
     @property
@@ -434,7 +434,7 @@ class TransformerConfig(ModelFields):
 
 @lru_cache(maxsize=64)
 def _layer_kinds(model: TransformerConfig) -> tuple[LayerKind, ...]:
-    """Return the kinds of all layers and multi-token prediction modules, cached for equal configurations."""
+    """Return the kinds of all layers and multi-token prediction modules. Results are cached by configuration."""
     columns = (
         model._sublayers,
         model._by_own_numbers(model.local_pattern),

@@ -1,4 +1,5 @@
-"""Mixture of experts: the routers, and the fields that `TransformerConfig` inherits. This module does not import torch.
+"""Mixture of experts: the registry of routers, and configuration fields that `TransformerConfig` inherits. This module
+does not import torch.
 
 @ROUTERS.register("my_router", when=lambda config, number: config.options(MyFlags).my_router)
 class MyRouter(TopKRouter):

@@ -140,7 +140,7 @@ class OptimizerConfig(Section):
     """fp16: consecutive steps without overflow after which the loss scale doubles."""
 
     hysteresis: int = 2
-    """fp16: steps with overflow after which the loss scale halves."""
+    """fp16: number of steps with overflow after which the loss scale is halved."""
 
     use_distributed_optimizer: bool = True
     """Shard optimizer state over the data-parallel ranks (ZeRO-1)."""

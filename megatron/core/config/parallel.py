@@ -33,8 +33,9 @@ class HostFacts:
     pass completes them."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
-    """Function that maps the sizes of the ranges in host memory to (number, size) of the device slots through which
-    gradients and parameters of these ranges are copied. Only plans call this function."""
+    """Function that returns the number and the size of the device slots through which gradients and parameters of
+    ranges in host memory are copied. The argument of the function is the list of the ranges' sizes. Only plans call
+    this function."""
 
     layers: Callable[..., int]
     """Function of the `ModelParallelConfig` that returns for how many layers at the start of each stage the store keeps
@@ -56,7 +57,7 @@ class HostMemory(Protocol):
         chains: Sequence[object],
         threads: int | None,
     ) -> object:
-        """Return the `megatron.core.optimizer.optimizer.HostUpdateRule` for shards in host memory.
+        """Create the `megatron.core.optimizer.optimizer.HostUpdateRule` that updates shards in host memory.
 
         Args:
             config: The `OptimizerConfig`.
@@ -205,8 +206,8 @@ class ModelParallelConfig(PrecisionConfig, Section):
     """Shard norms, residuals and dropout along the sequence over the TP ranks."""
 
     num_distributed_optimizer_instances: int = 1
-    """Number of data-parallel groups, for example one per node, that each hold a complete set of shards. Gradients
-    are summed over the groups once per step (hybrid sharding, HSDP)."""
+    """Number of data-parallel groups, for example one per node, that each hold a complete set of shards (hybrid
+    sharding, HSDP). Once per step, gradients are summed over these groups."""
 
     use_tp_pp_dp_mapping: bool = False
     """Order ranks tp-cp-ep-pp-dp instead of tp-cp-ep-dp-pp."""

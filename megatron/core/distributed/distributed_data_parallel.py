@@ -288,8 +288,8 @@ class DistributedDataParallel:
         return self.units.sharded_params()
 
     def gather_grads_(self) -> None:
-        """All-gather every `main_grad`, for use after a gradient reduction that leaves each rank with only its shards.
-        Only tests and diagnostic tools need this method."""
+        """All-gather every `main_grad`. This method is for tests and diagnostic tools that need whole gradients after a
+        reduction that leaves each rank with only its shards."""
         for bucket in self.buckets:
             bucket.gather_grads_()
 

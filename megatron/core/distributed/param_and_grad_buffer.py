@@ -243,7 +243,7 @@ class BufferKind:
 class ParamAndGradBuffer:
     """Flat memory for one `BufferLayout`.
 
-    The constructor moves the parameters `params` into this memory. They must be in the same order as when the layout
+    The constructor moves the parameters `params` into this memory. `params` must have the same order as when the layout
     was planned. Values, shapes and the Parameter objects stay the same. For parameters that have no memory yet,
     `initialize` sets the values, one bucket at a time. `param.data` becomes a view of this memory, and
     `param.main_grad` becomes a view of zeroed gradients. `copies` is the axis of ranks that hold the same shards. The
@@ -297,7 +297,7 @@ class ParamAndGradBuffer:
 
     @property
     def on_host(self) -> bool:
-        """True if this rank keeps its part of the buffer in host memory while no pass uses it."""
+        """True if the persistent memory of the buffer is host memory."""
         return self.buckets[0].on_host
 
     def start_copies_sync(self) -> list[Pending]:
@@ -320,8 +320,8 @@ class SmallGrads:
     def __init__(self) -> None:
         self.enabled = False
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
-        """Pairs of parameter and gradient, keyed by the parameter's id. A second gradient of the same parameter is
-        added after the first."""
+        """Pairs of parameter and gradient, keyed by the parameter's id. If a parameter gets a second gradient, the
+        first is added to its `main_grad` before the second is held back."""
 
     def takes(self, param: Tensor, grad: Tensor) -> bool:
         """Return True if a gradient can be held back. The gradient must be small, no callback may wait for it, and

@@ -347,8 +347,8 @@ class UnitSharding(WholeUnits):
         The backward pass of a unit starts when the gradient of an output is known, and ends when the gradient of the
         input is known. Autograd first runs the operations that were recorded last, so no operation of the unit remains
         at that point. If no operation produced the input, the unit's backward pass ends with the whole backward pass. A
-        layer that returns a `Pending` stream has two outputs, one of which was computed in the middle of the layer. Its
-        backward pass starts with the first known output gradient and ends with the last input gradient."""
+        layer that returns a `Pending` stream has two outputs, one of which was computed in the middle of the layer.
+        Such a layer's backward pass starts with the first output gradient and ends with the last input gradient."""
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:
             return

@@ -50,7 +50,7 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: T
     """Divide low frequencies by the scaling factor, keep high frequencies, and interpolate linearly in between (YaRN,
     arXiv:2309.00071, section 3.2).
 
-    Most published models round the bounds to whole channel pairs, which is optional here.
+    Most published models round the bounds of the interpolated range to whole channel pairs. This rounding is optional.
     """
 
     def pair(rotations: float) -> float:

@@ -184,8 +184,8 @@ def changed_by_start(config: RunConfig) -> set[str]:
 
 
 def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
-    """Return the configuration with the flags that another program's model in --load determines. The model's folder may
-    also contain checkpoints of a run that started from the model."""
+    """Return the configuration with the flags that another program's model in --load determines. The folder --load may
+    contain such a model together with checkpoints of a run that started from it."""
     load = config.checkpoint.load
     try:
         kinds = [] if load is None or kind_of(load) == "checkpoint" else [PATH_KINDS[name] for name in PATH_KINDS]

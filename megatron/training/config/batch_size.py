@@ -29,8 +29,8 @@ class BatchSizes:
     samples up to which the batch size applies."""
 
     past: tuple[Point, ...] = START
-    """Positions of batch-size changes, in order, in the part of the run that was trained with other flags. The sizes in
-    `earlier` and `final` apply only after the last of these positions."""
+    """Positions of batch-size changes, in order, in the part of the run that was trained with other flags. The batch
+    sizes in `earlier` and `final` apply only after the last of these positions."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> BatchSizes:

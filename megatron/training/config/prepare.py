@@ -76,7 +76,7 @@ class _LoadError(ValueError):
 
 @dataclass(frozen=True)
 class _Loaded:
-    """Resolved configuration, with the problems found in it."""
+    """Configuration with all defaults filled in, together with the problems found in it."""
 
     config: RunConfig
     problems: list[Problem]

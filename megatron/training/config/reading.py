@@ -92,7 +92,7 @@ def foreign_examples(unknown: Sequence[tuple[str, list[str]]]) -> dict[str, str]
 
 @dataclass
 class FlagReader(GivenOptions):
-    """Collect the values of flags, and every problem with them."""
+    """Reader that collects the values of flags, and all problems with these values."""
 
     values: dict[str, Any] = field(default_factory=dict)
     given: dict[str, str] = field(default_factory=dict)

@@ -212,8 +212,8 @@ class CheckpointConfig:
 
     @property
     def may_be_missing(self) -> bool:
-        """True if the --load folder does not have to exist. For example, it does not exist at the first start of a run
-        with the same folder as --load and --save."""
+        """True if the --load folder does not have to exist. If --load and --save are the same folder, for example, it
+        does not exist yet when the run first starts."""
         if self.load is None or self.allow_missing_checkpoint:
             return True
         return self.save is not None and os.path.realpath(self.load) == os.path.realpath(self.save)

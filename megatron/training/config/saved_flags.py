@@ -125,8 +125,8 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Keep the layer kind of the multi-token prediction modules in the checkpoint, and return the configuration and
-    notes. This matters if the model has layers of different kinds, and the modules were trained with the kind of the
-    last layer."""
+    notes. The layer kind of the modules is relevant if the model has layers of different kinds, and the modules were
+    trained with the kind of the last layer."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
@@ -327,7 +327,7 @@ def changed_fields(
         saved: Configuration of the checkpoint.
         run: Configuration of the run.
         sections: Extension sections in the checkpoint.
-        ignored: Names of the fields that are not compared.
+        ignored: Names of fields that are left out of the comparison.
         where: Words that name the two runs in the result.
     """
     changed = []

@@ -29,7 +29,7 @@ DEEPEST = 50
 """Maximum depth of nested lists and mappings."""
 
 PLAIN = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp", "merge", "value")
-"""Tags of values that are permitted in a settings file."""
+"""YAML tags of the values that a settings file may contain."""
 
 TAG = "tag:yaml.org,2002:"
 

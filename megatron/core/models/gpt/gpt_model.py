@@ -255,7 +255,7 @@ class GPTModel(nn.Module):
     def hidden_states(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
         """Return hidden states for the next stage, or for the head on the last stage.
 
-        With a `cache`, the batch's tokens follow the cached tokens, as in `logits`.
+        If `cache` is given, the batch's tokens follow the cached tokens, as in `logits`.
         """
         context = BatchContext.of(batch, cache)
         if self.first:

@@ -37,7 +37,7 @@ class Head(OutputLayer):
 
         Args:
             config: The model.
-            ctx: Context of the stage's layers.
+            ctx: Tensor-parallel context of the stage.
             tied_stages: Stages on different ranks that share the word embeddings.
             tied_weight: Word embedding weight of this rank if the output layer uses the same weight; otherwise None.
         """
@@ -85,10 +85,11 @@ class TokenLoss:
 
     @staticmethod
     def prepare(config: TransformerConfig, batch: Batch) -> Batch:
-        """Return the micro-batch, with `loss_mask` or `labels` replaced if the loss needs this.
+        """Return the micro-batch. If the loss needs other labels or another mask, replace `labels` or `loss_mask`.
 
-        The micro-batch holds whole samples and is on the host, before context parallelism shards it. Because every rank
-        calls this method, in training and in evaluation, the result must depend only on the samples.
+        When this method is called, the micro-batch is on the host and contains whole samples, because context
+        parallelism has not sharded it yet. Because every rank calls this method, in training and in evaluation, the
+        result must depend only on the samples.
         """
         return batch
 

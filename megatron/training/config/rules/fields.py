@@ -27,7 +27,7 @@ REQUIRED = {
     "num_attention_heads": "give --num-attention-heads N, the number of attention heads",
     "seq_length": "give --seq-length N, the number of tokens in a sample",
 }
-"""Remedies for the required fields, whose values must be above 0. The value 0 means that the user has not set the
+"""Remedies for the required fields, whose values must be above 0. A value of 0 means that the user has not set the
 field."""
 
 

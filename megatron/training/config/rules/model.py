@@ -232,7 +232,8 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def without_attention(c: RunConfig, where: str, flag: str) -> Iterator[Problem]:
-    """Report flags that have no effect in a model without --attention-module layers; `flag` would add such layers."""
+    """Report flags that have no effect because no layer uses --attention-module. The remedy names `flag`, which would
+    add such layers."""
     for other in flags_of("model"):
         chooses = other.spec.effective == "attention"
         if (chooses or other.field in OF_OTHER_ATTENTION) and (value := value_of(c, other)) != other.default:

@@ -127,8 +127,8 @@ def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def loss_chunks(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check --loss-chunk-tokens, which computes the head's gradients during the forward pass, a chunk of tokens at a
-    time."""
+    """Check --loss-chunk-tokens. With this flag, the forward pass computes the output layer, the loss and their
+    gradients chunk by chunk."""
     name = "--loss-chunk-tokens"
     size, loss = c.parallel.loss_chunk_tokens, c.model.loss_func
     if not size:
@@ -193,7 +193,7 @@ def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def unsharded_by(c: RunConfig) -> tuple[str, str]:
-    """Return the flag that turns the distributed optimizer off, and the remedy."""
+    """Return the flag by which the user turned the distributed optimizer off, and a remedy that turns it on."""
     if c.ddp.data_parallel_sharding_strategy == "no_shard":
         flag = "--data-parallel-sharding-strategy"
         return f"{flag} no_shard", f"use {flag} optim"

@@ -134,7 +134,8 @@ _RULES = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def type_problem(config: object) -> str | None:
-    """Describe the first value in a configuration that does not have its field's type; None if all types are right.
+    """Return a description of the first value in a configuration that does not have the type of its field; None if all
+    types are right.
 
     Example: `config.model.num_layers must be a whole number, but is text`. Fields that this program does not have may
     contain any value, because they are never read.
