@@ -291,8 +291,8 @@ class LayerAlarms:
             for (name, rank), growth in rule.add(values).items():
                 yield (
                     f"tensor-parallel rank {rank} is out of line: the {quantity} of its part of {name} grew by "
-                    f"{_factor(growth.factor)} over {WINDOW} records relative to the other ranks; in no other "
-                    f"parameter, it grew or shrank by more than {_factor(growth.others)}"
+                    f"{_factor(growth.factor)} over {WINDOW} records relative to the other ranks; that of "
+                    f"no other parameter grew or shrank by more than {_factor(growth.others)}"
                 )
 
 
