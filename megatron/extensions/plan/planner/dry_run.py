@@ -78,9 +78,8 @@ def print_plan(
     failures: AskedFailures | None = None,
 ) -> None:
     """Print the plan of a validated configuration. If a `device` is given, also print the predicted step time. The plan
-    states whether the run fits devices of `device_memory` GiB (default: the memory of `device`), and how it differs
-    from a run with the same flags in other programs, such as Megatron-LM. If `failures` is given, the plan also states
-    the cost of device failures.
+    states whether the run fits devices of `device_memory` GiB (default: the memory of `device`), and how other programs
+    would run these flags differently. If `failures` is given, the plan also states the cost of device failures.
 
     The same content is written as JSON to the file that --json names. The keys of the JSON object are "world_size",
     "config" (every field by its flat name), "plan" (lines by title), "memory" (bytes of each pipeline rank), "time"
