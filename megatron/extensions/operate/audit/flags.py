@@ -63,7 +63,8 @@ class AuditFlags:
     precision, the background process uses a wider number format than the run."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """Return the title and the lines function of a plan's section about the cost of audits."""
+        """Return the title of the plan section about audits, and the entry point of the function that yields the lines
+        of this section. Returns None if the run has no audits."""
         return ("Audits", f"{__package__}.plan_lines:lines") if audits(config) else None
 
 

@@ -1,6 +1,6 @@
 """Callback for --audit-by peer. Before an audited step, each rank computes the micro-batches of another rank, which
-holds the same weights in another data-parallel replica. Then the step runs, and the two computations of the same
-micro-batches are compared.
+holds the same weights in another data-parallel replica. Each rank then runs the step, and compares the computation of
+its micro-batches with the computation by the other rank.
 
 The part of a rank in a step consists of the micro-batches that the rank processes. Random numbers depend only on
 samples and positions, so both ranks compute the same values. In deterministic mode, the values are bitwise equal. If

@@ -115,9 +115,9 @@ def norm_of(row: Sequence[int]) -> float:
 
 
 def distance(one: Sequence[int], other: Sequence[int], floor: float = 0.0) -> float:
-    """Estimate the relative difference of two tensors from their sketches. It is the norm of the difference, divided by
-    the norm of the larger tensor or by `floor`, whichever is greater. The result is 0 if the tensors are bitwise equal,
-    and infinite if only one of them has non-finite values."""
+    """Estimate the relative difference of two tensors from their sketches: the norm of the difference, divided by the
+    norm of the larger tensor or by `floor`, whichever is greater. The result is 0 if the tensors are bitwise equal, and
+    infinite if only one of them has non-finite values."""
     if one[0] == other[0]:
         return 0.0
     (norm, *sums), (other_norm, *other_sums) = _floats(one), _floats(other)

@@ -172,9 +172,9 @@ class Tape:
 
 
 def modules_of(run: TrainingRun) -> Iterator[tuple[str, nn.Module]]:
-    """Yield pairs (name in the whole model, module) for the recorded modules in this rank's stages. Recorded modules
-    are modules without submodules, modules that directly own parameters, and the last stage, because its output is the
-    loss."""
+    """Yield a pair for each module of this rank whose output is recorded: the name of the module in the full model, and
+    the module. Recorded modules are modules without submodules, modules that directly own parameters, and the last
+    stage, because its output is the loss."""
     for stage, model in run.stages.items():
         for name, module in model.named_modules():
             inner = next(module.children(), None)

@@ -1,8 +1,8 @@
-"""Messages through the store with which the launcher's processes agree on the next start of the ranks. Each process
-that the launcher starts is called a parent, because it forks the process of a rank. `roster` calls parents workers, and
-identifies them by the rank numbers that the launcher assigns.
+"""Messages with which the launcher's processes agree on how to start the ranks again. The messages go through the
+rendezvous store. Each process that the launcher starts is called a parent, because it forks the process of a rank.
+`roster` calls parents workers, and identifies them by the rank numbers that the launcher assigns.
 
-The store has these keys for worker W and start N:
+A start is the first or a later launch of all ranks. The store has these keys for worker W and start number N:
 
     `parent/W`: host and process of worker W.
     `beat/W`: heartbeat counter of worker W.
@@ -15,8 +15,9 @@ The store has these keys for worker W and start N:
     `offer/N/W`: copies of the training state on the host of worker W, if W has no rank in start N.
     `newest`: number of the newest start.
 
-The keys of a start, including the keys that its ranks set, are deleted during the next start. If the launcher serves a
-store, as torchrun does, the parents use this store. Otherwise, worker 0 forks a process that serves one.
+When the ranks are started again, the keys of the previous start are deleted, including keys that ranks have set. If the
+launcher serves a store, as torchrun does, the parents use this store. Otherwise, worker 0 forks a process that serves
+one.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ ANSWER = 8.0
 """Maximum time in seconds to wait for an answer from the store."""
 
 ROLL = 15.0
-"""Maximum time in seconds to wait until all living parents have arrived at a start."""
+"""Maximum time in seconds to wait until all living parents are ready to start the ranks again."""
 
 PARTING = 5.0
 """Maximum time in seconds that worker 0, which may serve the store, waits for the other workers at the end."""
@@ -61,12 +62,12 @@ OFFERS = 5.0
 """Maximum time in seconds to wait until workers without ranks have reported the copies on their hosts."""
 
 DECIDES = 30.0
-"""Maximum time in seconds that a parent may need to plan a start, including the search for another layout. After this
-time, another parent plans the start."""
+"""Maximum time in seconds that a parent may need to plan how to start the ranks, including the search for another
+layout. After this time, another parent makes the plan."""
 
 SILENT = 2.5
-"""While parents wait for each other before a start, a parent on another machine is considered lost after this number of
-seconds without a heartbeat."""
+"""While parents wait for each other before they start the ranks, a parent on another machine is considered lost after
+this number of seconds without a heartbeat."""
 
 LOST = 30.0
 """While ranks run, a parent on another machine is considered lost after this number of seconds without a heartbeat."""
@@ -137,10 +138,11 @@ class Start:
     """Number of the worker (launcher process) that runs each rank."""
 
     living: tuple[int, ...]
-    """Workers that take part in the start, including spares."""
+    """Workers that will run a rank or wait as a spare."""
 
     rung: str = ""
-    """How the ranks recover in this start, such as `faults.SPARES`. Events and the log state this method."""
+    """Method by which the ranks recover from a failure, such as `faults.SPARES`. Events and the log name this
+    method."""
 
     why: tuple[str, ...] = ()
     """Reasons why preferred recovery methods were not possible, one line each."""
@@ -159,13 +161,13 @@ class Start:
         return cls(**{**record, **lists})
 
     def to_json(self) -> str:
-        """Serialize this start to text for the store."""
+        """Serialize this plan to text for the store."""
         return json.dumps(asdict(self))
 
 
 Decide = Callable[[Collection[int], "dict[int, str]"], Start]
-"""Function that plans the next start. The arguments are the workers that have arrived, and a mapping from workers to
-hosts."""
+"""Function that plans how to start the ranks again. The arguments are the workers that have arrived, and a mapping from
+workers to hosts."""
 
 
 @dataclass
@@ -188,7 +190,7 @@ class Parents:
     _beats: int = 0
     _clock: Clock = field(default_factory=Clock)
     _old: list[tuple[dist.Store, str]] = field(default_factory=list)
-    """Store keys of earlier starts that this parent has yet to delete."""
+    """Store keys that belong to earlier starts of the ranks, and that this parent has yet to delete."""
 
     _silence: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Maps a worker to its last heartbeat and the time at which this heartbeat was first seen."""
@@ -219,7 +221,7 @@ class Parents:
         self._answered(lambda: self.store.set(f"again/{number}", "1"))
 
     def asked(self, number: int) -> bool:
-        """Return True if a parent has requested this start or a later start has begun."""
+        """Return True if a parent has requested start `number` of the ranks, or if a later start has begun."""
         return self._answered(lambda: self.store.check([f"again/{number}"])) or self._newest() >= number
 
     def lost(self, workers: Collection[int]) -> bool:
@@ -256,9 +258,9 @@ class Parents:
         return self._answered(lambda: int(self.store.get("over")) if self.store.check(["over"]) else None)
 
     def gather(self, number: int, before: Start, decide: Decide) -> Start:
-        """Wait until all living parents have arrived at start `number`, and return the plan for it. Workers that arrive
-        too late are not in the plan's `living`, and do not take part. `before` is the plan of the previous start.
-        One of the workers calls `decide` to make the plan."""
+        """Wait until all living parents are ready for start `number` of the ranks, and return the plan for this start.
+        Workers that are ready too late are not in the plan's `living`, and do not take part. `before` is the previous
+        plan. One of the workers calls `decide` to make the plan."""
         self._answered(lambda: self.store.set(f"here/{number}/{self.worker}", "1"))
         clock, silence = Clock(), dict[int, tuple[int, float]]()
         while True:
@@ -280,8 +282,8 @@ class Parents:
             time.sleep(LOOK)
 
     def forget(self, number: int) -> None:
-        """Record that `number` is the newest start, and collect the store keys of earlier starts, which `tidy` deletes.
-        Workers that are too late for an earlier start notice this when they read the number of the newest start.
+        """Record in the store that `number` is the newest start of the ranks. A worker that was suspended can thereby
+        notice that the ranks were started without it. Collect the store keys of earlier starts, which `tidy` deletes.
         """
         self._answered(lambda: self.store.set("newest", str(number)))
         whole = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
@@ -303,13 +305,13 @@ class Parents:
             self._answered(lambda: [store.delete_key(key) for store, key in some])
 
     def offer(self, number: int, offer: str) -> None:
-        """Offer the copies of the training state on this host for a start. The offer is possible even if this host has
-        no ranks."""
+        """Offer the copies of the training state on this host to the ranks of start `number`. The offer is possible
+        even if this host has no ranks."""
         self._answered(lambda: self.store.set(f"offer/{number}/{self.worker}", offer))
 
     def offers(self, number: int, workers: Collection[int]) -> list[str]:
-        """Return what `workers` have reported with `offer` for a start. Workers that do not report in time are
-        omitted."""
+        """Return the copies that `workers` have offered to the ranks of start `number`. Workers whose offers arrive too
+        late are omitted."""
         clock, keys = Clock(), [f"offer/{number}/{worker}" for worker in workers]
         while keys and clock.seconds() < OFFERS and not self._answered(lambda: self.store.check(keys)):
             time.sleep(LOOK)
@@ -326,8 +328,8 @@ class Parents:
             return answered(call)
 
     def _decides(self, number: int) -> bool:
-        """Return True if this parent is to plan the start. The first parent that claims this role plans the start;
-        another parent does so if the first one is too slow or lost."""
+        """Return True if this parent is to plan start `number` of the ranks. The first parent that claims this role
+        makes the plan; another parent does so if the first one is too slow or lost."""
         key, own = f"decides/{number}", f"{self.worker} {time.time()}"
         claim = self._answered(lambda: self.store.compare_set(key, "", own).decode())
         worker, at = claim.split()
@@ -354,7 +356,7 @@ class Parents:
         )
 
     def _missing(self, number: int, living: Collection[int]) -> list[int]:
-        """Return the workers in `living` that have not arrived at start `number`."""
+        """Return the workers in `living` that are not yet ready for start `number` of the ranks."""
         keys = {worker: f"here/{number}/{worker}" for worker in living}
         if self._answered(lambda: self.store.check(list(keys.values()))):
             return []

@@ -1,12 +1,12 @@
 """Restarts of failed ranks within the launcher's processes (--restarts-in-job).
 
-Each process that the launcher starts is called a parent. It imports torch, and forks a child process that trains as a
-rank. If a rank fails, its child process ends, but the parent does not, so the launcher does not notice the failure. The
-parent forks another child, in which all modules are already imported. When the child of any rank fails, all children
-end. All parents then meet at the store before they fork again, so that no process of the previous start is left. The
-last --spare-ranks parents have no rank. These spares wait with all modules imported until a rank is lost together with
-its parent, for example on a lost host. If there are not enough spares, the run continues on fewer ranks if possible.
-Otherwise, all parents end, and the launcher restarts the ranks.
+Each process that the launcher starts is called a parent. A parent imports torch, and forks a child process that trains
+as a rank. If a rank fails, its child process ends, but the parent does not, so the launcher does not notice the
+failure. The parent forks another child, in which all modules are already imported. When the child of any rank fails,
+all children end. All parents then wait for each other before they fork again, so that no child from before the failure
+is left. The last --spare-ranks parents have no rank. These spares wait with all modules imported until a rank is lost
+together with its parent, for example on a lost host. If there are not enough spares, the run continues on fewer ranks
+if possible. Otherwise, all parents end, and the launcher restarts the ranks.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class Parent:
         return code if code >= 0 else ExitCode.FAILED
 
     def _one_start(self, number: int) -> tuple[int, str]:
-        """Run the rank of this process in a start, or wait as a spare.
+        """Run the rank of this process until the rank ends, or wait as a spare until the ranks end.
 
         Returns the exit code and the reason why the ranks are not started again. If the reason is empty and the exit
         code is a failure, the ranks are started again."""
@@ -387,8 +387,8 @@ class Parent:
         return Start((), living, why=(why, spare, missing), ends=ends)
 
     def _tell(self, before: Start) -> None:
-        """Print, on one worker, why preferred recovery methods of a start were not possible, and how the start
-        proceeds."""
+        """Print how the ranks are started again, and why better recovery methods were not possible. Only one worker
+        prints this."""
         start = self._start
         if self.launch.rank not in start.living[:1]:
             return

@@ -1,8 +1,8 @@
 """Assignment of ranks to processes of the launcher. The assignment is a pure function of the living processes and their
 hosts. This module does not import torch.
 
-A worker is a process of the launcher, identified by the number that the launcher assigns. The roster of a start
-contains the worker of each rank. Living workers that are not in the roster are spares.
+A worker is a process of the launcher, identified by the number that the launcher assigns. A roster contains the worker
+of each rank. Living workers that are not in the roster are spares.
 """
 
 from __future__ import annotations

@@ -14,19 +14,18 @@ from megatron.training.reliability.stop_requests import REPEATED
 
 
 class SecondSignalError(Exception):
-    """Raised when a second signal arrives between two starts."""
+    """Raised when a second signal arrives after the ranks have ended and before they are started again."""
 
 
 class ParentSignals:
     """Signal handlers of a parent. The handlers forward each signal to the child. The first signal is also stored for
-    the next child, because a failing child may not have handled the signal, and because there is no child between two
-    starts."""
+    the next child, because a failing child may not have handled the signal, or no child may have been running."""
 
     def __init__(self) -> None:
         self.first: int | None = None
         self.second: int | None = None
         self.child: int | None = None
-        """Process id of the child that receives the signals; None between two starts."""
+        """Process id of the child that receives the signals; None while no child runs."""
 
         self._first_at = 0.0
         self._ends = False

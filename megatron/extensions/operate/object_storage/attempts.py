@@ -4,16 +4,16 @@ torch.
 A store may execute a request long after the process that sent the request has died, or after the process has repeated
 the request. Therefore, each attempt to write the checkpoint `iter_0000100` uses its own subfolder, such as
 `iter_0000100/attempt-5b0ea3c1d2f4`. The first line of the object `iter_0000100/published.txt` names the attempt that is
-the valid checkpoint. The second line names the attempt that is in progress. A process writes `published.txt` when it
-begins an attempt, and again when the attempt is complete. Both writes of `published.txt` fail if another process has
-changed the object in the meantime. A late request of an earlier attempt can therefore not change `published.txt`; it
-can only write to the subfolder of that attempt. When a process saves the next checkpoint, it deletes all subfolders
-that `published.txt` does not name.
+the valid checkpoint. The second line of `published.txt` names the attempt that is in progress. A process writes
+`published.txt` when it begins an attempt, and again when the attempt is complete. Both writes of `published.txt` fail
+if another process has changed the object in the meantime. A late request of an earlier attempt can therefore not change
+`published.txt`; it can only write to the subfolder of that attempt. When a process saves the next checkpoint, it
+deletes all subfolders that `published.txt` does not name.
 
 Readers use the same paths as on a disk. For example, if they read `iter_0000100/metadata.json`, the content comes from
 the subfolder of the published attempt. Folders that other programs read, such as Hugging Face exports, do not use
-attempts. Such a folder contains the file `.unfinished` until the folder is complete. Checkpoints that earlier versions
-of this program have written also contain their files directly.
+attempts. A folder without attempts contains the file `.unfinished` until the folder is complete. Checkpoints that
+earlier versions of this program have written also contain their files directly.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Object storage, accessed with fsspec. This module does not import torch.
 
 Folders are written as `Storage` describes. A folder contains the file `.unfinished` until all other files are written,
-of which the manifest is the last. This protocol does not require renames, and readers never see a folder whose upload
-was interrupted. Each request has a time limit and is retried if it fails (`limits`). Credentials are read from the
-environment, or from the configuration files of the store's command-line tools.
+of which the manifest is the last. Writing a folder therefore does not require renames, and readers never see a folder
+whose upload was interrupted. Each request has a time limit and is retried if it fails (`limits`). Credentials are read
+from the environment, or from the configuration files of the store's command-line tools.
 
 On S3, objects are uploaded in parts from memory. Objects are replaced conditionally: replacing fails if another process
 has changed the object (`s3_requests`). On other stores, each object is uploaded from a temporary file. Objects are
@@ -132,7 +132,8 @@ class FsspecStorage(Storage):
         return known
 
     def _exactly(self, path: PurePath, tag: str | None, start: int, length: int) -> bytes:
-        """Read a range of an object. `tag` is the ETag that an S3 object must still have; None on other stores."""
+        """Read a range of an object. On S3, `tag` is the ETag of the expected content: the object must still have this
+        ETag. On other stores, `tag` is None."""
         data = self.read(path, start, length) if tag is None else self._read_tagged(path, tag, start, length)
         if len(data) != length:
             raise OSError(f"{path}: requested bytes {start} to {start + length}, received {len(data)}")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FIRST_CONTACT = 20.0
-"""Time in seconds during which requests are retried before any request of this process has succeeded. This time is
-shorter than `Limits.retry_seconds`, because a wrong URL should be reported soon."""
+"""Time in seconds during which requests are retried before any request of this process has succeeded. The time before
+the first success is shorter than `Limits.retry_seconds`, because a wrong URL should be reported soon."""
 
 LONGEST_PAUSE = 15.0
 

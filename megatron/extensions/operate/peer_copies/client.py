@@ -35,7 +35,8 @@ OPENS = 120.0
 """Maximum time in seconds that a new holder process may take to start."""
 
 ABANDONED = 3600.0
-"""Copies whose holder process has ended are deleted if no file among them is newer than this number of seconds."""
+"""If the holder process of a folder has ended, the copies in the folder are deleted after this number of seconds
+without a write."""
 
 RESPONDS = 5.0
 """Maximum time in seconds in which a living holder accepts a connection and answers a request. Accepting a connection
@@ -85,8 +86,8 @@ def open_holder(folder: Path, keep: float) -> Address:
 
 @contextmanager
 def _opening(folder: Path) -> Iterator[None]:
-    """Hold a lock on the folder while a holder is opened, so that the processes of this host start only one holder.
-    Raises OSError."""
+    """Hold a lock on the folder in the `with` block, so that only one process of this host at a time looks for a holder
+    or starts one. Raises OSError."""
     descriptor, limit = os.open(folder, os.O_RDONLY), time.monotonic() + OPENS
     try:
         while True:

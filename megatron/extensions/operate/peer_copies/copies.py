@@ -1,7 +1,7 @@
 """Copies of a rank's state after a step. The state is first copied to the memory of the rank's own host. A thread then
 sends the copy to other hosts. The copies of a step are valid after all ranks have reported in the store that theirs are
-complete. Each part has two slots: until all ranks have reported, the copies of the previous step remain in the other
-slot.
+complete. Each part has two files, called slots: one for the copy of the previous step, which remains until all ranks
+have reported, and one for the copy in progress.
 
 The store has these keys:
 

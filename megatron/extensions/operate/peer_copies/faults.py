@@ -1,4 +1,4 @@
-"""Records of the failure that ended the processes of a run, and the report on the recovery after the next start.
+"""Records of the failure that ended the ranks of a run, and a report on the recovery after the restart.
 
 This module does not import torch.
 """
@@ -41,7 +41,8 @@ class Fault:
 
 
 def write_fault(folder: Path, fault: Fault) -> None:
-    """Record a failure for the next start. If several ranks of a host record a failure, the last record is kept."""
+    """Record a failure, so that the ranks can report it after a restart. If several ranks of a host record a failure,
+    the last record is kept."""
     write_whole(folder / NOTE, json.dumps(asdict(fault)))
 
 
@@ -64,7 +65,7 @@ def note_death(folder: Path, who: str, how: str, iteration: int, since: float) -
 
 
 def read_fault(folder: Path) -> Fault | None:
-    """Read the failure that an earlier start recorded; None if there is none."""
+    """Read the failure that was recorded before a restart; None if there is none."""
     with suppress(OSError, ValueError, TypeError):
         return Fault(**json.loads((folder / NOTE).read_bytes()))
     return None

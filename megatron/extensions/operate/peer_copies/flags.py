@@ -39,8 +39,8 @@ class PeerCopyConfig:
     """Number of minutes that a host keeps its copies after the last rank of the run on this host has ended."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """Return the title and the lines function of a plan's section about copies: survivable host losses, and
-        cost."""
+        """Return the title of the plan section about copies in memory, and the entry point of the function that yields
+        the lines of this section. Returns None if the run makes no copies."""
         return ("Copies in memory", f"{__package__}.plan_lines:lines") if keeps_copies(config) else None
 
 

@@ -11,7 +11,7 @@ own copies directly to these files:
 
 Each time the ranks are started, their copies form a new generation with its own folder. A process that was suspended
 and continues to write after a restart can therefore not change the copies of the new generation. Each part has two
-slots, so that one slot is complete while the other is being written.
+files, called slots, so that one is complete while the other is being written.
 
 This module imports neither torch nor this package. Any process that can reach the port can connect. Therefore, each
 request must contain the token of the holder, and file names in requests are validated. The holder deletes all copies
@@ -56,7 +56,7 @@ LONGEST = 1 << 20
 
 
 def header_of(path: Path) -> Path:
-    """Return the path of the header that belongs to a data file."""
+    """Return the path of the header file that belongs to a file with copied bytes."""
     return path.with_name(f"{path.name}.json")
 
 
@@ -239,7 +239,7 @@ def main(folder: Path, address: str, keep: float) -> None:
     with Holder(folder, address, keep) as holder:
         about = {"address": address, "port": holder.server_address[1], "token": holder.token, "pid": os.getpid()}
         write_whole(folder / ABOUT, json.dumps(about))
-        with suppress(BrokenPipeError):  # the parent was killed; the next start finds the holder
+        with suppress(BrokenPipeError):  # the parent was killed; after a restart, the ranks find this holder
             print("ready", flush=True)
         threading.Thread(target=holder.serve_forever, daemon=True).start()
         holder.watch()

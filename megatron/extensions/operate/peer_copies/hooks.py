@@ -1,4 +1,4 @@
-"""Callback for --peer-copies: resume from the newest complete copies at the start, and copy the state after steps."""
+"""Callback for --peer-copies, which resumes a run from the newest complete copies, and copies the state after steps."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class PeerCopies(Callback):
         """Content of SAVE/peer_copies_id, which identifies the run in --save; None before the run starts."""
 
         self._on_disk: int | None = None
-        """Iteration of the newest checkpoint in --save, as of the start or the last save."""
+        """Iteration of the newest checkpoint in --save, as read when the run started or at the last save."""
 
         self._run: TrainingRun | None = None
         self._copies: Copies | None = None
@@ -210,7 +210,7 @@ class PeerCopies(Callback):
         return "" if left else why
 
     def _renew_identity(self, say: Callable[[str], None], world: Axis) -> None:
-        """Write a new identity to --save, because this start does not continue from copies. Collective."""
+        """Write a new identity to --save, because this run does not resume from copies. Collective."""
         self._identity, problem = on_first_rank(lambda: new_identity(self._save), world)
         if problem:
             why = f"--save {self._save} cannot be written ({problem})"
@@ -257,7 +257,8 @@ class PeerCopies(Callback):
         return found.without([copy for each in gather_objects(mine, world) for copy in each])
 
     def checkpoint_of(self, iteration: int) -> MemoryCheckpoint | None:
-        """Return this start's copies of a step as a checkpoint; None if the copies no longer exist. Collective."""
+        """Return the copies that this run made after an iteration, as a checkpoint; None if they no longer exist.
+        Collective."""
         run = self._run
         assert run is not None
         self._await_copies()
@@ -408,8 +409,8 @@ class PeerCopies(Callback):
             raise LateRanksError(late, "their copies", self._run.runtime.watchdog.status.limit)
 
     def _note_fault(self) -> None:
-        """Record the failure that ends the run, for the next start. A run that another run's lease stopped at the start
-        records no failure, because the copies belong to the run that holds the lease."""
+        """Record the failure that ends the run, so that a restart can report it. If the run ends because another run
+        holds the lease, record nothing, because the copies belong to the other run."""
         cause = self._watchdog.failures.reported
         if cause is not None and self._met:
             done = 0 if self._run is None else self._run.progress.iteration
@@ -417,7 +418,7 @@ class PeerCopies(Callback):
                 write_fault(self._folder, Fault(cause.title, cause.who, cause.at, time.time(), done))
 
     def _report_recovery(self) -> None:
-        """Report the recovery after the first step of this start."""
+        """Report the recovery from a failure after the first step since the restart."""
         run, recovery = self._run, self._recovery
         assert run is not None
         if recovery is None or not run.runtime.is_main:
@@ -428,7 +429,7 @@ class PeerCopies(Callback):
         record_event(self.config.checkpoint.save, "recovery", **recovery.record(time.time(), resumed))
 
     def on_end(self, run: RunView) -> None:
-        """End the holder process, because the state is on disk and no later start needs the copies."""
+        """End the holder process at the end of the run. The state is on disk, and no restart needs the copies."""
         self._await_copies()
         if self._run is not None:
             if self._run.runtime.is_main:

@@ -129,7 +129,7 @@ def why_none(held: Sequence[Inventory]) -> str:
 
 
 def drop_others(folder: Path, kept: Collection[Copy]) -> None:
-    """Delete all copies on a host except the given ones."""
+    """Delete all copies in the folder of a host except those in `kept`."""
     files = {(copy.generation, copy.file) for copy in kept}
     for generation in folder.glob("g*"):
         mine = {name for owner, name in files if owner == generation.name}

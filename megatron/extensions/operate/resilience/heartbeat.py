@@ -45,7 +45,7 @@ SLACK = 4 * BEAT
 timeout, this process also reports hosts whose silence is shorter by at most this number of seconds."""
 
 KINDS = ("silent", "deaf", "unheard", "failed", "over")
-"""Keys of `Links.findings` whose values map hosts to a number of seconds."""
+"""States of a host for which `Links.findings` returns a duration in seconds per host."""
 
 FULL_MESH = 16
 """Maximum number of hosts for which each host watches all other hosts."""

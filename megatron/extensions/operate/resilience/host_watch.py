@@ -1,12 +1,12 @@
-"""Part of a rank's watchdog that detects lost hosts. It starts the heartbeat process of the rank's host, and ends the
-rank with a report if other hosts are lost. Until the heartbeat processes of two hosts know each other's addresses, a
-lost connection is detected without heartbeats. The connection is considered lost if the store does not answer and the
-store's host does not accept connections.
+"""Part of a rank's watchdog that detects lost hosts. This part starts the heartbeat process of the rank's host, and
+ends the rank with a report if other hosts are lost. Until the heartbeat processes of two hosts know each other's
+addresses, a lost connection is detected without heartbeats. The connection is considered lost if the store does not
+answer and the store's host does not accept connections.
 
 The store has these keys:
 
     `link/R`: the `Link` of rank R.
-    `heartbeats`: token that all heartbeats of this start contain.
+    `heartbeats`: token that all heartbeats contain until the ranks are started again.
 """
 
 from __future__ import annotations

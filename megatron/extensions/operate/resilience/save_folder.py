@@ -1,8 +1,8 @@
 """Checks of the --save folder: that all ranks see the same folder, and whether it contains trigger files that stop the
 run or request a checkpoint.
 
-Every rank writes files of a checkpoint, so hosts with separate disks cannot save a complete checkpoint. Without the
-check at the start, such a run would train until its first save and then fail.
+Every rank writes files of a checkpoint, so hosts with separate disks cannot save a complete checkpoint. Without this
+check before training, a run on hosts with separate disks would train until its first save and then fail.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ continues.
 Rank 0 holds the lease, which is the file SAVE/.lease, and rewrites the file every two seconds. A new run that finds
 another run's lease takes over the lease if the process that holds it no longer exists on this machine. If that process
 is on another machine or is stopped, the new run takes over the lease after some time without a renewal, measured only
-with the new run's clock. In all other cases, the new run ends with an error.
+with the new run's clock. If the process that holds the lease runs on this machine, or renews the lease from another
+machine, the new run ends with an error.
 
 A run ends if another run takes over the lease, or if the lease disappears from the folder. A lease may disappear
 because another run took it over, finished and released it while this run was suspended. The run also checks the lease
@@ -274,7 +275,7 @@ class SaveLease(Lease):
         self._file.unlink()
 
     def check(self) -> None:
-        """Check the lease, and raise OSError if the folder is on a different file system than at the start."""
+        """Check the lease, and raise OSError if the disk with the folder has been unmounted since the run started."""
         super().check()
         if self._is_unmounted():
             raise OSError(
@@ -317,8 +318,8 @@ class SaveLease(Lease):
         return not before <= _entries(self._folder)
 
     def _is_unmounted(self) -> bool:
-        """Return True if the folder is on a different file system than at the start. If the folder does not exist, its
-        nearest existing parent is checked."""
+        """Return True if the path of the folder is on a different file system than when the run started, so that the
+        disk must have been unmounted. If the folder does not exist, its nearest existing parent is checked."""
         if self._place is None or self._read() is not None:
             return False
         nearest = next(folder for folder in (self._folder, *self._folder.absolute().parents) if folder.exists())

@@ -2,7 +2,7 @@
 
 Flags: --rollback-on-spike, --rollback-steps, --rollback-batches, --max-rollbacks.
 
-Read `decision` first. The state and the skipped batches depend only on the spike and the flags, so that all runs with
-the same spike make the same decision. `held_states` keeps states in the memory of each rank, unless `peer_copies` keeps
-them. `hooks` contains the callback.
+Read `decision` first. The choice of the state and of the skipped batches depends only on the iteration of the spike,
+the flags and earlier rollbacks, so that a resumed run makes the same choice. `held_states` keeps states in the memory
+of each rank, unless `peer_copies` keeps them. `hooks` contains the callback.
 """

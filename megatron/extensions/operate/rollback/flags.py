@@ -36,7 +36,8 @@ class RollbackFlags:
     permitted rollback ends the run."""
 
     def plan_section(self, config: RunConfig) -> tuple[str, str] | None:
-        """Return the title and the lines function of a plan's section about the memory for kept states."""
+        """Return the title of the plan section about rollbacks, and the entry point of the function that yields the
+        lines of this section. Returns None if the plan has no such section."""
         if not rolls_back(config) or uses_peer_copies(config):
             return None
         return "Rollback at a spike", f"{__package__}.plan_lines:lines"

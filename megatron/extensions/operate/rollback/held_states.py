@@ -94,13 +94,14 @@ class HeldStates:
     _free: list[HeldState] = field(default_factory=list)
 
     def next(self) -> HeldState:
-        """Return the slot to which the next state is copied."""
+        """Return the `HeldState` that the next state is to be copied to. If two states are in memory, the older one is
+        overwritten."""
         room = self._free.pop() if self._free else self.held.pop(0) if len(self.held) > 1 else HeldState()
         self.held.append(room)
         return room
 
     def at(self, iteration: int) -> HeldState | None:
-        """Return the state of an iteration; None if it is not held."""
+        """Return the state after an iteration; None if this state is not in memory."""
         return next((each for each in self.held if each.iteration == iteration), None)
 
     def drop_after(self, iteration: int) -> None:

@@ -176,7 +176,7 @@ class Rollback(Callback):
         return before.passed_until(iteration) == self.passed_until(iteration)
 
     def passed_until(self, iteration: int) -> set[int]:
-        """Return the skipped iterations up to and including an iteration."""
+        """Return all iterations up to `iteration` whose batches are skipped."""
         passed = (number for first, last in self.passed_over for number in range(first, last + 1))
         return {number for number in passed if number <= iteration}
 
