@@ -1,7 +1,7 @@
 """Attention among the tokens of several context-parallel ranks, or of a single rank.
 
-Ring attention (p2p, arXiv:2310.01889): queries stay on their rank, while keys and values rotate over the ranks. Each
-rank computes the attention of its queries to the keys that it holds while it receives the next keys. In the backward
+Ring attention (p2p, arXiv:2310.01889): queries stay on their rank, while keys and values rotate over the ranks. While a
+rank receives the next keys, it computes the attention of its queries to the keys that it already has. In the backward
 pass, keys and values rotate over the ranks again. The gradients of keys and values rotate together with the keys and
 values, and reach the owner of the keys after the last step. For the backward pass, each rank saves only its own
 queries, keys, values, outputs and log-sum-exps. Attention within a rank is a ring of size 1.

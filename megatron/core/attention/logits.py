@@ -42,7 +42,7 @@ class RowKind(Enum):
     of a single head."""
 
     OTHER = "other"
-    """Rows that compute values or gates. These rows do not affect the attention logits."""
+    """Rows that compute values or gates, and therefore do not affect the attention logits."""
 
 
 class HeadRows(NamedTuple):

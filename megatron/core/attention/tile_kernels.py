@@ -91,7 +91,7 @@ class Causal:
     """Positions of the tokens on each context-parallel rank; None for the default sharding."""
 
     def shards_of(self, rows: int, ranks: int) -> Shards:
-        """Return the positions of the tokens on each rank. Each rank holds `rows` tokens."""
+        """Return the positions of the tokens on each of `ranks` ranks, if each rank holds `rows` tokens."""
         return self.shards or even_shards(rows * ranks, ranks)
 
 

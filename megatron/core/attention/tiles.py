@@ -21,8 +21,8 @@ from math import lcm
 from typing import NamedTuple, Protocol
 
 Spans = tuple[range, ...]
-"""Ranges of positions, in the whole sequence, of the tokens that a rank holds. They are in the order of the rank's
-rows."""
+"""Ranges of positions, in the whole sequence, of the tokens that a rank holds. The ranges are in the order of the rows
+on the rank."""
 
 
 def rank_spans(seq_length: int, rank: int, size: int) -> Spans:
@@ -172,8 +172,8 @@ def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, windo
 
 
 def _unwindowed_tiles(queries: Spans, keys: Spans, documents: Documents | None) -> Iterator[Tile]:
-    """Yield the tiles of each sample as if there were no sliding window. Each pair of a query span and a key span
-    yields separate tiles for each document."""
+    """Yield the tiles of each sample as if there were no sliding window. A tile contains queries of one span and keys
+    of one span, all from the same document."""
     for sample, starts in _samples(documents):
         of_keys = [(row, span, _documents_in(span, starts)) for row, span in _with_rows(keys)]
         for q_row, q_span in _with_rows(queries):
@@ -214,8 +214,8 @@ def joined(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
 def halved(tiles: tuple[Tile, ...], longest: int, times: int = 4) -> tuple[Tile, ...]:
     """Halve diagonal tiles, at most `times` times, until they have at most `longest` queries.
 
-    The halves of a diagonal tile contain fewer masked pairs than the whole tile. This saves time in kernels that also
-    compute masked pairs. The diagonal tile of a query still precedes the other tiles of the query.
+    The halves of a diagonal tile contain fewer masked pairs than the whole tile. Smaller diagonal tiles save time in
+    kernels that also compute masked pairs. The diagonal tile of a query still precedes the other tiles of the query.
     """
     return tuple(part for tile in tiles for part in _halves(tile, longest, times))
 

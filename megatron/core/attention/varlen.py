@@ -138,7 +138,7 @@ def add_sinks_(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
 
     With out' and lse' in place of out and lse, the kernel's backward pass returns the correct gradients of queries,
     keys and values. The attention weights become exp(score - lse'). The softmax gradient subtracts the row sum of
-    (gradient * weight). This sum is grad * out', because the sink has no value vector.
+    (gradient * weight). Because the sink has no value vector, the row sum is still grad * out'.
     """
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     out.mul_((lse - total).exp_()[..., None])

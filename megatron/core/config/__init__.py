@@ -1,7 +1,7 @@
 """Configuration as frozen dataclasses, from which all command-line flags are generated.
 
-Each field is a command-line flag with Megatron's name. The string below a field is the help text of the flag. This
-package does not import torch, so that a login node can read, validate and plan a run.
+Each field of a dataclass is a command-line flag with the name that Megatron-LM uses. The string below a field is the
+help text of the flag. This package does not import torch, so that a login node can read, validate and plan a run.
 """
 
 from megatron.core.config.data import DatasetConfig, TokenizerConfig

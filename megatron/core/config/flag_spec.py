@@ -180,8 +180,8 @@ class Section:
         return replace(self, extension_options=tuple(others))
 
     def with_options(self, *options: Any) -> Self:
-        """Return a copy of this section with `options`, which are instances of the dataclasses that define extension
-        flags. Each of them replaces an instance of the same class."""
+        """Return a copy of this section with other values of extension flags. `options` are instances of the
+        dataclasses that define the flags; each replaces the section's instance of the same class."""
         classes = tuple(type(each) for each in options)
         others = (each for each in self.extension_options if not isinstance(each, classes))
         return replace(self, extension_options=(*others, *options))

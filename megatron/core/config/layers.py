@@ -191,8 +191,8 @@ class LayerKind(Sublayers):
 
 
 class LayerPattern:
-    """Base class of a section of flags that may specify the sublayers of each layer. These flags override the model's
-    other flags."""
+    """Base class of a section of flags that may specify the sublayers of each layer. The flags of such a section
+    override the model's other flags."""
 
     @property
     def states_layers(self) -> bool:

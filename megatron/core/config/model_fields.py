@@ -24,7 +24,7 @@ NEEDED_BY = {
     "moe": "--num-experts",
     "shared_experts": "--moe-shared-expert-intermediate-size",
 }
-"""Layer parts that only some models have. Each part is mapped to the flag that adds it."""
+"""Layer parts that only some models have, mapped to the flags that add the parts."""
 
 WITHIN = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
 """Parts of a layer that are contained in a larger part, which is the value for each of them."""

@@ -114,7 +114,8 @@ class StateStore(Protocol):
     is used."""
 
     def __call__(self, spec: object) -> object:
-        """Create the `Shard` that a `ShardSpec` describes. Both classes are in `megatron.core.optimizer.optimizer`."""
+        """Create the `megatron.core.optimizer.optimizer.Shard` that a `megatron.core.optimizer.optimizer.ShardSpec`
+        describes."""
 
 
 STATE_STORES = Registry("store of states", _stated, protocol=StateStore)

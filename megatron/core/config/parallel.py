@@ -137,8 +137,7 @@ class StageSplit(Protocol):
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)
-"""Registry that maps names to implementations of `StageSplit`. It is empty unless an extension registers an
-implementation."""
+"""Registry that maps names to implementations of `StageSplit`. Without extensions, the registry is empty."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ Losses are sums over tokens. The gradients of these sums are divided only once, 
 global batch. `reduce_model_grads` returns the factor that performs this division. The result therefore does not depend
 on how the batch is split over micro-batches and over data-, context- and pipeline-parallel ranks.
 
-Gradients are first summed over data-parallel ranks. These sums may have started during the backward pass. After them,
-each rank has the sums of only its shards. Two other kinds of sums remain: gradients that are partial sums over a model
-axis such as tensor parallelism, and gradients of parameters that two pipeline stages share. Sums can be computed in any
-order. Each rank therefore computes these remaining sums only for its shards.
+Gradients are first summed over data-parallel ranks. The data-parallel sums may have started during the backward pass.
+After they end, each rank has the sums of only its shards. Two other kinds of sums remain: gradients that are partial
+sums over a model axis such as tensor parallelism, and gradients of parameters that two pipeline stages share. Because
+sums can be computed in any order, the remaining sums are computed only for the shards of each rank.
 """
 
 from __future__ import annotations

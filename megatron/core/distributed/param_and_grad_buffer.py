@@ -33,8 +33,8 @@ class Bucket:
     which this rank updates.
 
     If `reduce_dtype` differs from the gradients' dtype, a reduction uses a copy of the gradients in `reduce_dtype`.
-    This copy is freed when the reduction ends. Gradients are summed over a rank's micro-batches in their own dtype.
-    Only the sum over ranks is computed in `reduce_dtype`.
+    The copy of the gradients is freed when the reduction ends. Gradients are summed over a rank's micro-batches in
+    their own dtype. Only the sum over ranks is computed in `reduce_dtype`.
     """
 
     on_host = False

@@ -42,8 +42,7 @@ GroupOf = Callable[[ParamMeta], ParamGroup]
 
 
 def default_bucket_size(data_parallel_size: int) -> int:
-    """Return the default bucket size in elements. It is large enough that reductions are limited by bandwidth, not by
-    latency."""
+    """Return the default bucket size in elements. At this size, reductions are limited by bandwidth, not by latency."""
     return max(40_000_000, 1_000_000 * data_parallel_size)
 
 
@@ -73,8 +72,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Elements [start, stop) of a buffer. One collective reduces them. They are divided into `num_shards` shards of
-    equal size."""
+    """Elements [start, stop) of a buffer that one collective reduces. The elements are divided into `num_shards` shards
+    of equal size."""
 
     start: int
     stop: int

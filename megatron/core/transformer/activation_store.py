@@ -60,8 +60,8 @@ class ActivationStore(Protocol):
         """Replace the pool with an empty pool, for plans. The new pool uses pinned memory only if `pinned` is True."""
 
     def begin(self, x: Tensor, shared: object) -> StoredPass:
-        """Start the forward pass of a stage's layers with input x. `shared` is an object or a mapping that contains
-        tensors. These tensors are not stored."""
+        """Start the forward pass of a stage's layers with input x. Tensors are not stored if they are contained in
+        `shared`, an object or a mapping."""
 
 
 def build_store(config: ModelParallelConfig, device: torch.device | str) -> ActivationStore | None:

@@ -23,8 +23,8 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.torch_private import AutogradContext
 
 PARTIAL_SUMS = 32
-"""Number of row groups over which bias gradients are summed separately. These separate sums give a GPU enough parallel
-work even if the bias has few elements."""
+"""Number of row groups over which bias gradients are summed separately. The separate sums of row groups give a GPU
+enough parallel work even if the bias has few elements."""
 
 
 class Bounded(NamedTuple):
@@ -43,7 +43,7 @@ Kind = str | Bounded
 class FusedActivation:
     """Activation function that saves only its input for the backward pass. The argument `kind` is the kind of
     activation function, as in `functions_of`. If compiled, the function can also add the bias of the preceding linear
-    layer. In this case, a single backward kernel computes the input gradient and sums the bias gradient.
+    layer; a single backward kernel then computes the input gradient and sums the bias gradient.
     """
 
     def __init__(self, kind: Kind, compiled: bool) -> None:

@@ -31,8 +31,8 @@ class Pending(Protocol):
 Stream = Tensor | Pending
 """Input or output of layers.
 
-A layer whose `takes_pending()` is true may accept and return a `Pending` stream instead of a tensor. Such a layer is
-called with `pending=True`. The final norm after the layers may also accept a `Pending` stream.
+A layer whose `takes_pending()` is true is called with `pending=True`. It may accept and return a `Pending` stream
+instead of a tensor. The final norm after the layers may also accept a `Pending` stream.
 """
 
 

@@ -123,8 +123,8 @@ class TransformerLayer(nn.Module):
         return x
 
     def _side_by_side(self, normed: Tensor, context: BatchContext) -> Tensor:
-        """Return the sum of the attention output and the MLP output. Both sublayers have the same input, `normed` [s,
-        b, h]."""
+        """Return the sum of the attention output and the MLP output. Attention and MLP have the same input, `normed`
+        [s, b, h]."""
         attended = self.post_attention_layernorm(self.self_attention(normed, context))
         mixed = self.post_mlp_layernorm(self.mlp(normed, context))
         return self._scaled(self.attention_dropout(attended, context) + self.mlp_dropout(mixed, context))

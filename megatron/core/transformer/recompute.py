@@ -90,7 +90,7 @@ def with_recomputed(
     Args:
         results: Results of produce(x).
         produce: Function of x that computes `results` again.
-        x: Input of `produce`. This input is saved.
+        x: Input of `produce`, which is saved for the backward pass.
         consume: Function that receives the results, followed by `args`.
     """
     inputs = tuple(packed(part) for part in _tuple(x))

@@ -1,5 +1,5 @@
-"""Rotary position embedding (arXiv:2104.09864). It rotates pairs of channels, which are either half a head apart or
-neighbours.
+"""Rotary position embedding (arXiv:2104.09864). The embedding rotates pairs of channels. The two channels of a pair are
+half a head apart, or neighbours.
 
 Frequencies can be scaled as in Llama 3.1, scaled by YaRN, or computed for a wider head. Position interpolation is also
 supported.
@@ -50,7 +50,8 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: T
     """Divide low frequencies by the scaling factor, keep high frequencies, and interpolate linearly in between (YaRN,
     arXiv:2309.00071, section 3.2).
 
-    Most published models round the bounds of the interpolated range to whole channel pairs. This rounding is optional.
+    Most published models round the bounds of the interpolated range to whole channel pairs. The rounding can be turned
+    off.
     """
 
     def pair(rotations: float) -> float:

@@ -66,7 +66,7 @@ class CommandLine:
     """File to which the command writes JSON; "" for standard output, None if it writes no JSON."""
 
     given: frozenset[str] = field(default=frozenset(), compare=False)
-    """Spellings of all given flags, including flags that have no configuration field. Each flag is contained twice:
+    """Spellings of all given flags, including flags that have no configuration field. The set contains each flag twice:
     alone, and with its first value, such as "--tp 2"."""
 
     of_model: frozenset[str] = field(default=frozenset(), compare=False)
@@ -243,11 +243,11 @@ def read_flags(argv: Sequence[str], script: Path | None = None) -> FlagReader:
 
 
 def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | None) -> tuple[str, ...]:
-    """Import extensions, and return their absolute paths. These are the extensions that the command line names, and
-    those extensions named in files that are permitted to load.
+    """Import the extensions that the command line names, and the extensions that files name if they are permitted to
+    load. Returns the absolute paths of the extensions.
 
-    A file may name an extension whose own file has moved. In this case, an extension with the same name on the command
-    line replaces it. Raises ExtensionError.
+    If a file names an extension whose own file has moved, an extension with the same name on the command line replaces
+    it. Raises ExtensionError.
     """
     written = [text for name, texts in tokens if name == "--extension" for text in texts if text_rule(text) is None]
     given = list(load_extensions([] if script else written))

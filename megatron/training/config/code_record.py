@@ -155,8 +155,8 @@ def _recorded(run: Path) -> dict[str, str]:
     """Return the recorded digests of the code that a run has used, keyed by the name of the code. `run` is the run's
     folder.
 
-    The result is empty if there is no record. It ignores a record that belongs to another user, that other users may
-    write, or that is in the run's folder.
+    If there is no valid record, the result is empty. A record is not valid if it belongs to another user, if other
+    users may write it, or if it is in the run's folder.
     """
     path = _record_file(run)
     try:

@@ -84,7 +84,8 @@ class Prepared:
     """Problems with lists of data sets that cannot be read. `missing_inputs` finds the problems with other inputs."""
 
     given: frozenset[str]
-    """Spellings of all given flags. Each flag is contained twice: alone, and with its first value, such as "--tp 2"."""
+    """Spellings of all given flags. The set contains each flag twice: alone, and with its first value, such as "--tp
+    2"."""
 
     json_file: str | None
     """File to which the command writes JSON; "" for standard output, None if it writes no JSON."""

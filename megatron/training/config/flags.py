@@ -171,9 +171,9 @@ class ExtensionSection:
     part_of: str | None = None
     """Section of `RunConfig` to which the flags belong.
 
-    An extension's flags with `part_of="model"` describe the model. Such flags are treated as the fields of the section
-    "model": they can be read from a checkpoint, are compared with the checkpoint's values, and are converted with it.
-    Flags with `part_of="data"` select data.
+    An extension's flags with `part_of="model"` describe the model. Like the fields of the section "model", they can be
+    read from a checkpoint, are compared with the checkpoint's values, and are converted with it. Flags with
+    `part_of="data"` select data.
     """
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
@@ -372,7 +372,7 @@ def _values_of_sections(config: RunConfig) -> dict[str, object]:
 def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
     """Create a configuration from the output of `values_by_section`. A field may have moved to another section.
 
-    Unknown fields are dropped, and missing fields get their defaults."""
+    Fields that this program does not have are dropped. Missing fields get their defaults."""
     built = {}
     saved = {field: value for fields in values.values() for field, value in fields.items()}
     for section, cls in sections().items():

@@ -67,8 +67,8 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
 
 
 def absent_checkpoint(config: RunConfig) -> Problem | None:
-    """Return a problem if --load does not exist; None otherwise. Also return None if the run needs the checkpoint to
-    determine the model.
+    """Return a problem if --load does not exist, unless the run needs the checkpoint to determine the model. Otherwise,
+    return None.
 
     A plan reports the missing checkpoint, but does not fail because of it.
     """

@@ -66,13 +66,12 @@ class ForeignProgram(Protocol):
         """Yield lines that describe in what respects the results of this program, for a resolved configuration, differ
         from those of the other program.
 
-        `given` contains all given flags, each alone and with its first value. It includes flags that have no field.
-        """
+        `given` contains all given flags, each alone and with its first value. Flags that have no field are included."""
 
 
 FOREIGN_PROGRAMS: Registry[ForeignProgram, NoFacts, []] = Registry("program", NoFacts, protocol=ForeignProgram)
-"""Other programs whose flags are recognized. Their modules are imported only if a flag or value is given that no field
-accepts."""
+"""Other programs whose flags are recognized. The modules of these programs are imported only if a flag or value is
+given that no field accepts."""
 
 
 def foreign_programs() -> dict[str, ForeignProgram]:
@@ -107,11 +106,12 @@ class FlagReader(GivenOptions):
 
     readings: list[Reading] = field(default_factory=list)
     spelled: set[str] = field(default_factory=set)
-    """Spellings of all given flags. Each flag is contained twice: alone, and with its first value, such as "--tp 2"."""
+    """Spellings of all given flags. The set contains each flag twice: alone, and with its first value, such as "--tp
+    2"."""
 
     settings: list[Callable[[], None]] = field(default_factory=list)
-    """Functions that interpret flags which depend on other flags. They are called after all flags of a source are
-    read."""
+    """Functions that interpret flags which depend on other flags. The functions are called after all flags of a source
+    are read."""
 
     exchanges: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call after all sources are read. Each function applies a switch that replaces values from any
@@ -350,7 +350,7 @@ def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def known_spelling(name: str) -> str:
-    """Return `name` if it is a known flag. Otherwise, try dashes instead of underscores, and `--no-` instead of
+    """Return `name` if it is a known flag. If it is not, try dashes instead of underscores, and `--no-` instead of
     `--disable-`."""
     dashes = "--" + name[2:].replace("_", "-")
     for spelling in (name, dashes, dashes.replace("--disable-", "--no-", 1)):

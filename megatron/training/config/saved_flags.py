@@ -301,7 +301,7 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
 
 def free_choices(saved: RunConfig) -> frozenset[str]:
     """Return the names of the model fields that may differ from `saved` in a run that starts from converted weights.
-    These fields do not affect the outputs of the model."""
+    Such fields do not affect the model's outputs."""
     learned = saved.model.position_embedding_type == "learned_absolute"
     free = training_only() - WITH_PARAMETERS
     return free if learned else free | {"max_position_embeddings"}

@@ -164,8 +164,9 @@ def resolve(config: RunConfig, world_size: int, vocab_size: int | None = None) -
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int | None) -> RunConfig:
-    """Return a resolved configuration with the tokenizer's vocabulary size, if that size is known. The result is the
-    same as if `resolve` had been called with this vocabulary size. If --vocab-size is larger, it takes precedence."""
+    """Return a resolved configuration with the tokenizer's vocabulary size, if that size is known. The returned
+    configuration is the same as if `resolve` had been called with `vocab_size`. If --vocab-size is larger, it takes
+    precedence."""
     before = config.model.vocab_size
     if vocab_size is None or (before is not None and before >= vocab_size):
         return config

@@ -73,10 +73,10 @@ def _with_legal_value(problem: Problem, problems: Sequence[Problem], config: Run
 def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -> Iterator[int]:
     """Yield values that may replace the refused value of a flag, in the order in which they are tried.
 
-    The first candidates are values that the remedy of `problem` suggests. Next are the values that other rules suggest
-    when they refuse a candidate. If rules require multiples of certain numbers, common multiples of these numbers
-    follow. The last candidates are small numbers. `tried` maps each value tried so far to the problems that rules found
-    with this value.
+    The first candidates are values that the remedy of `problem` suggests. The next candidates are values that other
+    rules suggest when they refuse a candidate. If rules require multiples of certain numbers, common multiples of these
+    numbers follow. The last candidates are small numbers. `tried` maps each value tried so far to the problems that
+    rules found with this value.
     """
     named, steps = [*_values(problem)], [_step(problem)]
     for value in named:
