@@ -267,8 +267,8 @@ def _other_branch(standings: Mapping[int, Waiting]) -> Blame | None:
 
 def _clash(a: int, b: int, standings: Mapping[int, Waiting]) -> dict[int, Entered] | None:
     """Return two different collectives in which two ranks block each other, keyed by rank; None if there are none.
-    Either each rank waits in a collective that the other rank has not entered, or the ranks entered different
-    operations as the collective with the same number in one group."""
+    Either each rank waits in a collective that the other rank has not entered, or both ranks entered a collective with
+    the same number in one group, but the collectives differ."""
     mine = [each for each in standings[a].entered if each.pending and b in each.ranks]
     theirs = [each for each in standings[b].entered if each.pending and a in each.ranks]
     for x in standings[a].entered:

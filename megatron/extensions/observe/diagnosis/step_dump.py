@@ -55,8 +55,8 @@ NEWER_WEIGHTS = (
     "a second run of the step, with the weights after the update that overlapped with the step, produced only finite "
     "values, so the cause is the older weights or the hardware"
 )
-"""Result of a search that finds no non-finite value under a pipeline schedule without a flush. Such a schedule does not
-keep the weights that a step used, so the search uses newer weights."""
+"""Text that is reported if a second run of the step finds no non-finite value, under a pipeline schedule without a
+flush. Such a schedule does not keep the weights that a step used, so the second run uses newer weights."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def not_saved(config: RunConfig) -> str:
 def save_step(
     folder: Path, saved: SavedStep, batches: Sequence[MicroBatch], checkpoint: RunCheckpoint, before: Progress
 ) -> None:
-    """Save a step, together with the state of the run before the step, to a folder. The weights must not have been
-    updated with this step. Collective.
+    """Save a step, together with the state of the run before the step, to a folder. This function must be called before
+    the update of the step. Collective.
 
     Args:
         folder: Folder to create.

@@ -118,8 +118,8 @@ class Round:
     """Rows per micro-batch."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """Row numbers of each micro-batch, indexed as [replica][micro-batch]. In the last round, a micro-batch may contain
-    fewer than `size` rows, or no rows."""
+    """Numbers of the rows in each micro-batch, indexed as [replica][micro-batch]. In the last round, a micro-batch may
+    contain fewer than `size` rows, or no rows."""
 
 
 def batch_lengths(longest: int, divisor: int) -> tuple[int, ...]:

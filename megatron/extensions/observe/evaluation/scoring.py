@@ -39,9 +39,9 @@ def lengths_of_batches(longest: int, parallel: ModelParallelConfig) -> tuple[int
 class Scorer:
     """Scorer that runs rows through a model in batches.
 
-    `forward` accepts a list of micro-batches of the same shape, each reduced to the sequence part of this
-    context-parallel rank. On ranks of the last pipeline stage, `forward` returns the `token_scores` of each
-    micro-batch. On ranks of other stages, `forward` returns an empty list.
+    `forward` accepts a list of micro-batches of the same shape. Under context parallelism, each micro-batch contains
+    only this rank's part of the sequence. On ranks of the last pipeline stage, `forward` returns the `token_scores` of
+    each micro-batch. On ranks of other stages, `forward` returns an empty list.
     """
 
     forward: Callable[[list[Batch]], list[Tensor]]

@@ -36,10 +36,10 @@ class TensorBoardSink:
     """TensorBoard sink. The numbers of each record are written as scalars with Megatron-LM's tags, and the
     configuration as text.
 
-    When a run resumes, TensorBoard hides the old values of iterations that run again. It hides all values whose step
-    number is not below the first of these iterations, regardless of their tag. Curves over samples use the number of
-    samples as the step number, so TensorBoard also hides values of these curves that must remain visible. The sink
-    writes these values again from `metrics.jsonl`.
+    When a run resumes, TensorBoard hides the old values of iterations that run again. TensorBoard hides every old value
+    whose step number is at least the first repeated iteration, regardless of the tag. Curves over samples use the
+    number of samples as the step number, so TensorBoard also hides values of these curves that must remain visible. The
+    sink writes these values again from `metrics.jsonl`.
 
     If a write fails, for example on a full disk, one warning is printed. When writing succeeds again, the sink starts a
     new file, which contains all records since `FLUSHED_SECONDS` before the failure. `metrics.jsonl` contains every

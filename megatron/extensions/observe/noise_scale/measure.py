@@ -72,8 +72,8 @@ class Watched:
     """Number of gradient contributions that the parameter has received in the current step."""
 
     of_microbatch: int = 0
-    """Number of gradient contributions that the parameter receives per micro-batch. It is 0 until the end of the first
-    step, in which it is determined."""
+    """Number of gradient contributions that the parameter receives per micro-batch. This number is determined in the
+    first step; until then, it is 0."""
 
     def added(self) -> None:
         """Count a gradient contribution. After the first micro-batch, store the gradient norm."""

@@ -18,8 +18,8 @@ HUBER = 1e-3
 """Difference in log(L) up to which the Huber loss is quadratic, as in section D.2 of arXiv 2203.15556."""
 
 NOISE = 0.002
-"""Minimum relative standard deviation of losses that intervals are based on. A different seed changes the loss of a
-small model by about this share."""
+"""Smallest relative standard deviation of losses that is assumed when intervals are computed. A different seed changes
+the loss of a small model by about this share."""
 
 DRAWS = 200
 """Number of bootstrap fits from which intervals are computed. Each bootstrap fit uses predicted losses with random

@@ -90,7 +90,7 @@ class ActivationPlan(StageParts):
 
 @dataclass(frozen=True)
 class RankActivations:
-    """Peak activation memory during a step of the ranks at one pipeline position."""
+    """Peak activation memory of the ranks at one pipeline position during a step."""
 
     stages: tuple[StageMemory, ...]
     """Memory of one micro-batch in each stage of the rank."""

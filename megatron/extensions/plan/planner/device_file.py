@@ -24,10 +24,11 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (64, 128), (1
 """Output tile shapes among which a GEMM kernel chooses."""
 
 ABOVE_0 = lambda value: value > 0, "{:g} must be above 0"
-"""Check of device file entries by which predictions divide."""
+"""Condition and message for device file entries that must be above 0, because predictions divide by them."""
 
 SHARE = lambda value: value <= 1, "{:g} must be a share of at most 1"
-"""Check of device file entries that are shares of a whole. A share above 1 was probably entered as a percentage."""
+"""Condition and message for device file entries that are shares of a whole. A share above 1 was probably entered as a
+percentage."""
 
 Rate = Annotated[float, (ABOVE_0[0], "its TFLOP/s must be above 0")]
 Positive = Annotated[float, ABOVE_0]
@@ -280,8 +281,9 @@ def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
 
 
 MOST_OF_PEAK = 2.0
-"""Largest allowed ratio of a fitted rate to the peak rate in a device file. A fitted rate may exceed the peak, because
-it applies to infinitely large products, but the peak may be the best measured rate."""
+"""Largest allowed ratio of a fitted rate to the peak rate in a device file. A fitted rate may exceed the peak: the
+fitted rate applies to infinitely large products, whereas the peak may be a rate that was measured with a finite
+product."""
 
 
 def device_names() -> list[str]:

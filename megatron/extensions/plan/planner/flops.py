@@ -41,7 +41,7 @@ class FlopsPerToken(NamedTuple):
 def model_flops(
     config: TransformerConfig, seq_length: int | None = None, kinds: tuple[int, ...] | None = None
 ) -> FlopsPerToken:
-    """Count the FLOPs of a model. They do not depend on the layout, so the model is run on one rank without
+    """Count the FLOPs of a model. The FLOPs do not depend on the layout, so the model is run on one rank without
     parallelism.
 
     `kinds` is the result of `PlannerCache.kinds_of(config)`, which shows which layers are identical and therefore have

@@ -105,9 +105,9 @@ def buffer_bytes(
     """Return the memory of buffers and optimizer state on one rank.
 
     The result is exact, except that it omits one scalar step count for each range of states. Units that are temporarily
-    unsharded are not included; see `UnitsInFlight`. `of_chain` contains two numbers, for the device and for the host:
-    the bytes of callback states and of transform-chain states outside shards. `units` is the place (DEVICE, HOST or
-    DISK) that stores units between passes.
+    unsharded are not included; see `UnitsInFlight`. `of_chain` contains two sizes in bytes, one on the device and one
+    on the host. Each is the size of all callback states and of the transform-chain states that are stored outside
+    shards. `units` is the place (DEVICE, HOST or DISK) that stores units between passes.
     """
     from megatron.core.optimizer.fused import states_of_shards  # imports torch
 

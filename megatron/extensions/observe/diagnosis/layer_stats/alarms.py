@@ -79,8 +79,8 @@ class LayerRecord:
             name: Name of the parameter.
             parameter: Properties of the parameter.
             quantity: Measured quantity, such as the gradient norm.
-            squares: Sum of squares on each tensor-parallel rank. For expert parameters, each entry is summed over all
-                expert shards on ranks with this tensor-parallel rank.
+            squares: Sum of squares on each tensor-parallel rank. For expert parameters, each entry is a sum over the
+                expert shards on all ranks that have the same tensor-parallel rank.
         """
         copies = not (parameter.expert or parameter.sharded)
         total = squares[0] if copies else sum(squares)

@@ -1,8 +1,8 @@
 """Norms of weights, gradients and updates, by parameter and tensor-parallel rank.
 
-Under any sharding strategy, each rank sums the squares of the elements in its data-parallel shard. The sum over all
-ranks therefore counts an element once, or once per tensor-parallel rank if tensor-parallel ranks hold replicas of the
-element.
+Under any sharding strategy, each rank sums the squares of the elements in its data-parallel shard. If several
+tensor-parallel ranks hold replicas of an element, the sum over all ranks therefore counts the element once for each of
+these tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ QUANTITIES = ("weight_norm", "grad_norm", "update_norm")
 
 @dataclass(frozen=True)
 class _Part:
-    """Range [start, stop) of the elements in the optimizer's shard of one bucket. This rank adds the squares of these
-    elements to its sums."""
+    """Elements [start, stop) of the optimizer's shard of one bucket, whose squares this rank adds to its sums."""
 
     shard: Shard
     start: int
     stop: int
     pieces: tuple[tuple[str, int, int], ...]
-    """A tuple (name, start, stop) for each parameter that this rank counts. `start` and `stop` are element offsets
-    within this part. Both are multiples of `ALIGNMENT`: a range includes the padding after its parameter, which is
-    zero.
+    """A tuple (name, start, stop) for each parameter that this rank counts. `start` and `stop` are offsets within this
+    part, in elements. The offsets are multiples of `ALIGNMENT`, because a range includes the padding after its
+    parameter, which is zero.
     """
 
 

@@ -204,8 +204,8 @@ def message_arrows(slices: Mapping[Action, Event]) -> list[tuple[str, Event, Eve
 
 
 def summary(steps: Sequence[MeasuredStep], plan: Simulation | None) -> dict[str, float]:
-    """Return the measured and the simulated step time and bubble fraction. The measured values are medians over all
-    iterations and pipelines."""
+    """Return the step time and the bubble fraction of the measured pipeline and of the simulated pipeline. The measured
+    values are medians over all iterations and pipelines."""
     if not steps:
         return {}
     found = {
@@ -238,7 +238,7 @@ class RankTrace:
 def assemble(ranks: Sequence[RankTrace], other: Mapping[str, object], lists_of: Callable[[int], Lists] | None) -> Trace:
     """Assemble the trace of all ranks. `ranks` contains the traces in rank order. `other` is copied to the trace's
     `otherData`, and must contain `pipelines` and `device`. `lists_of(microbatches)` returns the action lists of a step
-    with this number of micro-batches, for the simulation. If it is None, no step is simulated.
+    with this number of micro-batches, for the simulation. If `lists_of` is None, no step is simulated.
     """
     origin = min((rank.to_common(row[3]) for rank in ranks for row in (*rank.spans, *rank.in_flight)), default=0)
     events: list[Event] = []

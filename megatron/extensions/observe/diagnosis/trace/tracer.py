@@ -62,7 +62,8 @@ class Offset:
 
 
 def host_identity() -> tuple[str, str]:
-    """Return the name of this host and an identity of its clock. Ranks that share a clock have the same identity."""
+    """Return the name of this host and an identifier of its clock. Ranks that share a clock have the same
+    identifier."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return socket.gethostname(), socket.gethostname()

@@ -53,9 +53,10 @@ def best_first(
     result. As in A* (Hart, Nilsson and Raphael, 1968), candidates whose bound exceeds the cost of the last result are
     never refined.
 
-    `refine` receives the first candidate that is not final, and returns the candidates that replace it. If the bound of
-    a new candidate is below the bound of the replaced candidate, it is raised to this bound. All candidates with a
-    bound equal to the cost of a result are refined before the result is yielded, so that `order` can break ties.
+    `refine` receives the first candidate that is not final, and returns the candidates that replace it. If a new
+    candidate has a smaller bound than the candidate that it replaces, its bound is raised to the bound of the replaced
+    candidate. All candidates with a bound equal to the cost of a result are refined before the result is yielded, so
+    that `order` can break ties.
     """
     heap = [(each.bound, each.final, each.order, number, each) for number, each in enumerate(candidates)]
     heapq.heapify(heap)

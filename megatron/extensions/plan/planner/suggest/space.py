@@ -229,8 +229,8 @@ class SearchedRun:
         )
 
     def unavoidable(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Return those of the `problems` that no layout avoids. Each of these problems occurs, with the same text, in
-        both the shortest and the longest pipeline of every family."""
+        """Return the problems in `problems` that no layout avoids. Each of these problems occurs, with the same text,
+        in both the shortest and the longest pipeline of every family."""
         left = list(problems)
         for family in self.space.families():
             if not left:
