@@ -44,7 +44,7 @@ vectors = torch.backends.cpu.get_cpu_capability().replace(" ", "-").lower()
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor-{getpass.getuser()}-{vectors}")
 os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/datasets-{getpass.getuser()}")
 
-# A GPU machine may lack hypothesis, which only tests without a GPU use.
+# hypothesis may be missing on a GPU machine, because no GPU test uses it.
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
 
@@ -132,8 +132,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test marked `grid(name, part, whole)` for each value of `part`, or of `whole` with --whole. If the list
-    takes long to compute, `whole` may be a function that returns it."""
+    """Run a test marked `grid(name, part, whole)` for each value of `part`, or of `whole` with --whole. `whole` may be
+    a function that returns the list of values, in case the list takes long to compute."""
     for mark in metafunc.definition.iter_markers("grid"):
         name, part, whole = mark.args
         if metafunc.config.getoption("--whole"):

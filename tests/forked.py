@@ -105,9 +105,9 @@ def forked_ranks(
     prepare: Callable[[int], None] = lambda rank: None,
     main: Callable[[list[str]], int] = pretrain_gpt.main,
 ) -> Iterator[list[Any]]:
-    """Fork processes that run `pretrain_gpt.py`, or another program's `main`, with `argv`, and yield them. All
-    processes print to the file `screen`. Each process first calls `prepare(rank)`. Processes that are still running at
-    the end are killed."""
+    """Fork processes that run `pretrain_gpt.py`, or another program's `main`, with `argv`, and yield them. The output
+    of all processes goes to the file `screen`. Each process first calls `prepare(rank)`. Processes that are still
+    running at the end are killed."""
     screen.write_text("")
     port, context = next(PORTS), mp.get_context("fork")
     arguments = (world_size, port, list(argv), screen, prepare, main)
@@ -130,7 +130,7 @@ def run_forked(
     main: Callable[[list[str]], int] = pretrain_gpt.main,
     prepare: Callable[[int], None] = lambda rank: None,
 ) -> str:
-    """Run all ranks until they exit, and return their output. Asserts that each rank exits with `code`."""
+    """Run all ranks until they exit, assert that each exit code is `code`, and return the ranks' output."""
     with forked_ranks(world_size, argv, screen, prepare, main) as ranks:
         codes = join(ranks)
     text = screen.read_text()

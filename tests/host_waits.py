@@ -1,8 +1,8 @@
 """Detection, on any device, of calls in this thread that would make a GPU wait for the host or the host for a GPU.
 
-`HostWaits` lists three kinds of calls. Calls of the first kind read tensor values into Python. Results of the second
-kind have shapes that depend on values, which torch must read from the device. Calls of the third kind create tensors
-from Python numbers; copying these tensors to a device blocks.
+`HostWaits` lists three kinds of calls. Calls of the first kind, such as `item`, read tensor values into Python. Results
+of the second kind have shapes that depend on values, which torch must read from the device. Calls of the third kind
+create tensors from Python numbers; copying these tensors to a device blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ OPERATIONS = {
     *("unique_dim", "_unique", "_unique2", "unique_consecutive", "bincount", "repeat_interleave"),
     *("lift_fresh", "lift_fresh_copy"),
 }
-"""Names of operations in torch.ops.aten. For repeat_interleave, this is the overload with a tensor of repeats."""
+"""Names of operations in torch.ops.aten. For repeat_interleave, only the overload that accepts the repeats as a tensor
+is meant."""
 
 METHODS = ("tolist", "numpy", "cpu")
 """Tensor methods that read values without one of the recorded operations, or with such an operation only if the tensor
@@ -36,9 +37,9 @@ is on a device."""
 
 
 class HostWaits(TorchDispatchMode):
-    """Dispatch mode that records every call that could wait in `found`, as `file:function what`. The function is the
-    innermost function of the library. Calls within the functions named in `ignored` do not count. `calls` counts all
-    torch operations by name."""
+    """Dispatch mode that records in `found` every call that could wait, in the form `file:function what`. The function
+    is the innermost function of the library. Calls within the functions named in `ignored` do not count. `calls` counts
+    all torch operations by name."""
 
     def __init__(self, ignored: Iterable[str] = ()) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Time limits for everything that a test waits for.
+"""Time limits for all operations that tests wait for.
 
 A limit ends a hang but never judges speed. Each limit is far above the time that a slow, busy machine needs. Tests that
 must wait for a timeout of the library set that timeout to a short time instead.

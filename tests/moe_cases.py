@@ -146,8 +146,8 @@ def in_groups(config: TransformerConfig, scores: list[float]) -> list[int]:
 
 
 def sparse_mixture(config: TransformerConfig, logits: Tensor, best: list[int]) -> dict[int, Tensor]:
-    """Return the weight of each chosen expert for a token with logits [E]. The weight is the expert's softmax share
-    among the remaining experts with similar logits."""
+    """Return the weight of each chosen expert for a token with logits [E]. The weight of an expert is its share of a
+    softmax over the experts that have similar logits and were not chosen before it."""
     left, found, eps = list(range(len(logits))), {}, named_value(run_of(config), "moe_sparsemixer_eps")
     for e in best:
         top = logits[e].item()

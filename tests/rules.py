@@ -1,9 +1,9 @@
 """Tables of configuration rules: flags, and the problems that validation reports for them.
 
-An unindented line is a case. The flags of a case are added to the flags of the last line that begins with `base:`. They
-follow `N ranks:` if the case has several ranks, and `[EXTENSION]` if the case needs an extension. Each indented line
-below a case is the beginning of a problem or notice, or `... ` and a part of one. A case without indented lines is a
-valid configuration.
+Each unindented line is one test case. The flags of a case are added to the flags of the last line that begins with
+`base:`. They follow `N ranks:` if the case has several ranks, and `[EXTENSION]` if the case needs an extension. Each
+indented line below a case is the beginning of a problem or notice, or `... ` and a part of one. A case without indented
+lines is a valid configuration.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def test_the_bubble_table_matches_the_simulator() -> None:
 
 
 def python_programs(page: str) -> list[str]:
-    """Return the complete programs of a page's Python blocks."""
+    """Return a complete Python program for each Python code block of a documentation page."""
     found = PYTHON_BLOCK.findall(page)
     assert len(found) == page.count("```python"), "a comment `<!-- python` ends with `-->`, an empty line and its block"
     programs = [[block if line.strip() == "BLOCK" else line for line in around.splitlines()] for around, block in found]

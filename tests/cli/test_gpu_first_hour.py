@@ -129,7 +129,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 
 
 def test_every_command_is_valid_and_fits(recorded: Recorded) -> None:
-    """The models must fit on a GPU with 78 GiB free."""
+    """Each command's models must fit on a GPU with 78 GiB of free memory."""
     models = [words[1:] for words in recorded.words if words[0] == "tools/bench/gpu.py"]
     assert len(models) == 9
     for words in models:
@@ -219,7 +219,7 @@ def test_the_first_half_hour_includes_the_headline(recorded: Recorded) -> None:
     assert tuple(dict.fromkeys(order)) == all_parts
     nccl, minutes, whole = (math.ceil(recorded.limit(*parts) / 60) for parts in (("nccl",), first, all_parts))
     assert all(recorded.limit(part) <= 590 for part in all_parts)
-    assert minutes <= 28  # the remaining time is for starting the machine and sending the commands
+    assert minutes <= 28  # leaves time to start the machine and to send the commands
     assert (
         f"`nccl` takes at most {nccl} minutes, the next three parts at most {minutes} minutes, and all parts together "
         f"at most {whole} minutes." in " ".join(documented.split())

@@ -1,4 +1,4 @@
-"""Page that tools/bench/gpu_page.py generates from a complete or incomplete folder of figures."""
+"""tools/bench/gpu_page.py generates a page from a folder of measurements. Some measurements may be missing."""
 
 from __future__ import annotations
 

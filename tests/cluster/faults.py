@@ -140,7 +140,7 @@ class Run:
 
 
 def crowding() -> float:
-    """Return the recent load average per processor of this machine, or 1 if it is lower."""
+    """Return this machine's recent load average per processor, but at least 1."""
     return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
@@ -207,7 +207,7 @@ def strike(run: Run, fault: Fault, host: int) -> Outcome:
 
 
 def told(outcome: Outcome) -> str:
-    """Describe the outcome of a fault."""
+    """Return a one-line summary of a fault's outcome."""
     if not outcome.ranks_left:
         return "nothing was interrupted"
     named = "; ".join(f"{name} after {seconds:.1f} s: {line}" for name, (seconds, line) in outcome.named.items())
@@ -240,8 +240,8 @@ def undisturbed(folder: Path, iterations: int) -> dict[int, tuple[float, float]]
 
 
 def difference(run: Run, last: int) -> float:
-    """Return the largest relative difference between the run's losses and norms and those of one process, over all
-    iterations. Raises AssertionError if an iteration is missing."""
+    """Compare the losses and gradient norms of a run with those of a one-process run, and return the largest relative
+    difference over all iterations. Raises AssertionError if an iteration is missing."""
     found, expected = losses(run.save), undisturbed(run.folder, last)
     assert sorted(found) == sorted(expected) == list(range(1, last + 1)), f"iterations are missing: {run.folder}"
     pairs = [(x, y) for number in found for x, y in zip(found[number], expected[number], strict=True)]

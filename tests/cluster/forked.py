@@ -1,5 +1,5 @@
-"""Ranks of `pretrain_gpt.py` on the hosts of a box under torchrun's agents, all forked from this process. Forking saves
-the seconds that each process started by torchrun would need to import torch."""
+"""Run `pretrain_gpt.py` on simulated hosts under torchrun's agents, with all ranks forked from this process. Forking
+saves the seconds that each process started by torchrun would need to import torch."""
 
 from __future__ import annotations
 

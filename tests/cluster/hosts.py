@@ -242,7 +242,7 @@ class Box:
     def enter(self, host: int) -> None:
         """Move a fork of this process to a host, on which it continues.
 
-        The calling process then only waits for the process on the host and exits with its code.
+        The calling process then waits for its fork on the host, and exits with the fork's exit code.
         """
         cwd, init = Path.cwd(), self._hosts[host].init
         spaces = {name: os.open(f"/proc/{init}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "ipc", "pid", "mnt")}
@@ -289,7 +289,7 @@ class Box:
 
 PR_SET_PDEATHSIG = 1
 NO_IPV6 = "echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6; echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6"
-"""Commands that disable IPv6. Otherwise, half of the programs would try IPv6 addresses, which no host has."""
+"""Shell commands that disable IPv6. Otherwise, half of the programs would try IPv6 addresses, which no host has."""
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def change_while_saving(rank: int, world_size: int, root: Path) -> list[int]:
     for iteration in range(1, 7):
         part.fill_(iteration)
         saver.save(iteration, tensors, {"n": iteration})
-        part.fill_(-1.0)  # as a training step does
+        part.fill_(-1.0)  # a training step also overwrites tensors
     saver.close()
     reports = saver.reports()
     assert all(report.complete and report.error is None for report in reports)

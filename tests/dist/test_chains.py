@@ -83,7 +83,7 @@ def root_of(x: Tensor) -> Tensor:
 
 
 def oracle_of(state, kind: str) -> Oracle:
-    """Return the reference optimizer, in which torch's Adam updates all parameters that Shampoo does not treat as
+    """Return the reference optimizer. For Shampoo, torch's AdamW updates all parameters that Shampoo does not treat as
     matrices."""
     oracle = Oracle(state, lambda groups: torch.optim.SGD(groups, lr=LR))
     metas = {id(param): oracle.metas[name] for name, param in oracle.params.items()}

@@ -92,6 +92,6 @@ def test_main_gradients_of_16_bit_parameters_are_fp32():
     for param in ddp.params:
         assert (param.dtype, param.main_grad.dtype) == (torch.bfloat16, torch.float32)
     bias = ddp.params[2]
-    for _ in range(300):  # a bf16 sum would stop growing at 256
+    for _ in range(300):  # in bf16, the sum would stop growing at 256
         bias.sum().backward()
     assert torch.equal(bias.main_grad, torch.full((5,), 300.0))

@@ -109,9 +109,9 @@ CAPACITY = "--moe-expert-capacity-factor 1"
 def test_experts_wait_only_for_sizes_of_all_to_all_messages(
     flags: str, reads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, the numbers of rows per expert stay on the device. Each layer reads message sizes `reads` times per
-    micro-batch. The host computes values from these sizes, and `integers_on` and `copied_to` copy the values from
-    pinned memory."""
+    """As on a GPU, the numbers of rows per expert stay on the device. Each expert layer reads the sizes of its messages
+    from the device `reads` times per micro-batch. The host computes values from these sizes, and `integers_on` and
+    `copied_to` copy the values from pinned memory."""
     monkeypatch.setattr(Hardware, "host_waits_for", lambda self, x: True)
     for found in run_world(2, waits, f"{flags} --bf16 --moe-grouped-gemm"):
         assert found == VERDICT + Counter({"host_to_device.py:read tolist": 2 * 2 * reads})
@@ -119,7 +119,7 @@ def test_experts_wait_only_for_sizes_of_all_to_all_messages(
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_without_grouped_gemms_experts_wait(dispatcher: str) -> None:
-    """Without grouped GEMMs, each layer waits once per micro-batch."""
+    """Without grouped GEMMs, the host waits for the device once per expert layer and micro-batch."""
     for found in run_world(2, waits, f"--dp 2 --ep 2 {EXPERTS} --moe-token-dispatcher-type {dispatcher}"):
         assert found == VERDICT + Counter({"host_to_device.py:read tolist": 4})
 

@@ -18,8 +18,7 @@ from tests.harness import run_world, tp_context
 
 
 def test_main_grad_accumulates_in_its_own_precision() -> None:
-    """The sum consists of 768 ones, followed by 256 parts that add up to a quarter. A bf16 sum would stop growing at
-    256."""
+    """The test adds up 768 ones, and then 256 terms whose sum is 1/4. A bf16 sum would stop growing at 256."""
     out = torch.zeros(1, 1)
     one = torch.ones(256, 1, dtype=torch.bfloat16)
     for _ in range(3):

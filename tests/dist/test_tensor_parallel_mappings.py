@@ -20,9 +20,9 @@ def operand(rank: int, *shape: int) -> Tensor:
 
 # Each collective is a linear map of the operands of all ranks together. Its adjoint satisfies <A x, y> = <x, A' y>,
 # summed over the ranks. gather_from maps "a shard on each rank" to "the same tensor on every rank". For a replicated
-# tensor, <.,.> counts the shared values once.
+# tensor, the inner product counts the shared values once instead of once per rank.
 SHARDED_MAPS: dict[str, tuple[Callable[[Tensor, Axis], Tensor], bool, bool]] = {
-    # name: (map, operand is replicated, result is replicated)
+    # name: (function, whether its operand is replicated, whether its result is replicated)
     "copy": (m.copy_to, True, False),
     "reduce": (m.reduce_from, False, True),
     "gather": (lambda x, tp: m.gather_from(x, tp, 1), False, True),

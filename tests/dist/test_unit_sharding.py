@@ -38,7 +38,7 @@ def sharding(strategy: str) -> str:
 
 
 def units(run: TrainingRun) -> dict[str, list[UnitBucket]]:
-    """Return the buckets of each unit."""
+    """Return the buckets of each sharding unit, keyed by unit name."""
     found: dict[str, list[UnitBucket]] = {}
     for bucket in run.ddp.units.buckets:
         found.setdefault(unit_of(bucket.layout.params[0].meta.name), []).append(bucket)

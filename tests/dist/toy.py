@@ -28,8 +28,8 @@ LR, DECAY = 0.01, 0.1
 
 
 def catalogue(pp: int = 1) -> list[tuple[ParamMeta, int]]:
-    """Return (tag, stage) of every parameter. A tied parameter occurs once for each of its two stages. Sizes are odd on
-    purpose."""
+    """Return one tuple (ParamMeta, pipeline stage) per parameter. A tied parameter occurs once for each of its two
+    stages. Sizes are odd on purpose."""
     shared = (0, pp - 1) if pp > 1 else ()
     tied = ParamMeta("embedding.word_embeddings.weight", (24, 7), {"tp": 0}, shared_stages=shared, role="embedding")
     last, cut, qkv = pp - 1, {"ep": 0, "expt_tp": 1}, Fused("qkv", 1, (3, 1, 1))

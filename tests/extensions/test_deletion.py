@@ -2,8 +2,8 @@
 the same bits.
 
 Each trial deletes several extensions. For all extensions A and B such that A does not need B, one trial deletes B and
-keeps A. In this trial, any import or registration that `needs` does not declare fails. --whole tests each deletion
-separately.
+keeps A. In this trial, A fails if it imports or registers something of B without declaring B in `needs`. --whole tests
+each deletion separately.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def whole() -> dict[str, Any]:
 
 
 def with_users(names: Iterable[str]) -> frozenset[str]:
-    """Return these extensions and all extensions that need them."""
+    """Return the given extensions together with all extensions that depend on them."""
     gone = frozenset(names)
     while more := {each.name for each in extensions.BUILT_IN if gone & set(each.needs)} - gone:
         gone |= more
@@ -100,8 +100,8 @@ NAMES = [extension.name for extension in extensions.BUILT_IN]
 
 
 def deleted_together() -> Iterator[frozenset[str]]:
-    """Yield the sets of extensions to delete together. Each set is chosen to test the most new pairs of a deleted and a
-    remaining extension."""
+    """Yield sets of extensions. Each trial deletes one set. Each set is chosen to test the most new pairs of a deleted
+    and a remaining extension."""
     draw = Random(0)
     sets = [with_users(draw.sample(NAMES, count)) for count in (1, 2, 3, 4, 5, 6, 8, 10) for _ in range(150)]
     sets += [with_users([name]) for name in NAMES]

@@ -1,4 +1,4 @@
-"""`needs` in the list of built-in extensions matches the imports between their modules."""
+"""The `needs` entries of built-in extensions match the imports between the extensions' modules."""
 
 from __future__ import annotations
 

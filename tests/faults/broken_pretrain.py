@@ -3,8 +3,8 @@ FAULT_FILE. With FAULT_ONCE, the fault strikes only if this file does not exist.
 work on all ranks.
 
 PACE is the number of seconds that each step is made to take. HOLD=data or HOLD=publish pauses rank 0 of the first start
-for some seconds while it builds data or before it publishes a checkpoint, and then creates the file HELD. Start this
-program under a launcher."""
+for some seconds while it builds data or before it publishes a checkpoint, and then creates the file HELD. This program
+must be started by a launcher such as torchrun."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def out_of_memory(run: training.TrainingRun) -> None:
 
 
 def no_host_memory(run: training.TrainingRun) -> None:
-    """Make an allocation of host memory fail."""
+    """Limit the address space, so that a large host memory allocation fails."""
     resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
     torch.ones(1 << 40)
 

@@ -63,7 +63,8 @@ def test_a_run_resumes_from_the_newest_whole_checkpoint(runs: tuple[Path, Path],
 
 
 def test_a_run_reports_a_full_disk_and_resumes(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    """The disk is full from the second save on. Then the same command runs again with free space."""
+    """The disk becomes full before the run saves its second checkpoint. Then the same command runs again with free
+    space."""
     save, step = tmp_path / "save", training.train_step
 
     def prepare(rank: int) -> None:

@@ -136,7 +136,7 @@ def refusal_by(read: Callable[[], object]) -> str:
 
 
 def test_a_wrong_type_anywhere_is_named(saved: Saved) -> None:
-    """The test covers every entry of the file, including those of the configuration."""
+    """The test replaces every entry of the metadata file, including the entries of the saved configuration."""
     assert metadata_problem(saved.whole) is None
     count = 0
     for where in places(saved.whole):

@@ -111,7 +111,7 @@ def whole(cache: Path) -> bool:
 
 
 def two_jobs(folder: Path, rounds: int) -> None:
-    """All processes of two jobs with different seeds build index files in one folder."""
+    """Two jobs with different seeds run at once, and all their processes build index files in the same folder."""
     seeds = [1, 2] * (PROCESSES // 2)
     prefix = write_data(folder / "data" / "x")
     expected = {seed: {digest_of(prefix, folder / "alone", seed)} for seed in set(seeds)}
@@ -164,7 +164,7 @@ def killed_builder(folder: Path, rounds: int) -> None:
         assert waiting.exitcode == 0 and digest_of(prefix, cache, 1) == expected
         half = list(cache.glob(".*.tmp"))
         assert len(half) == 1
-        os.utime(half[0], (0, 0))  # the next builder removes the temporary file when it is old
+        os.utime(half[0], (0, 0))  # make the temporary file old, so that the next builder removes it
         assert race(prefix, cache, [3]).codes == [0] and whole(cache)
 
 
@@ -180,5 +180,5 @@ def _build_slowly(prefix: Path, cache: Path) -> None:
 @pytest.mark.grid("rounds", [2], [20])
 @pytest.mark.parametrize("part", [two_jobs, read_only, killed_builder])
 def test_processes_race_for_index_files(part: Callable[[Path, int], None], rounds: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:  # outside of pytest's folder, which other users may not enter
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folder is not accessible to other users
         part(Path(folder), rounds)

@@ -38,7 +38,8 @@ INSTALLED = {extension.name for extension in BUILT_IN}
 OF_EXTENSIONS = (Path(__file__).parents[1] / "extensions" / name / "mutants.txt" for name in sorted(INSTALLED))
 FILES = [Path(__file__).with_suffix(".txt"), *filter(Path.exists, OF_EXTENSIONS)]
 STALE = ("TypeError", "AttributeError", "NameError", "ImportError")
-"""Types of errors that mean that a mutant's text no longer fits the source, rather than an error of the library."""
+"""Exception types that indicate a stale mutant, whose text no longer matches the source, rather than an error in the
+library."""
 
 
 class Mutant(NamedTuple):
@@ -129,7 +130,7 @@ def _forget_results(places: Sequence[tuple[Any, ...]]) -> None:
 
 
 def seen(name: str, combination: Combination) -> str | None:
-    """Return the difference that the matrix reports for a combination with a planted mutant, or None if it reports
+    """Plant a mutant, run one combination of the parity matrix, and return the reported difference, or None if there is
     none."""
     mutant = MUTANTS[name]
     reference(combination.alone, mutant.flags)

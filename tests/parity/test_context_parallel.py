@@ -1,5 +1,5 @@
-"""Packed documents: each document has the same logits as when it is alone, and its positions start at 0. The parity
-matrix tests the layouts."""
+"""Each document in a packed sample has the same logits as when it is the only document, and its positions start at 0.
+The parity matrix tests the layouts."""
 
 from __future__ import annotations
 

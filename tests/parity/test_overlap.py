@@ -109,7 +109,8 @@ def test_evaluation_and_checkpoints_wait(slow_gather: None, tmp_path: Path) -> N
 
 
 def early_starts(rank: int, world_size: int, flags: str) -> list[tuple[int, int]]:
-    """Return (started reductions, all reductions) at the end of the backward passes in each of three steps."""
+    """Run three steps, and return one tuple per step: the number of gradient reductions that have started by the end of
+    the backward passes, and the number of all gradient reductions."""
     with running(f"{COMMON} {flags}".split(), rank, world_size) as run:
         train, found = run.pipeline.train, []
 

@@ -83,7 +83,8 @@ def test_refused_layouts_are_shown_with_their_rule(capsys: pytest.CaptureFixture
 def test_a_wrong_gradient_is_named(
     only_under_tp: bool, row: str, equal: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The gradient is wrong either under one layout or under every layout."""
+    """Depending on `only_under_tp`, the planted gradient error occurs only under tensor parallelism or under every
+    layout."""
     plant(monkeypatch, only_under_tp)
     assert main(["--layouts", row, equal, "--", "--num-layers", "2"]) == 1
     found = verdicts(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Runs that resume with a different batch size: their length, batch sizes and learning rates after they resume."""
+"""Length, batch sizes and learning rates of a run that resumes with a different batch size."""
 
 from __future__ import annotations
 

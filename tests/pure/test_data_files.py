@@ -84,7 +84,7 @@ KINDS: list[tuple[torch.dtype, tuple[int, ...]]] = [
 
 
 def saved(root: Path, count: int) -> dict[str, Tensor]:
-    """Save random tensors of each kind, and return the tensors."""
+    """Save `count` random tensors of each kind to a checkpoint, and return the tensors."""
     generator, found = torch.Generator().manual_seed(1), {}
     for number in range(count):
         for place, (dtype, shape) in enumerate(KINDS):
@@ -103,7 +103,7 @@ def bits_of(tensors: dict[str, Tensor]) -> dict[str, bytes]:
 
 
 def loaded(root: Path, like: dict[str, Tensor]) -> dict[str, bytes] | str:
-    """Return the bits that a new reader loads, or its error message."""
+    """Load tensors with a newly opened reader, and return their bytes, or the reader's error message."""
     targets = {key: torch.zeros_like(tensor) for key, tensor in like.items()}
     try:
         Checkpoint(root / "iter_0000001").load({key: whole(tensor) for key, tensor in targets.items()}, Axis())

@@ -1,5 +1,5 @@
-"""The sample order equals Megatron-LM's in recorded cases. On any data, it equals the order of a plain implementation
-of the rule. An extended run uses each token of an epoch as an input exactly once."""
+"""The sample order equals Megatron-LM's in recorded cases. For arbitrary data, the sample order equals that of a
+straightforward implementation. An extended run uses each token of an epoch as an input exactly once."""
 
 import json
 from collections import Counter

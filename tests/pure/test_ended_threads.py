@@ -1,4 +1,4 @@
-"""Detection of threads that have ended both for Python and for the kernel."""
+"""A joined Python thread counts as ended only after its kernel thread has also ended."""
 
 from __future__ import annotations
 

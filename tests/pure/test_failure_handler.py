@@ -1,4 +1,4 @@
-"""A process that has begun to exit finishes exiting, even if a part of the exit hangs or fails. Also tests the advice
+"""A process that has begun to exit does exit, even if one of its shutdown steps hangs or fails. Also tests the advice
 in the failure report."""
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def test_bounds_are_enforced(flag: Flag, value: float, is_legal: bool) -> None:
     text = f"{value:.10g}" if flag.kind is float else str(int(value))
     try:
         found = [str(p) for p in single_values(config_of(f"{flag.name} {text}")) if p.flag == flag.name]
-    except ValueError as error:  # flags that accept numbers or words refuse wrong numbers during parsing
+    except ValueError as error:  # a flag that accepts a number or a word is checked by the parser
         found = str(error).splitlines()
     assert bool(found) != is_legal, found
     assert is_legal or (found[0].startswith(f"{flag.name} ") and ": must " in found[0] and "; " in found[0])

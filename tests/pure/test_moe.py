@@ -236,7 +236,7 @@ class Doubled(TorchFunctionMode):
 
 
 def test_cached_states_do_not_depend_on_the_first_callers_mode() -> None:
-    """The states are read from a model on the meta device and cached for all callers."""
+    """Model states are read from a model that is built on the meta device, and the result is cached for all callers."""
     with Doubled(), Doubled():
         found = model_states(moe_model(seq_length=48))
         assert torch.zeros(2, dtype=torch.float32).dtype == torch.float64, "the modes are active again"

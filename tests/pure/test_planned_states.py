@@ -1,5 +1,5 @@
-"""The rank that updates an element holds the planned state of the element, and bytes are counted per rank. Needs no
-torch."""
+"""Planned optimizer states: each element's state is on the rank that updates the element, and bytes are counted per
+rank. Needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags that a run takes from a checkpoint's configuration."""
+"""A run that resumes from a checkpoint takes some flags from the checkpoint's configuration."""
 
 from __future__ import annotations
 

@@ -84,7 +84,8 @@ def test_alternating_passes_hide_all_to_alls_at_the_full_rate(schedule, v, p):
     assert second.makespan - first.makespan == pytest.approx(4 * p * (v or 1) * 6)
     assert apart.exposed == pytest.approx(apart.exchanging)
     assert 0 < second.exposed / second.exchanging < first.exposed / first.exchanging < 0.7
-    # zb-h2 runs one more forward pass ahead, where other schedules hold it back while a backward pass starts.
+    # zb-h2 runs one more forward pass in advance. Other schedules hold this forward pass back until a backward pass
+    # starts.
     if schedule != "zb-h2":
         assert second.peak_activations == apart.peak_activations
     else:
@@ -214,9 +215,9 @@ def test_lists_are_cut_where_no_message_is_in_flight(schedule):
 
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_a_rank_only_sends_or_only_receives_on_a_lane(schedule):
-    """No send waits for a receive, even if the messages of each lane are executed in order, as with NCCL. With an odd
-    number of interleaved ranks, the first and the last rank are both even, so a lane between them is used in both
-    directions."""
+    """No send waits for a receive, even if the messages of each lane are executed in order, as with NCCL. Interleaved
+    schedules on an odd number of ranks are skipped: the first and the last rank are both even, so both send on the lane
+    between them."""
     for v in ANY_V.get(schedule, (None,)):
         for p in (2, 3, 4, 5):
             layout = layout_of(schedule, p, v)

@@ -1,4 +1,4 @@
-"""Conversion of flat ranges to boxes, and boxes as DCP sees them."""
+"""Conversion of ranges of a flat buffer to N-dimensional boxes, and the view that DCP has of these boxes."""
 
 from __future__ import annotations
 

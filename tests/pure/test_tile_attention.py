@@ -160,7 +160,7 @@ def test_lower_precision_is_close_to_fp64(kernel: Kernel, dtype: torch.dtype, to
 
 
 def test_biases_of_far_positions_are_fp32_in_16_bits() -> None:
-    """For queries more than 100,000 positions after the keys, neighbouring biases differ by less than the resolution of
+    """At query positions above 100,000, the ALiBi biases of adjacent positions differ by less than the resolution of
     bfloat16."""
     kernel, first = TorchKernel(1.0, slopes=torch.tensor([0.5])), 100_000
     q, k = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16), torch.zeros(64, 1, 1, 8, dtype=torch.bfloat16)
@@ -172,7 +172,7 @@ def test_biases_of_far_positions_are_fp32_in_16_bits() -> None:
 
 def test_no_whole_score_matrix_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     """With packed documents, no tile is larger than the longest document. A tile has at most as many queries as the
-    kernel accepts. Outside the diagonal tiles, no score is computed for a key that comes after its query."""
+    kernel accepts. Scores of keys after the query are computed only in diagonal tiles."""
     sizes, original = list[tuple[int, int]](), TorchKernel._scores
     monkeypatch.setattr(
         TorchKernel, "_scores", lambda self, q, k: sizes.append((len(q), len(k))) or original(self, q, k)

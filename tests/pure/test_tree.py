@@ -99,7 +99,7 @@ def test_every_module_is_in_a_layer() -> None:
 
 
 def test_modules_do_not_import_each_other_in_a_cycle() -> None:
-    """Imports within functions or under TYPE_CHECKING count too."""
+    """Imports inside functions and under TYPE_CHECKING are also checked for cycles."""
     graph, known = grimp.build_graph("megatron", cache_dir=None), modules().keys()
     arrows = {name: graph.find_modules_directly_imported_by(name) & known for name in known}
     assert sum(map(len, arrows.values())) > len(arrows)
@@ -200,8 +200,8 @@ ABOUT_OTHER_EXTENSIONS = {"megatron/core/torch_private.py"}
 
 
 def test_the_library_names_no_flag_of_an_extension() -> None:
-    """If the library needs a property of an extension's flag, the flag's field must state the property, as in
-    `FlagSpec`."""
+    """Core and training code must not depend on the name of an extension's flag. Any property of the flag that they
+    need must be declared in the flag's field, as in `FlagSpec`."""
     load()
     own = {flag.field: flag for flag in all_flags() if sections()[flag.section].__module__.startswith("megatron.ext")}
     flags = {spelling for flag in own.values() for spelling in flag.shown}

@@ -74,7 +74,7 @@ def test_invalid_values_on_the_board_count_as_missing(garbage: bytes, capsys: py
     said = capsys.readouterr().err
     assert said.startswith("rank 0 of 1 on ") and said.count("\n") == 1
     assert ": ignored the value of cause in the rendezvous store: " in said
-    assert board.ignored.count == 5  # each value counts once, although all values were read three times
+    assert board.ignored.count == 5  # a malformed value is counted once, even though it is read three times
     failure = Failure(0, "rank 0", "step 3", "an error", "what", "advice")
     assert board.post_cause(failure) == failure == board.cause()
     board.ask(0, Request("save", "why"))

@@ -8,9 +8,9 @@ run.
 `planted.txt` lists the mutants of tests/parity/mutants.py that change gradients but not the loss. For each mutant, a
 regular expression matches the first gradient in the backward pass that becomes wrong. A run with the mutant dumps its
 first step, which `tools/referee.py --step` judges without the mutant. A verdict is wrong if it names a different
-gradient. A fault is missed if all gradients are reported as equal. Runs that end because of the fault write no dump and
-are counted separately. A fault is explained if applying the cause to the correct tensor gives the dumped tensor. Other
-causes only describe the difference.
+gradient. The referee misses a fault if it reports all gradients as equal. Runs that abort because of the fault write no
+step dump and are counted separately. A fault is explained if applying the cause to the correct tensor gives the dumped
+tensor. Other causes only describe the difference.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def verdict_of(name: str) -> Found:
 
 
 def summary(found: Sequence[Found]) -> Iterator[str]:
-    """Yield the lines of a table of counts."""
+    """Yield the lines of a Markdown table that counts the verdicts."""
     counts = Counter(each.verdict for each in found)
     explained = sum(each.verdict == "right" and each.explained for each in found)
     yield f"| {len(found)} faults | number |"

@@ -1,4 +1,4 @@
-"""Attribution of wrong gradients to causes, on plain tensors."""
+"""Tests of the attribution of wrong gradients to causes, using plain tensors."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ def _anonymous() -> int:
 
 
 def test_memory_does_not_grow_with_layers(tmp_path: Path) -> None:
-    """Weights and gradients of a layer take 10.5 MB in fp64. 12 additional layers must add less memory than four layers
-    take."""
+    """The weights and gradients of a layer take 10.5 MB in fp64. With 12 more layers, the peak memory must grow by less
+    than the size of four layers."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 64}
     text = torch.randint(0, 64, (1, 129)).numpy()
     batch = Batch(text[:, :-1], text[:, 1:], torch.ones(1, 128).numpy())

@@ -68,7 +68,7 @@ def test_votes_name_the_rank(case: list[Report], named: tuple[int, ...] | None) 
 
 
 def test_a_rank_with_wrong_inputs_is_not_blamed() -> None:
-    """Rank 1 receives a wrong message, and rank 0 receives the result that rank 1 computes from that message."""
+    """Rank 1 receives a wrong message. Rank 0 then receives the result that rank 1 computed from the wrong message."""
     reports = [
         Report(0, "a", 2, Difference(RECEIVED, "late", 0.1, "sum 2", of_own=False)),
         Report(1, "b", 3, Difference(RECEIVED, "early", 0.1, "sum 1", of_own=False), sent=frozenset({"sum 2"})),

@@ -127,7 +127,7 @@ def test_bf16_averages_on_the_host_match_their_definition(tmp_path: Path) -> Non
 
 
 def test_small_changes_of_an_average_in_bf16_count() -> None:
-    """With a decay of 0.999, 1,000 updates move an average from 1 towards 1.1, covering 1 - 1/e of the distance. If
+    """With a decay of 0.999, 1,000 updates move an average from 1 to 1 + 0.1 * (1 - 1/e), if the weight is 1.1. If
     updates were rounded to nearest, the average would stay at 1."""
     averages, weights = [torch.ones(4096, dtype=torch.bfloat16)], [torch.full((4096,), 1.1) + 1e-3 * torch.randn(4096)]
     for step in range(1000):

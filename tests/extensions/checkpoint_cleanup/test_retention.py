@@ -66,7 +66,8 @@ def test_held_best_incomplete_and_newest_checkpoints_are_kept(tmp_path: Path) ->
 
 
 def test_a_file_system_without_links_gets_a_text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If links are not supported, a text file names the best checkpoint; a full disk is an error."""
+    """If the file system does not support symbolic links, a text file names the best checkpoint. A full disk raises an
+    error."""
 
     def refuse(number: int) -> None:
         def symlink(*args: object, **kwargs: object) -> None:

@@ -101,8 +101,8 @@ def opened(folder: Path) -> Checkpoint:
 
 
 def assert_mean(found: dict[str, Tensor], models: list[dict[str, Tensor]], weights: list[float]) -> None:
-    """Assert that the merged parameters equal a mean computed in fp64. The tolerance allows for the errors of a sum and
-    of one rounding in fp32."""
+    """Assert that the merged parameters equal a mean computed in fp64. The tolerance allows for the rounding errors of
+    an fp32 sum and of one conversion to fp32."""
     assert found.keys() == models[0].keys()
     for name, tensor in found.items():
         terms = torch.stack([weight * model[name].double() for weight, model in zip(weights, models, strict=True)])

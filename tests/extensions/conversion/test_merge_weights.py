@@ -1,4 +1,5 @@
-"""Weights of merges: the emulated decay compared with a simulation of SGD, and refused merges."""
+"""Weights with which checkpoints are merged. The emulated learning rate decay is compared with a simulation of SGD, and
+invalid merges are refused."""
 
 from __future__ import annotations
 
@@ -91,8 +92,8 @@ def test_emulation_is_exact_for_gradients_that_are_constant_between_checkpoints(
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_error_for_a_quadratic_loss_is_second_order(style: str) -> None:
-    """The decayed run computes its gradients at different weights. The emulation ignores this, so in theory its error
-    is quadratic in the learning rate."""
+    """The decayed run computes its gradients at different weights. The emulation ignores this difference, so its error
+    should be quadratic in the learning rate."""
     decay, end, errors = Decay(style), BRANCH + 8, list[float]()
     curvature = torch.linspace(0.2, 1, 6, dtype=torch.float64)
     for scale in (0.02, 0.01):

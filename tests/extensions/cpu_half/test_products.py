@@ -25,7 +25,7 @@ def made(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def products(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the results and gradients of torch's operators and of their variants."""
+    """Return results and gradients of torch's matrix multiplication operators and their variants, keyed by case."""
     x, y, z = made(dtype, 33, 65).requires_grad_(), made(dtype, 65, 17).requires_grad_(), made(dtype, 33, 17)
     batches, matrices, sums = made(dtype, 3, 33, 65), made(dtype, 3, 65, 17), made(dtype, 3, 33, 17)
     q = made(dtype, 2, 4, 40, 16).requires_grad_()

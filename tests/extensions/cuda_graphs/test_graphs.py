@@ -89,7 +89,7 @@ def test_a_replayed_run_is_bit_identical(world_size: int, flags: str) -> None:
     both = (run_world(world_size, train, flags, graphs) for graphs in (False, True))
     for plain, graphed in zip(*both, strict=True):
         torch.testing.assert_close(plain[:2], graphed[:2], rtol=0, atol=0)
-        recordings = 2 if "fp8" in flags else 1  # one of the recordings casts weights
+        recordings = 2 if "fp8" in flags else 1  # one recording casts the weights to fp8
         assert graphed[2] == (recordings, 2 * microbatches), "two of five steps come after the warm-up"
 
 

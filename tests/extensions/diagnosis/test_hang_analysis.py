@@ -35,8 +35,8 @@ def standing(
 
 
 def with_rank_2(*where: Any) -> dict[int, Waiting]:
-    """Return the statuses of four ranks. Rank 0 waits for its pipeline group, rank 1 for its tensor-parallel group, and
-    rank 3 for a message from rank 1."""
+    """Return the status of each of four ranks, keyed by rank. Rank 0 waits for its pipeline group, rank 1 for its
+    tensor-parallel group, and rank 3 for a message from rank 1."""
     others = {0: standing(0, 4, 8, 5, "pp"), 1: standing(1, 4, 9, 5, "tp"), 3: standing(3, 4, 6, 5, sender=1)}
     return others | {2: standing(2, *where)}
 
@@ -95,7 +95,7 @@ def test_the_collective_that_a_rank_waits_for_is_sent_as_json() -> None:
 
 
 def test_a_rendezvous_at_start_up_counts_as_evidence() -> None:
-    """Rank 0 waits in the second rendezvous, which rank 1 has not reached."""
+    """Rank 0 waits in the second rendezvous of the group, which rank 1 has not reached yet."""
     standings = {}
     for rank, number in enumerate((2, 1)):
         status = RankStatus()

@@ -35,8 +35,8 @@ Plant = Callable[[TrainingRun, int], object]
 class Bug:
     ranks: int
     plant: Plant
-    """Function that plants the bug. The function is called before the first step with the run and the iteration from
-    which the bug takes effect."""
+    """Function that introduces the bug. The function is called before the first step with two arguments: the run, and
+    the iteration at which the bug takes effect."""
 
     names: str
     """Text that an alarm must contain."""
@@ -122,7 +122,7 @@ def nothing(run: TrainingRun, first: int) -> None:
 
 
 def alarms(found: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """Return (iteration, line) of each alarm."""
+    """Return one tuple (iteration, log line) per layer alarm."""
     return [(record["iteration"], line) for record in found for line in record.get("layer_alarms", ())]
 
 

@@ -67,7 +67,8 @@ def _change_moment(run: TrainingRun, rank: int) -> None:
 
 
 def test_optimizer_state_is_compared_without_sharding() -> None:
-    """Part of the state is in host memory, including the first moment in which the test plants a difference."""
+    """Part of the optimizer state is offloaded to host memory. The test changes a first moment in the offloaded part on
+    one rank."""
     offload = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.3"]
     argv = [*FLAGS.split(), "--no-use-distributed-optimizer", *offload]
     for message in run_world(2, _check, argv, _change_moment):

@@ -136,8 +136,8 @@ def test_the_difference_from_another_run(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_branch_counts_only_its_own_time_and_flops() -> None:
-    """Another run has two log lines after iteration 100, each covering 10 steps of half a second. The report also works
-    without events."""
+    """The branched run has two log lines after iteration 100. Each log line covers 10 steps of 0.5 seconds. The report
+    also works without events."""
     lines = [{"iteration": at, "lm_loss": 2.0, "consumed_tokens": at, "step_time": 0.5} for at in (110, 120)]
     for events in ([{"event": "start", "iteration": 100}], []):
         branch = RunFolder(Path("branch"), lines, events=events)
@@ -230,8 +230,8 @@ def test_wide_pictures_have_a_narrow_one_for_phones(run: Path) -> None:
 
 
 def test_a_run_resumed_under_another_layout_is_reported(run: Path) -> None:
-    """Statements about ranks refer to the last start, and an older trace is marked as such. A start that directly
-    follows another start indicates a kill."""
+    """The report describes the ranks of the last start, and it labels a trace from an earlier start as such. A start
+    that directly follows another start indicates a kill."""
     record_event(run, "start", iteration=30, world_size=8)
     (run / "run_config.yaml").write_text(CONFIG)
     text, _ = page_of(run)
@@ -294,7 +294,7 @@ def test_the_page_of_a_long_run_stays_small_and_keeps_spikes(tmp_path: Path) -> 
     until_title = text[: text.index("gradient norm (before clipping)")]
     *_, curve = re.findall(r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #1f77b4', until_title)
     heights = sorted(float(y) for y in re.findall(r"[ML] \S+ (\S+)", curve))
-    assert 0 < heights[0] < heights[-1] / 2  # heights count from the top, and the axis begins at 0
+    assert 0 < heights[0] < heights[-1] / 2  # SVG heights are measured from the top; the axis starts at loss 0
 
 
 def test_the_layout_without_a_trace(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Traces of all ranks: their contents, their clock, and the steps outside the trace, which are unaffected."""
+"""Tests of traces of all ranks: the recorded events, and the clock that all ranks share. Tracing does not affect steps
+that are not traced."""
 
 from __future__ import annotations
 

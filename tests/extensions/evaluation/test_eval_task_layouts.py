@@ -55,13 +55,14 @@ def evaluated(
 
 
 def numbers(document: dict[str, Any]) -> tuple[list[float], list[Any]]:
-    """Return the log-likelihoods of a document, and a list of its greedy flags and generated texts."""
+    """Return two lists for a document: its log-likelihoods, and all its other results (`is_greedy` booleans and
+    generated texts)."""
     flat = [each for (answer,) in document["resps"] for each in (answer if isinstance(answer, tuple) else (answer,))]
     return [each for each in flat if isinstance(each, float)], [each for each in flat if not isinstance(each, float)]
 
 
 def assert_same_results(found: tuple[Any, ...], expected: tuple[Any, ...], tolerance: float = 1e-9) -> None:
-    """Assert that generated texts and decisions are equal, and numbers equal up to rounding."""
+    """Assert that generated texts and booleans are equal, and that numbers are equal within `tolerance`."""
     assert found[0] == pytest.approx(expected[0], rel=tolerance)
     assert len(found[1]) == len(expected[1]) > 0
     for one, other in zip(found[1], expected[1], strict=True):

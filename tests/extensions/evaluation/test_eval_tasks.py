@@ -1,4 +1,4 @@
-"""Harness tasks: their requests, batches and scores, and errors in task files."""
+"""Tasks of the evaluation harness: requests, batching, scores, and errors in task files."""
 
 from __future__ import annotations
 

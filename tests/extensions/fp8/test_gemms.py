@@ -1,5 +1,5 @@
-"""Casts to fp8 are compared with the exact error bounds of the formats. Every fp8 GEMM is compared with a GEMM of the
-dequantized operands."""
+"""The errors of casts to fp8 are compared with the exact error bounds of the fp8 formats. Every fp8 GEMM is compared
+with a GEMM of the dequantized operands."""
 
 from __future__ import annotations
 

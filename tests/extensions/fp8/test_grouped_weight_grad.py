@@ -1,4 +1,4 @@
-"""Expert weight gradients in fp8, compared with one GEMM of rounded operands per expert."""
+"""Weight gradients of experts in fp8. The reference is one GEMM per expert, whose operands are rounded to fp8."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def operands(counts: list[int], spare: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Return the rows of one expert in fp64, rounded to fp8 in tiles of 128 rows."""
+    """Round the rows of one expert to fp8 in tiles of 128 rows, and return the dequantized rows in fp64."""
     return in_blocks(x.t(), 1, E4M3).t() if len(x) else x.double()
 
 

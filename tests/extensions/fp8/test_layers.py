@@ -160,7 +160,8 @@ IN, OUT = 144, 160
 
 
 def in_fp8(x: Tensor, blockwise: bool, rows: int = 1) -> Tensor:
-    """Return x [n, k] in fp64 after a cast by rows, or by blocks of `rows` x 128 with powers of two as multipliers."""
+    """Cast x [n, k] to fp8, and return the dequantized values in fp64. The cast has one scale per row, or, with
+    `blockwise`, one power-of-two scale per block of `rows` x 128 elements."""
     return in_blocks(x, rows, E4M3) if blockwise and len(x) else fp64(by_rows(x, E4M3))
 
 

@@ -1,5 +1,5 @@
-"""Training in fp8: layouts are compared with one process, schedules with each other, and an interrupted run with an
-uninterrupted one.
+"""Parity of fp8 training. Each layout is compared with one process. Pipeline schedules are compared with each other. A
+resumed run is compared with an uninterrupted run.
 
 All layouts cast the operands of a layer alike (`test_layers.py`), but activations between layers are bf16. Tensor
 parallelism adds rounded partial sums, after which one value in a few hundred is rounded to a different fp8 number, 2^-4
@@ -168,9 +168,8 @@ def test_resuming_is_bitwise_and_histories_fit_any_layout(tmp_path: Path) -> Non
     for found in stages:
         for name, history in found.items():
             assert torch.equal(history, whole[name]) and (history > 0).all()
-    # An amax history is ignored if it exists only in the checkpoint or only in the run. Histories of a different length
-    # start
-    # again.
+    # An amax history that exists only in the checkpoint or only in the run is ignored. A history starts from zeros if
+    # its length differs from that in the checkpoint.
     longer = run_world(1, loaded_histories, flags_of("delayed", f"{load} --fp8-amax-history-len 3"))[0]
     assert all((history[:, 0] > 0).all() and not history[:, 1:].any() for history in longer.values())
     assert run_world(1, loaded_histories, flags_of("rowwise", load)) == [{}]

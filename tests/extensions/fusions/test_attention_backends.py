@@ -46,7 +46,7 @@ LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 OPERANDS = ("q", "k", "v", *LENGTHS, "softmax_scale"), ("dout", "q", "k", "v", "out", "softmax_lse", *LENGTHS)
 BACKWARD = ("dq", "dk", "dv", "softmax_scale", "deterministic")
 WINDOWS = {"of today": ("window_size_left", "window_size_right"), "of 2024": ("window_size",)}
-"""Window parameters of the functions of flash_attn_interface, by package version."""
+"""Names of the window parameters of flash_attn_interface's functions, keyed by package version."""
 
 
 def function_of(run: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
@@ -61,7 +61,7 @@ def function_of(run: Callable[..., Any], names: tuple[str, ...]) -> Callable[...
 
 
 def mask_of(given: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[int, int]]:
-    """Return the sequence lengths and the window of a call."""
+    """Return the sequence lengths and the sliding window that are passed in a call."""
     window = given.get("window_size") or (given["window_size_left"], given["window_size_right"])
     assert given.get("causal", given.get("is_causal")) == (window == (-1, 0))
     return tuple(given.get(name) for name in LENGTHS), window

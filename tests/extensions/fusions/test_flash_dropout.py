@@ -175,8 +175,8 @@ def compare(cases: Sequence[Case]) -> None:
 @pytest.mark.grid("cases", ["few"], ["few", "many"])
 @apart(interpret=True)
 def test_interpreted_kernels_match_their_twin(cases: str) -> None:
-    """The cases compare outputs, all gradients and dropout masks for odd lengths, groups, widths, windows, documents,
-    sinks and ring ranks."""
+    """Each case compares outputs, all gradients and dropout masks. The cases cover odd lengths, grouped queries, head
+    widths, sliding windows, packed documents, attention sinks and ring attention."""
     interpreted()
     compare(FEW if cases == "few" else MANY)
     compare_masks()

@@ -70,8 +70,8 @@ def test_errors_match_the_docstring() -> None:
 
 
 def test_each_sample_and_group_is_cast_separately() -> None:
-    """The fp8 casts do not depend on the layout or on other samples, and 16-bit numbers represent the dequantized
-    values exactly."""
+    """The fp8 casts do not depend on the layout or on other samples. The dequantized values are exactly representable
+    in bf16."""
     qkv = heads_of(32, 3, 4, 2, 16)
     qkv[0][:, 1] *= 1000
     whole = Twin(0.25).forward(cast := cast_heads(*qkv), torch.float32)

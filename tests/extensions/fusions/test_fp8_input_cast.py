@@ -39,8 +39,8 @@ MODELS = {
     "dropout": with_dropout(GPT, attention=0.0),
 }
 GIVEN = {
-    # The counts are those of two layers. Forward: the inputs of fc1 and qkv are cast. Backward: the gradients of proj,
-    # fc2 and qkv are cast, and the gradients of biases are summed.
+    # The counts are those of two layers. The forward pass casts the inputs of fc1 and qkv. The backward pass casts the
+    # gradients of proj, fc2 and qkv, and sums the bias gradients.
     ("gpt", True): {"inputs": 4, "casts": 4, "sums": 4},
     ("gpt", False): {"sums": 4},
     ("llama", True): {"inputs": 4, "casts": 6},
@@ -53,8 +53,8 @@ GIVEN = {
     ("dropout", True): {"inputs": 1},
     ("dropout", False): {},
 }
-"""Numbers of fused inputs, casts and sums per micro-batch, keyed by (model, fp8). Casts by SwiGLU for the MLP's own
-layers do not count."""
+"""Numbers of fused inputs, casts and sums per micro-batch, keyed by (model, fp8). The casts that SwiGLU makes for the
+linear layers of the MLP are not counted."""
 
 
 def trained(name: str, fp8: bool, given: Counter[str], monkeypatch: pytest.MonkeyPatch, gives: bool) -> list[Tensor]:

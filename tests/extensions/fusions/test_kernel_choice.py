@@ -178,7 +178,7 @@ def test_every_registered_kernel_has_operands_for_its_comparison() -> None:
 
 @apart(interpret=True)
 def test_interpreted_kernels_pass_the_startup_comparison() -> None:
-    """The Triton kernels run on these operands in Triton's interpreter, which cannot multiply bf16."""
+    """The test covers only cast and norm kernels, because Triton's interpreter cannot multiply bf16 matrices."""
     from megatron.extensions.speed.fusions.kernels import casts, norms
 
     round_to_fp8_as_torch()

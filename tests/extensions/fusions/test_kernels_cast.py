@@ -92,8 +92,8 @@ def assert_same(found: Iterable[Tensor | None], expected: Iterable[Tensor | None
 
 
 def assert_cast(pair: CastPair, of: Tensor, order: CastOrder, share: float = 0.004) -> None:
-    """Assert that `pair` equals the cast that the twin computes from `of`. A `share` of the numbers, next to a tie, may
-    differ. Also assert that the recorded amax is the largest of the values and 0.25, the initial amax."""
+    """Assert that the fp8 cast `pair` equals the plain-torch cast of the tensor `of`. A `share` of the numbers, next to
+    a tie, may differ. Also assert that the recorded amax is the largest of the values and 0.25, the initial amax."""
     expected, amax = twins.cast_transpose_with_amax_twin(of, order._replace(multiplier=order.multiplier.cpu()))
     if order.noted is not None:
         largest = torch.maximum(torch.tensor(0.25), amax)
@@ -133,7 +133,7 @@ def test_casts_compile_to_wide_loads_and_stores() -> None:
             constants = tile | ({"BY_VECTOR": by_vector, "SMALLEST": 1e-30} if by_amax else {})
             ptx = compiled(kernel, types | outputs, constants, capability, num_warps=kernels.WARPS).asm["ptx"]
             # A thread processes 64 elements with eight loads of 16 bytes, and with four stores per orientation.
-            # Versions of Triton vectorize loads differently.
+            # The number of loads depends on the version of Triton.
             loads, stores = (len(re.findall(rf"{kind}\.global\.v4\.b32", ptx)) for kind in ("ld", "st"))
             assert loads in ((8, 12) if by_vector else (8,)) and stores == 8
             assert "ld.global.b16" not in ptx and "st.global.b8" not in ptx
@@ -174,9 +174,9 @@ def swiglu_cast(x: Tensor, grad: Tensor | None, order: CastOrder) -> CastPair:
 
 
 def check_swiglu(device: str = "cpu") -> None:
-    """Compare the twin with the cast of autograd's result. Then compare the kernel with the twin. Results may differ
-    where exponentials differ in the last bit: some values are then rounded to the next 16-bit number, and a few of
-    these to the next 8-bit number. On a GPU, only the kernel runs."""
+    """Compare the plain-torch twin with the cast of autograd's result. Then compare the Triton kernel with the
+    plain-torch twin. Results may differ where exponentials differ in the last bit: some values are then rounded to the
+    next 16-bit number, and a few of these to the next 8-bit number. On a GPU, only the kernel runs."""
     interpreted = device == "cpu"
     if interpreted:
         round_to_fp8_as_torch()

@@ -57,7 +57,7 @@ def rows_of(counts: list[int], width: int, dtype: torch.dtype = torch.bfloat16) 
 
 
 def check_casts(kernels: ModuleType, device: str = "cpu", seed: int = 0) -> None:
-    """Assert that casts, including those of non-finite values, equal torch's bit for bit."""
+    """Assert that the kernels cast exactly as torch does, including non-finite values."""
     for number, (counts, _, width) in enumerate(drawn(seed)):
         torch.manual_seed(number)
         (segments, tile_ends), x = segments_of(counts), rows_of(counts, width)

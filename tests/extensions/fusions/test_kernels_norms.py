@@ -113,9 +113,9 @@ def check_norms(device: str = "cpu") -> None:
 
 
 def check_heads(device: str = "cpu") -> None:
-    """Compare the twin with the cast of autograd's rounded fp32 result. Then compare the kernel with the twin bit for
-    bit. On a GPU, which fuses multiplications and additions, only the kernel runs, and numbers next to a tie may
-    differ."""
+    """Compare the plain-torch twin with the cast of autograd's rounded fp32 result. Then compare the Triton kernel with
+    the plain-torch twin bit for bit. On a GPU, only the kernel runs. A GPU fuses multiplications and additions, so
+    numbers next to a rounding tie may differ."""
     interpreted = device == "cpu"
     if interpreted:
         run_on_cpu(heads._heads)
@@ -234,7 +234,8 @@ def test_casts_of_heads_compile_to_wide_loads_and_stores() -> None:
     for capability, name in ((80, "fp8e5"), (90, "fp8e5"), (90, "fp8e4nv")):
         given = types | {"casts": casts_of(name)}
         ptx = compiled(kernels.head_tiles, given, constants, capability, num_warps=kernels.WARPS).asm["ptx"]
-        # A thread loads 32 elements of each half, of the cosines and of the sines, with four loads of 16 bytes each.
+        # A thread loads four groups of 32 elements: both halves, the cosines and the sines. Each group takes four loads
+        # of 16 bytes.
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == 16 and "st.global.b8" not in ptx
         assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 8
 

@@ -1,5 +1,5 @@
-"""fp8 GEMMs that add to their output: comparison of the Triton kernel with its definition, the calls of cuBLASLt, and
-the choice between the two."""
+"""Tests of fp8 GEMMs that accumulate into their output. The Triton kernel is compared with its definition. Further
+tests cover the calls of cuBLASLt and the choice between the two implementations."""
 
 from __future__ import annotations
 

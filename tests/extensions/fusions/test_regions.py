@@ -45,8 +45,9 @@ def sum_with_dropout(x: Tensor, compiled: bool) -> Tensor:
 
 
 def with_norm(x: Tensor, compiled: bool, centered: bool, added: bool = True) -> Tensor:
-    """Return the sum of the two halves of x and the norm of this sum, each multiplied so that their gradients differ.
-    With `compiled`, also check that the norm with `weight` equals the norm that adds 1 to `weight - 1`."""
+    """Add the two halves of x, and return the sum and its normalized value. Both results are scaled by different
+    factors, so that their gradients differ. With `compiled`, also check that the norm with `weight` equals the norm
+    that adds 1 to `weight - 1`."""
     x, update, weight, bias = *x.chunk(2, -1), x[0, 0, :20].sin(), x[0, 1, :20].cos()
     if compiled:
         (total, normed), (_, same) = (

@@ -1,4 +1,4 @@
-"""Wall-time accounts that a start of a run takes over from the run's earlier starts."""
+"""A resumed run continues the wall-time accounting of its earlier starts."""
 
 from __future__ import annotations
 

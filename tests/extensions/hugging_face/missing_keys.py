@@ -4,8 +4,8 @@
     python -m tests.extensions.hugging_face.missing_keys qwen2 --draws 50  # and sets of keys, of drawn configurations
 
 The fields of our model for the incomplete config.json are compared with those for the complete config.json that
-transformers makes from the remaining keys. If the remaining keys describe a different and small model, logits and
-gradients are compared too, as in `sweep`.
+transformers makes from the remaining keys. If the remaining keys describe a different model that is small enough to
+run, logits and gradients are also compared, as in `sweep`.
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ def test_the_text_model_of_a_multimodal_folder_is_read(tmp_path: Path) -> None:
 
 
 def test_the_text_model_of_a_gemma_4_folder_is_read(tmp_path: Path) -> None:
-    """The tensor names in the folder have another prefix, and the text model has a norm and layers without a prefix."""
+    """The folder's tensor names have a different prefix. The text model has a norm and layers whose names have no
+    prefix."""
     vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.Gemma4Config(text_config=sweep.tiny("gemma4_text"), vision_config=vision, audio_config=None)
     transformers.Gemma4ForConditionalGeneration(config).save_pretrained(tmp_path)
@@ -201,8 +202,8 @@ def test_weights_of_sinkhorn_routing_are_not_those_of_mixtral() -> None:
 
 
 def test_an_explicit_yarn_factor_must_match() -> None:
-    """As in gpt-oss and Qwen, the attention factor must equal the value that the other settings imply; otherwise, it is
-    an error."""
+    """The attention factor in a config.json must equal the factor that the other YaRN settings imply, as it does for
+    gpt-oss and Qwen."""
     hf = {"model_type": "llama", "rope_scaling": {**YARN, "attention_factor": 1.1386294361119891}, **SIZES}
     assert config_from_hf(hf).rotary_mscale == pytest.approx(1.1386294361119891)
 

@@ -55,8 +55,8 @@ def test_files_with_only_sizes_are_read() -> None:
 def test_values_implied_by_other_keys_may_be_missing(
     model_type: str, changes: dict[str, Any], deleted: list[str]
 ) -> None:
-    """A config.json without these keys describes the same model. For one family, logits and gradients are compared
-    too."""
+    """A config.json from which the keys in `deleted` are removed is read as transformers reads it. For one family,
+    logits and gradients are compared too."""
     if model_type not in FAMILIES:
         pytest.skip("the extension with its layers is not installed")
     left = {key: value for key, value in missing_keys.tiny(model_type, changes).items() if key not in deleted}

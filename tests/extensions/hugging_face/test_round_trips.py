@@ -71,8 +71,8 @@ def test_a_folder_that_transformers_saved_survives_a_round_trip(family: str, tmp
 
 
 def test_buffers_of_minimax_are_restored(tmp_path: Path) -> None:
-    """The buffers hold the decays of MiniMax's lightning attention. MiniMax's files store these buffers in addition to
-    the weights."""
+    """The restored buffers contain the decay factors of MiniMax's lightning attention. MiniMax's files store these
+    buffers in addition to the weights."""
     config = transformers.AutoConfig.for_model("minimax", **sweep.tiny("minimax"))
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "first")
     assert convert(tmp_path / "first", tmp_path / "ours") == 0

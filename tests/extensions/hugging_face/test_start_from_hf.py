@@ -118,7 +118,8 @@ def test_contradicting_flags_are_named_with_both_values(mixtral: Path, capsys: p
 
 
 def test_no_notice_mentions_a_flag_that_was_not_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The config.json of Falcon-H1 states the position of a norm even if the model does not have this norm."""
+    """The config.json of Falcon-H1 has the key mamba_norm_before_gate even if the model does not have the norm that
+    this key describes."""
     config = json.loads(FALCON_H1) | {"model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     flags = f"--lr 1 --mock-data --train-iters 1 --seq-length 16 --cpu --load {tmp_path}".split()
@@ -316,7 +317,8 @@ def test_new_tokens_may_be_initialized_randomly(llama: Path, tmp_path: Path) -> 
 
 
 def test_a_tokenizer_with_added_tokens_is_exported_with_their_rows(llama: Path, tmp_path: Path) -> None:
-    """The initial value of new rows is the mean over the folder's tokens and excludes rows without a token."""
+    """New embedding rows are initialized to the mean of the rows that have a token. Padding rows of the embedding are
+    excluded from the mean."""
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 

@@ -1,5 +1,5 @@
 """Flags that determine the kind of each layer by a pattern. A model whose layers have one sublayer each equals the
-model whose layers have two. Patterns also determine pipeline stages and multi-token prediction modules."""
+model whose layers have two. A pattern can also determine the pipeline stages and the multi-token prediction modules."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def generate(model: GPTModel, prompts: list[list[int]], count: int) -> list[list
 
 @pytest.mark.parametrize("style", ["llama", "mistral", "chunks-in-some", "gpt-oss", *MIXERS, "moe"])
 def test_batched_texts_have_the_same_logprobs_as_alone(style: str) -> None:
-    """Requests wait for a free row, end early and are padded; they are served one by one and in batches. Experts do not
-    drop tokens in generation."""
+    """The same requests are served one by one and in batches. In the batches, requests wait for a free row, end early
+    and are padded. Experts do not drop tokens in generation."""
     sampling = Sampling(0.8, top_p=0.95, repetition_penalty=1.3)
     requests = [
         Request(PROMPTS[i % 3], 2 + i, replace(sampling, top_k=20) if i % 2 else sampling, seed=i, logprobs=3)

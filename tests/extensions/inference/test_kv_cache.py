@@ -57,8 +57,8 @@ def assert_cached_as_whole(config: TransformerConfig, batch: Batch) -> None:
 def assert_next_logits(
     model: GPTModel, cache: KeyValueCache, rows: list[int], counts: tuple[int, ...], tokens: Tensor, expected: Tensor
 ) -> None:
-    """Assert that the logits of the next tokens are as expected. `rows` contains, for each row of the cache, the index
-    of its text in `tokens` [b, s]."""
+    """Extend the texts in the cache by the next tokens, and compare the logits of these tokens with `expected`. `rows`
+    contains, for each row of the cache, the index of its text in `tokens` [b, s]."""
     starts = cache.lengths[: len(rows)] or [0] * len(rows)
     cached = cache.extend(counts, tokens.device)
     new = torch.full((len(rows), max(counts)), 5)

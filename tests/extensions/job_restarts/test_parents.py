@@ -1,4 +1,4 @@
-"""The parents of all ranks agree on the same start and on the lost processes."""
+"""The parent processes of all ranks agree on the number of the next start and on which processes were lost."""
 
 from __future__ import annotations
 

@@ -198,8 +198,8 @@ def test_a_stopped_store_continues(resumed: str, monkeypatch: pytest.MonkeyPatch
 
     def attempt(rank: int, number: int) -> int:
         if number == 0 and rank == 0:
-            (store,) = stores  # the store of the rank's parent, as of before the fork
-            time.sleep(restarts.ASK / 2)  # between two reads of the store by the rank's parent
+            (store,) = stores  # the store process that the rank's parent started before the fork
+            time.sleep(restarts.ASK / 2)  # stop the store between two reads by the parent
             os.kill(store, signal.SIGSTOP)
             wait_for(lambda: process_state(store) == "T")  # the kernel stops the process a moment later
             if resumed == "while the child waits":

@@ -19,9 +19,9 @@ def test_rates() -> None:
 
 
 def test_flops() -> None:
-    """The FLOPs per token are three times those of the forward pass: both projections, scores and weighted sums within
-    a chunk, and writing and reading the states."""
+    """The FLOPs per token are three times those of the forward pass. The forward pass consists of both projections, the
+    scores and weighted sums within a chunk, and the writes and reads of the states."""
     hidden, heads, width, chunk = 32, 8, 4, 4
     mixed = heads * width * (2 * chunk + 2 * width)
-    sums = 2 * heads * chunk  # sums of decays, which have no gradient
+    sums = 2 * heads * chunk  # the sums of decays have no backward pass
     assert mixer_flops(LIGHTNING, "L") == 6 * (mixed + 5 * hidden**2) + sums

@@ -67,7 +67,7 @@ def test_convolution_continues_where_it_stopped() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_bf16_rounds_nothing_but_the_reads_of_a_chunk(packed: bool) -> None:
     """The states of bf16 inputs are as exact as in fp32. The error of outputs is at most (2 u + u^2) times the sum of
-    the absolute values of their terms. The error of gradients is at most three roundings of their norm."""
+    the absolute values of their terms. The relative error of each gradient is at most three bf16 rounding errors."""
     length, unit = 150, 2.0**-8
     tokens = [x.detach().bfloat16() for x in operands(length)[:-1]]
     tokens[3] = tokens[3].float()  # g is fp32, as in the mixer

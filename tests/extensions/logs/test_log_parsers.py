@@ -18,8 +18,8 @@ FLAGS = (
 ).split()
 NUMBER, STEPS, WITHIN = r"([-+0-9.eE]+)", ["1", "2", "3", "4", "5"], ["2", "4"]
 
-# Values that parsers find in a log, keyed by regular expression. Parsers search each line, or a line from the word
-# "iteration" on.
+# Values that log parsers find, keyed by regular expression. A parser searches each whole line, or the part of a line
+# that begins with the word "iteration".
 FOUND_IN_LINES = {
     r"iteration\s+(\d+)/\s*5": STEPS,
     r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.\d]*\] iteration\s+(\d+)/\s*\d+ \|": STEPS,

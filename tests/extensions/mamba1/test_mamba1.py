@@ -84,8 +84,8 @@ def test_initial_values() -> None:
 
 
 def test_flops() -> None:
-    """In the FLOPs per token, the three projections and reading the states count three times. The gradients of B and C
-    count once each."""
+    """In the FLOPs per token, the three projections and reading the states count three times. The gradient of B and the
+    gradient of C each count once."""
     hidden, channels, states, rank = 32, 48, 5, 3
     projections = 3 * hidden * channels + channels * (rank + 2 * states) + channels * rank
     read = 2 * channels * states * (1 + 3)

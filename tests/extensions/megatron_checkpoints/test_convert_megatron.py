@@ -35,9 +35,9 @@ RUNS = {
     **dict.fromkeys(("legacy_interleaved", "legacy_moe"), "--tp 2 --sequence-parallel --lr-decay-iters 13"),
     **dict.fromkeys(("deepseek", "hybrid"), "--tp 2 --sequence-parallel"),
 }
-"""Layout flags of the run that continues each checkpoint. The legacy checkpoints have one file per rank. One is a GPT-2
-model with tied embeddings, trained with the plain optimizer under TP 2 and PP 2, with two model chunks per rank. The
-other, trained under TP 2 and EP 2, has experts in two of three layers, stages of two layers and one layer, and
+"""Layout flags with which a run resumes from each checkpoint. The legacy checkpoints have one file per rank. One is a
+GPT-2 model with tied embeddings, trained with the plain optimizer under TP 2 and PP 2, with two model chunks per rank.
+The other, trained under TP 2 and EP 2, has experts in two of three layers, stages of two layers and one layer, and
 distrib_optim.pt."""
 
 

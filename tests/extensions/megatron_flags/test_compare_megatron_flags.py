@@ -45,7 +45,8 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_new_flags_of_a_checkout_are_listed(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The Megatron-LM checkout may lack modules. New and changed flags are listed with their treatment."""
+    """The comparison works even if modules are missing from the Megatron-LM checkout. New and changed flags are listed
+    with their treatment."""
     assert compare_megatron_flags.main([str(checkout)]) == 1
     out = capsys.readouterr().out
     new, _, rest = out.partition("\nGone:")

@@ -1,4 +1,4 @@
-"""Data lists in files and in the syntax of Megatron-DeepSpeed."""
+"""Lists of data sets and weights, given in files or in the syntax of Megatron-DeepSpeed."""
 
 from __future__ import annotations
 

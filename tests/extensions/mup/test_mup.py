@@ -126,7 +126,7 @@ def test_initial_values_match_the_papers() -> None:
     assert stds(flags, RESIDUAL) == pytest.approx([0.05 / sqrt(8)])
     assert stds(f"{flags} {EXPERTS}", ROUTER) == pytest.approx([0.025])
     deep = [stds(f"{flags} --mup-base-num-layers 1 --num-layers {layers}", RESIDUAL)[0] for layers in (1, 4, 16)]
-    assert deep == pytest.approx([0.05 / sqrt(2)] * 3)  # the same value as in the base model
+    assert deep == pytest.approx([0.05 / sqrt(2)] * 3)  # the base model has the same standard deviation
 
 
 def test_multipliers_follow_the_sizes() -> None:

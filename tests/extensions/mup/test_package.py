@@ -30,7 +30,7 @@ WIDTH = "--use-mup --mup-base-hidden-size 16"
 MODELS = {"tied": "--qk-layernorm", "untied": "--untie-embeddings-and-output-weights --swiglu --add-output-layer-bias"}
 OPTIMIZERS = ("adam", "sgd")
 MLP: dict[str, Role] = {"0": "embedding", "2": "hidden", "4": "output"}
-"""Linear layers of an MLP with 8 inputs and 3 outputs, with the role that each has in this program."""
+"""Role of each linear layer of an MLP with 8 inputs and 3 outputs, keyed by the layer's index."""
 
 Rates = dict[str, list[float]]
 
@@ -75,7 +75,8 @@ def as_matrix(weight: torch.Tensor) -> tuple[int, ...]:
 
 
 def by_package(model: str, optimizer: str) -> Rates:
-    """Return the values of the package, which compares the shapes of two models."""
+    """Return the learning rates of the `mup` package, which derives them by comparing the parameter shapes of two
+    models."""
     package: Any = import_module("mup")
     if model == "mlp":
         base, wide = (dict(mlp(width).named_parameters()) for width in (16, 64))

@@ -51,7 +51,8 @@ class DataWait(ReadAhead):
         super().__init__(config)
         self.limit = 0
 """
-"""Extension that logs the wait for data on the local disk as if the data were read from a URL."""
+"""Source of an extension that logs the time spent waiting for local data, which is otherwise logged only for data from
+a URL."""
 
 
 class Measured(NamedTuple):

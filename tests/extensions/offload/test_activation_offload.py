@@ -35,7 +35,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("layers", "flags"), RUNS)
 def test_offloading_changes_no_bit(layers: int, flags: str) -> None:
-    """The runs use 16 bits; the parity matrix tests other layouts."""
+    """The runs train in a 16-bit format. The parity matrix covers the other layouts."""
     plain = f"{COMMON} {flags}".split()
     offload = f"--cpu-offloading --cpu-offloading-num-layers {layers} --min-offloaded-tensor-size 1".split()
     found = list(differences(train_in_world(2, plain), train_in_world(2, [*plain, *offload])))
@@ -101,11 +101,13 @@ def test_each_tensor_is_offloaded_once_or_not_at_all() -> None:
     given = torch.ones(4, 8, requires_grad=True)
     through = offload.begin(given, {"rotary": (table,)})
     with through.part(True, [weight]):
-        made = given * weight * table  # saves the input, the parameter and a shared tensor: nothing is offloaded
+        # autograd saves an input, a parameter and a shared tensor, none of which is offloaded
+        made = given * weight * table
         assert offload.sent == 0
         few = made[0, :4].exp() * made[0, :4]  # below 8 elements
         assert offload.sent == 0
-        out = made[:2] * made[2:] * made[1:3].t().contiguous().t()  # saves two views of `made`, a product and a copy
+        # autograd saves two views of `made`, a product and a copy
+        out = made[:2] * made[2:] * made[1:3].t().contiguous().t()
     assert offload.sent == made.nbytes + 2 * out.nbytes
     through.watch(out)
     through.end()

@@ -79,7 +79,7 @@ def _starts(rank: int, world_size: int, folder: str) -> str:
 
 
 def test_a_full_disk_is_refused_before_files_are_created(tmp_path: Path) -> None:
-    """The error states the bytes that all ranks on the disk need together."""
+    """The error message states how many bytes all ranks that share the disk need in total."""
     for said in run_world(2, _starts, str(tmp_path)):
         assert said.startswith(f"--offload-weights-folder {tmp_path}: ") and "are needed for weights, gradients" in said
         assert said.endswith("has 976.56 KiB; free space, or use a folder on a different disk")

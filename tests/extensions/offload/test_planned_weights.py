@@ -45,8 +45,8 @@ def planned(flags: str) -> RankMemory:
 
 
 def test_llama_8b_trains_on_a_card_of_24_gb() -> None:
-    """The parameters of two units and the gradients of three are in flight; norms and activations stay on the
-    device."""
+    """At most the parameters of two units and the gradients of three units are on the device at once. Norms and
+    activations always stay on the device."""
     rank = planned(LLAMA_8B)
     flying, memory = rank.plan.in_flight, rank.plan.memory
     assert flying.parameters == 2 * (VOCABULARY + LAYER) and flying.gradients == 4 * (VOCABULARY + 2 * LAYER)

@@ -77,7 +77,7 @@ class MuonOracle(Oracle):
 def compare(rank, world, dims, distributed, flags, round_size=matrix_plan.ROUND, dtype="fp64"):
     matrix_plan.ROUND = round_size
     exact = dtype == "fp64"
-    if exact:  # use fp64 instead of bf16 in torch's iteration as well
+    if exact:  # make torch's Newton-Schulz iteration use fp64 instead of bf16 as well
         torch.Tensor.bfloat16 = torch.Tensor.clone
     state = build_parallel_state(dims, rank)
     ddp, optimizer = build(state, distributed, dtype, **FLAGS, **ADAM, **flags)

@@ -47,7 +47,7 @@ def _changes(run: Snapshot) -> dict[str, torch.Tensor]:
 
 UPDATES = [
     ("decoder.layers.0.self_attention.linear_qkv.weight", 0.1, 0.0),
-    ("decoder.layers.0.mlp.linear_fc1.weight", 3.0, 0.6),  # the expression that is given later takes precedence
+    ("decoder.layers.0.mlp.linear_fc1.weight", 3.0, 0.6),  # if several expressions match, the last one applies
     ("decoder.layers.1.mlp.linear_fc1.bias", 3.0, 0.6),
     ("decoder.layers.1.mlp.linear_fc2.weight", 1.0, 0.3),
     ("decoder.layers.1.mlp.linear_fc2.bias", 1.0, 0.3),

@@ -45,7 +45,8 @@ def test_states_in_the_main_dtype_give_plain_adam() -> None:
 
 
 def test_remainders_are_lossless() -> None:
-    """The result equals that with fp32 main parameters, except for parameters halfway between two bf16 numbers."""
+    """Training with bf16 parameters and stored remainders gives the same result as training with fp32 main parameters,
+    except for parameters halfway between two bf16 numbers."""
     flags = f"{MODEL} --bf16 {AWARE}"
     whole, parts = (train_in_world(1, f"{flags}{more}".split()) for more in ("--no-store-param-remainders", ""))
     mains = [key for key in whole.tensors if key.startswith("step 1 main_param")]

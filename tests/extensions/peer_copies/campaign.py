@@ -27,7 +27,7 @@ from tests.extensions.peer_copies.runs import Planned, Run
 
 KINDS = ("error", "kill", "stop", "copy", "agreed", "start", "end", "save", "two", "host")
 SPARES = 2
-"""Number of spares in rounds that lose a host."""
+"""Number of spare ranks in a round in which a host is lost."""
 
 STEPS = 6
 LAYOUTS = {
@@ -74,8 +74,8 @@ def drawn_flags(moments: random.Random, ranks: int) -> list[str]:
 
 
 def one_round(folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Run a round and return its recoveries. Asserts that each recovery lost at most one step, and that the result
-    equals that of a run without faults."""
+    """Run a round and return its recoveries. Assert that each recovery lost at most one step and that the round's
+    result equals the result of a run without faults."""
     moments = random.Random(seed)
     ranks, per_host = moments.randrange(2, 5), moments.randrange(1, 3)
     faults, flags = drawn_faults(moments, ranks), drawn_flags(moments, ranks)

@@ -2,11 +2,12 @@
 
     python -m tests.extensions.peer_copies.overhead --steps 120
 
-Two hosts of `tests.cluster.hosts`, joined by cables of `--rate`, train one model that is sharded over them. All states
-of a rank are therefore sent to the other host. Blocks of `BLOCK` steps with copies alternate with blocks without, so
-that both kinds see the same load on the machine. The first step of a block does not count, because copies of the
-previous step may still be in flight. A step sleeps for `--seconds`, as passes on a GPU leave the host's processor and
-network idle. The step then computes briefly and communicates. Sending a copy begins when the copy begins.
+Two hosts of `tests.cluster.hosts`, joined by cables of `--rate`, train one model that is sharded over them. Because the
+model is sharded, each rank sends all its states to the other host. Blocks of `BLOCK` steps with copies alternate with
+blocks without, so that both kinds see the same load on the machine. The first step of each block is not counted,
+because copies of the previous step may still be in flight. A step sleeps for `--seconds`, as passes on a GPU leave the
+host's processor and network idle. The step then computes briefly and communicates. Sending a copy begins when the copy
+begins.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def copied(iteration: int) -> bool:
 
 
 def measured_main(seconds: float, sent: Path) -> Callable[[list[str]], int]:
-    """Return a `pretrain_gpt.main` that sleeps for `seconds` in each step and makes copies in every second block of
-    steps. It writes the bytes of each part that it sends, and the seconds that sending took, to the file `sent`."""
+    """Return a replacement for `pretrain_gpt.main` that sleeps for `seconds` in each step and copies the training state
+    to peers only in every second block of steps. It writes the bytes of each part that it sends, and the seconds that
+    sending took, to the file `sent`."""
 
     def main(argv: list[str]) -> int:
         made, copy, put = training.train_step, PeerCopies._copy, Link.put
@@ -71,7 +73,8 @@ def measured_main(seconds: float, sent: Path) -> Callable[[list[str]], int]:
 
 
 def told(records: Sequence[dict[str, float]], sent: Sequence[Sequence[float]]) -> str:
-    """Describe the median times of steps with and without copies, and the sent data."""
+    """Return a text with the median time of steps with copies, the median time of steps without copies, and the amount
+    of sent data."""
     after = {True: list[float](), False: list[float]()}
     for record in records:
         before = int(record["iteration"]) - 1

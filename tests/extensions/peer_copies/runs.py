@@ -32,7 +32,8 @@ MODEL = f"{TINY} --log-interval 1 --hidden-dropout 0.1".split()
 
 @dataclass(frozen=True)
 class Planned:
-    """Planned fault of a rank, after `step` steps or while the copies of that step are made."""
+    """Planned fault of one rank. The fault strikes after `step` steps, or while the state after that step is copied to
+    peers."""
 
     kind: str
     rank: int
@@ -44,7 +45,7 @@ class Planned:
 
     @property
     def now(self) -> bool:
-        """True if the current start is the one in which the fault strikes."""
+        """Whether the fault is planned for the current start of the run."""
         return int(os.environ.get(START, "0")) == self.start
 
     @property
@@ -137,7 +138,7 @@ def faulty_main(faults: Sequence[Planned], breaks: Callable[[str], None]) -> Cal
 
 
 def lost_workers(kind: str, per_host: int) -> list[int]:
-    """Return the numbers of the launcher's processes that a fault ends for good."""
+    """Return the indices of the launcher's processes that a fault ends permanently."""
     words = kind.removeprefix("start ").split()
     if words[0] == "host":
         return list(range(int(words[1]) * per_host, (int(words[1]) + 1) * per_host))
@@ -209,7 +210,7 @@ class Run:
         shutil.rmtree(gone, ignore_errors=True)
 
     def end(self) -> None:
-        """End all holder processes that a test leaves running."""
+        """Kill the processes that still hold copies in memory after a test."""
         for about in self.memory.glob("*/holder.json"):
             with suppress(OSError):
                 os.kill(json.loads(about.read_text())["pid"], signal.SIGKILL)

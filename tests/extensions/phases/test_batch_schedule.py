@@ -74,7 +74,8 @@ def test_an_unreadable_schedule_is_refused(text: str, message: str) -> None:
 
 @pytest.mark.parametrize("text", ["--step-batch-size-schedule a", "--rampup-batch-size 0", "--rampup-batch-size 1 0 3"])
 def test_unreadable_sizes_with_a_length_in_tokens_are_one_error(text: str) -> None:
-    """The run's length is not derived from invalid batch sizes; rules report the error."""
+    """If the batch sizes are invalid, the run's length is not computed. Validation reports the invalid flag as the only
+    error."""
     flag = text.split()[0]
     config = parse_args(f"--seq-length 16 {text} --train-tokens 4096".split())
     assert any(problem.flag == flag for problem in validate(config, 1))

@@ -68,7 +68,7 @@ PHASES = st.lists(st.tuples(UNITS, st.integers(1, 40), st.integers(1, 6), st.int
 def test_a_phase_begins_with_the_first_step_after_its_number(
     tmp_path_factory: pytest.TempPathFactory, later: list[tuple[str, int, int, int]], more: int
 ) -> None:
-    """The reference iterates over all steps."""
+    """The expected values are computed by iterating over all steps."""
     begun, sizes = {"samples": 0, "tokens": 0, "iterations": 0}, [(3, 4)]
     text, firsts = "- {seq-length: 4, global-batch-size: 3, name: '0'}\n", [(0, 0, 0)]
     for number, (unit, further, length, size) in enumerate(later, 1):

@@ -122,8 +122,8 @@ def test_the_fit_never_gives_negative_constants() -> None:
 
 
 def _products(*rates: float) -> fit.Measured:
-    """Return measurements in which GEMMs of depths 8, 16, and so on reach these rates in TFLOP/s. Copies and attention
-    are those of h100."""
+    """Return measurements in which GEMMs of depths 8, 16, and so on reach these rates in TFLOP/s. The measurements of
+    copies and attention are taken from the device file h100."""
     depths = range(8, 8 * len(rates) + 8, 8)
     products = ((Product("bf16", 8, 8, k), 2e-12 * 8 * 8 * k / rate) for k, rate in zip(depths, rates, strict=True))
     return replace(measured(read_device("h100")), products=tuple(products))

@@ -68,7 +68,7 @@ def test_printed_remedies_work() -> None:
 
 
 class WideningLayer(TransformerLayer):
-    """Layer whose MLP width grows with the layer number, so that no two layers are alike."""
+    """Layer whose MLP width depends on the layer number, so that every layer has a different size."""
 
     def build_mlp(self, name: str, config: TransformerConfig, ctx: TPContext) -> MLP:
         return MLP(name, config, ctx, 64 * (1 + ctx.layer))

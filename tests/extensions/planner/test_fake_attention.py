@@ -23,7 +23,8 @@ def operands(value_width: int) -> list[Tensor]:
 
 
 def tiles_of(name: str) -> tuple[Tile, ...]:
-    """Return the tiles of a whole sample on one rank, or of one ring step on the first of two ranks."""
+    """Return attention tiles, either for a whole sample on one rank, or for one step of ring attention on the first of
+    two ranks."""
     spans = {
         "whole": (range(ROWS),),
         "own keys": rank_spans(2 * ROWS, 0, 2),

@@ -110,8 +110,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def tried(request: pytest.FixtureRequest) -> Tried:
-    """Evaluate every valid layout of a small run with every way to save memory. With --whole, the search space is
-    larger."""
+    """Evaluate every valid layout of a small run, each combined with every memory-saving option. With --whole, the
+    search space is larger."""
     run = SearchedRun(resolve(parse_args([*RUN, *request.param]), WORLD), WORLD)
     whole = request.config.getoption("--whole")
     most = {"most_tp": 4, "most_samples": 2} if whole else {"most_tp": 2, "most_samples": 1}
@@ -295,7 +295,8 @@ def test_the_verdict_ranks_the_given_layout(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.skipif(not installed("phases"), reason="phases is deleted")
 def test_runs_whose_batch_grows_are_searched() -> None:
-    """The first batch size does not matter, because the search tries constant batch sizes."""
+    """The initial batch size of the ramp-up does not restrict the search, because the search tries constant batch
+    sizes."""
     run = SearchedRun(resolve(parse_args([*RUN, *"--rampup-batch-size 8 8 64".split()]), WORLD), WORLD)
     assert LayoutCosts(run, read_device("h100"), 2).divides(2, 1, 1, 2)
 

@@ -48,7 +48,8 @@ EXPERTS = (
     "--hidden-dropout 0 --ep 2 --moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1 "
     "--moe-pad-expert-input-to-capacity"
 )
-"""Flags under which all messages have a fixed size. Without these flags, the router determines the sizes."""
+"""Flags with which every message between ranks has a fixed size. Without these flags, the router determines the
+sizes."""
 
 OFFLOAD = "--cpu-offloading --min-offloaded-tensor-size 1 --cpu-offloading-num-layers"
 ZERO2, ZERO3 = (f"--data-parallel-sharding-strategy {name}" for name in ("optim_grads", "optim_grads_params"))
@@ -267,8 +268,8 @@ CHAINS = [
 
 
 def bytes_of_chain(rank: int, world_size: int, config: RunConfig) -> tuple[int, int, int, int]:
-    """Return the bytes of the optimizer on the device and on the host, followed by the bytes of its transform chains on
-    the device and on the host."""
+    """Return four sizes in bytes: the optimizer on the device, the optimizer on the host, its transform chains on the
+    device, and its transform chains on the host."""
     with ExitStack() as resources:
         run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)
@@ -292,7 +293,8 @@ def test_states_of_chains_match_the_plan(world_size: int, flags: str) -> None:
         assert planned == ([ranks[rank][2] for rank in stage], [ranks[rank][3] for rank in stage])
         assert states.memory.optimizer == max(ranks[rank][0] for rank in stage)
         assert states.memory.host == max(ranks[rank][1] for rank in stage)
-        fused = 2 * max(planned[0]) if "averaged_adam" in flags else 0  # counted in shards, including padding
+        # averaged_adam's own states are counted per shard, including padding
+        fused = 2 * max(planned[0]) if "averaged_adam" in flags else 0
         assert states.memory.moments >= max(planned[0]) + fused > 0
         assert fused or states.memory.moments == max(planned[0])
 
@@ -315,8 +317,8 @@ def test_everything_except_scalars_is_planned(flags: str) -> None:
 
 
 OF_A_LAYER = [
-    # Bytes that the recomputation of each module saves. 5as/h for attention scores is never kept; 4a/h remains instead.
-    # Norms keep 8 bytes per token.
+    # Activation bytes that a layer keeps if the given modules are recomputed. The 5as/h bytes of attention scores are
+    # never kept, and 4a/h bytes are kept instead. Norms keep 8 bytes per token.
     (1, "", 34, 8 + 4 * 8),
     (1, SELECTIVE, 34, 8),
     (1, f"{MODULES} layernorm", 30, 8 + 4 * 8),

@@ -1,5 +1,5 @@
-"""GPU plans computed with meta tensors equal plans computed with fake tensors. Plans use fake tensors if parts of the
-model do not run on meta tensors."""
+"""A plan for a GPU is the same whether it is computed with meta tensors or with fake tensors. Plans use fake tensors if
+parts of the model do not run on meta tensors."""
 
 from __future__ import annotations
 

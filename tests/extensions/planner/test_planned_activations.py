@@ -64,7 +64,7 @@ def parallel_config(**fields: Any) -> ModelParallelConfig:
 
 
 def settle(live: LiveMemory) -> None:
-    """Wait until no more memory is freed: gloo's threads free sent buffers a little later."""
+    """Wait until no more memory is freed, because gloo's threads free send buffers with a delay."""
     same, before = 0, -1
     while same < 3:
         time.sleep(0.01)
@@ -115,13 +115,13 @@ def kept_in_bf16(model: TransformerConfig, **more: Any) -> int:
 
 
 def differing(world_size: int, cases: list[Case]) -> list[Found]:
-    """Return (case, planned, measured) for cases in which plan and measurement differ on some rank."""
+    """Return one tuple (case, planned bytes, measured bytes) for each case and rank where the two differ."""
     plans = [planned_for(MicroBatch(model, parallel, SAMPLES, "cpu"), stage) for _, model, parallel, stage in cases]
     return [case for found in run_world(world_size, compare, cases, plans) for case in found]
 
 
 def compare(rank: int, world_size: int, cases: list[Case], plans: list[tuple[int, int]]) -> list[Found]:
-    """Return (case, planned, measured) for cases in which plan and measurement differ on this rank."""
+    """Return one tuple (case, planned bytes, measured bytes) for each case where the two differ on this rank."""
     states: dict[tuple[int, int], ParallelState] = {}
     found = []
     for (name, model, parallel, stage), planned in zip(cases, plans, strict=True):
@@ -258,8 +258,8 @@ def test_offloading_keeps_the_input_of_a_stage_on_the_device(kind: str) -> None:
     "fp8", [Fp8Flags(), Fp8Flags(fp8_format="hybrid"), Fp8Flags(fp8_format="e4m3", fp8_recipe="blockwise")]
 )
 def test_grouped_gemms_on_gpus_can_be_planned(fp8: Fp8Flags) -> None:
-    """On GPUs, the row counts are device tensors, and fake device tensors have no values. The layer keeps the offsets
-    of the experts' rows instead of the row counts."""
+    """On GPUs, the row counts are device tensors, and fake device tensors have no values. With grouped GEMMs, the layer
+    therefore saves the row offsets of the experts instead of their row counts."""
     even = replace(LLAMA, num_experts=8, moe_ffn_hidden_size=48, moe_token_dispatcher_type="alltoall")
     kept = [
         ActivationPlan(MicroBatch(model, ModelParallelConfig(bf16=True, extension_options=(fp8,)), SAMPLES, "cuda"))

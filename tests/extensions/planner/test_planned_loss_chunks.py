@@ -123,7 +123,7 @@ def test_chunks_leave_one_tensor_of_the_size_of_the_hidden_states() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "further tokens"])
 def test_chunks_do_not_add_flops(name: str) -> None:
-    """Neither the model FLOPs per token nor the FLOPs of a planned step depend on chunks."""
+    """Computing the loss in chunks changes neither the model FLOPs per token nor the FLOPs of a planned step."""
     model = MODELS[name]
     counted = []
     for size in (0, 16):
@@ -206,8 +206,8 @@ def test_a_plan_names_no_chunk_that_saves_nothing() -> None:
 
 
 FIGURES = {32768: (1.38, 0.69, 0.45), 131072: (4.38, 1.44, 0.64), 262144: (8.38, 2.44, 0.89)}
-"""Peak memory in GiB for all tokens at once, chunks of 4,096 tokens and chunks of 1,024 tokens, keyed by vocabulary
-size."""
+"""Peak memory of the loss in GiB, keyed by vocabulary size. The three values are for all tokens at once, for chunks of
+4,096 tokens, and for chunks of 1,024 tokens."""
 
 
 @pytest.mark.parametrize("vocab", FIGURES)

@@ -1,4 +1,4 @@
-"""Forked processes end with their parent, and a command ends on Ctrl-C."""
+"""Forked processes exit when their parent exits, and a command exits on Ctrl-C."""
 
 from __future__ import annotations
 

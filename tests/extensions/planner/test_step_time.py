@@ -63,8 +63,8 @@ def test_a_collective_overlaps_a_gemm_and_the_rest_is_exposed(device: DeviceFile
 
 
 def test_concurrent_gemms_share_their_last_waves(device: DeviceFile) -> None:
-    """The 144 tiles of one part fill about half of two waves of 132 multiprocessors. The tiles of eight parts fill nine
-    waves."""
+    """The 144 tiles of one part occupy two waves on 132 multiprocessors and fill about half of the two waves. The tiles
+    of eight parts fill nine waves."""
     part, whole = (1e-6 * device.gemm_us("bf16", rows, 9216, 18432) for rows in (512, 4096))
     assert 8 * part > 1.3 * whole
     parts = [Product("bf16", 512, 9216, 18432, at_one_time=8)] * 8
@@ -173,8 +173,8 @@ def test_parts_sum_to_the_step_and_faster_hardware_never_makes_it_longer(flags: 
 
 
 def test_an_uneven_pipeline_is_bound_by_its_busiest_rank() -> None:
-    """The first rank has one of eight layers and ends last. This rank is idle most of the time, but its idle time does
-    not limit the step."""
+    """The first pipeline rank has only one of the eight layers, but is the last rank to finish the step. This rank is
+    idle most of the time, but its idle time does not limit the step."""
     device = replace(read_device("h100"), step_overhead_ms=0.0, ranks_overhead_ms=0.0)
     step = predicted("--pp 2 --decoder-first-pipeline-num-layers 1", device)
     assert step.parts["pipeline_bubble"] < 0.5 * step.bubble * step.seconds and step.bubble > 0.1

@@ -65,7 +65,7 @@ def config_of(flags: str, world_size: int) -> RunConfig:
 
 
 def waiting(config: RunConfig) -> RunConfig:
-    """Return the same configuration, except that every step waits for the norm."""
+    """Return a copy of the configuration in which every optimizer step waits for the gradient norm."""
     return config.with_options(PostValidationFlags())
 
 

@@ -42,7 +42,7 @@ STRANGERS = [
 
 VALUES: list[Any] = [None, True, -1, 7, 10**400, 1.5, float("nan"), float("inf"), "", "x", "\udcff", [], [[]], [1.5]]
 VALUES += [{}, {"x": 1}, {"7": 1.0}, {"1": "1"}, {"1": float("inf")}, {"1": -float("inf")}, {"1": True}, {"²": 1.0}]
-"""Wrong values for the fields of a message with a valid token. Some of these values are valid for some fields."""
+"""Invalid field values for messages whose token is valid. Some of these values are valid for some fields."""
 
 BEAT = {"from": 1, "ages": {"0": 0.1}, "end": ""}
 FINDINGS = {kind: {} for kind in KINDS} | {"gone": [], "fine": [1]}
@@ -55,7 +55,7 @@ def with_token() -> list[bytes]:
 
 
 def changed(message: dict[str, Any], right: dict[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """Yield variants of a message: each lacks one field, or has a wrong value in one field."""
+    """Yield invalid variants of a message. In each variant, one field is missing or has a wrong value."""
     for field in message:
         yield {name: value for name, value in message.items() if name != field}
         for value in VALUES:
@@ -97,8 +97,8 @@ def attack(ports: list[int]) -> int:
 
 @contextmanager
 def heartbeat(peer: socket.socket, log: Path) -> Iterator[tuple[Any, int]]:
-    """Start the heartbeat process of rank 0's host, and yield the process and its port. The process regards `peer` as
-    the host of rank 1."""
+    """Start the heartbeat process of rank 0's host, and yield the process and its port. The heartbeat process treats
+    the socket `peer` as the host of rank 1."""
     words = [os.getpid(), 0, 2, 6.0, int(socket.AF_INET)]
     command = [sys.executable, "-I", "-S", str(PROGRAM), *map(str, words)]
     pipe = subprocess.PIPE

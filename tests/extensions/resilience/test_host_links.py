@@ -124,7 +124,7 @@ def test_the_last_message_counts_even_if_its_sender_paused() -> None:
     cluster.beat(2)
     cluster.lost = {(0, 1)}
     cluster.beat(TIMEOUT)
-    cluster.links[1].stood_still(5.0, cluster.now)  # so that host 1 reports that it heard host 0 a second ago
+    cluster.links[1].stood_still(5.0, cluster.now)  # makes host 1 report that it heard from host 0 one second ago
     cluster.links[0].hear(cluster.links[1].message(cluster.now, "lost"), 1, cluster.now)
     cluster.asleep = {1}
     cluster.beat(LINGER + 1)

@@ -214,7 +214,7 @@ def test_a_folder_on_another_file_system_gets_no_checkpoint(held: Held, capsys: 
     lease, folder, errors = held
     assert lease._place is not None
     lease._place.file_system += 1
-    lease.check()  # the disk is mounted again, and the lease is in the folder
+    lease.check()  # a remounted disk is accepted because it contains the lease
     shutil.rmtree(folder)
     for _ in range(2):
         with pytest.raises(OSError, match="is on a different file system than at the start: mount its disk again"):

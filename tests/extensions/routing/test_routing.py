@@ -22,7 +22,7 @@ def test_sinkhorn_balances_each_sequence_only_in_training() -> None:
         return max(int(experts[:, j].flatten().bincount(minlength=8).max()) for j in range(B))
 
     balanced, plain = layer.router(x, context(B)).experts, layer.eval().router(x, context(B)).experts
-    assert most(balanced) <= 12 < 20 < most(plain)  # with even shares, each expert would get 8
+    assert most(balanced) <= 12 < 20 < most(plain)  # a perfect balance would be 8 tokens per expert
     assert torch.equal(plain, (x @ layer.router.weight.T).argmax(-1, keepdim=True))
 
 

@@ -1,4 +1,4 @@
-"""Pipeline simulator: comparison with published bubble rates, and action lists that cannot run."""
+"""The pipeline simulator reproduces published bubble rates and detects action lists that deadlock."""
 
 import pytest
 

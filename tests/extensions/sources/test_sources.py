@@ -86,7 +86,8 @@ BYTES = TokenizerConfig(tokenizer_type="ByteTokenizer")
 
 @pytest.fixture
 def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Put]:
-    """Yield a function that puts local files into object storage and returns their URL. The host's cache is empty."""
+    """Yield a function that puts local files into object storage and returns their URL. The local cache for remote
+    files is initially empty."""
     pytest.importorskip("s3fs")
     load()
     monkeypatch.setattr(CACHE, "folder", tmp_path / "copies")

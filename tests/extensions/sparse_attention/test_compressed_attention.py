@@ -56,8 +56,8 @@ def literal_keys(compressor: Any, x: Tensor, start: int, stop: int, tables: Any)
 
 
 def literal(layer: Any, x: Tensor, context: BatchContext, sparse_loss: bool) -> tuple[Tensor, Tensor, int]:
-    """Compute a layer for x [s, b, h] token by token, and return the output, the sum of divergences and the number of
-    divergences."""
+    """Compute a layer token by token for x [s, b, h]. Return the output, the sum of the indexer's KL divergences, and
+    the number of these divergences."""
     out, total, count = torch.zeros_like(x), x.new_zeros(()), 0
     sinks = layer.core.softmax_offset
     for sample in range(x.shape[1]):

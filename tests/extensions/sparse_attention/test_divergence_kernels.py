@@ -53,7 +53,7 @@ def drawn(seed: int) -> Drawn:
 
 
 def given(each: Drawn) -> tuple[Index, Loss]:
-    """Return the operands of `divergence`. Some scores are equal."""
+    """Return random operands for the function `divergence`. Some scores are equal."""
     case, heads, width = each
     q, sinks, seen, k, _ = operands(case)
     found = attend_to_selected(*(q.float(), sinks, seen, tuple(x.float() for x in k), SCALE, case.values, False))
@@ -152,7 +152,7 @@ TYPES: dict[str, Any] = {
 @pytest.mark.grid(("heads", "capabilities"), [([16], [90])], [([16, 64], [80, 90, 100])])
 @apart(interpret=False)
 def test_kernels_compile_to_tensor_core_instructions(heads: Sequence[int], capabilities: Sequence[int]) -> None:
-    """The indexer has the same width as in DeepSeek-V3.2. The compiled kernels fit into the registers."""
+    """The head width of the indexer is the same as in DeepSeek-V3.2. The compiled kernels fit into the registers."""
     from megatron.extensions.attention.sparse_attention.kernels import divergence_triton as triton
 
     for capability in capabilities:

@@ -85,7 +85,7 @@ def parquet(texts: Sequence[str]) -> bytes:
 
 
 def arrow(texts: Sequence[str], as_file: bool = False) -> bytes:
-    """Return an Arrow stream, or an Arrow file whose strings may be long."""
+    """Return table data in the Arrow stream or Arrow file format. In the file format, strings use 64-bit offsets."""
     import pyarrow as pa
 
     rows, out = pa.table({"text": pa.array(texts, pa.large_string() if as_file else pa.string())}), io.BytesIO()
@@ -160,8 +160,8 @@ NEW: dict[str, Callable[[Random, bytes, bytes], bytes]] = {
     "encoding": lambda dice, lost, behind: _in_another_encoding(dice, lost),
     "other": lambda dice, lost, behind: content_of(f"a{dice.choice(DAMAGED)}", TEXTS[2:9]),
 }
-"""Function for each kind of damage that returns replacement bytes, given the damaged bytes and all bytes from there
-on."""
+"""Functions that return replacement bytes, keyed by kind of damage. The arguments are a random number generator, the
+bytes to replace, and all bytes from their position on."""
 
 
 def damaged(dice: Random, data: bytes) -> Damage:
@@ -179,7 +179,7 @@ class Trial:
 
     name: str
     files: Mapping[str, bytes]
-    """Contents of the files by name. The trial damages the first of these files."""
+    """Contents of the files by name. Only the first file is damaged."""
 
     read: Callable[[Path], Any]
     """Function that reads the files in a folder. The function runs in a separate process."""
@@ -340,8 +340,9 @@ def _limit_memory(rank: int) -> None:
 
 
 def run_trial(trial: Trial, dice: Random, folder: Path) -> tuple[str, str]:
-    """Run a trial, and return its outcome and a description of the failure. The outcome is "told" if the damage was
-    reported, "read" if the file was read, and "failed" otherwise. The description is empty unless the trial failed."""
+    """Run a trial, and return its outcome and a description of the failure. The outcome is "told" if the reader
+    reported the damage, "read" if it returned a correct result, and "failed" otherwise. The description is empty unless
+    the trial failed."""
     name = next(iter(trial.files))
     damage = damaged(dice, trial.files[name])
     folder.mkdir()

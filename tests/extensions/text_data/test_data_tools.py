@@ -214,7 +214,7 @@ def test_no_signal_interrupts_the_start_of_a_worker(monkeypatch, number):
     assert [(pool.started, pool.ended) for pool in pools] == [(True, True)]
 
 
-# train_tokenizer and the whole workflow
+# Tests of train_tokenizer and of the whole workflow
 
 
 def test_text_survives_training_a_tokenizer_and_tokenizing(tmp_path):
@@ -304,7 +304,7 @@ def test_merge_refuses_incompatible_inputs(tmp_path):
 
 
 def test_dump_equals_the_samples_of_megatron_lm(tmp_path):
-    """The data is a blend; `tests/pure/test_data_order.py` has all other cases."""
+    """This test dumps a blend of data sets; `tests/pure/test_data_order.py` tests all other cases."""
     case = next(case for case in CASES if case["blend"][1])
     prefixes, weights = case["blend"]
     paths = [value for weight, prefix in zip(weights, prefixes, strict=True) for value in (weight, FIXTURES / prefix)]

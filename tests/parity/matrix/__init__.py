@@ -84,7 +84,7 @@ def many_pairs(count: int) -> list[Combination]:
 NOISE = 1e8
 """SOAP's threshold for eigenvalues, as a multiple of the rounding error of the largest eigenvalue.
 
-SOAP takes equally large steps along all eigenvectors. Rounding changes the eigenvectors of eigenvalues below the
+SOAP's steps are equally large along all eigenvectors. Rounding changes the eigenvectors of eigenvalues below the
 threshold by more than 1e-8. At a threshold of 1e7, rounding the gradients of a single process differently changed a
 gradient of the third step by 7e-10.
 """

@@ -56,7 +56,7 @@ for _options in (*MODEL_FACTORS.values(), *LAYOUT_FACTORS.values()):
 FACTORS = LAYOUT_FACTORS | MODEL_FACTORS
 FIRST = {name: next(iter(options)) for name, options in FACTORS.items()}
 OF_EXPERTS = ("ep", "etp", "dispatcher", "expert messages", "row counts", "routing", "balancing")
-"""Factors that apply only to models with experts."""
+"""Names of the matrix factors that only apply to models with experts."""
 
 
 @dataclass(frozen=True)

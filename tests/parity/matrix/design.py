@@ -59,14 +59,14 @@ def all_pairs() -> Iterator[Pair]:
 
 @cache
 def pairwise() -> tuple[Combination, ...]:
-    """Return the combinations of `design.txt` whose choices all exist."""
+    """Return the combinations listed in `design.txt`, without those that contain a choice that does not exist."""
     lines = DESIGN.read_text(encoding="utf-8").splitlines()
     found = (Combination.read(line) for line in lines if SEPARATOR not in line)
     return tuple(combination for combination in found if combination.is_there)
 
 
 def illegal_pairs() -> set[Pair]:
-    """Return the pairs that `design.txt` lists as invalid."""
+    """Return the pairs of choices that `design.txt` lists as mutually exclusive."""
     lines = [line.split(SEPARATOR) for line in DESIGN.read_text(encoding="utf-8").splitlines() if SEPARATOR in line]
     read = [((*one.split("="),), (*other.split("="),)) for one, others in lines for other in others.split(", ")]
     return {pair for pair in read if all(choice in FACTORS[name] for name, choice in pair)}
