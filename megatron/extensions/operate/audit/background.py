@@ -1,10 +1,10 @@
 """Callback for --audit-by layout and --audit-by precision. A process on the host of the first rank recomputes audited
 steps while training continues.
 
-Before an audited step, the ranks write its weights and samples to the --save folder. After the backward passes of the
-step, each rank computes random-sign sums of its shard of the reduced gradients (`sketch`). The audit process computes
-the same sums from the recomputed gradients, and compares both. An audit is skipped if the audit process is still busy
-with the previous audit.
+Before an audited step, the ranks write the current weights and the samples of the step to the --save folder. After the
+backward passes of the step, each rank computes random-sign sums of its shard of the reduced gradients (`sketch`). The
+audit process computes the same sums from the recomputed gradients, and compares both. An audit is skipped if the audit
+process is still busy with the previous audit.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class BackgroundAudit(Callback, Meter):
             self._process.stdin.flush()
 
     def _look(self) -> None:
-        """Read the result of the audit in progress, if it is available. Collective."""
+        """Read the result of the audit in progress, if the audit process has written it. Collective."""
         if self._sent is None:
             return
         run, iteration = self.run, self._sent

@@ -1,5 +1,5 @@
 """Reactions of a run to audit results: events, log lines, fields of metric records, and the end of the run if a rank
-disagrees twice."""
+computes wrong values twice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.training.reliability.run_status import record_event
 from megatron.training.run import TrainingRun
 
 TWICE = 2
-"""Number of disagreements after which a rank is treated as failed."""
+"""Number of audits with wrong values after which a rank is treated as failed."""
 
 
 class AuditError(RuntimeError):

@@ -45,13 +45,13 @@ dtype of the reduction."""
 
 
 FLOOR = 1e-3
-"""Lower bound of the norm by which differences of gradients are divided, as a fraction of the largest gradient norm. A
-lower bound is needed because some gradients consist only of rounding errors."""
+"""Minimum divisor of a relative difference between gradients, as a fraction of the largest gradient norm. Without a
+minimum, gradients that consist only of rounding errors would differ by large factors."""
 
 
 class Recording:
-    """Recording of one computation of a step on this rank. A recording contains the passes, and the reduced gradients
-    by parameter."""
+    """Recording of one computation of a step on this rank. A recording contains sketches of the forward and backward
+    passes, and of the reduced gradients."""
 
     sums: Sums
 
@@ -169,8 +169,8 @@ class PeerAudit(Callback, Meter):
         return put_on_device(taken, self.run.data.model, self.run.runtime)
 
     def _computed(self, step: Step, batches: list[Batch]) -> Recording:
-        """Compute a step in which this rank processes the given micro-batches, and record the passes and the reduced
-        gradients. Collective."""
+        """Compute a step in which this rank processes the micro-batches `batches`. Return a recording of the forward
+        and backward passes and of the reduced gradients. Collective."""
         run, recording = self.run, Recording(self._tape())
         with recording.tape.of_passes(run, len(batches)):
             given = run.forward_backward.prepared(step, batches, run.optimizer.loss_scale)
@@ -274,8 +274,8 @@ class PeerAudit(Callback, Meter):
         reduced: tuple[tuple[str, float], ...],
         changed: tuple[str, ...],
     ) -> Report:
-        """Compute this rank's part again, which is the third computation, and return the report of this rank.
-        Collective."""
+        """Compute the micro-batches of this rank for the third time, and return the report of this rank on the
+        differences. Collective."""
         run, now = self.run, self._now
         assert now is not None
         own_rank, dp = run.runtime.launch.rank, run.runtime.state.dp

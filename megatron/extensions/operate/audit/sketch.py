@@ -1,5 +1,5 @@
-"""Sketches of tensors: a few numbers that determine whether two tensors are bitwise equal, and that suffice to estimate
-their distance.
+"""Sketches of tensors. A sketch consists of a few numbers. Two sketches suffice to decide whether two tensors are
+bitwise equal, and to estimate the distance of the tensors.
 
 A sketch consists of a hash of the bits, the norm, and several sums of the elements with random signs. If d is the
 difference of two tensors, the square of a random-sign sum of d has the expected value |d|^2. The distance between two
@@ -95,7 +95,8 @@ def _random_of_blocks(first: int, count: int, device: torch.device) -> tuple[Ten
 
 
 def _mixed(start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random odd int64 numbers and signs for consecutive integers, from two rounds of a multiplicative hash."""
+    """Return a random odd int64 number and random signs for each of `count` consecutive integers. Two rounds of a
+    multiplicative hash compute them."""
     mixed = torch.arange(start, start + count, device=device) * _GOLDEN
     mixed = (mixed ^ (mixed >> 29)) * _MIXER
     mixed = mixed ^ (mixed >> 32)

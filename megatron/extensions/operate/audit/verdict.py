@@ -1,5 +1,5 @@
-"""Verdict of an audit: the rank that caused a difference between two computations of a step. This module does not
-import torch.
+"""Verdict of an audit: which rank caused a difference between two computations of a step. This module does not import
+torch.
 
 Each rank compares its own recording of a step with its peer's recording of the same work. If the two recordings differ,
 the rank repeats its work, which gives a third recording. A difference originates at a rank in two cases: the first
@@ -45,7 +45,7 @@ class Difference:
 
     kind: str
     label: str
-    """Name of the tensor, such as `decoder.layers.0.mlp.linear_fc1.weight`."""
+    """Name of the tensor that differs, such as `decoder.layers.0.mlp.linear_fc1.weight`."""
 
     relative: float
     """Relative difference: the norm of the difference, divided by the larger norm of the two tensors."""

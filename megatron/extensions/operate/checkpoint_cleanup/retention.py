@@ -20,8 +20,8 @@ BEST = "best"
 """Name of the symbolic link in the --save folder that points to the checkpoint kept by --save-retain-best."""
 
 NO_LINKS = (None, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EACCES)
-"""Error numbers that creating a symbolic link raises if the file system does not support links, or without the required
-privilege on Windows."""
+"""Error numbers that mean that symbolic links cannot be created: the file system does not support them, or, on Windows,
+the process lacks the required privilege."""
 
 
 def to_delete(

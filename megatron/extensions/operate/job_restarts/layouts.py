@@ -34,7 +34,7 @@ SIZES = 3
 """Number of world sizes to compare, from the largest world size that has a legal layout downward."""
 
 LISTED = 200
-"""Maximum number of layouts per world size that are validated to find a legal layout."""
+"""Maximum number of layouts that are validated for each world size until a legal one is found."""
 
 DEFAULT_DEVICE = "h100"
 
@@ -79,12 +79,12 @@ def smaller_layout(config: RunConfig, ranks: int, device: DeviceFile) -> Choice 
 
 
 def config_in(config: RunConfig, ranks: int, layout: Layout) -> RunConfig:
-    """Return the resolved configuration of a run with a different layout."""
+    """Return the configuration of a run under a different layout, with all defaults filled in."""
     return SearchedRun(config, ranks).with_layout(layout)
 
 
 def flags_of(config: RunConfig, ranks: int, layout: Layout) -> str:
-    """Return the flags of a layout, for messages."""
+    """Return the flags that select a layout, as text for messages."""
     return " ".join(SearchedRun(config, ranks).flags(config_in(config, ranks, layout)))
 
 

@@ -77,7 +77,7 @@ LONGEST = 1.0
 suspended."""
 
 DELETED = 200
-"""Maximum number of old keys that are deleted at a time."""
+"""Maximum number of old store keys that are deleted in one call."""
 
 KINDS = ("again", "decides", "start", "here", "offer")
 """Prefixes of the store keys that belong to one start of the ranks."""
@@ -145,7 +145,7 @@ class Start:
     method."""
 
     why: tuple[str, ...] = ()
-    """Reasons why preferred recovery methods were not possible, one line each."""
+    """Reasons why the ranks could not recover by better methods, one line per method."""
 
     layout: str = ""
     """Layout of the run, serialized by `layouts.layout_text`; empty for the layout of the run's flags."""
@@ -185,7 +185,7 @@ class Parents:
     """Maximum time in seconds until each parent connects to the store for the first time."""
 
     peers: dict[int, tuple[str, Peer]] = field(default_factory=dict)
-    """Maps a worker to its host and its process."""
+    """Maps each worker to the name of its host and the identity of its process."""
 
     _beats: int = 0
     _clock: Clock = field(default_factory=Clock)
@@ -193,7 +193,7 @@ class Parents:
     """Store keys that belong to earlier starts of the ranks, and that this parent has yet to delete."""
 
     _silence: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Maps a worker to its last heartbeat and the time at which this heartbeat was first seen."""
+    """Maps each worker to its last heartbeat and the time at which this heartbeat was first seen."""
 
     @classmethod
     def of(cls, config: RunConfig, launch: Launch) -> Parents:
@@ -241,8 +241,9 @@ class Parents:
             os.kill(self._peer(worker)[1].pid, signal.SIGKILL)
 
     def leave(self, code: int, living: Collection[int]) -> None:
-        """Announce that this parent ends permanently, and announce its exit code. Worker 0 then waits until the workers
-        in `living` no longer need the store, because the store may end together with worker 0."""
+        """Announce to the other parents that this parent ends permanently, with the exit code `code`. Worker 0 then
+        waits until the workers in `living` no longer need the store, because the store may end together with worker
+        0."""
         self._answered(lambda: self.store.set("over", str(code)))
         self.left()
         clock, keys = Clock(), [f"left/{worker}" for worker in living]

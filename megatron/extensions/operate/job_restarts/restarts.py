@@ -62,8 +62,8 @@ STUCK = 30.0
 blocked in a driver, for example."""
 
 STOPPED = 6.0
-"""Maximum time in seconds for which a child, or the parent of the next rank on the same machine, may be stopped
-(SIGSTOP)."""
+"""Time limit in seconds for a process that a signal has stopped (SIGSTOP). After this time, a stopped child, or a
+stopped parent of the next rank on the same machine, is killed."""
 
 UNMET = 120.0
 """Time limit in seconds for a child to connect to the other ranks. If the child exceeds the limit although its parent
@@ -158,7 +158,7 @@ class Kept:
 
 
 ENDS = (ExitCode.BAD_CONFIGURATION, ExitCode.TO_BE_RESUMED)
-"""Exit codes that end the run even if the user's program chose them instead of the run."""
+"""Exit codes that end the run, even if user code exited with one of them."""
 
 
 def is_failure(code: int) -> bool:
@@ -188,7 +188,7 @@ def start_again(config: RunConfig, launch: Launch, attempt: Attempt) -> int:
 
 
 class Parent:
-    """Process of the launcher that is the parent of a rank or a spare."""
+    """Process of the launcher that runs a rank in a child process, or waits as a spare."""
 
     def __init__(self, config: RunConfig, launch: Launch, attempt: Attempt, parents: Parents) -> None:
         self.config, self.launch = config, launch

@@ -33,7 +33,8 @@ class ParentSignals:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Handle the signals that end a run. SIGHUP is not handled if it is ignored, as under nohup."""
+        """Install handlers for the signals that end a run, for the duration of the `with` block. SIGHUP is not handled
+        if it is ignored, as under nohup."""
         under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         taken = [each for each in SIGNALS if not (under_nohup and each == signal.SIGHUP)]
         self._former = {each: signal.signal(each, self._receive) for each in taken}
@@ -59,7 +60,8 @@ class ParentSignals:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def hand_to(self, child: int) -> None:
-        """Forward signals to this child from now on. A signal that arrived earlier is forwarded immediately."""
+        """Forward all further signals to the process `child`. A signal that arrived earlier is forwarded
+        immediately."""
         self.child = child
         if self.first is not None:
             self._pass_on(self.first)

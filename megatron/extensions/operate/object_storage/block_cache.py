@@ -2,10 +2,10 @@
 import torch.
 
 A cache file contains one block of a stored file and a checksum, so that a block that was damaged by a power cut or the
-disk is fetched again. The folder of a cache file is named after an identifier of the stored file's content. With a lock
-for each block, only one process at a time fetches the block. A separate lock protects the total size of all blocks. The
-least recently used blocks are deleted before the total size exceeds the limit. If the disk is full, blocks are not
-cached.
+disk is fetched again. The name of a cache file's folder contains a hash that identifies the content of the stored file.
+Each block has a lock, so that only one process at a time fetches the block. A separate lock protects the total size of
+all blocks. The least recently used blocks are deleted before the total size exceeds the limit. If the disk is full,
+blocks are not cached.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class BlockCache:
 
     def block_bytes(self, stored: Stored) -> int:
         """Return the block size in bytes for a file. Blocks are small if the file does not fit into the cache, because
-        most of a large block would be deleted without being used."""
+        most bytes of a large block would be deleted before they are used."""
         fewest = 1 << (max(1, self.limit // MOST_BLOCKS) - 1).bit_length()
         return max(fewest, USUAL_BLOCK if stored.size <= self.limit // 2 else SMALLEST_BLOCK)
 

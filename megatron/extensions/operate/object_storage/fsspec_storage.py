@@ -42,7 +42,7 @@ SMALLEST_COPY = 5 << 20
 
 
 class FsspecStorage(Storage):
-    """Storage for all URLs of one scheme. Forked processes open new connections."""
+    """Storage for all URLs of one scheme, such as s3. Each forked process opens its own connections."""
 
     read_ahead = 16 << 20
 

@@ -1,4 +1,4 @@
-"""Callback that sets the limits for a run's requests to object storage and reports the traffic."""
+"""Callback that sets limits on a run's requests to object storage, and reports the traffic."""
 
 from __future__ import annotations
 

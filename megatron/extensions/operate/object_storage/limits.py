@@ -75,7 +75,7 @@ class Limits:
     """Number of bytes in memory that belong to multipart uploads."""
 
     _free: float = 0.0
-    """Time (`time.monotonic()`) at which bandwidth is available again."""
+    """Time (`time.monotonic()`) from which the bandwidth limit permits the next transfer."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -94,7 +94,7 @@ class Limits:
         time.sleep(max(0.0, begins - time.monotonic()))
 
     def count(self, read: int = 0, written: int = 0, repeated: int = 0, seconds: float = 0.0) -> None:
-        """Add bytes, repeated requests and seconds to the traffic counts."""
+        """Add the bytes, retries and seconds of a request to the traffic counts."""
         with self._lock:
             self.traffic.read += read
             self.traffic.written += written
@@ -141,7 +141,7 @@ class Limits:
 
 
 def is_final(error: Exception) -> bool:
-    """Return True if an error is permanent, so that a retry would fail too."""
+    """Return True if an error is permanent, so that retrying the request would be useless."""
     return isinstance(error, FINAL) or type(error).__name__ in FINAL_NAMES or _answer(error)[1] in FINAL_STATUS
 
 

@@ -37,7 +37,7 @@ MOST_STEPS = 256
 
 
 class Block(NamedTuple):
-    """Numbered block of a stored file."""
+    """Block of a stored file, identified by the file and the number of the block."""
 
     stored: Stored
     number: int
@@ -189,7 +189,7 @@ class ReadAhead(Callback, Meter):
         return [f" data wait {wait:.1f} ms per step"] if isinstance(wait, float) else []
 
     def _follow(self) -> None:
-        """Move the window when a step begins. This method runs in a separate thread."""
+        """Start to fetch the samples of later steps whenever a step begins. This method runs in a separate thread."""
         assert self.window is not None
         step = range(0)
         while True:

@@ -27,7 +27,7 @@ SMALLEST_PART = 5 << 20
 
 
 STORES_TELL = ("pre-condition", "PreconditionFailed", "ConditionalRequestConflict", "ConditionNotMet")
-"""Words in the error messages of stores that identify a failed write condition."""
+"""Words in a store's error message that show that the condition of a write was not met."""
 
 
 def is_precondition(error: BaseException) -> bool:
@@ -101,17 +101,17 @@ class S3(NamedTuple):
             raise
 
     def complete(self, path: PurePath, upload: str, tags: list[str]) -> None:
-        """Create the object from its uploaded parts."""
+        """Create an object from the parts that were uploaded for it."""
         parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
         self.call("complete_multipart_upload", path, UploadId=upload, MultipartUpload={"Parts": parts})
 
     def abort(self, path: PurePath, upload: str) -> None:
-        """Delete the uploaded parts of an upload. Errors from the store are ignored."""
+        """Abort a multipart upload, so that the store deletes its parts. Errors from the store are ignored."""
         with suppress(Exception):
             self.call("abort_multipart_upload", path, UploadId=upload)
 
     def abort_uploads(self, prefix: PurePath, attempt: int = 0) -> None:
-        """Delete the uploaded parts of all incomplete uploads under a prefix."""
+        """Abort all incomplete multipart uploads under a prefix, so that the store deletes their parts."""
         bucket, _, key = self.place(prefix).partition("/")
         listed = self.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key)
         for upload in listed.get("Uploads", []):

@@ -16,8 +16,8 @@ About = Mapping[str, object]
 def replace_seen(fs: AbstractFileSystem, scheme: str, place: str, data: bytes, expected: bytes) -> bool:
     """Replace an object if its current content is `expected`. Returns False if the content differs.
 
-    Raises NotImplementedError for stores without conditional writes. Raises the store's error if another process
-    changes the object between the comparison and the write."""
+    Raises NotImplementedError for stores without conditional writes. If another process changes the object between the
+    comparison and the write, the error of the store is raised."""
     if (write := WRITES.get(scheme)) is None:
         raise NotImplementedError(scheme)
     try:

@@ -1,4 +1,5 @@
-"""Client of holder processes: start the holder of this host, send parts to other holders, and read parts from holders.
+"""Client of holder processes. A client starts the holder of its host, sends parts of the training state to other
+holders, and reads parts from holders.
 
 This module does not import torch.
 """
@@ -28,8 +29,8 @@ from megatron.extensions.operate.peer_copies.holder import ABOUT, CHUNK, read_ex
 
 PROGRAM = Path(__file__).with_name("holder.py")
 HOST = "PEER_COPY_HOST"
-"""Environment variable that overrides the host name of a rank for copies. By setting different host names, ranks on one
-machine can count as several hosts."""
+"""Environment variable with the name of a rank's host for the placement of copies. With different names, ranks on one
+machine count as several hosts."""
 
 OPENS = 120.0
 """Maximum time in seconds that a new holder process may take to start."""
@@ -39,15 +40,15 @@ ABANDONED = 3600.0
 without a write."""
 
 RESPONDS = 5.0
-"""Maximum time in seconds in which a living holder accepts a connection and answers a request. Accepting a connection
+"""Maximum time in seconds to wait until a holder accepts a connection and answers a request. Accepting a connection
 does not show that a holder is alive, because the kernel also accepts connections for a stopped process."""
 
 ANSWER = 10.0
-"""Maximum time in seconds in which a living holder receives or sends a chunk."""
+"""Maximum time in seconds to wait until a holder receives or sends a chunk of data."""
 
 
 def host_name() -> str:
-    """Return the name that identifies this host for copies."""
+    """Return the name of this host for the placement of copies."""
     return os.environ.get(HOST) or socket.gethostname()
 
 
@@ -182,7 +183,7 @@ class RefusedError(HolderError):
 
 
 class Pace:
-    """Limit on the number of bytes sent per second; None for no limit."""
+    """Limit on the number of bytes that are sent per second. If `rate` is None, there is no limit."""
 
     def __init__(self, rate: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.rate, self._clock = rate, clock
@@ -305,7 +306,7 @@ GENERATION = re.compile(r"g(\d{6})-[0-9a-f]{8}")
 
 
 def number_of(generation: str) -> int:
-    """Parse the number of a generation from the name of its folder. Return 0 if the folder is not that of a
+    """Parse the number of a generation from the name of its folder. Return 0 if the name is not that of a
     generation."""
     match = GENERATION.fullmatch(generation)
     return int(match[1]) if match else 0

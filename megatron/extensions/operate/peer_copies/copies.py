@@ -48,7 +48,7 @@ AGAIN = 10.0
 failed."""
 
 MOST_PASSED_OVER = 31
-"""Maximum number of consecutive copies that the backoff skips after failed copies."""
+"""Maximum number of consecutive copies that are skipped after failed copies."""
 
 
 class Backoff:
@@ -101,7 +101,7 @@ class Place:
     """Name of this host."""
 
     keep: float
-    """Number of seconds that a holder outlives the ranks."""
+    """Number of seconds for which a holder keeps running after the ranks have ended."""
 
     leads: bool
     """True if this rank supervises the holder of its host."""
@@ -115,7 +115,7 @@ class Copies:
     def __init__(self, place: Place, duties: Sequence[Duty], store: dist.Store, world: int, pace: Pace) -> None:
         self.place, self.duties = place, duties
         self.complete: int | None = None
-        """Last iteration for which all ranks have completed their copies."""
+        """Last iteration of which all ranks have completed their copies; None before the first."""
 
         self.failure = ""
         """Reason why the copies of the last step are incomplete; empty if they are complete."""
@@ -124,7 +124,7 @@ class Copies:
         self._pace = pace
         self._backoff = Backoff()
         self._told = set[str]()
-        """Logged reasons for incomplete copies, with numbers removed."""
+        """Reasons for incomplete copies that were logged, without the numbers in them."""
 
         self._slot, self._number = 0, 0
         self._slots = dict[tuple[str, int], Slot]()

@@ -26,7 +26,7 @@ BY_LAUNCHER = "restart by the launcher"
 
 @dataclass(frozen=True)
 class Fault:
-    """Failure that a rank recorded when the rank ended because of the failure."""
+    """Failure of a run, as recorded by a rank that ended because of it."""
 
     what: str
     who: str

@@ -1,5 +1,5 @@
-"""Holder, a small process on each host that outlives the ranks. The holder serves the host's copies of the training
-state to other hosts.
+"""Holder: a small process on each host that serves the host's copies of the training state to other hosts. A holder
+outlives the ranks.
 
 The copies are files in an in-memory folder (/dev/shm), so they outlive even the holder. The ranks of a host write their
 own copies directly to these files:
@@ -48,8 +48,8 @@ FIRST = 300.0
 """Minimum number of seconds that a new holder waits for the first rank."""
 
 STALLED = 300.0
-"""Number of seconds without received data after which a sender is considered lost, for example because its host
-failed."""
+"""If no data arrives from a sender for this number of seconds, the sender is considered lost, for example because its
+host has failed."""
 
 LONGEST = 1 << 20
 """Maximum size in bytes of a request line."""
@@ -173,10 +173,10 @@ class Connection(socketserver.StreamRequestHandler):
                 self._answer(**answer or {})
 
     def do_hello(self, request: Mapping[str, Any]) -> None:
-        """Answer a request, which shows that this process is running."""
+        """Do nothing; the answer to the request shows that this process is running."""
 
     def do_put(self, request: Mapping[str, Any]) -> None:
-        """Store a part. The part's header and bytes follow the request."""
+        """Store a part. The sender sends the header and the bytes of the part after the request."""
         path = self.server.path(request)
         header_of(path).unlink(missing_ok=True)
         self.connection.settimeout(STALLED)

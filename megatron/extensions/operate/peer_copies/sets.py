@@ -114,7 +114,7 @@ def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
 
 
 def why_none(held: Sequence[Inventory]) -> str:
-    """Return a one-line explanation of why there is no complete set; empty if there are no copies at all."""
+    """Return a line that explains why no step has copies of all parts; empty if there are no copies at all."""
     copies = [copy for each in held for copy in each.copies]
     if not copies:
         return ""

@@ -59,8 +59,8 @@ FAREWELLS = 8
 """Number of times that the final message is sent, because datagrams may be lost."""
 
 BURST = 256
-"""Maximum number of datagrams, and of connections, that are processed between two checks of the clock, so that a flood
-does not delay heartbeats."""
+"""Maximum number of datagrams that are processed between two checks of the clock, and the same for connections, so that
+a flood does not delay heartbeats."""
 
 ENDS = ("", "bye", "failed", "lost", "gone")
 """Valid values of the field `end` in a heartbeat message (see `Peer.end`)."""
@@ -126,7 +126,7 @@ def _are_ages(value: object, world: int) -> bool:
 
 
 class Ignored:
-    """Counter of ignored datagrams. The first ignored datagram is reported on standard error."""
+    """Counter of the UDP datagrams that a process ignores. The first ignored datagram is reported on standard error."""
 
     def __init__(self, here: str) -> None:
         self.here, self.count = here, 0
@@ -180,11 +180,11 @@ class Peer:
     text is empty while the run continues."""
 
     ended: float = 0.0
-    """Time at which the other host reported its end."""
+    """Time at which the other host reported that the run had ended there."""
 
 
 class Links:
-    """State of this host's links to the other hosts. A host is identified by its first rank."""
+    """Table of the other hosts with which this host exchanges heartbeats. A host is identified by its first rank."""
 
     def __init__(self, here: int, timeout: float) -> None:
         self.here = here
@@ -206,8 +206,8 @@ class Links:
         peer.hears = message["ages"].get(str(self.here))
 
     def message(self, now: float, end: str = "") -> dict[str, object]:
-        """Return this host's message to all other hosts. The message contains, for each other host, the number of
-        seconds since its last message arrived here."""
+        """Return the heartbeat message that this host sends to other hosts. The message states for each other host how
+        many seconds ago a message from that host last arrived."""
         ages = {str(host): round(now - peer.heard, 2) for host, peer in self.peers.items() if peer.heard is not None}
         return {"from": self.here, "ages": ages, "end": end}
 
@@ -277,9 +277,9 @@ class Heartbeat:
         self._network.setblocking(False)
         self.port: int = self._network.getsockname()[1]
         self._doors = list[socket.socket]()
-        """List with the socket that accepts TCP connections. Such connections show that this host is alive even if its
-        UDP datagrams do not arrive. The list is empty if another program uses the port; in this case, that program
-        accepts connections."""
+        """List with a single socket, which accepts TCP connections. A TCP connection shows that this host is alive even
+        if UDP datagrams from this host do not arrive. The list is empty if another program uses the port; that program
+        then accepts connections."""
 
         with suppress(OSError):
             self._doors.append(socket.create_server(("", self.port), family=socket.AddressFamily(family)))

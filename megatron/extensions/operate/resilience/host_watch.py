@@ -1,7 +1,6 @@
 """Part of a rank's watchdog that detects lost hosts. This part starts the heartbeat process of the rank's host, and
-ends the rank with a report if other hosts are lost. Until the heartbeat processes of two hosts know each other's
-addresses, a lost connection is detected without heartbeats. The connection is considered lost if the store does not
-answer and the store's host does not accept connections.
+ends the rank with a report if other hosts are lost. Before two heartbeat processes know each other's addresses, a host
+is considered lost if the store does not answer and the host of the store does not accept connections.
 
 The store has these keys:
 
@@ -223,8 +222,8 @@ class HostWatch(Watch):
         return {rank: link for rank, link in self._links.items() if link.first}
 
     def _address(self, rank: int) -> str:
-        """Return the address of a host, given its first rank. For rank 0, this is MASTER_ADDR, because rank 0's host
-        may use a different name for itself."""
+        """Return the address of a host, given its first rank. The address of rank 0's host is MASTER_ADDR, because that
+        host may use a different name for itself."""
         return os.environ["MASTER_ADDR"] if rank == 0 else self._links[rank].address
 
     def ranks_of(self, host: int) -> list[int]:
@@ -335,8 +334,8 @@ class HostWatch(Watch):
         return f"{self._host_name(host)} ({numbers} of {self._launch.world_size})"
 
     def _failure(self, lost: dict[tuple[int, str], float], fine: Collection[int]) -> Failure:
-        """Return a report about lost hosts. `lost` maps pairs (host, state) to the seconds that the state has lasted,
-        where the state is `silent` or `deaf`. `fine` lists hosts whose messages arrive."""
+        """Return a failure report that names the lost hosts. `lost` maps pairs (host, state) to the seconds that the
+        state has lasted, where the state is `silent` or `deaf`. `fine` lists hosts whose messages arrive."""
         rank = self._launch.rank
         here = max((first for first in self._hosts() if rank in self.ranks_of(first)), default=rank)
         me, lines = self._named(here), list[str]()

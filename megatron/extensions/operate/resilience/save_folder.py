@@ -27,8 +27,8 @@ from megatron.training.reliability.visible_text import visible
 from megatron.training.reliability.watchdog import Watch, Watchdog
 
 PATIENCE = 10.0
-"""Maximum time in seconds until a file from one host becomes visible on the other hosts. Network file systems cache
-folders, which causes this delay."""
+"""Maximum time in seconds to wait until a file that one host has written becomes visible on the other hosts. Network
+file systems cache the content of folders, so other hosts see new files late."""
 
 
 class SharedFolder(Callback):

@@ -64,7 +64,7 @@ STALE = 12.0
 """Number of seconds without a renewal after which another run may take over a lease."""
 
 DISK = 1.0
-"""Maximum time in seconds in which a responsive disk writes a lease."""
+"""Maximum time in seconds to wait for the disk to write a lease."""
 
 
 class LeaseError(RuntimeError):
@@ -83,7 +83,7 @@ class LostLeaseError(LeaseError):
 
 
 class LeaseWatch(Watch):
-    """Watch that holds the lease on the --save folder on rank 0 while the watchdog runs."""
+    """Part of rank 0's watchdog that holds the lease on the --save folder."""
 
     def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
         root = config.checkpoint.save_root
@@ -106,7 +106,7 @@ class LeaseWatch(Watch):
 
 
 class Lease(ABC):
-    """Lease of this process, which is rank 0 of its run. If another run takes over the lease or the lease disappears,
+    """Lease on a --save folder, held by rank 0 of a run. If another run takes over the lease or the lease disappears,
     `lost` is called with a LeaseError, in a separate thread."""
 
     def __init__(self, folder: PurePath, lost: Callable[[LeaseError], object]) -> None:
@@ -123,8 +123,8 @@ class Lease(ABC):
 
     @abstractmethod
     def _take(self, found: LeaseText | None) -> None:
-        """Replace the lease `found` with the first lease of this run. Raises LeaseError if there is a different lease
-        by now."""
+        """Replace the lease `found` with the first lease of this run. Raises LeaseError if another run has written a
+        lease since `found` was read."""
 
     @abstractmethod
     def _update(self) -> LeaseError | None:
@@ -136,8 +136,8 @@ class Lease(ABC):
         """Delete the lease. Raises OSError."""
 
     def acquire(self) -> None:
-        """Acquire the lease, which may take up to `STALE` seconds. Raises LeaseError if another run renews the
-        lease."""
+        """Acquire the lease for this run, which may take up to `STALE` seconds. Raises LeaseError if another run still
+        renews the lease."""
         limit, found = time.monotonic() + STALE, self._read()
         while found is not None and (state := self._state(found)) != "":
             if time.monotonic() > limit:
@@ -180,7 +180,7 @@ class Lease(ABC):
                 return
 
     def _refuse_unless(self, expected: LeaseText | None) -> None:
-        """Raise LeaseError if there is a lease other than the expected one."""
+        """Raise LeaseError if the folder contains a lease that differs from `expected`."""
         if (now := self._read()) is not None and now != expected:
             raise LeaseError(self._of(now))
 
@@ -261,7 +261,7 @@ class SaveLease(Lease):
         """Open folder that contains the lease, even if its path later refers to a different folder."""
 
         self._told = ""
-        """Last printed message about the folder."""
+        """Last message about the folder that was printed; empty if the problem was resolved."""
 
     def _take(self, found: LeaseText | None) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -319,14 +319,14 @@ class SaveLease(Lease):
 
     def _is_unmounted(self) -> bool:
         """Return True if the path of the folder is on a different file system than when the run started, so that the
-        disk must have been unmounted. If the folder does not exist, its nearest existing parent is checked."""
+        disk must have been unmounted. If the folder does not exist, check the nearest parent folder that exists."""
         if self._place is None or self._read() is not None:
             return False
         nearest = next(folder for folder in (self._folder, *self._folder.absolute().parents) if folder.exists())
         return os.stat(nearest).st_dev != self._place.file_system
 
     def _tell(self, problem: str) -> None:
-        """Print a problem with the folder once, and another line when the problem is resolved."""
+        """Print a line when a problem with the folder occurs, and another line when the problem is resolved."""
         if problem != self._told:
             print(problem or f"--save {self._folder} is available again", file=sys.stderr, flush=True)
         self._told = problem

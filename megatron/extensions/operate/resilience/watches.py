@@ -1,4 +1,5 @@
-"""Additional watches of a rank's watchdog: files that stop the run, other hosts, and the save lease."""
+"""Watches that a rank's watchdog runs in addition: for files that stop the run, for lost hosts, and for the lease on
+the --save folder."""
 
 from __future__ import annotations
 

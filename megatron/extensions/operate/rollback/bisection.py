@@ -16,20 +16,22 @@ from megatron.training.metrics.sinks import records_until
 from megatron.training.reliability.run_status import recorded_events
 
 EARLIER = 100
-"""Number of earlier records that a step is compared with."""
+"""Number of earlier loss records that the loss of a step is compared with."""
 
 FEWEST = 5
 """Minimum number of earlier loss records that a step is compared with. Steps with fewer earlier records are not
 considered as spikes."""
 
 GONE = 0.5
-"""Fraction of the original loss increase below which a spike is considered to have disappeared."""
+"""A change is considered to remove a spike if the loss increases by less than this fraction of the original
+increase."""
 
 TYPICAL = 10
-"""Number of losses before the spike whose median is the baseline."""
+"""Number of losses before the spike. Their median is the loss that the spike is compared with."""
 
 LARGE_NORM = 3.0
-"""Ratio of a step's gradient norm to the median of the earlier norms, above which the step becomes the suspect."""
+"""If the gradient norm of a step exceeds the median of earlier norms by more than this factor, the batch of the step
+may have caused the spike."""
 
 ROSE = 1.05
 """A learning rate counts as risen if it exceeds this multiple of the learning rate at the checkpoint."""
@@ -88,8 +90,8 @@ class RunFiles:
         return max(shares, default=None)
 
     def loss_of_spike(self, otherwise: float) -> float:
-        """Return the loss of the run at the spike, from the rollback event or the record. Return `otherwise` if the
-        loss was not recorded."""
+        """Return the loss of the run at the iteration of the spike, as recorded in a rollback event or in the metrics.
+        Return `otherwise` if the loss was not recorded."""
         known = {each["iteration"]: float(each["lm_loss"]) for each in self.records}
         for event in recorded_events(self.folder):
             if event.get("event") == "rollback":

@@ -194,8 +194,8 @@ def _make_step(run: TrainingRun, found: Outcome) -> None:
 
 
 def losses_of(run: TrainingRun, samples: range) -> list[Part]:
-    """Return the mean loss of each part of the samples, with the current weights. A part belongs to one document.
-    Collective."""
+    """Return the mean loss of each document in the samples, with the current weights. A document that spans several
+    samples yields one `Part` per sample. Collective."""
     found = list[Part]()
     dataset = run.data.train.dataset
     with run.pipeline.evaluation_mode(), torch.no_grad():

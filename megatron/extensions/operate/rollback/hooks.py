@@ -66,7 +66,7 @@ class Rollback(Callback):
         self._options, self._interval = config.options(RollbackFlags), interval_of(config)
         self._by_peers = uses_peer_copies(config)
         self.passed_over: list[tuple[int, int]] = []
-        """First and last iteration of each range of skipped batches."""
+        """Pairs (first iteration, last iteration), one for each range of skipped batches."""
 
         self.rollbacks = 0
         self.last_to = 0
@@ -166,7 +166,7 @@ class Rollback(Callback):
         return on_first_rank(folders, run.runtime.state.world)
 
     def _is_of_run(self, folder: PurePath, iteration: int) -> bool:
-        """Return True if a checkpoint was trained on the same batches as this run."""
+        """Return True if a checkpoint was trained with the same batches skipped as in this run."""
         try:
             saved = saved_metadata(folder) or {}
             before = Rollback(self.config)
@@ -181,7 +181,8 @@ class Rollback(Callback):
         return {number for number in passed if number <= iteration}
 
     def _go_back(self, verdict: Verdict, found: Decision, source: Checkpoint | PurePath) -> None:
-        """Restore a state and register the batches to skip. Collective."""
+        """Return to the state in `source`, and skip the batches that `found` names when the run reaches them.
+        Collective."""
         run, began = self._run, time.perf_counter()
         assert run is not None
         kept = [*self.passed_over, (found.first, found.last)]
