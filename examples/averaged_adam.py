@@ -38,6 +38,6 @@ def averaged_adam(config: OptimizerConfig, meta: ParamMeta) -> Sequence[Transfor
 @CALLBACKS.register("averaged weights", when=lambda config: config.options(AverageConfig).eval_averaged)
 class EvaluateAveraged(Callback):
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
-        if run.optimizer.step_count == 0:  # nothing is averaged yet
+        if run.optimizer.step_count == 0:  # before the first update there are no averaged weights
             return None
         return [piece for piece in run.optimizer.sharded_state() if piece.key == "averaged"]

@@ -19,7 +19,7 @@ from megatron.training.extensions import extension_flags
 @dataclass(frozen=True)
 class GoldfishConfig:
     goldfish_k: int = 4
-    """Leave out one token in k."""
+    """Exclude 1/k of the tokens from the loss, where k is this value."""
     goldfish_h: int = 13
     """Number of tokens that the hash covers."""
 

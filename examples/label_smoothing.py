@@ -1,4 +1,5 @@
-"""Cross-entropy with label smoothing (arXiv 1512.00567, section 7): a loss with its own sum over the vocabulary.
+"""Cross-entropy with label smoothing (arXiv 1512.00567, section 7). The example shows how a loss adds its own reduction
+over the sharded vocabulary.
 
 python pretrain_gpt.py --extension examples/label_smoothing.py --loss-func label_smoothing --label-smoothing 0.1 ...
 

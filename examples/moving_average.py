@@ -3,7 +3,8 @@
 python pretrain_gpt.py --extension examples/moving_average.py --hybrid-layer-pattern A-*-A- ...
 python pretrain_gpt.py --extension examples/moving_average.py --experimental-attention-variant moving_average ...
 
-Its layers see the tokens of their own rank only, so context parallelism is refused (`whole_sequences`).
+A moving-average layer needs the whole sequence, but under context parallelism a rank holds only a part of each
+sequence. The mixer therefore refuses context parallelism (`whole_sequences`).
 """
 
 import torch

@@ -39,7 +39,7 @@ class ShampooConfig:
     shampoo_eps: float = flag(1e-6, above=0)
     """Added to the diagonal of both factors."""
     shampoo_interval: int = flag(1, above=0)
-    """Updates between two computations of the factors' roots."""
+    """Recompute the inverse fourth roots of the factors L and R every this many updates."""
 
 
 class Shampoo(Transform):

@@ -3,8 +3,8 @@
 python pretrain_gpt.py --extension examples/template.py --activation-func my_activation --my-interval 10 ...
 python -m megatron.testing.parity --extension examples/template.py -- --activation-func my_activation
 
-It has flags of its own, a rule between flags, a part of the model, and a callback. docs/extending.md lists what else
-can be registered.
+The template defines flags, a validation rule for flags, an activation function, and a callback. docs/extending.md lists
+everything that an extension can register.
 """
 
 from __future__ import annotations

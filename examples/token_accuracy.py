@@ -1,9 +1,10 @@
-"""A task that evaluates the model: the share of validation tokens that the model predicts, every N iterations.
+"""Evaluation task that measures, every N iterations, the fraction of validation tokens that the model predicts
+correctly.
 
 python pretrain_gpt.py --extension examples/token_accuracy.py --accuracy-interval 100 --eval-iters 10 ...
 
-It evaluates every validation set, also a file of your own that --valid names: --valid mine=data/mine.jsonl. The
-accuracy of this set is `valid_mine_accuracy` in metrics.jsonl.
+The task evaluates every validation set, including files passed with --valid. For example, --valid mine=data/mine.jsonl
+adds the value `valid_mine_accuracy` to metrics.jsonl.
 """
 
 from collections.abc import Iterator, Sequence

@@ -3,7 +3,7 @@
     python research/megatron_core_step.py RANK FOLDER FAULT     once for each of the ranks 0 and 1, at the same time
 
 The model has a dense layer, a layer of 4 experts and one module of multi-token prediction, with TP 2 and sequence
-parallelism, in fp32. The script writes to the folder: `checkpoint/` (torch_dist, before the step), `batch.npz`,
+parallelism, in fp32. The script writes these files to FOLDER: `checkpoint/` (torch_dist, before the step), `batch.npz`,
 `loss.txt`, and `wgrads/iter_0000001/mp_rank_XX.pth`, in the format in which Megatron-LM's `save_grads` writes them for
 --save-wgrads-interval.
 
@@ -58,7 +58,7 @@ class _Nothing:
 
 
 def stay_on_cpu() -> None:
-    """Replace the functions of torch.cuda that megatron-core calls, so that it trains on a CPU."""
+    """Replace the torch.cuda functions that megatron-core calls, so that megatron-core can train on a CPU."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Compare predicted step times, or planned peaks of device memory, with published ones, run by run.
+"""Compare predicted step times, or planned peak device memory, with the published values of each run.
 
     python research/published_runs.py
     python research/published_runs.py --only a100 --parts
@@ -178,7 +178,8 @@ class Compared:
 
 
 def compare(runs: Sequence[PublishedRun], cache: PlannerCache | None = None) -> Iterator[Compared]:
-    """Predict each run on nodes of eight devices."""
+    """Yield a comparison of the predicted and the published value for each run. The prediction assumes nodes with eight
+    devices."""
     cache = cache or PlannerCache()
     caches: dict[Program, PlannerCache] = {THIS: cache}
     for run in runs:

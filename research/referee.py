@@ -5,7 +5,7 @@
     python research/referee.py megatron-core --site FOLDER --fault norms    the same with a fault, see FAULTS
 megatron-core's package has the same name as this program's. Install megatron-core into a separate folder, which only
 the two processes of its step read: `pip install --no-deps --target FOLDER megatron-core==0.16.1`. The exit code is the
-referee's.
+exit code of tools/referee.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def judged_megatron_core(folder: Path, args: argparse.Namespace) -> int:
     if args.site is None or not (args.site / "megatron/core").is_dir():
         raise SystemExit(f"--site {args.site} has no megatron/core; pip install --no-deps --target it")
     script = Path(__file__).with_name("megatron_core_step.py")
-    # without an interface, gloo looks up the host's name for each of megatron-core's many groups
+    # If GLOO_SOCKET_IFNAME is unset, gloo resolves the host name for each process group, and megatron-core creates
+    # many.
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(args.site.resolve())
     step = [sys.executable, "-W", "ignore", str(script)]

@@ -3,8 +3,8 @@
     python research/speed.py --only "llama float32 eager" --rounds 7
     python research/speed.py --only TP "ours ZeRO-3" "torch FSDP2 ZeRO-3" --ranks 4  # a cell, and two rows of another
 
-Adds the other programs to the cells of tools/bench/speed.py, whose options apply here too. Each program needs its
-package: `pip install -r research/requirements.txt`, in a separate environment.
+The benchmark adds the other programs to the cells (groups of compared programs) of tools/bench/speed.py, and accepts
+the same options. Each program needs its package: `pip install -r research/requirements.txt`, in a separate environment.
 
 In one process, the models of the other programs (research/peers.py) train with torch's fused AdamW and gradient
 clipping. In bf16 cells, their parameters are bf16 and are updated in bf16, which is the fastest way to train them. This
@@ -43,7 +43,8 @@ TORCHS = {
     "ours ZeRO-2": "torch FSDP2 ZeRO-2",
     "ours ZeRO-3": "torch FSDP2 ZeRO-3",
 }
-"""Row of PyTorch's own parallelism to compare with each row of this program."""
+"""Row of PyTorch's built-in parallelism with which a row of this program is compared, keyed by the row of this
+program."""
 
 
 def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Round:
@@ -70,7 +71,7 @@ def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Rou
 
 
 def torchs(kind: str, tokens: int, steps: int) -> Round:
-    """Train with PyTorch's own parallelism of the given kind."""
+    """Return a round that trains with PyTorch's built-in parallelism of the given kind, such as "FSDP2"."""
     from research.torch_parallel import started
 
     return timed(started(kind, speed.LAYOUT_STYLE, speed.MICRO_BATCHES), steps, tokens)
@@ -94,7 +95,7 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, speed.C
 
 
 def beside(cell: speed.Cell, members: Sequence[Contestant], others: dict[str, list[str]]) -> speed.Cell:
-    """Return a copy of a cell with additional contestants."""
+    """Return a copy of a benchmark cell to which the contestants `members` are added."""
     return replace(cell, contestants=[*cell.contestants, *members], others=others)
 
 

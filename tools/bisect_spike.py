@@ -5,10 +5,10 @@
 
 Trains four branches from the checkpoint before the spike: unchanged; with the document of the highest loss replaced;
 with the whole batch replaced; and with the learning rate held at the checkpoint's value (or at a tenth of it, if it has
-not risen since then). Sample order, dropout and learning rates do not depend on the layout, so one process is enough.
-The spike is the cause of the run's last rollback or, without a rollback, the largest loss increase in metrics.jsonl.
-Flags of pretrain_gpt.py after `--` change the configuration. The exit code is 0 if the cause was found, 1 if no single
-cause was found or there is no spike, and 2 if the folder or the flags are wrong.
+not risen since then). One process can repeat the training of any layout, because sample order, dropout and learning
+rates do not depend on the layout. The spike is the cause of the run's last rollback or, without a rollback, the largest
+loss increase in metrics.jsonl. Flags of pretrain_gpt.py after `--` change the configuration. The exit code is 0 if the
+cause was found, 1 if no single cause was found or there is no spike, and 2 if the folder or the flags are wrong.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
     the file
 
 It measures GEMMs by shape, attention, copies, short steps of a small model, and collectives by size, within a node and
-between nodes. All ranks measure at the same time, as in training. Launch as many ranks per node as a run has, on the
-same processors. The measurement takes about --seconds. --cpu measures processors and gloo. The GPU part has not been
-run on a GPU yet.
+between nodes. All ranks measure at the same time, because all ranks also compute at the same time in training. Launch
+as many ranks per node as a run has, on the same processors. The measurement takes about --seconds. --cpu measures
+processors and gloo. The GPU measurements have not been tested on a GPU yet.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.calibration.measure import Clock
 
 POINTS = 100
-"""Approximate number of measured points, over which --seconds is divided."""
+"""Approximate number of measurements. Each may take an equal part of --seconds."""
 
 STEPS = (
     "--mock-data --vocab-size 512 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --micro-batch-size 1 "
@@ -108,7 +108,7 @@ def calibrate(args: argparse.Namespace) -> int:
     world, local = (int(os.environ.get(name, given)) for name, given in (("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = torch.device("cpu") if args.cpu else torch.device("cuda", local)
-    keep_memory(device)  # training runs use the same setting
+    keep_memory(device)  # training runs use the same malloc settings
     if args.cpu:
         torch.set_num_threads(1)
     measured = () if args.kernels else STEPS_OF_CPU if args.cpu else STEPS_OF_GPU
@@ -158,8 +158,8 @@ def measured_device(
 
 
 def step_seconds(flags: str) -> float:
-    """Return the measured seconds of a step in a separate process. Call this function before this process uses its
-    GPU."""
+    """Measure a training step in a separate process, and return its seconds. Call this function before the calling
+    process uses its GPU."""
     with tempfile.TemporaryDirectory(prefix="calibrate-") as folder:
         metrics, screen = Path(folder) / "metrics.jsonl", Path(folder) / "screen"
         words = [*flags.split(), *STEPS, "--train-iters", str(ITERATIONS), "--metrics-file", str(metrics)]
@@ -200,7 +200,8 @@ def predicted(flags: str, device: DeviceFile) -> float:
 
 
 def described(measured: Measured, device: torch.device, ranks_per_node: int) -> DeviceFile:
-    """Return the device file for the measurements on this machine, without links."""
+    """Return a device file with the measured rates of this machine. The file does not describe the links between
+    devices."""
     import torch
 
     from megatron.extensions.plan.planner.calibration.fit import device_file

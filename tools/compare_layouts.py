@@ -162,7 +162,7 @@ def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
 
 def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     """Return the flags that both sides have in common. Flags that are not given get defaults for a comparison."""
-    try:  # A flag in --a or --b counts as given.
+    try:  # A flag in --a or --b gets no default either.
         config = parse_args([*flags, *shlex.split(args.a), *shlex.split(args.b)])
     except ValueError:
         config = parse_args(flags)
@@ -195,7 +195,7 @@ def _batch_flags(args: argparse.Namespace, common: Sequence[str]) -> list[str]:
 
 
 def run_side(side: Side, steps: int) -> Snapshot:
-    """Train under the layout of one side and print the time that it took."""
+    """Train under one of the two layouts, print the training time, and return the values to compare."""
     start = time.perf_counter()
     snapshot = train_in_world(side.world_size, side.config, steps, activations=True)
     ranks = f"{side.world_size} rank{'s' if side.world_size > 1 else ''}"

@@ -8,8 +8,8 @@ Prints the flags that are new, removed or changed since the version of megatron_
 treatment of each new one: the same here, translated, no effect, refused, or unknown. After these flags, it prints the
 number of flags with each treatment, and the unknown choices. The checkout's own code builds the parser in a separate
 process. --write replaces the branch in the table, with a line that names the version. The exit code is 1 if a flag or a
-choice is unknown. Without a checkout, the tool rewrites the treatments in the table; do this after adding a flag to
-this program.
+choice is unknown. Without a checkout, the tool only updates how this program treats each flag in the table. Do this
+after adding a flag to this program.
 """
 
 from __future__ import annotations

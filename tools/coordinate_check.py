@@ -66,7 +66,7 @@ Sizes = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured sizes in one model."""
+    """Root mean squares of activations and updates that were measured in one model."""
 
     activations: Sizes
     updates: Sizes

@@ -99,8 +99,8 @@ def open_or_complain(path: PurePath) -> Contents:
 
 
 def describe(found: Contents) -> str:
-    """Describe the run's position, the layout, and every tensor. Parameters come first; parameters and other tensors
-    are each sorted by name."""
+    """Return a text that describes the training progress, the layout, and every tensor. Parameters come first;
+    parameters and other tensors are each sorted by name."""
     tensors = found.tensors
     names = in_order(tensors)
     width = max(map(len, names), default=0)
@@ -188,7 +188,8 @@ def differences(one: Contents, two: Contents) -> list[Difference]:
 
 
 def compared(one: Contents, two: Contents) -> set[str]:
-    """Return the keys of all tensors that both formats can have."""
+    """Return the keys of the tensors to compare: all tensors of two checkpoints, or only parameters if either is a
+    model in another format."""
     keys = one.tensors.keys() | two.tensors.keys()
     if isinstance(one, Checkpoint) and isinstance(two, Checkpoint):
         return keys

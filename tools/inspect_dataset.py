@@ -104,7 +104,8 @@ def count_without_end(dataset: IndexedDataset, eod: int) -> int:
 
 
 def show(dataset: IndexedDataset, count: int, length: int, tokenizer: Tokenizer | None) -> Iterator[str]:
-    """Yield the first tokens of the first sequences, decoded if there is a tokenizer."""
+    """Yield lines with the first `length` tokens of each of the first `count` sequences. With a tokenizer, also yield
+    the decoded text."""
     for number in range(min(count, len(dataset))):
         ids = dataset.get(number, 0, min(length, int(dataset.lengths[number]))).tolist()
         yield f"  sequence {number}, {int(dataset.lengths[number]):,} tokens: {ids}"
@@ -113,8 +114,8 @@ def show(dataset: IndexedDataset, count: int, length: int, tokenizer: Tokenizer 
 
 
 def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> Iterator[str]:
-    """Yield all tokens of a document, decoded if there is a tokenizer. Raises ValueError if there is no such
-    document."""
+    """Yield lines with all tokens of a document. With a tokenizer, also yield the decoded text. Raises ValueError if
+    the dataset has no document `number`."""
     if not 0 <= number < dataset.num_documents:
         raise ValueError(
             f"--document {number}: {dataset.prefix} has documents 0 to {dataset.num_documents - 1}; choose one of them"

@@ -8,9 +8,9 @@ schedule of a rung is shortened in the same proportion as its training run. Rung
 OUTPUT/NAME. A finished rung is not trained again, and an interrupted rung resumes from its checkpoint. --sbatch writes
 a SLURM array instead.
 
-Then a law, L(N, D) = E + A N^-a + B D^-b, is fitted to the last validation losses. The tool writes two files to OUTPUT:
-rungs.csv, with one line per rung, and ladder.json, the prediction for the large run's --expect. The exit code is 0 on
-success, 1 if a rung failed, and 2 for wrong flags or too few finished rungs.
+Then a law, L(N, D) = E + A N^-a + B D^-b, is fitted to the last validation losses. The tool writes two files to OUTPUT.
+rungs.csv has one line per rung. ladder.json contains the predicted loss; pass it to the large run with --expect. The
+exit code is 0 on success, 1 if a rung failed, and 2 for wrong flags or too few finished rungs.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ def train_all(ladder: Ladder, args: argparse.Namespace, flags: Sequence[str]) ->
 
 
 def no_law(ladder: Ladder) -> list[str]:
-    """Return the reasons why the scaling law could not be fitted even if all rungs were trained."""
+    """Return the reasons why no scaling law can be fitted to this ladder, such as too few model sizes or missing
+    scipy."""
     problems = []
     if (sizes := len({rung.size for rung in ladder.rungs})) < 3:
         rule = f"make runs of {sizes} size{'s' * (sizes > 1)}, and a law needs 3"

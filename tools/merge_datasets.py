@@ -24,7 +24,7 @@ from .common import dataset_at, refuse, refuse_output, run_tool, tool_parser
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
-    """Return the prefixes of the named datasets. Raises ValueError with every input that has no dataset."""
+    """Return the prefixes of the named datasets. Raises ValueError with a list of the inputs that are not datasets."""
     found, problems = [], []
     for value in inputs:
         folder = Path(value)

@@ -41,7 +41,8 @@ from .pictures.drawing import (
 
 INCHES_PER_ACTION, MOST_INCHES = 0.28, 20.0
 SMALLEST_INCHES = 0.17
-"""Width, in inches, of an action in a schedule that would otherwise not fit. Three small digits have this width."""
+"""Minimum width of an action in inches, for schedules that are too long for the normal width. An action of this width
+has room for three small digits."""
 
 LONG_RUN = 50
 COSTS: dict[str, tuple[float, str]] = {

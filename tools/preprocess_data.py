@@ -283,7 +283,8 @@ def check(args: argparse.Namespace) -> list[TextFile]:
 
 
 def wants_stand_in(backend: str, tokenizer: Tokenizer) -> bool:
-    """Return True if gigatoken should tokenize. Raises ValueError if gigatoken was requested but cannot be used."""
+    """Return True if gigatoken should tokenize the data. Raises ValueError if --bpe-backend is gigatoken, but gigatoken
+    cannot be used."""
     if backend == "tokenizers":
         return False
     try:

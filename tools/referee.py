@@ -124,7 +124,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def loss_of(step: Path) -> float:
-    """Return the loss in a --dump-step folder. Raises ValueError if the folder contains no loss."""
+    """Read the loss of the step that --dump-step has saved in a folder. Raises ValueError if the folder contains no
+    loss."""
     try:
         return float(json.loads((step / LOSS).read_text())["loss"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -133,9 +134,9 @@ def loss_of(step: Path) -> float:
 
 
 def number_format(args: argparse.Namespace, config: RunConfig, dump: Dump) -> str:
-    """Return the other program's number format. If the gradients are from a step of this program, return the number
-    format of the run; otherwise, return the dtype of the gradients. Raises ValueError if `FORMATS` does not contain the
-    format."""
+    """Return the number format in which the judged gradients were computed. If the gradients are from a step of this
+    program, return the number format of the run; otherwise, return the dtype of the gradients. Raises ValueError if
+    `FORMATS` does not contain the format."""
     dtype = config.parallel.params_dtype if args.step else str(dump.dtype).removeprefix("torch.")
     if dtype not in FORMATS:
         raise ValueError(

@@ -75,8 +75,8 @@ def _of_one_run(args: argparse.Namespace) -> list[str]:
 
 
 def _compare(args: argparse.Namespace, paths: Mapping[str, Path]) -> int:
-    """Write the page of several runs, without runs that failed before the first record. Raises ValueError if no run has
-    a record."""
+    """Write a page that compares several runs, omitting runs that have no record yet. Raises ValueError if no run has a
+    record."""
     refuse_unwritable("--output", args.output)
     found = []
     for name, path in paths.items():

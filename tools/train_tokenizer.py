@@ -103,7 +103,7 @@ PROBES = {"line breaks": "a\n\nb", "spaces": "a  b", "characters outside its voc
 
 
 def explain(message: str, args: argparse.Namespace, bad: Sequence[str]) -> str:
-    """Return the reason in SentencePiece's error message, followed by a remedy."""
+    """Extract the reason from an error message of SentencePiece, and append a remedy to it."""
     # Keep only the text after the failed condition and its source line.
     reason = message.rsplit("] ", 1)[-1].strip() or message
     if "too high" in message:

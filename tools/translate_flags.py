@@ -236,7 +236,8 @@ def why_not_computed(words: Sequence[str]) -> str:
 
 
 def line_of(text: str, flag: str) -> str:
-    """Describe where a script passes a flag; "" for a flag that a program constructs."""
+    """Return the lines of the script that contain the flag, such as " (line 3 and 7)". Return "" if no line contains
+    it."""
     lines = enumerate(text.splitlines(), 1)
     numbers = [str(number) for number, line in lines if re.search(rf"{re.escape(flag)}(?![\w-])", line)]
     return f" (line {' and '.join(numbers)})" if numbers else ""
@@ -247,8 +248,8 @@ def shown(words: Sequence[str]) -> str:
 
 
 def sorted_out(reading: Reading) -> tuple[str, Reading]:
-    """Return the treatment of a flag and the flag's reading. A value that only a shell can compute is not reported as a
-    problem."""
+    """Return the heading under which to list a flag, such as "Not translated", together with the translation of the
+    flag. A value that only a shell can compute is not reported as a problem."""
     if why := why_not_computed(reading.given):
         return "Not translated", replace(reading, problem=True, why=why)
     if reading.problem and reading.ours and any(UNKNOWN.search(word) for word in reading.ours):

@@ -122,7 +122,7 @@ def one_round(call: Call, calls: int, host: float, device: torch.device) -> tupl
     on_gpu = device.type == "cuda"
     if on_gpu:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        keep_gpu_busy(int(2e9 * min(MOST_SPUN, 1.5 * calls * host)))  # The argument is in clock cycles, at about 2 GHz.
+        keep_gpu_busy(int(2e9 * min(MOST_SPUN, 1.5 * calls * host)))  # in clock cycles, at about 2 GHz
         begin.record()
     start = time.perf_counter()
     for _ in range(calls):
@@ -192,8 +192,8 @@ def products_in_fp8(size: Size, config: RunConfig, device: torch.device) -> Call
 
 
 def copied(size: int, from_host: bool, config: RunConfig, device: torch.device) -> Call:
-    """Return a call that copies `size` bytes: from pinned host memory with `from_host`, otherwise within device
-    memory."""
+    """Return a call that copies `size` bytes to the device. With `from_host`, the source is pinned host memory;
+    otherwise, it is device memory."""
     target = torch.empty(size, dtype=torch.uint8, device=device)
     source = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda") if from_host else target.clone()
     return lambda: target.copy_(source, non_blocking=True)

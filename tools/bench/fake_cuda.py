@@ -97,7 +97,8 @@ def unavailable() -> str | None:
 
 
 def _build_guard() -> ctypes.CDLL:
-    """Compile `GUARD` once against the headers of the installed torch."""
+    """Compile the C++ source `GUARD` against the headers of the installed torch, unless it was compiled before, and
+    load the library."""
     root = Path(torch.__file__).parent
     name = hashlib.sha256(f"{torch.__version__} {root} {GUARD}".encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"megatron_fake_cuda_{os.getuid()}"
@@ -257,7 +258,7 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
         patch(F, scaled_dot_product_attention=_attention)
         patch(Tensor, pin_memory=lambda self, *args: self, tolist=_zeros)
         stack.callback(getattr(create, "cache_clear", lambda: None))
-        stack.enter_context(config.patch(compile_threads=1))  # otherwise compilation starts other processes
+        stack.enter_context(config.patch(compile_threads=1))  # 1: compile in this process
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(NoValues())
         yield mode
@@ -292,7 +293,8 @@ def watched_regions(mode: FakeTensorMode) -> Iterator[dict[str, RegionUse]]:
 
 
 class _Regions(TorchFunctionMode):
-    """Mode that replaces each region with the function that `compiled` returns for the region."""
+    """Torch function mode that calls `compiled(region)` for each compiled region, and runs the returned function in
+    place of the region."""
 
     def __init__(self, compiled: Callable[[CompiledRegion], Callable[..., Any]]) -> None:
         super().__init__()

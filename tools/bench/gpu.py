@@ -10,8 +10,8 @@ with causal attention, which is half of the full square (docs/performance.md). M
 device's peak; in fp8, this is the fp8 peak. The number of layers (llama-8b-layers), or the number of samples in a
 micro-batch (other models), is the largest that fits into free memory according to the dry run's plan. The upper limits
 are measured first: an 8192 x 8192 x 8192 GEMM and the model's own GEMMs, on random numbers, and a copy within device
-memory. Each `--compare FLAGS` also runs the model with these additional flags of pretrain_gpt.py. All variants run in
-separate processes that take turns. Each process has an equal part of the memory.
+memory. Each `--compare FLAGS` also runs the model with these additional flags of pretrain_gpt.py. Each variant runs in
+a separate process with an equal part of the memory. The processes run their rounds in turns.
 """
 
 from __future__ import annotations

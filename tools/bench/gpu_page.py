@@ -53,7 +53,7 @@ class Found:
     """Description of the device on which each file was measured, keyed by file."""
 
     runs: list[tuple[str, Figures]] = field(default_factory=list)
-    """Figures of each measured model, by file."""
+    """Pairs of file name and measured figures, one for each model."""
 
     compared: dict[str, list[Figures]] = field(default_factory=lambda: defaultdict(list))
     parts: dict[str, list[Figures]] = field(default_factory=lambda: defaultdict(list))

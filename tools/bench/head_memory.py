@@ -96,7 +96,7 @@ def measured(config: RunConfig) -> int:
     dtype = getattr(torch, config.parallel.params_dtype)
     few = torch.randn(8, 1, WIDTH).to(dtype).requires_grad_()
     small = replace(Batch.of_tokens(tokens[:, :8]), aux_scale=batch.aux_scale)
-    model(few, small).backward()  # a first pass, in which libraries allocate their buffers
+    model(few, small).backward()  # warm-up: libraries allocate their buffers in the first pass
     hidden = torch.randn(config.model.seq_length, 1, WIDTH).to(dtype).requires_grad_()
     Path("/proc/self/clear_refs").write_text("5")  # Reset the peak resident memory that Linux records.
     before = status("VmRSS")
@@ -105,7 +105,7 @@ def measured(config: RunConfig) -> int:
 
 
 def status(name: str) -> int:
-    """Return an entry of /proc/self/status in bytes."""
+    """Return the value of the /proc/self/status entry `name`, such as "VmRSS", in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 

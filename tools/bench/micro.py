@@ -5,9 +5,9 @@
 
 Shapes are those of one layer of the model with one sample in a micro-batch. Each row is a median over several rounds of
 calls: the milliseconds of one call on the device, TFLOP/s for GEMMs, and GB/s for the minimum number of bytes that the
-call must read and write. If the launch on the host takes longer than the call, the row also shows the launch time. A
-row that fails shows the error, and the other rows are still measured. If a failure makes the device unusable for this
-process, another process measures the remaining rows.
+call must read and write. If the host takes longer to launch a call than the device takes to run it, the row also shows
+the launch time. A row that fails shows the error, and the other rows are still measured. If a failure makes the device
+unusable for this process, another process measures the remaining rows.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def product(size: Size, config: RunConfig, device: torch.device) -> Call:
 
 
 def weight_product(size: Size, dtype: torch.dtype, config: RunConfig, device: torch.device) -> Call:
-    """Return a weight-gradient call that uses `add_product_`, as in training."""
+    """Return a call that computes a weight gradient with `add_product_`, as training does."""
     from megatron.core.tensor_parallel.weight_grad import add_product_
 
     rows, out, size_in = size
@@ -122,7 +122,8 @@ def expert_shapes(config: RunConfig, device: torch.device) -> Any:
 
 
 def expert_share(shapes: Any) -> float:
-    """Return the fraction of rows that the uneven distribution assigns to experts."""
+    """Return the number of rows in the benchmark's uneven distribution over experts, as a fraction of
+    `shapes.expert_rows`."""
     from megatron.extensions.speed.fusions.grouped_choice import uneven
 
     return float(sum(uneven(shapes)) / shapes.expert_rows)
@@ -262,8 +263,8 @@ def memory(config: RunConfig) -> Iterator[Part]:
 
 
 def rows_of_another_process(argv: Sequence[str], done: int, seconds: float) -> list[dict[str, Any]]:
-    """Measure all parts after the first `done` parts in another process, which also prints their rows. Return these
-    rows."""
+    """Measure the remaining parts in another process, skipping the first `done` parts, and return the rows of their
+    results. The other process prints the rows."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         more = ["--skip", str(done), "--seconds", str(max(0.0, seconds)), "--json", str(path)]

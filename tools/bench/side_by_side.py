@@ -38,10 +38,10 @@ Found = dict[str, list[float] | str]
 
 @dataclass(frozen=True)
 class Contestant:
-    """Contestant whose `build(*args)` returns the function that runs one round. `build` is called in a new process, or
-    in `ranks` new processes, so it may import packages that other contestants must not import. RANK, WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT are set as by torchrun. With several ranks, the result of a round is the smallest result
-    of a rank."""
+    """Program variant to benchmark. `build(*args)` returns a function that runs one round and returns its result, such
+    as tokens per second. `build` is called in a new process, or in `ranks` new processes, so it may import packages
+    that other contestants must not import. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as by torchrun. With
+    several ranks, a round's result is the smallest of the results that the ranks return."""
 
     name: str
     build: Callable[..., Round]
@@ -75,7 +75,7 @@ def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) 
 
 
 def timed(step: Callable[[], Any], steps: int, tokens: int, clock: Callable[[], float] = time.perf_counter) -> Round:
-    """Return a round that runs this many steps and returns tokens per second, as measured by `clock`."""
+    """Return a function that runs `steps` steps and returns the tokens per second. `clock` measures the time."""
 
     def one_round() -> float:
         start = clock()
@@ -96,9 +96,9 @@ def own_run(config: RunConfig) -> TrainingRun:
 
 
 def own_step(flags: Sequence[str]) -> Callable[[], None]:
-    """Return a training step of this program with the given flags, including callbacks, as users run it. Call this
-    function in a contestant's process, because it imports the program and sets the number of threads. Raises ValueError
-    if the flags are invalid."""
+    """Return a function that runs one training step of this program with the given flags. The step includes the
+    callbacks, as in a normal run. Call this function in a contestant's process, because it imports the program and sets
+    the number of threads. Raises ValueError if the flags are invalid."""
     from megatron.training.reliability.launch import choose_allocators
 
     choose_allocators(os.environ)
@@ -125,7 +125,7 @@ def own_step(flags: Sequence[str]) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and extremes over several rounds."""
+    """Median, minimum and maximum of the results of several rounds."""
 
     median: float
     low: float
@@ -185,7 +185,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Worker:
-    """Processes that build a contestant in a separate folder and then run rounds on request."""
+    """Processes of one contestant, one per rank. They build the contestant in a temporary folder, and then run rounds
+    on request."""
 
     def __init__(self, contestant: Contestant) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
@@ -285,8 +286,8 @@ def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
 
 
 def _median_ratio(ours: Sequence[float] | str, others: Sequence[float] | str) -> float:
-    """Return the median ratio over the rounds that both contestants have run. This ratio hardly depends on the load of
-    the machine."""
+    """Compute one / other for each round that both contestants have run, and return the median of these ratios. This
+    ratio hardly depends on the load of the machine."""
     assert not isinstance(ours, str) and not isinstance(others, str)
     return statistics.median(one / other for one, other in zip(ours, others, strict=False))
 
@@ -341,8 +342,8 @@ def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any],
     """Write figures as JSON for other programs, if a file is given.
 
     Pass `ended=False` to write intermediate figures. The file is complete even if the program is killed at any time.
-    Print the figures before calling this function. If the file cannot be written, an error names it. The program then
-    exits with code 1 if it has `ended`, and otherwise continues.
+    Print the figures before calling this function. If the file cannot be written, print an error that names the file.
+    The program then exits with code 1 if `ended` is true; otherwise, it continues.
     """
     if path is None:
         return
@@ -361,7 +362,7 @@ def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any],
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file as a whole. If this fails with OSError, the file is unchanged."""
+    """Replace the contents of a file atomically. If writing raises OSError, the file is unchanged."""
     from megatron.core.fsync import whole_file  # contestants may have loaded another megatron
 
     with whole_file(path) as new:

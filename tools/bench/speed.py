@@ -98,7 +98,7 @@ LAYOUTS = {
 
 
 def flags(style: Style, dtype: str = "float32", compiled: bool = False, micro_batches: int = 1) -> list[str]:
-    """Return the flags of this program for a model style, as a user would pass them."""
+    """Return the command-line flags of this program that train a model of the given style."""
     text = (
         f"--num-layers {style.layers} --hidden-size {style.hidden} --num-attention-heads {style.heads} "
         f"--ffn-hidden-size {style.ffn} --seq-length {style.seq} --max-position-embeddings {style.seq} "
@@ -192,8 +192,8 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "pretrain_gpt.py --dry-run": ([*TINY, "--dry-run", "--world-size", "2"], ""),
     "first step, 2 processes": ([*TORCHRUN, *TINY], "iteration +1/"),
 }
-"""For each command, the arguments of Python and a text. Timing ends when the output contains the text, or, if the text
-is empty, when the process ends."""
+"""For each command, the arguments of Python and a text. A measurement ends when the output of the command contains the
+text. If the text is empty, the measurement ends when the process exits."""
 
 
 # The table
@@ -217,7 +217,8 @@ class Cell:
         return [c for c in self.contestants if c.build in (ours, packed_step, starts) and c.name != self.baseline]
 
     def rivals(self, name: str) -> Iterator[str]:
-        """Yield the names of the contestants with which `name` is compared."""
+        """Yield the names of the contestants with which the contestant `name` is compared, beginning with the
+        baseline."""
         yield from (self.baseline, *self.others.get(name, ()))
 
     def chosen(self, names: Sequence[str]) -> Cell:

@@ -46,7 +46,7 @@ LAYOUT_FIELDS = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-"""Configuration fields whose flags shard the model for generation."""
+"""Configuration fields of the flags that determine how a model is sharded for generation."""
 
 
 PICTURES = (".png", ".eps", ".jpg", ".pdf", ".svg", ".webp")
@@ -92,7 +92,8 @@ def refuse(problems: Sequence[str]) -> None:
 
 
 def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -> None:
-    """Add flags for these configuration fields, with the same names, types and help texts as in training."""
+    """Add a flag for each configuration field in `names`. Flags have the same names, types and help texts as those of
+    pretrain_gpt.py."""
     group = parser.add_argument_group(title)
     for name in names:
         flag = field_table()[name]
@@ -145,7 +146,7 @@ def model_flag_problems(args: argparse.Namespace) -> list[str]:
 
 def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> LoadedModel:
     """Load the model that the flags of `model_parser` select, and keep it until `stack` ends. If the model cannot be
-    loaded, the first rank raises ValueError, and the other ranks exit with the same code."""
+    loaded, the first rank raises ValueError, and the other ranks exit with the exit code of this error."""
     from megatron.core.dist_checkpointing.storage import CheckpointError
     from megatron.extensions.use.inference.model import loaded_model
 
@@ -192,7 +193,8 @@ def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None,
 
 
 def family_of_output(args: argparse.Namespace) -> str | None:
-    """Return the Hugging Face family that --hf-family names, for writing. Raises ValueError for an unknown family."""
+    """Return the Hugging Face family in which to write a model, as selected by --hf-family. Return None if the flag is
+    not set. Raises ValueError for an unknown family."""
     if not (values := getattr(args, "hf_family", [])):
         return None
     from megatron.extensions.interop.hugging_face.family_files import add_families, family_to_write
@@ -265,8 +267,8 @@ def refuse_output(paths: Sequence[PurePath], overwrite: bool) -> None:
 
 
 def dataset_at(prefix: str) -> IndexedDataset:
-    """Open the indexed dataset with a prefix. Raises ValueError if there is no such dataset, or if the path is a text
-    file."""
+    """Open the indexed dataset `prefix`.bin and `prefix`.idx. Raises ValueError if the dataset does not exist, or if
+    the path is a text file."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     if data_kind_of(prefix) is not None:

@@ -40,13 +40,14 @@ class StandIn(ModuleType):
 
 
 def parser_of(checkout: Path) -> argparse.ArgumentParser:
-    """Return the checkout's parser. Raises ImportError if a module of the checkout itself is missing."""
+    """Return the argument parser of a Megatron-LM checkout. Raises ImportError if a module of the checkout itself is
+    missing."""
     sys.path[0] = str(checkout)  # The checkout replaces the folder of this file.
     stand_ins: dict[str, StandIn] = {}
     while True:
         for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
             del sys.modules[name]
-        package = ModuleType("megatron")  # without it, an installed package would take precedence
+        package = ModuleType("megatron")  # takes precedence over an installed package of this name
         package.__path__ = [str(checkout / "megatron")]
         sys.modules.update({"megatron": package, **stand_ins})
         try:

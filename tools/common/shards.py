@@ -1,7 +1,8 @@
 """Tokenize a corpus on several machines: assign documents to shards, and join the shards' datasets.
 
 Shard i of n contains consecutive documents, so that the concatenated datasets of all shards equal the dataset that a
-single machine would write. An uncompressed JSON lines file may be divided. Any other file belongs to a single shard.
+single machine would write. Uncompressed JSON lines files can be split between shards. Any other file belongs to a
+single shard.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Shard(NamedTuple):
 
     @classmethod
     def of_text(cls, text: str) -> Shard:
-        """Parse the number of a shard, such as `1/8`. Raises ValueError for any other text."""
+        """Parse a shard specification: `1/8` is the first of eight shards. Raises ValueError for any other text."""
         found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise ValueError(f"--shard {text}: must be NUMBER/COUNT with NUMBER from 1 to COUNT, such as 1/8")
@@ -45,7 +46,7 @@ class Shard(NamedTuple):
         return [Shard(number, self.count) for number in range(self.count)]
 
     def holds(self, position: int, total: int) -> bool:
-        """Return True if a byte of the corpus belongs to the shard."""
+        """Return True if the byte at `position` of a corpus with `total` bytes belongs to this shard."""
         return self.owner(position, total) == self.number
 
     def owner(self, position: int, total: int) -> int:

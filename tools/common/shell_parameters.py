@@ -16,7 +16,7 @@ PARAMETER = re.compile(
     re.S,
 )
 DEFAULTS = ("-", "=", "+", "?")
-"""Last characters of operators whose word replaces an unset variable."""
+"""Last characters of the operators that handle unset variables, such as `-` in `${NAME:-word}`."""
 
 Value = str | list[str]
 Number = Callable[[str], int]
@@ -35,7 +35,7 @@ class Parameter:
 
     @classmethod
     def read(cls, piece: str) -> Parameter | None:
-        """Parse a piece of a word; return None if it is not a parameter."""
+        """Parse a parameter expansion such as `${NAME}`. Return None if the text is not a parameter expansion."""
         found = PARAMETER.fullmatch(piece)
         if found is None:
             return None

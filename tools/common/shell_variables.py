@@ -1,4 +1,4 @@
-"""Replace variables of a shell script with values, and evaluate tests, as far as the values are known."""
+"""Replace shell variables whose values are known, and evaluate tests that depend only on known values."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le":
 NO = 0.0
 UNSURE = 0.5
 YES = 1.0
-"""Value that represents the result "true" of a test. In tests, `!` is 1 - x, `&&` is the minimum, and `||` is the
-maximum."""
+"""Truth value of a test that succeeds; `NO` is the value of a test that fails. In tests, `!` is 1 - x, `&&` is the
+minimum, and `||` is the maximum."""
 
 
 class ExpansionError(Exception):
@@ -90,7 +90,8 @@ class ShellVariables:
         return UNSURE
 
     def _nonzero(self, expression: str) -> float:
-        """Return `YES` if an arithmetic expression is not 0."""
+        """Return `YES` if the expression evaluates to a nonzero number, `NO` for zero, and `UNSURE` if the value is
+        unknown."""
         try:
             return float(bool(evaluate(self.tested_text(expression, quoted=True), self._tested_number)))
         except ValueError:
@@ -110,7 +111,8 @@ class ShellVariables:
         return "0" if self._unset(name) else self._number(name)
 
     def _unset(self, name: str) -> bool:
-        """Return True if a variable that a test reads has no value."""
+        """Return True if the variable `name` counts as unset or empty in a test. A variable that may be set elsewhere
+        does not."""
         if name in self.values:
             return not self.values[name]
         if self._may_be_set(name):
@@ -131,8 +133,8 @@ class ShellVariables:
             self.values.pop(name, None)
 
     def fields(self, word: str) -> list[str]:
-        """Return the fields to which a word expands. Unquoted variables and whole arrays may expand to several
-        fields."""
+        """Return the fields to which a word expands. An unquoted variable or an array expansion such as `"${A[@]}"` may
+        expand to several fields."""
         fields = [""]
         quotes = False
         for piece in pieces(word):

@@ -94,7 +94,8 @@ def along(points: Points, positions: Points) -> list[tuple[float, float]]:
 
 
 def losses(runs: Sequence[RunFolder]) -> Markup:
-    """Draw charts over each axis, with training losses as lines and validation losses as dots."""
+    """Draw one loss chart for each horizontal axis in `AXES`. Training losses are lines, and validation losses are
+    dots."""
     shown = []
     for axis, words in AXES.items():
         series = []

@@ -46,7 +46,7 @@ MOST_RANKS = 32
 
 @dataclass(frozen=True)
 class Bar:
-    """Bar of the planned or held memory of a rank, or of each rank of a pipeline stage."""
+    """Bar that shows planned or measured memory of a rank. One bar can represent all ranks of a pipeline stage."""
 
     label: str
     planned: bool
@@ -114,7 +114,7 @@ def measured_bars(ranks: Sequence[Mapping[str, Any]]) -> list[Bar]:
 
 
 def in_order(bars: Sequence[Bar]) -> list[Bar]:
-    """Sort the bars so that the plan of a pipeline rank precedes the memory that its ranks hold."""
+    """Sort the bars by pipeline rank. The bar of planned memory precedes the bars of measured memory."""
     return sorted(bars, key=lambda bar: (int(bar.label.split(",")[0].split()[1]), not bar.planned))
 
 
@@ -130,8 +130,8 @@ def on_device(bar: Bar) -> int:
 
 
 def memory_picture(bars: Sequence[Bar], width: float = WIDE) -> Figure:
-    """Draw each bar horizontally, divided by category. Each pipeline rank's measured bar is drawn next to its planned
-    bar. A narrow picture shows the sizes below the names."""
+    """Draw horizontal bars, each divided into memory categories. Each pipeline rank's measured bar is drawn next to its
+    planned bar. A narrow picture shows the sizes below the names."""
     every = in_order(bars)
     drawn = every[:MOST_RANKS]
     more = f"; {len(drawn)} of {len(every)} bars are drawn" if len(every) > len(drawn) else ""

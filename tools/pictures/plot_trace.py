@@ -133,7 +133,8 @@ PHASES = {
 
 
 def phase_of(event: Event, iteration: int) -> str | None:
-    """Return the kind under which an event of a step is drawn."""
+    """Return the name of the phase to which an event belongs, which selects the event's colour. Return None for events
+    that are not drawn."""
     category, args = event["cat"], event["args"]
     if category == "step":
         return PHASES.get(event["name"])

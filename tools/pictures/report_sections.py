@@ -1,6 +1,6 @@
 """Sections of a run's report. Each section uses the data that could be read, and reports missing data.
 
-The page, page.html, needs no network: styles and pictures are inline. All text from the run is escaped.
+The page, page.html, needs no network: styles and pictures are inline. Text that comes from the run is HTML-escaped.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ RECOVERY = {
 
 
 def recoveries(run: RunFolder) -> Markup:
-    """List failures and the recovery from each."""
+    """Return a table of failures, with the recovery from each failure."""
     found = [event for event in run.events if event.get("event") == "recovery"][-MOST_ROWS:]
     rows = [[when(event.get("time")), *(_cell(event.get(key, "")) for key in RECOVERY.values())] for event in found]
     return html.table("recoveries", ("time (UTC)", *RECOVERY), rows, (3, 4, 5))

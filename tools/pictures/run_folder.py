@@ -135,8 +135,8 @@ def number(value: Any) -> float | None:
 
 
 def read_metrics(path: Path, metrics: Path | None = None) -> RunFolder:
-    """Read the metrics of a --save folder, or of the folder of a metrics file. Raises ValueError if the folder contains
-    no files of a run."""
+    """Read the metrics of a run from its --save folder, or from a metrics file. Raises ValueError if the folder
+    contains no files of a run."""
     if path.is_file():
         path, metrics = path.parent, metrics or path
     if not (path.is_dir() if metrics else kind_of(path) in RUNS):
@@ -152,7 +152,7 @@ def read_metrics(path: Path, metrics: Path | None = None) -> RunFolder:
 
 
 def _phases(run: RunFolder) -> Iterator[tuple[float, str]]:
-    """Yield the beginnings of the phases recorded in the newest readable checkpoint."""
+    """Yield the start of each data phase, as recorded in the newest readable checkpoint."""
     saved = path_kind.saved_folders(run.path) if run.path.is_dir() else {}
     for _, folder in sorted(saved.items(), reverse=True):
         try:
