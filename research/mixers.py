@@ -153,7 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = bench_parser(__doc__, 5, seq_length=(2048, "tokens of a sample"))
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of a contestant (default: all cores)")
     parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), help="these families")
-    parser.add_argument("--compile", action="store_true", help="compile our regions, and transformers' whole models")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile this program's regions and whole transformers models"
+    )
     args = parser.parse_args(argv)
     facts, rows = machine("transformers") | {"threads": args.threads}, []
     for family in args.only:

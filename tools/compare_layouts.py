@@ -78,9 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tolerance = max(TOLERANCES[side.config.parallel.params_dtype] for side in sides)
     if any(side.config.parallel.params_dtype in ("bfloat16", "float16") for side in sides):
         snapshots = [only_judged(snapshot) for snapshot in snapshots]
-        print(
-            f"in 16 bits only {', '.join(JUDGED)} of the first step are compared: Adam turns rounding into whole steps"
-        )
+        print(f"in 16 bits, only {', '.join(JUDGED)} of the first step are compared: Adam amplifies rounding errors")
     return report(sides, snapshots, tolerance)
 
 

@@ -48,7 +48,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "checkout", type=Path, nargs="?", help="folder of a checkout that has megatron/training/arguments.py"
     )
-    parser.add_argument("--branch", choices=("main", "dev"), default="main", help="branch to compare with (main)")
+    parser.add_argument(
+        "--branch", choices=("main", "dev"), default="main", help="Megatron-LM branch to compare with (default: main)"
+    )
     parser.add_argument("--write", metavar="VERSION", help="write the table, with this description of the version")
     return parser.parse_args(argv)
 

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "--check compares a Hugging Face folder with a checkpoint, but this conversion does not have both"
                 )
             if folder != args.output and args.check is not None:
-                raise ValueError(f"--check reads a local output, and --output {args.output} is a URL; leave it out")
+                raise ValueError(f"--check needs a local output, but --output {args.output} is a URL; remove --check")
             for note in conversion.notes:
                 print(f"note: {note}", file=sys.stderr)
             convert(conversion, args.workers)
@@ -94,7 +94,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--to",
         choices=formats(),
-        help="output format: Hugging Face (hf), ours (dcp) or Megatron-LM's (megatron)",
+        help="output format: hf (Hugging Face), dcp (this program's) or megatron (Megatron-LM's)",
     )
     add(
         "--dtype",
@@ -107,7 +107,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--weights-only",
         action="store_true",
-        help="from Megatron-LM: omit the optimizer state; a run then starts at iteration 0",
+        help="omit the optimizer state of a Megatron-LM checkpoint; a run then starts at iteration 0",
     )
     add("--workers", type=int, default=1, help="processes (default: 1)")
     add("--check", type=any_text, metavar="TEXT", help="compare logits for this text with those of transformers")

@@ -152,7 +152,7 @@ def show_step(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
     if not configs:
         if not any(record.get("documents") or [True]):
             raise ValueError(WITHOUT_DOCUMENTS)
-        raise ValueError("--sample-log needs the data of the run, as --data-path PREFIX")
+        raise ValueError("--sample-log needs the data flags of the run, such as --data-path PREFIX")
     for each in configs:
         sources.numbers(each, "train")
     paths = {name: split_share(path)[0] for name, path in zip(sources.names, sources.paths, strict=True)}
@@ -265,10 +265,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--sample-log", metavar="FILE", help="file of a run's --sample-log")
     parser.add_argument("--step", type=int, metavar="N", help="iteration of --sample-log to show")
-    parser.add_argument("--eod", type=int, help="EOD token, if no tokenizer is given")
+    parser.add_argument("--eod", type=int, help="id of the EOD token, needed if no tokenizer is given")
     parser.add_argument("--dump", metavar="FILE.npz", help="write the samples that the data flags select")
     for split in SPLITS:
-        parser.add_argument(f"--{split}-samples", type=int, help=f"{split} samples asked for (default: one epoch)")
+        parser.add_argument(f"--{split}-samples", type=int, help=f"{split} samples to request (default: one epoch)")
     add_config_flags(parser, "data, as in training", *DATA_FIELDS)
     add_config_flags(parser, "tokenizer", *TOKENIZER_FIELDS, "vocab_size")
     if "data_phases" in field_table():
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.prefix and not from_flags and not args.sample_log:
         raise ValueError("no dataset: give prefixes, or --data-path")
     if args.dump and not from_flags:
-        raise ValueError("--dump needs data flags, as --data-path PREFIX")
+        raise ValueError("--dump needs data flags, such as --data-path PREFIX")
     tokenizer = None
     if args.tokenizer_type:
         tokenizer = build_tokenizer(config_of(TokenizerConfig, args), args.vocab_size)

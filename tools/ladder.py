@@ -52,23 +52,23 @@ def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     add_extension_flag(parser, argv)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FOLDER", help="folder of the ladder")
-    add("--widths", type=int, nargs="+", default=[], metavar="N", help="--hidden-size of each rung (default: target's)")
-    add("--depths", type=int, nargs="+", default=[], metavar="N", help="--num-layers of each rung (default: target's)")
+    add("--widths", type=int, nargs="+", default=[], metavar="N", help="widths of the rungs (default: the target's)")
+    add("--depths", type=int, nargs="+", default=[], metavar="N", help="depths of the rungs (default: the target's)")
     text = "tokens per parameter, one or more values for each size (default: the target's)"
     add("--tokens-per-parameter", type=float, nargs="+", default=[], metavar="R", help=text)
     add("--rates", type=float, nargs="+", default=[], metavar="LR", help="learning rates of each rung (default: --lr)")
-    text = "widths to train with --lr and --rates; other widths use only --lr (default: all widths use only --rates)"
+    text = "train rungs of these widths with --lr and --rates, and others only with --lr (default: --rates for all)"
     add("--sweep-widths", type=int, nargs="+", default=[], metavar="N", help=text)
     add("--evaluations", type=int, default=20, metavar="N", help="validations of each run (default: 20)")
-    text = 'command that launches a rung, instead of this Python; for example "torchrun --nproc-per-node 8"'
+    text = 'command that launches a rung, such as "torchrun --nproc-per-node 8" (default: the Python interpreter)'
     add("--launcher", type=shlex.split, default=[sys.executable], metavar="COMMAND", help=text)
-    text = f"write {SCRIPT}, a SLURM array with a task for each rung, and train nothing"
+    text = f"do not train; write {SCRIPT}, a SLURM job array with one task for each rung"
     add("--sbatch", action="store_true", help=text)
     text = "option of sbatch, such as --sbatch-option=--time=2:00:00; may be given more than once"
     add("--sbatch-option", action="append", default=[], metavar="OPTION", help=text)
     add("--print", action="store_true", help="only print the commands or, with --sbatch, the script")
-    add("--rung", type=int, metavar="N", help="train only rung N, counted from 0: one task of the array")
-    add("--fit", action="store_true", help="train nothing; predict from the finished rungs")
+    add("--rung", type=int, metavar="N", help="train only rung N, counted from 0, as a task of the array does")
+    add("--fit", action="store_true", help="do not train; predict the loss from the finished rungs")
     add("--picture", type=Path, metavar="FILE", help="file for a picture of the law and the curves")
     return parser
 

@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--iterations", type=int, nargs="+", metavar="N", help=text)
     add("--weights", type=float, nargs="+", metavar="W", help="one weight per checkpoint (default: equal weights)")
     add("--allow-unnormalized", action="store_true", help="accept --weights whose sum is not 1")
-    text = "weights that emulate a decay of this shape, from the first checkpoint to the last"
+    text = "choose weights that emulate a learning-rate decay of this shape from the first to the last checkpoint"
     add("--emulate-decay", choices=STYLES, help=text)
     text = "learning rate at the end of the emulated decay, as a share of the run's (default: 0)"
     add("--decay-floor", type=float, metavar="SHARE", help=text)

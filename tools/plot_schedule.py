@@ -108,7 +108,7 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
     add("--pipeline-schedule", choices=PIPELINE_SCHEDULES, default="1f1b")
     add("--pipeline-model-parallel-size", "--pp", dest="pp", type=int, default=4, help="pipeline ranks")
     add("--num-microbatches", type=int, default=8)
-    add("--steps", type=int, default=3, help="steps to draw for a schedule without flush")
+    add("--steps", type=int, default=3, help="number of steps to draw if the schedule has no flush")
     names = "num_virtual_stages_per_pipeline_rank", "microbatch_group_size_per_virtual_pipeline_stage"
     add_config_flags(parser, "stages, as in training", *names)
     for name, (default, text) in COSTS.items():

@@ -223,7 +223,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     group.add_argument("--overwrite", action="store_true", help="replace output files that exist")
     group.add_argument("--append-eod", action="store_true", help="end each document with the EOD token")
-    group.add_argument("--max-bad-lines", type=int, default=0, help="maximum number of bad lines for exit code 0")
+    group.add_argument("--max-bad-lines", type=int, default=0, help="exit with an error if more lines are bad")
     group.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     group.add_argument(
         "--bpe-backend",

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = tool_parser(__doc__)
     add_extension_flag(parser, argv)
-    parser.add_argument("folder", type=Path, help="the saved step, one of SAVE/nan/iter_*")
+    parser.add_argument("folder", type=Path, help="folder of the saved step, such as SAVE/nan/iter_0000012")
     parser.add_argument("--world-size", type=int, help="ranks; default: the fewest that the flags after -- need")
     return parser
 

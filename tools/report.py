@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = tool_parser(__doc__)
     add_extension_flag(parser, argv)
     add = parser.add_argument
-    text = "--save folder of the run, or its metrics.jsonl; several to compare them"
+    text = "--save folder of a run, or its metrics.jsonl; give several runs to compare them"
     add("runs", type=located, nargs="+", metavar="RUN", help=text)
     add("--against", type=located, metavar="RUN", nargs="+", action="extend", default=[], help="runs to compare with")
     add("--output", type=Path, metavar="FILE.html", help="default: report.html in the folder of the run")
@@ -71,7 +71,9 @@ def _of_one_run(args: argparse.Namespace) -> list[str]:
     given = {"--against": args.against, "--metrics-file": args.metrics_file, "--trace": args.trace}
     given |= {"--outcome": args.outcome, "--plan": args.plan, "--output": args.output is None}
     rule = {"--output": "is needed for several runs; give the file to write"}
-    return [f"{name}: {rule.get(name, 'is for the page of one run; leave it out')}" for name in given if given[name]]
+    return [
+        f"{name}: {rule.get(name, 'applies only to the page of one run; remove it')}" for name in given if given[name]
+    ]
 
 
 def _compare(args: argparse.Namespace, paths: Mapping[str, Path]) -> int:
@@ -83,7 +85,7 @@ def _compare(args: argparse.Namespace, paths: Mapping[str, Path]) -> int:
         if kind_of(path) != "empty" and (run := read_run(path)).records:
             found.append(run)
         else:
-            print(f"{name}: has no record yet, and is left out")
+            print(f"{name}: omitted, because it has no record yet")
     if not found:
         raise ValueError("none of the runs has a record; the first comes after --log-interval steps")
     runs, by = compared_runs.by_loss(found)

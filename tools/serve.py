@@ -112,7 +112,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--max-tokens-limit", type=int, default=4096, help="maximum number of new tokens per text (default: 4096)")
     add("--max-body-bytes", type=int, default=4 * 2**20, help="largest request (default: 4 MiB)")
     add("--max-connections", type=int, default=128, help="maximum number of connections at once (default: 128)")
-    add("--request-timeout", type=float, default=600.0, help="time limit of an answer in seconds (default: 600)")
+    add("--request-timeout", type=float, default=600.0, help="time limit for each answer in seconds (default: 600)")
     add("--log-requests", action="store_true", help="print one line per request to standard error")
     args = parser.parse_args(argv)
     problems = too_small(

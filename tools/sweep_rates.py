@@ -160,10 +160,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = tool_parser(__doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder of the results")
-    text = "a configuration as one argument: its name and its flags; may be given more than once"
+    text = "name and flags of a configuration, quoted as one argument; may be given more than once"
     add("--case", action="append", required=True, metavar="'NAME FLAGS'", type=shlex.split, help=text)
     add("--rates", type=float, nargs="+", required=True, metavar="LR", help="learning rates of each case")
-    add("--extend", type=int, default=0, metavar="N", help="maximum number of rates to add to a case (default: 0)")
+    add("--extend", type=int, default=0, metavar="N", help="maximum number of rates to add to each case (default: 0)")
     add("--seeds", type=int, nargs="+", default=[1234], help="seeds for each case and rate (default: 1234)")
     args = parser.parse_args(argv)
     names, rates = [case[0] for case in args.case], {*args.rates}

@@ -135,15 +135,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-sentences",
         type=int,
         default=2_000_000,
-        help="maximum number of lines to train on, all of which are held in memory; 0: all",
+        help="maximum number of lines to train on; 0: all lines. The lines are held in memory",
     )
     add("--unk-token", default="<unk>", help="token 0")
     add("--bos-token", default="<s>", help="token 1")
     add("--eos-token", default="</s>", help="token 2")
     add("--pad-token", default="<pad>", help="token 3")
     add("--eod-token", default="<EOD>", help="token 4; SentencePieceTokenizer looks for <EOD>")
-    add("--user-defined-symbols", nargs="+", default=[], help="strings that always become one token")
-    add("--max-bad-lines", type=int, default=0, help="maximum number of unreadable lines for exit code 0")
+    add("--user-defined-symbols", nargs="+", default=[], help="strings that are always encoded as a single token")
+    add("--max-bad-lines", type=int, default=0, help="exit with an error if more lines are unreadable (default: 0)")
     add("--verbose", action="store_true", help="show SentencePiece's own log")
     return parser.parse_args(argv)
 

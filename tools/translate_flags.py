@@ -67,12 +67,12 @@ NO_SCRIPT = "no launch script: no command in it starts a program with flags"
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = tool_parser(__doc__)
     add_extension_flag(parser, parted(argv)[0])
-    parser.add_argument("script", nargs="?", type=Path, help="launch script; or give flags after --")
+    parser.add_argument("script", nargs="?", type=Path, help="launch script; alternatively, give flags after --")
     parser.add_argument("arguments", type=any_text, nargs="*", help="arguments of the script: its $1, $2, ...")
     parser.add_argument(
         "--list",
         action="store_true",
-        help="print all flags that are read as others, ignored or refused, and differences",
+        help="print all flags that are translated, ignored or refused, and the differences in results",
     )
     own, flags = parted(argv)
     args = parser.parse_args(own)
@@ -193,7 +193,7 @@ def lines_on_batch(batch: Sequence[Sequence[str]], text: str) -> Iterator[str]:
     """Yield lines about the differences between the script's job options and scripts/train_gpt_slurm.sh."""
     if dropped := [shown(words) for words in batch if TASKS.match(words[0])]:
         yield "\nOptions of sbatch that are left out:"
-        why = "scripts/train_gpt_slurm.sh starts a process for each GPU by itself"
+        why = "not needed, because scripts/train_gpt_slurm.sh starts one process per GPU"
         yield from (f"  {option}: {why}" for option in dropped)
     if batch and SETTINGS.search(text):
         yield "\nSettings of the environment:"
@@ -207,7 +207,7 @@ def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) ->
         for name, values in script.choices.items():
             yield f"  {name}: {' or '.join(dict.fromkeys(value or 'nothing' for value in values))}; read as the last"
     if script and script.variables.read_as_unset:
-        yield "\nRead as unset in tests, because the script does not set them:"
+        yield "\nTreated as unset in tests, because the script does not set them:"
         yield f"  {' '.join(script.variables.read_as_unset)}"
     flags_of = defaultdict[str, list[str]](list)
     for reading in readings:

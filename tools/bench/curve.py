@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = bench_parser(__doc__)
     add = parser.add_argument
     add("--output", type=Path, required=True, help="folder of the curves")
-    add("--corpus", type=Path, help="text, in the form of --data-path")
+    add("--corpus", type=Path, help="text files, in the format of --data-path")
     add("--steps", type=positive, help="MB of text; default: 2,000, or 30 with --tiny")
     add("--precision", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     add("--seeds", type=positive, default=3)

@@ -309,10 +309,10 @@ def parser_of_args() -> argparse.ArgumentParser:
     parser = bench_parser(__doc__, 5, steps=(3, "of a round"))
     add_model_flags(parser)
     add = parser.add_argument
-    add("--compare", action="append", default=[], metavar="FLAGS", help="also run with these flags, in turns")
+    add("--compare", action="append", default=[], metavar="FLAGS", help="also measure with these additional flags")
     add("--memory-share", type=float, default=0.80, help="fraction of free memory to plan with; plans are estimates")
     add("--warm-up", type=int, default=5, help="steps before the first round")
-    add("--device", nargs="+", default=[], help="device files with which the planner predicts the step")
+    add("--device", nargs="+", default=[], help="device files from which the planner predicts the step time")
     add(
         "--calibrated",
         type=Path,

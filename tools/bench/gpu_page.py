@@ -30,13 +30,13 @@ EXPECTED = {
     "llama-fp8.json": "layers of Llama 3.1 8B in fp8",
     "headline-bf16.json": "as many layers as fit, bf16",
     "headline-fp8.json": "as many layers as fit, fp8",
-    "compile.json": "compiled regions compared with plain ones",
+    "compile.json": "compiled regions compared with uncompiled ones",
     "curves.jsonl": "losses compared with those of transformers",
-    "device.yaml": "rates of this GPU, by tools/calibrate.py",
+    "device.yaml": "rates of this GPU, measured by tools/calibrate.py",
     "tiny.json": "a tiny model",
     "micro.json": "parts one by one",
     "gpt-bf16.json": "GPT of 1.3B parameters in bf16",
-    "gpt-graphs.json": "the same with recorded CUDA graphs",
+    "gpt-graphs.json": "GPT of 1.3B parameters in bf16, with CUDA graphs",
     "recipes.json": "fp8 recipes compared",
 }
 """Files that scripts/gpu_first_hour.sh writes, with their descriptions."""

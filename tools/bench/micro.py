@@ -278,8 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", choices=SHAPES, default="llama-8b-layers")
     parser.add_argument("--cpu", action="store_true", help="a trial without a GPU, with --config tiny")
     parser.add_argument("--only", nargs="+", help="groups of parts")
-    parser.add_argument("--seconds", type=float, default=400.0, help="seconds after which no further part begins")
-    parser.add_argument("--skip", type=int, default=0, help="number of leading parts to skip")
+    parser.add_argument("--seconds", type=float, default=400.0, help="start no further part after this many seconds")
+    parser.add_argument("--skip", type=int, default=0, help="number of parts to skip at the beginning")
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     device = chosen_device(parser, args)

@@ -124,10 +124,10 @@ def model_parser(about: str | None, argv: Sequence[str] | None) -> argparse.Argu
     parser = tool_parser(about)
     add_extension_flag(parser, argv)
     add_family_flag(parser, argv)
-    text = "checkpoint, folder of them, or Hugging Face folder"
+    text = "checkpoint, folder of checkpoints, or Hugging Face folder"
     parser.add_argument("--load", type=located, required=True, help=text)
     parser.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="Jinja template that replaces the tokenizer's"
+        "--chat-template", type=Path, metavar="FILE", help="Jinja file to use instead of the tokenizer's template"
     )
     parser.add_argument("--batch-size", type=int, default=8, help="texts generated at once (default: 8)")
     parser.add_argument("--device", default="cuda" if is_available() else "cpu", help="default: cuda, or cpu")

@@ -241,7 +241,7 @@ class ShellVariables:
         total."""
         self._expanded += 1 + sum(1 + len(text) for text in listed(value or ""))
         if self._expanded > MOST:
-            raise ExpansionError(f"its variables stand for more than {MOST:,} characters, at last {name}")
+            raise ExpansionError(f"its variables expand to more than {MOST:,} characters, the last one being {name}")
         return value
 
 

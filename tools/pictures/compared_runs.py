@@ -105,4 +105,4 @@ def losses(runs: Sequence[RunFolder]) -> Markup:
             if dots := along(run.values("valid_loss"), positions):
                 series.append(Series("", dots, dots=True, colour=colour))
         shown.append(curves(f"loss over {words}", "dots: validation", series, along=axis))
-    return figures(shown) or html.paragraph("The runs have logged no loss.")
+    return figures(shown) or html.paragraph("None of the runs has logged a loss.")

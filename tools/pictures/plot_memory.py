@@ -87,7 +87,7 @@ def read_plan(path: Path) -> list[dict[str, int]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--plan {path} is not a plan ({error}); --dry-run --json FILE writes one") from error
     if refused:
-        raise ValueError(f"--plan {path}: the dry run refused its flags ({refused}); correct them and write it again")
+        raise ValueError(f"--plan {path}: the dry run refused the flags ({refused}); correct them and write a new plan")
     return ranks
 
 

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.trace is not None:
         found = map_of_trace(read_trace(args.trace))
     elif args.world_size is None or min(args.world_size, args.gpus_per_node) < 1:
-        parser.error("--world-size and --gpus-per-node must be at least 1; or give a --trace")
+        parser.error("--world-size and --gpus-per-node must be at least 1; set them, or use --trace")
     else:
         dims = ParallelDims.from_config(config_of(ModelParallelConfig, args), args.world_size)
         found = planned_map(dims, args.gpus_per_node)
@@ -131,7 +131,7 @@ def crossing_line(found: RankMap, axis: str) -> str:
         return f"{AXES[axis]}: {many}, within nodes"
     who = "all cross" if crossing == groups and groups > 1 else f"{crossing} cross" if groups > 1 else "crosses"
     example = next(group for group in found.dims.groups(axis) if found.nodes_of(group) > 1)
-    return f"{AXES[axis]}: {many}, {who} nodes, up to {most} nodes each; such as ranks {_span(example)}"
+    return f"{AXES[axis]}: {many}, {who} nodes, up to {most} nodes each; for example, ranks {_span(example)}"
 
 
 def _count(found: RankMap) -> str:

@@ -72,7 +72,7 @@ def chosen(trace: Trace, iteration: int | None = None, rank: int = 0) -> Measure
     contain that pipeline."""
     steps = [step for step in measured_steps(trace) if rank in step.ranks]
     if not steps:
-        raise ValueError(f"--rank {rank}: the trace has no whole step of its pipeline")
+        raise ValueError(f"--rank {rank}: the trace contains no complete step of this rank's pipeline")
     iterations = [step.iteration for step in steps]
     if iteration is not None and iteration not in iterations:
         raise ValueError(f"--iteration {iteration}: the trace has {iterations[0]} to {iterations[-1]}")

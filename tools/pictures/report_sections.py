@@ -172,7 +172,7 @@ def throughput(run: RunFolder, others: Sequence[RunFolder] = ()) -> Markup:
         for phase in ("data", "forward", "backward", "grad_sync", "optimizer")
         if (ratio := number(record.get(f"straggler_{phase}_ratio"))) is not None and ratio > 1.5
     ]
-    heads, title = ("iteration", "phase", "rank", "times"), "ranks that took more than 1.5 times the median"
+    heads, title = ("iteration", "phase", "rank", "times"), "ranks that took more than 1.5 times the median time"
     stragglers = html.table(title, heads, slow[-50:], (0, 2, 3))
     return (figures(shown) or html.paragraph("The run has logged no throughput.")) + stragglers
 
@@ -242,7 +242,7 @@ def timeline(run: RunFolder) -> Markup:
     facts = [facts.get("clock", {}) for facts in run.trace["otherData"]["ranks"]]
     residual = max((number(clock.get("residual_us")) or 0.0 for clock in facts), default=0.0)
     clock = f"Clocks of hosts agree to {time_text(residual)}." if residual else "All ranks share the clock of one host."
-    where = f"{run.trace_path} opens in Perfetto, with all ranks and collectives."
+    where = f"{run.trace_path} can be opened in Perfetto, which shows all ranks and collectives."
     older = f" The run was traced under a different layout than its last start: {run.older_trace}."
     all_steps = html.table("pipelines of all traced steps", ("iteration", "ranks", "time", "bubble"), rows, (0, 2, 3))
     return (
@@ -333,7 +333,7 @@ def faults(run: RunFolder) -> Markup:
         more = f"\n... {len(stack) - 20000:,} more characters" if len(stack) > 20000 else ""
         text += html.details(f"stacks/{name}", html.pre(stack[:20000] + more))
     if len(run.stacks) > 16:
-        text += html.paragraph(f"stacks of {len(run.stacks) - 16} more ranks are in the folder stacks.")
+        text += html.paragraph(f"stacks of {len(run.stacks) - 16} more ranks are in the folder `stacks`.")
     return text or html.paragraph("None recorded.")
 
 

@@ -112,7 +112,7 @@ def test_groups_that_cross_nodes_are_marked(tmp_path: Path, capsys) -> None:
     assert said[0] == "32 ranks on 4 nodes: TP 4, CP 2, EP 4, DP 2, PP 2"
     assert "node 1       ranks 8-15         tp 0-3, cp 0,1, ep 0-3, dp 1, pp 0" in said
     assert "TP: 8 groups of 4, within nodes" in said
-    assert "DP: 16 groups of 2, all cross nodes, up to 2 nodes each; such as ranks 0,8" in said
+    assert "DP: 16 groups of 2, all cross nodes, up to 2 nodes each; for example, ranks 0,8" in said
     assert {f"rank {rank}" for rank in range(32)} <= set(texts_of(output))
     uneven = plot_ranks.main([*"--world-size 16 --gpus-per-node 6 --tp 8 --pp 2 --output".split(), str(output)])
     assert uneven == 0 and "red frame: TP crosses nodes" in output.read_text()
@@ -147,7 +147,7 @@ def test_planned_and_measured_memory_are_drawn(tmp_path: Path, capsys, monkeypat
     with pytest.raises(ValueError, match="is not a plan"):
         plot_memory.main(["--plan", str(plan)])
     plan.write_text('{"problems": [{"flag": "--tp", "text": "--tp 3: must divide 8"}]}')
-    with pytest.raises(ValueError, match=r"the dry run refused its flags \(--tp 3: must divide 8\); correct them"):
+    with pytest.raises(ValueError, match=r"the dry run refused the flags \(--tp 3: must divide 8\); correct them"):
         plot_memory.main(["--plan", str(plan)])
 
 

@@ -108,7 +108,7 @@ def test_the_report_of_a_run_has_all_sections(run: Path) -> None:
         "tokens/s, median\n6876",
         "metrics.jsonl: 1 damaged line skipped, the last one: the run was killed while it wrote",
         "4 ranks on 2 nodes",
-        "PP: 1 group of 4, crosses nodes, up to 2 nodes each; such as ranks 0-3",
+        "PP: 1 group of 4, crosses nodes, up to 2 nodes each; for example, ranks 0-3",
         "iteration 3, pipeline of ranks 0, 1, 2, 3: planned: ",
         "The run was started 2 times.",
         "3 steps were audited; ranks disagreed in 1.",
@@ -168,14 +168,14 @@ def test_several_runs_are_compared_best_first(tmp_path: Path, capsys: pytest.Cap
     assert main([*runs, "--output", str(output)]) == 0
     assert output.read_text().count("2 runs") and "failed" not in output.read_text()
     said = capsys.readouterr().out
-    assert [f"{tmp_path}/{name}: has no record yet, and is left out" in said for name in ("died", "failed")] == [
+    assert [f"{tmp_path}/{name}: omitted, because it has no record yet" in said for name in ("died", "failed")] == [
         True
     ] * 2
     with pytest.raises(ValueError, match="none of the runs has a record"):
         main([runs[0], runs[2], "--output", str(output)])
     assert [list(spent(best, axis))[-1] for axis in AXES] == [(4, 400), (4, pytest.approx(2 / 3600)), (4, 2e12)]
     assert along(best.values("valid_loss"), list(spent(best, "tokens"))) == [(400, 2.25)]
-    with pytest.raises(ValueError, match="--against: is for the page of one run"):
+    with pytest.raises(ValueError, match="--against: applies only to the page of one run"):
         main([str(tmp_path / "worse"), str(tmp_path / "best"), "--against", str(tmp_path / "best")])
 
 
@@ -302,7 +302,7 @@ def test_the_layout_without_a_trace(tmp_path: Path) -> None:
     (tmp_path / "run_config.yaml").write_text(CONFIG)
     text, _ = page_of(tmp_path, "--gpus-per-node", "4")
     assert read_run(tmp_path).world_size == 8
-    assert "PP: 4 groups of 2, all cross nodes, up to 2 nodes each; such as ranks 0,4" in text
+    assert "PP: 4 groups of 2, all cross nodes, up to 2 nodes each; for example, ranks 0,4" in text
 
 
 def test_the_plan_of_a_run_whose_tokenizer_is_gone(tmp_path: Path) -> None:

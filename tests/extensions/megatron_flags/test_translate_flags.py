@@ -143,7 +143,9 @@ def test_variables_that_double_themselves_are_refused(
     monkeypatch.setattr(shell_variables, "MOST", 50_000)
     file = tmp_path / "run.sh"
     file.write_text(f"{script}python pretrain_gpt.py --num-layers 2 $A\n")
-    with pytest.raises(ValueError, match=r"run.sh: its variables stand for more than 50,000 characters, at last A; "):
+    with pytest.raises(
+        ValueError, match=r"run.sh: its variables expand to more than 50,000 characters, the last one being A; "
+    ):
         main([str(file)])
 
 
@@ -171,7 +173,7 @@ def test_options_of_sbatch_are_translated(tmp_path: Path, capsys: pytest.Capture
         "scripts/train_gpt_slurm.sh pretrain_gpt.py",
     ]
     assert said.startswith(" \\\n    ".join([*options, "--num-layers 2\n"]))
-    assert "  --ntasks-per-node=8: scripts/train_gpt_slurm.sh starts a process for each GPU" in said
+    assert "  --ntasks-per-node=8: not needed, because scripts/train_gpt_slurm.sh starts one process per GPU" in said
     assert "SETUP_FILE=FILE sbatch" in said and "mem" not in said and "ignored" not in said
 
 
