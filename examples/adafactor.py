@@ -1,8 +1,9 @@
-"""Adafactor (arXiv:1804.04235): the second moment of a matrix as a mean for each row and one for each column.
+"""Adafactor (arXiv:1804.04235), an optimizer that stores only the row means and column means of a matrix's second
+moment.
 
 python pretrain_gpt.py --extension examples/adafactor.py --optimizer adafactor --lr 1e-2 ...
 
-On one process it updates matrices [rows, columns] as torch.optim.Adafactor does.
+On a single process, updates of matrices [rows, columns] equal those of torch.optim.Adafactor.
 """
 
 from collections.abc import Sequence
@@ -22,11 +23,13 @@ from megatron.training.extensions import extension_flags
 @dataclass(frozen=True)
 class AdafactorConfig:
     adafactor_beta2_decay: float = -0.8
-    """The second moment takes up step ** this of a new square."""
+    """Exponent d of the second-moment decay. An update mixes the new squared gradient into the average with the weight
+    step**d."""
     adafactor_clip: float = 1.0
-    """Largest root mean square of an update before its rate."""
+    """Maximum root mean square of an update before the update is multiplied by the learning rate."""
     adafactor_least_scale: float = 1e-3
-    """The rate is relative to the root mean square of the parameter, or to this if that is smaller."""
+    """Minimum parameter scale. The learning rate is multiplied by the root mean square of the parameter or by this
+    value, whichever is larger."""
 
 
 class Adafactor(Transform):

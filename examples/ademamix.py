@@ -24,9 +24,10 @@ class AdEMAMixConfig:
     ademamix_beta3: float = 0.9999
     """Decay of the slow average."""
     ademamix_alpha_warmup: int = 0
-    """Updates over which alpha rises from 0."""
+    """Number of updates during which alpha rises linearly from 0 to its final value."""
     ademamix_beta3_warmup: int = 0
-    """Updates over which beta3 rises from adam-beta1, its half-life in a straight line."""
+    """Number of updates during which beta3 rises from --adam-beta1 to its final value. The half-life of the average
+    rises linearly."""
 
     def at(self, step: Tensor, beta1: float) -> tuple[Tensor | float, Tensor | float]:
         """alpha and beta3 of an update (section 3.1 of the paper)."""

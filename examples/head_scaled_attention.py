@@ -45,7 +45,8 @@ class HeadScaledAttention(nn.Module):
         return self.proj(out, addend=addend)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
-        """Core attention, in generation over the earlier tokens too."""
+        """Apply core attention. During generation, queries also attend to the cached keys and values of earlier
+        tokens."""
         if context.cache is not None and (seen := context.cache.append(self.layer, k, v)) is not None:
             return self.core.behind_cache(q, *seen, context.cache)
         return self.core(q, k, v, context)

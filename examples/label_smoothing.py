@@ -36,7 +36,8 @@ class LabelSmoothing(CrossEntropy):
         first, columns = local_columns(logits, size, tp)
         wide = torch.promote_types(logits.dtype, torch.float32)
 
-        # This rank's term of (logit of the label - mean of all logits). Another rank may hold the label.
+        # This rank's term of (logit of the label - mean of all logits). If another rank holds the label, the label's
+        # logit counts as 0 here.
         elsewhere = (labels < first) | (labels >= first + columns)
         index = (labels - first).masked_fill(elsewhere, 0)
         label_logit = logits.gather(-1, index[..., None]).squeeze(-1).to(wide).masked_fill(elsewhere, 0.0)

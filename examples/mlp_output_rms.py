@@ -1,4 +1,4 @@
-"""A meter: the root mean square of what the MLPs put out, over all layers, tokens and ranks of a log interval.
+"""Meter that logs the root mean square of MLP outputs over all layers, ranks and tokens of a log interval.
 
 python pretrain_gpt.py --extension examples/mlp_output_rms.py ...
 
@@ -22,7 +22,7 @@ class MlpOutputs(Callback, Meter):
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self.of_step, self.sums = (torch.zeros(2, dtype=torch.float64, device=run.runtime.device) for _ in range(2))
         for layer in (layer for stage in run.stages.values() for layer in stage.decoder.layers):
-            if hasattr(layer, "mlp"):  # layers of --hybrid-layer-pattern may have none
+            if hasattr(layer, "mlp"):  # some layers of a --hybrid-layer-pattern have no MLP
                 layer.mlp.register_forward_hook(self.count)
         return (self,)
 

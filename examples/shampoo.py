@@ -72,7 +72,7 @@ class Shampoo(Transform):
 
 
 def inverse_root(x: Tensor, eps: float) -> Tensor:
-    """(x + eps)^(-1/4) of a symmetric matrix."""
+    """Return (x + eps I)^(-1/4) of a symmetric matrix x, where I is the identity matrix."""
     values, vectors = torch.linalg.eigh(x)
     return (vectors * (values.clamp(min=0) + eps) ** -0.25) @ vectors.mT
 

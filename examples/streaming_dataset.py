@@ -15,7 +15,8 @@ from megatron.extensions.data.datasets.generator_dataset import stream_splits
 @DATASETS.register("sums")
 def sums(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence[int | None]) -> Datasets:
     def stream(split: str, first: int) -> Iterator[bytes]:
-        """The samples from number `first` on, of seq_length + 1 token ids, which are bytes here."""
+        """Yield samples, beginning with sample number `first`. A sample has seq_length + 1 tokens; each byte is a token
+        id."""
         number = first
         while True:
             random, text = Random(f"{seed} {split} {number}"), b""  # each sample follows from its number: exact resume

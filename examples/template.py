@@ -60,7 +60,7 @@ class MyActivation:
         return F.leaky_relu(x, self.slope)
 
 
-# 3. A callback: every rank builds one. `when` decides by the configuration whether the run has it.
+# 3. A callback. Every rank builds an instance if `when` returns True for the configuration.
 
 
 @CALLBACKS.register("my callback", when=lambda config: config.options(MyFlags).my_interval > 0)

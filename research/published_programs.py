@@ -1,8 +1,8 @@
 """Differences between published programs and this one, expressed as a different list of events for the same step.
 
-A plan assumes the kernels of this program. The programs of 2021 and 2022 kept the attention scores, added weight
-gradients to their sums in a separate kernel, and computed the loss in several passes over fp32 logits. Every difference
-is derived from the code of these programs; no difference is derived from their step times.
+A plan assumes the kernels of this program. The programs that were published in 2021 and 2022 stored the attention
+scores, accumulated weight gradients in a separate kernel, and computed the loss in several passes over fp32 logits.
+Every difference is derived from the code of these programs; no difference is derived from their step times.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class PublishedRun:
     """Bytes that the published program keeps per attention score."""
 
     program: Program = THIS
-    """Differences between the published program's computation and this program's."""
+    """Differences in computation between the published program and this program."""
 
     HEAD: ClassVar[str] = f"{'model':<17}{'source':<14}{'':<12}{'GPUs':>6}{'tokens':>8}{'batch':>11}  {'layout':<22}"
 

@@ -6,10 +6,10 @@
 The benchmark adds the other programs to the cells (groups of compared programs) of tools/bench/speed.py, and accepts
 the same options. Each program needs its package: `pip install -r research/requirements.txt`, in a separate environment.
 
-In one process, the models of the other programs (research/peers.py) train with torch's fused AdamW and gradient
-clipping. In bf16 cells, their parameters are bf16 and are updated in bf16, which is the fastest way to train them. This
-program keeps its fp32 main parameters and fp32 gradient sums. TP, PP and DP are compared with
-research/torch_parallel.py.
+In single-process cells, the models of the other programs (research/peers.py) are trained with torch's fused AdamW and
+with gradient clipping. In bf16 cells, the other programs store and update their parameters in bf16, which is their
+fastest mode. This program keeps its fp32 main parameters and fp32 gradient sums. The TP, PP and DP cells compare this
+program with research/torch_parallel.py.
 """
 
 from __future__ import annotations

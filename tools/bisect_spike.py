@@ -1,4 +1,4 @@
-"""Find the cause of a loss spike: a document, the batch, or the learning rate.
+"""Find out whether a loss spike was caused by a document, by the whole batch, or by the learning rate.
 
     python tools/bisect_spike.py runs/a
     python tools/bisect_spike.py runs/a --iteration 1414 --from 1400 -- --tp 2      # under this layout, on CPU ranks

@@ -136,8 +136,8 @@ def measured_device(
     ranks_per_node: int,
     steps: Sequence[tuple[str, float]],
 ) -> tuple[DeviceFile, dict[str, float]]:
-    """Return the device file and the median error of its predictions for each kind of measurement. Collective over all
-    ranks."""
+    """Fit a device file to measurements of all ranks, and return it together with the median prediction error for each
+    kind of measurement. All ranks must call this function."""
     from megatron.extensions.plan.planner.calibration.fit import errors, fit_steps, links_of
     from megatron.extensions.plan.planner.calibration.measure import CPU, GPU, measure, measure_links
 
@@ -190,7 +190,7 @@ LAUNCHED = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT 
 
 
 def predicted(flags: str, device: DeviceFile) -> float:
-    """Return the predicted seconds of a single-process step."""
+    """Predict the time of a training step in a single process, in seconds."""
     from megatron.extensions.plan.planner.time.step_time import predict_step
 
     launch = Launch(0, 1)

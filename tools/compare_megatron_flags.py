@@ -5,11 +5,11 @@
     python tools/compare_megatron_flags.py
 
 Prints the flags that are new, removed or changed since the version of megatron_flags/flags_of_head.txt, with the
-treatment of each new one: the same here, translated, no effect, refused, or unknown. After these flags, it prints the
-number of flags with each treatment, and the unknown choices. The checkout's own code builds the parser in a separate
-process. --write replaces the branch in the table, with a line that names the version. The exit code is 1 if a flag or a
-choice is unknown. Without a checkout, the tool only updates how this program treats each flag in the table. Do this
-after adding a flag to this program.
+treatment of each new one: the same here, translated, no effect, refused, or unknown. Then prints the number of flags
+with each treatment, and the flag choices that this program does not recognize. The checkout's own code builds the
+parser in a separate process. --write replaces the branch in the table, with a line that names the version. The exit
+code is 1 if a flag or a choice is unknown. Without a checkout, the tool only updates how this program treats each flag
+in the table. Do this after adding a flag to this program.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 Trains a small model of each size for some steps on one batch, on CPU, with the flags of pretrain_gpt.py after `--`.
 After each step, the tool measures the root mean square of the batch's activations, and of the change of activations
 since initialization. If both are constant over widths and depths, learning rates transfer from a small model to a large
-one (appendix D.1 of arXiv 2203.03466). The tool fits the slope of log2(size) over log2(width or depth). A slope of 1
-means that the size doubles when the width doubles.
+one (appendix D.1 of arXiv 2203.03466). The tool fits a line to log2(root mean square) over log2(width), or over
+log2(depth), and prints its slope. A slope of 1 means that the size doubles when the width doubles.
 
 A width W keeps the given model's head channels, and scales all other widths (MLPs, latents) in proportion, except those
 in --mup-base-widths. The exit code is 0 if every slope is within --tolerance, 1 if a slope is not or a loss is not
@@ -111,7 +111,7 @@ def config_of(flags: Sequence[str], **sizes: int) -> RunConfig:
 
 
 def measured(config: RunConfig, steps: int) -> Measured:
-    """Train a model in a separate process."""
+    """Train a model in a separate process, and return the measured root mean squares."""
     from megatron.testing.local_world import run_world
 
     (found,) = run_world(1, _train, config, steps)
@@ -144,7 +144,7 @@ def _size(values: Tensor) -> float:
 
 
 def _activations(run: TrainingRun, batch: Batch) -> dict[str, Tensor]:
-    """Return the activations of a batch by part, without training."""
+    """Run a forward pass without training, and return the activations of each part of the model."""
     import torch
 
     (model,) = run.stages.values()

@@ -12,8 +12,8 @@
 
 Text files are tokenized as in a run. --sample-log shows the samples of a step. Pass the data sets as in the run, and
 those of later phases with --data-phases. The exit code is 1 if a dataset is inconsistent. With --dump, the data flags
-have the same meaning as in training. The file then contains the arrays `train`, `valid` and `test` [samples, seq_length
-+ 1] with the token ids of existing splits. The arrays `train_len`, `valid_len` and `test_len` contain the number of
+have the same meaning as in training. The written file has an array [samples, seq_length + 1] of token ids for each
+split that exists: `train`, `valid` and `test`. The arrays `train_len`, `valid_len` and `test_len` contain the number of
 samples in each split.
 """
 
@@ -63,7 +63,7 @@ DATA_FIELDS = (
 
 
 def describe(dataset: IndexedDataset, eod: int | None) -> Iterator[str]:
-    """Yield lines about a whole dataset. Reads the whole dataset."""
+    """Yield lines of text that describe a dataset, such as its sizes and sequence lengths. Reads the whole dataset."""
     lengths = dataset.lengths
     yield f"{dataset.prefix}: {dataset.dtype.name}, {dataset.num_tokens * dataset.dtype.itemsize:,} bytes of tokens"
     yield f"  documents {dataset.num_documents:,}, sequences {len(dataset):,}, tokens {dataset.num_tokens:,}"

@@ -3,10 +3,10 @@
     python tools/ladder.py --output runs/ladder --widths 256 384 512 768 -- --config large.yaml
 
 The flags after `--` describe the large run, the target. A rung is the same run with a different width and depth. A rung
-has the target's head size and ratio of tokens to parameters, and all other widths in proportion. The learning-rate
-schedule of a rung is shortened in the same proportion as its training run. Rungs are trained one after another, each in
-OUTPUT/NAME. A finished rung is not trained again, and an interrupted rung resumes from its checkpoint. --sbatch writes
-a SLURM array instead.
+has the target's head size and ratio of tokens to parameters, and all other widths in proportion. A rung trains for
+fewer steps than the target, and its learning-rate schedule is shortened by the same factor. Rungs are trained one after
+another, each in OUTPUT/NAME. A finished rung is not trained again, and an interrupted rung resumes from its checkpoint.
+--sbatch writes a SLURM array instead.
 
 Then a law, L(N, D) = E + A N^-a + B D^-b, is fitted to the last validation losses. The tool writes two files to OUTPUT.
 rungs.csv has one line per rung. ladder.json contains the predicted loss; pass it to the large run with --expect. The

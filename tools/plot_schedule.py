@@ -56,7 +56,8 @@ COSTS: dict[str, tuple[float, str]] = {
 """Default and help text of each field of `StageCosts`, by flag."""
 
 MOST_COLUMNS = 480
-"""Maximum number of characters in a line of text. Only the two ends of a longer line are printed."""
+"""Maximum number of characters in a printed schedule line. Only the beginning and the end of a longer line are
+printed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -174,7 +175,8 @@ def version_of(microbatch: int, microbatches: int) -> int:
 
 
 def of_run(found: Simulation, args: argparse.Namespace, costs: StageCosts) -> str:
-    """Describe a schedule without flush, for the drawn run and for a run of `LONG_RUN` steps."""
+    """Describe the time and bubble of a schedule without flush, for the drawn steps and for a run of `LONG_RUN`
+    steps."""
     long = simulate(lists_of_steps(args.pipeline_schedule, args.pp, [args.num_microbatches] * LONG_RUN), costs)
     return (
         f"{args.steps} steps: time {found.makespan:g}, bubble {found.bubble:.4f}\n"

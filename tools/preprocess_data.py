@@ -7,14 +7,14 @@ Writes data/corpus_text_document.bin and .idx, and the same for each of --json-k
 and URLs such as s3://bucket/folder: .jsonl, .json (lines or an array), .txt, .csv, .tsv, .parquet and .arrow. Text
 formats may be compressed (.gz, .bz2, .xz, .zst). Files with any other suffix are read as JSON lines. Documents keep
 their order for any number of workers. Memory use depends on the longest document, not on the size of the input. The
-output is renamed to its final name when it is complete. It replaces existing files only with --overwrite. The prefix
-may be a URL, such as s3://bucket/corpus. PREFIX_KEY_document.sums.json contains the checksums that
+output is renamed to its final name when it is complete. Existing output files are an error unless --overwrite is set.
+The prefix may be a URL, such as s3://bucket/corpus. PREFIX_KEY_document.sums.json contains the checksums that
 tools/inspect_dataset.py verifies.
 
-To use eight machines, run this program with --shard 1/8 to --shard 8/8 and otherwise the same flags, with a prefix that
-all machines can reach. The last machine to finish joins the shards into the dataset that a single machine would have
-written, and deletes the shards. Uncompressed JSON lines files are divided among the machines. Files in other formats
-are not divided, so there should be several of them per machine.
+To use eight machines, run this program with --shard 1/8 on the first, --shard 2/8 on the second, and so on. All other
+flags must be the same, and all machines must be able to write to the prefix. The last machine to finish joins the
+shards into the dataset that a single machine would have written, and deletes the shards. Uncompressed JSON lines files
+are divided among the machines. Files in other formats are not divided, so there should be several of them per machine.
 
 A bad line or row (not UTF-8, not JSON, a missing key, not text) is skipped and reported with its file and number. All
 other documents are written, but the exit code is 1 if there are more bad lines than --max-bad-lines. A file that cannot

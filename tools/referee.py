@@ -19,7 +19,7 @@ The batch is an .npz with `tokens` and `labels` [samples, s], where label i foll
 or with `input_ids` and optionally `labels` in the form of transformers, with -100 for labels that do not count. Samples
 with several documents also have `document_ids` or `cu_seqlens`, and optionally `position_ids`. Instead of a file,
 --samples selects samples of the training data by their numbers in the run, and --iteration selects all samples of a
-step. The loss is the mean over all counted labels.
+step. The loss is the mean over all labels that are not masked.
 
 The gradients are in one of three forms: a .safetensors file or a folder of torch's DCP, under the names of transformers
 or of this program; a folder in a checkpoint format, with gradients in place of weights; or the folder `iter_XXXXXXX` of
@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def print_table(found: Judgement, every: bool) -> None:
-    """Print the gradients that differ, or all gradients, in the order of the backward pass."""
+    """Print a table of the gradients that differ, or of all gradients if `every` is true, in the order of the backward
+    pass."""
     shown = {name: verdict for name, verdict in found.rows.items() if every or not verdict.equal}
     if not shown:
         return

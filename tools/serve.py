@@ -78,7 +78,7 @@ def serve(args: argparse.Namespace, model: LoadedModel, engine: Engine) -> None:
     log = partial(print, file=sys.stderr, flush=True) if args.log_requests else lambda line: None
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if loop.stopping.is_set():  # a second signal: exit immediately
+        if loop.stopping.is_set():  # on a second signal, exit immediately
             os._exit(128 + number)
         loop.stop()
 

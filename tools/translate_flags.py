@@ -49,7 +49,8 @@ LAUNCHER = re.compile(
 )
 
 TABLES = Path(megatron_flags.__file__).with_name("megatron_flags.toml")
-"""Tables of flags without a configuration field. The parser of the command line also reads these tables."""
+"""File of tables that describe Megatron-LM flags for which this program has no configuration field. The parser of the
+command line also reads these tables."""
 
 TASKS = re.compile(r"(--ntasks(-per-node)?|-n)\b")
 """sbatch options for the number of processes."""
@@ -201,7 +202,7 @@ def lines_on_batch(batch: Sequence[Sequence[str]], text: str) -> Iterator[str]:
 
 
 def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) -> Iterator[str]:
-    """Yield lines about unknown tests and variables on which values in the translated command depend."""
+    """Yield lines that list the unknown tests and unset variables that affect values in the translated command."""
     if script and script.choices:
         yield "\nValues that depend on an unknown test:"
         for name, values in script.choices.items():

@@ -12,7 +12,7 @@ into bytes.
 
 Writes one curve per line to curves.jsonl during training, and the picture curves.png at the end. If matplotlib is
 missing, use --draw later to draw the picture. Prints the mean loss over the last tenth of the steps. The exit code is 1
-if one of the first losses differs from transformers' loss by more than rounding explains.
+if one of the first losses differs from the loss of transformers by more than rounding can explain.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Peer:
 
 @contextmanager
 def seen_batches(run: TrainingRun) -> Iterator[list[Any]]:
-    """Record the batches with which the model is called in the yielded list."""
+    """Record each batch that is passed to the model. The yielded list contains the recorded batches."""
     batches: list[Any] = []
     (stage,) = run.stages.values()
     hook = stage.register_forward_pre_hook(lambda _, args: batches.append(args[1]))

@@ -2,8 +2,8 @@
 step.
 
 On GPUs, a profile contains kernels and copies. "Idle" is the part of the step in which no kernel or copy runs. On CPU,
-a profile contains torch's operations, each without the operations that it calls. A kernel of another library belongs to
-the first group whose pattern matches the kernel's name.
+a profile contains torch operations. The time of an operation excludes the operations that it calls. A kernel of another
+library belongs to the first group whose pattern matches the kernel's name.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class Group:
     name: str
     microseconds: float
     share: float
-    """Fraction of the whole step."""
+    """Fraction of the step time that is spent in this group."""
     count: int
     longest: tuple[str, ...]
     """Names of the kernels or operations that take the most time."""

@@ -307,8 +307,8 @@ class _Regions(TorchFunctionMode):
 
 
 def _watched(function: Callable[..., Any], static: bool, use: RegionUse, mode: FakeTensorMode) -> Callable[..., Any]:
-    """Return torch.compile of a region. Inductor generates code for the region's graphs, and fake tensors run through
-    the graphs."""
+    """Compile a region with torch.compile. Inductor generates code for each graph of the region, but a call only
+    propagates fake tensors through the graph and does not run the code."""
     from torch._inductor import compile_fx
 
     ran = [False]

@@ -5,8 +5,8 @@ time.
     python tools/bench/gpu.py --config gpt-1.3b --compare "--no-compile" --compare "--cuda-graph-impl local"
     python tools/bench/gpu.py --cpu --config tiny       # a trial in a few seconds, without a GPU
 
-Steps are those of pretrain_gpt.py, including the optimizer, on mock tokens without dropout. TFLOP/s count model FLOPs
-with causal attention, which is half of the full square (docs/performance.md). MFU is the ratio of TFLOP/s to the
+Steps are those of pretrain_gpt.py, including the optimizer, on mock tokens without dropout. TFLOP/s are based on model
+FLOPs. Causal attention counts as half of full attention (docs/performance.md). MFU is the ratio of TFLOP/s to the
 device's peak; in fp8, this is the fp8 peak. The number of layers (llama-8b-layers), or the number of samples in a
 micro-batch (other models), is the largest that fits into free memory according to the dry run's plan. The upper limits
 are measured first: an 8192 x 8192 x 8192 GEMM and the model's own GEMMs, on random numbers, and a copy within device
@@ -161,7 +161,7 @@ def config_of(shape: Shape, layers: int, samples: int, flags: str) -> RunConfig:
 
 
 def planned_bytes(config: RunConfig) -> tuple[int, int, int]:
-    """Return (states, activations, working memory) of the dry run's plan for one device."""
+    """Return the planned bytes of states, activations and working memory on one device, as in a dry run."""
     (rank,) = memory_of_ranks(config, 1)
     return rank.plan.memory.total, rank.activations.peak, rank.working
 
@@ -169,7 +169,7 @@ def planned_bytes(config: RunConfig) -> tuple[int, int, int]:
 def largest_that_fits(shape: Shape, flags: str, room: int) -> RunConfig:
     """Return the largest configuration that fits according to the plan. If no number of layers is given, use the
     largest that fits. Then use the largest power of two that fits as the number of samples in a micro-batch. Raise
-    ValueError if not even a single layer or sample fits."""
+    ValueError if even one layer with one sample does not fit."""
     tries = range(1, shape.most_layers + 1) if shape.layers is None else [shape.layers]
     # The plan grows with the number of layers.
     fitting = bisect_right(tries, room, key=lambda layers: sum(planned_bytes(config_of(shape, layers, 1, flags))))
@@ -301,7 +301,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def model_flags(args: argparse.Namespace) -> str:
-    """Return the flags of pretrain_gpt.py for the number format, and --flags."""
+    """Return the pretrain_gpt.py flags that select the number format, followed by the additional flags in --flags."""
     return f"{PRECISIONS[args.precision].format(format=args.fp8_format, recipe=args.fp8_recipe)} {args.flags}"
 
 
@@ -334,8 +334,8 @@ def chosen_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 
 def chosen_config(args: argparse.Namespace, room: int) -> tuple[RunConfig, str]:
-    """Return the configuration that fits into `room` bytes, and the flags of all variants. Raises ValueError if no
-    configuration fits."""
+    """Return the largest configuration that fits into `room` bytes, and the flags that all variants have in common.
+    Raises ValueError if no configuration fits."""
     flags = f"{model_flags(args)} {'--cpu' if args.cpu else ''}"
     shape = SHAPES[args.config]
     return largest_that_fits(shape if args.layers is None else replace(shape, layers=args.layers), flags, room), flags

@@ -42,7 +42,7 @@ EXPECTED = {
 """Files that scripts/gpu_first_hour.sh writes, with their descriptions."""
 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
-"""Exceptions raised when JSON of an unexpected form is read."""
+"""Exceptions that can occur when a JSON file does not have the expected structure."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Found:
         return f"{file}, {self.device(file)}"
 
     def device(self, file: str) -> str:
-        """Return the GPU of a file's figures, or "CPU"."""
+        """Return the name of the GPU on which the figures in a file were measured, or "CPU"."""
         return self.machines[file].get("gpu") or "CPU"
 
 

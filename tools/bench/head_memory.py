@@ -49,8 +49,8 @@ class Row:
 
 
 def config_of(vocab: int, tokens: int, chunk: int, precision: str) -> RunConfig:
-    """Return the configuration of a model whose last stage contains only the output layer. The batch is one sample of
-    `tokens` tokens."""
+    """Return the configuration of a model whose last stage contains only the output layer. The batch consists of one
+    sample with `tokens` tokens."""
     from megatron.training.config.arguments import parse_args
     from megatron.training.config.validation import resolve_legal
 

@@ -34,10 +34,10 @@ PLANS = {
 """Model of tools/bench/gpu.py and additional flags, by name."""
 
 FLAGS = ("--no-fusions", "--no-compile", "--deterministic-mode", "--attention-backend fp8")
-"""Flags that turn a mechanism off or on."""
+"""Flags whose effect on the step time is predicted. Each turns a mechanism, such as fusions, off or on."""
 
 LEAST = 1e-3
-"""Smallest relative change of the step time that is listed."""
+"""A mechanism is listed only if it changes the step time by at least this fraction."""
 
 
 @dataclass(frozen=True)

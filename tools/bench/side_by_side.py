@@ -225,7 +225,7 @@ def _results(futures: Sequence[Future[Any]]) -> list[Any]:
 
 
 _rounds: list[Round] = []
-"""Round function that this process has built, kept between calls."""
+"""Function that runs a round, built by this process. The list is empty until then."""
 
 
 def _end_with_parent() -> None:

@@ -12,15 +12,15 @@ The contestants of a cell run in separate processes and take turns. research/spe
 Training in one process includes the optimizer step. The upper limit to its speed is the speed of only the GEMMs of the
 model's linear layers and output layer, forward and backward, in the same precision.
 
-TP, PP and DP: 8 micro-batches of one sequence per step in float32, over single-threaded gloo processes, compared with
-one process that has as many threads. Two rows show an upper bound for this machine: processes that share the batch but
-never communicate, and tensor parallelism whose layers omit the collectives (the results are wrong, but all the work is
-done).
+The TP, PP and DP cells train 8 micro-batches of one sequence per step in float32 on single-threaded gloo processes.
+They are compared with one process that has as many threads as all of these processes together. Two rows show an upper
+bound for this machine: processes that share the batch but never communicate, and tensor parallelism whose layers omit
+the collectives (the results are wrong, but all the work is done).
 
-Packed CP: documents under context parallelism. Most documents are short, and some are about half as long as a sample,
-which makes the default chunks most unequal. Attention takes most of the step. The figure is the processor time of the
-busiest rank, for which the other ranks wait. Processor time hardly depends on other programs on the machine, unlike the
-waiting time. In a round, all contestants train on the same samples.
+The packed-CP cell measures how documents of different lengths are divided under context parallelism. Most documents are
+short, and some are about half as long as a sample, which makes the default chunks most unequal. Attention takes most of
+the step. The figure is the processor time of the busiest rank, for which the other ranks wait. Unlike elapsed time,
+processor time hardly depends on other programs on the machine. In a round, all contestants train on the same samples.
 
 Start-up: seconds of commands, each in a fresh interpreter, compared with an interpreter that only imports torch.
 
@@ -276,7 +276,8 @@ DIVISIONS = {
     "balanced": "--balance-packed-samples",
     "hybrid": "--hybrid-context-parallel",
 }
-"""Flags, by name, for the division of samples' documents over context-parallel ranks."""
+"""Flags of each method that divides the documents of a sample among context-parallel ranks, keyed by the name of the
+method."""
 
 
 def mixed_lengths(seq_length: int) -> NDArray[np.int64]:

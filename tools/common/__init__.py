@@ -76,7 +76,7 @@ def parted(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
 
 
 def too_small(args: argparse.Namespace, **least: float) -> list[str]:
-    """Return the problems of flags that are below their minimum."""
+    """Return an error message for each flag whose value is below its minimum."""
     given = {name: getattr(args, name) for name in least}
     return [
         f"--{name.replace('_', '-')} {value}: must be at least {least[name]}"
@@ -163,7 +163,7 @@ def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> Lo
 def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
     """Add --extension, whose files are imported immediately, so that their registrations apply to the other flags.
 
-    Exits with code 2 and one line if an extension cannot be used."""
+    If an extension cannot be loaded, the program prints a one-line error and exits with code 2."""
     text = "Python file, or package.module, that registers your own components; may be given more than once"
     _read_at_once(parser, argv, "--extension", "FILE.py", text, load_extensions)
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 FULL_NAMES = {"-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-G": "--gpus"}
-"""Short options of sbatch that set variables."""
+"""Long form of the short sbatch options that determine SLURM variables."""
 
 VARIABLES = {
     "--nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),

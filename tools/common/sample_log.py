@@ -21,7 +21,7 @@ WITHOUT_DOCUMENTS = (
 
 
 def record_of_step(log: Path, step: int) -> dict[str, Any]:
-    """Return the record of a step. Raises ValueError if the file has no such record."""
+    """Return the record of a step. Raises ValueError if the log does not contain this step."""
     steps, number = list[int](), 0
     try:
         with open(log, encoding="utf-8") as stream:
@@ -45,7 +45,8 @@ def lines_of_step(
     """Yield lines about each sample of a step: the decoded parts, and whether the tokens equal those of the training
     step.
 
-    `prefixes` maps the names of data sets in the log to their prefixes. Raises ValueError for an unknown name.
+    `prefixes` maps each data set name in the log to the prefix of an indexed dataset. Raises ValueError for an unknown
+    name.
     """
     opened: dict[str, IndexedDataset] = {}
     yield f"step {record['iteration']}: samples {record['samples'][0]} to {record['samples'][1]}"

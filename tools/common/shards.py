@@ -60,7 +60,8 @@ def is_divided(file: TextFile) -> bool:
 
 
 def of_shard(files: Sequence[TextFile], shard: Shard) -> list[tuple[TextFile, int]]:
-    """Return (file, bytes of earlier files) for each file of which a shard contains a part."""
+    """Return the files that belong to a shard entirely or in part. Each is paired with the total bytes of the files
+    before it."""
     total, begin = sum(file.size for file in files), 0
     found = []
     for file in files:

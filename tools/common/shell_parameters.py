@@ -25,7 +25,7 @@ Number = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Parameter:
-    """Parameter as written in a script."""
+    """Parsed parameter expansion of a shell script, such as `${NAME:-word}`."""
 
     name: str
     sign: str = ""

@@ -204,8 +204,8 @@ class ShellVariables:
             return None
 
     def _computed(self, piece: str) -> str:
-        """Return the value of an arithmetic substitution. For other substitutions, return the text with variables
-        replaced."""
+        """Return the value of an arithmetic substitution such as `$((N * 2))`. For command substitutions, return the
+        command with known variables replaced."""
         if piece.startswith("$((") and piece.endswith("))"):
             text = self.word(piece[3:-2], quoted=True)
             try:

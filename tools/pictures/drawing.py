@@ -94,7 +94,7 @@ def inline(figure: Figure) -> str:
 
 @dataclass(frozen=True)
 class Marks:
-    """Events of a run that charts mark."""
+    """Restarts and data phases of a run, which charts mark on the iteration axis."""
 
     restarts: Sequence[float] = ()
     phases: Sequence[tuple[float, str]] = ()
@@ -175,8 +175,8 @@ def wrapped(text: str, width: float) -> str:
 
 
 def write_values(axis: Axis, text: Callable[[float], str], most_values: int = 6) -> None:
-    """Format the values of an axis with a function. If the values are in bytes, ticks are placed at round numbers of
-    the unit, such as GiB."""
+    """Format the values of an axis with a function. If the values are bytes, place the ticks at round multiples of the
+    displayed unit, such as GiB."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
     axis.set_major_locator(MaxNLocator(most_values))

@@ -1,5 +1,5 @@
-"""Copy the files that a report reads, for a run in a storage other than the local disk. This module does not import
-torch."""
+"""Copy the files that a report needs to the local disk if the run's folder is in remote storage. This module does not
+import torch."""
 
 from __future__ import annotations
 

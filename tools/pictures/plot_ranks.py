@@ -96,7 +96,7 @@ def planned_map(dims: ParallelDims, gpus_per_node: int) -> RankMap:
 
 
 def map_of_trace(trace: dict[str, Any]) -> RankMap:
-    """Return the layout and the hosts of a traced run."""
+    """Return the rank map of a traced run: its layout, and the host of each rank."""
     other = trace["otherData"]
     sizes = {axis: other["layout"][axis] for axis in ("tp", "pp", "cp", "dp", "ep", "expt_tp")}
     ranks = [facts["host"] for facts in other["ranks"]]
@@ -140,7 +140,7 @@ def _count(found: RankMap) -> str:
 
 
 def _span(numbers: Sequence[int]) -> str:
-    """Format numbers as `0-7`, `0-12 by 4`, or one by one."""
+    """Format numbers as a range (`0-7`), a range with a step (`0-12 by 4`), or a list."""
     distinct = sorted(set(numbers))
     if len(distinct) == 1:
         return str(distinct[0])

@@ -144,7 +144,8 @@ def phase_of(event: Event, iteration: int) -> str | None:
 
 
 def phases_picture(trace: Trace, iteration: int, width: float = WIDE) -> Figure:
-    """Draw the phases of a step on each rank, from reading data to the update, on a common clock."""
+    """Draw the phases of a step, from reading data to the optimizer update, in one row per rank on a common time
+    axis."""
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     steps: dict[int, tuple[float, float]] = {}
     for event in events:

@@ -104,7 +104,7 @@ COLOURS_OF_RUNS = [f"C{number}" for number in range(10)] * 10
 
 
 def names_of(runs: Sequence[RunFolder]) -> list[str]:
-    """Return the names of runs for legends, or the runs' paths if two runs have the same name."""
+    """Return a legend label for each run: its name, or its path if two runs have the same name."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else labels_of(runs)
 
