@@ -99,7 +99,7 @@ def _refused_methods(protocol: type, part: type) -> str:
     """Check that a class defines the methods of `protocol` with the same arguments. Returns an empty string if it does,
     and otherwise an error text with the wrong methods and a remedy."""
     if unwritten := sorted(getattr(part, "__abstractmethods__", ())):
-        return f"has no {', '.join(f'{name}()' for name in unwritten)} of its own; write it, or correct its spelling"
+        return f"has no {', '.join(f'{name}()' for name in unwritten)} of its own; define it, or correct its spelling"
     for name in _members(protocol):
         wanted, given = getattr(protocol, name, None), getattr(part, name, None)
         if not isfunction(wanted) or not isfunction(given) or given is wanted:
@@ -231,7 +231,7 @@ class Registry(Collection[str], Generic[P, F, K]):
     def _check(self, name: str, part: object) -> None:
         """Raise ValueError if a part does not match the protocol of its kind."""
         if unwritten := _unwritten(part):
-            raise ValueError(f"{self.flag} {name}: has no {unwritten} of its own; write it, or correct its spelling")
+            raise ValueError(f"{self.flag} {name}: has no {unwritten} of its own; define it, or correct its spelling")
         if not isinstance(part, self._class):
             rule = f"must be a {self._class.__name__}, but is a {type(part).__name__}"
             raise ValueError(f"{self.flag} {name}: {rule}; register an instance")
@@ -240,7 +240,9 @@ class Registry(Collection[str], Generic[P, F, K]):
         classes = part.__mro__ if isinstance(part, type) else (part,)
         known = set(dir(part)).union(*(getattr(each, "__annotations__", ()) for each in classes))
         if missing := [attribute for attribute in wanted if attribute not in known and not hasattr(part, attribute)]:
-            raise ValueError(f"{self.flag} {name}: has no {', '.join(missing)}; derive it from the class of its kind")
+            raise ValueError(
+                f"{self.flag} {name}: has no {', '.join(missing)}; derive it from the base class for this flag"
+            )
         if self._form is not None and (refused := _refused(self._form, part)):
             raise ValueError(f"{self.flag} {name}: {refused}")
         if made is not None and isinstance(part, type) and (refused := _refused_methods(made, part)):

@@ -128,7 +128,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     """
     if config.tokenizer_type is None:
         raise ValueError(
-            f"--tokenizer-type must be given, because no run determines it: choose one of {', '.join(TOKENIZERS)}"
+            f"--tokenizer-type must be given, because no checkpoint sets it: choose one of {', '.join(TOKENIZERS)}"
         )
     config = with_local_files(config)
     kind, problems = config.tokenizer_type, list[str]()

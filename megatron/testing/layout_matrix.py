@@ -164,7 +164,7 @@ def run_rows(args: argparse.Namespace, flags: Sequence[str]) -> int:
             parity = Parity(flags, Path(root), args.steps, args.max_ranks, args.timeout)
             names = chosen(args.layouts, parity.names)
             if torch.cuda.is_initialized():
-                raise ValueError("--extension: a module that is imported uses CUDA, after which ranks cannot be forked")
+                raise ValueError("--extension: an imported module has initialized CUDA, so ranks cannot be forked")
         except ValueError as error:
             print_errors(error)
             return 2

@@ -68,13 +68,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--extension", action="append", default=[], metavar="FILE", help="extension to import; may be given repeatedly"
     )
-    parser.add_argument("--layouts", nargs="+", metavar="NAME", help="rows to run; default: all, see --list")
-    parser.add_argument("--list", action="store_true", help="print the rows and their flags, and run nothing")
+    parser.add_argument(
+        "--layouts", nargs="+", metavar="NAME", help="rows to run (default: all rows, which --list prints)"
+    )
+    parser.add_argument("--list", action="store_true", help="print the rows and their flags without running them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file as well")
     parser.add_argument("--steps", type=int, default=2, help="training steps to compare (default: 2)")
-    parser.add_argument("--max-ranks", type=int, default=8, help="refuse layouts of more ranks (default: 8)")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds after which a layout hangs (default: 300)"
+        "--max-ranks", type=int, default=8, help="refuse layouts with more ranks than this (default: 8)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds after which a layout counts as hanging (default: 300)"
     )
     return parser
 

@@ -52,10 +52,10 @@ class EvaluatedSets(dict[str, DataIterator]):
         flag, what = f"--{self.split}-data-path", {"valid": "validation", "test": "test"}[self.split]
         if not self.eval_iters:
             raise ValueError(
-                f"--eval-iters 0: must be at least 1 to evaluate the {what} data; raise it, or do not evaluate the data"
+                f"--eval-iters 0: must be at least 1 to evaluate the {what} data; raise it, or evaluate no data"
             )
         if not self:
-            raise ValueError(f"there is no {what} data: give --data-path a --split with a share for it, or {flag}")
+            raise ValueError(f"there is no {what} data: give --data-path and a --split with a share for it, or {flag}")
         names = ", ".join(each or "the unnamed set" for each in self)
         raise ValueError(
             f"{flag}: {f'no {what} set is named {name}' if name else f'every {what} set has a name'}; use {names}"
@@ -238,13 +238,13 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
     made = _build(config, (size, for_valid, once), demands)
     if made.train is None:
         raise ValueError(
-            "there is no training data: give --data-path a --split with a share for training, or --train-data-path"
+            "there is no training data: give --data-path and a --split with a share for training, or --train-data-path"
         )
     if len(made.train) < phase.samples:  # a blend without weights ends after one epoch
         raise ValueError(
             f"the training data has {len(made.train)} samples of {config.model.seq_length} tokens, but the run "
             f"needs {phase.samples}: several --data-path prefixes without weights are read once; give each a "
-            "weight, which repeats the data, or train for less"
+            "weight to repeat its data, or train for less"
         )
     order.take(made.train, phase.samples)
     train, valid, test = _wrapped(config, made)

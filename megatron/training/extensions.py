@@ -202,7 +202,7 @@ def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown
     if missing:
         gone = f"there is no such file or module as {' and '.join(missing)}"
         remedies.append(f"{gone}: if it was moved or renamed, give --extension NEWPATH; a module needs its PYTHONPATH")
-    raise ExtensionError(f"{rule}code runs only if the command line names it", "; ".join(remedies))
+    raise ExtensionError(f"{rule}extension code runs only if the command line names the extension", "; ".join(remedies))
 
 
 CHANGED = " (changed since that run)"

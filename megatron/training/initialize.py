@@ -102,7 +102,7 @@ def check_compiler(config: ModelParallelConfig, device: torch.device) -> None:
     compiler = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(compiler) is None:
         raise ValueError(
-            f"--compile needs a C++ compiler on CPU, and there is no {compiler}: install one, set CXX to one, or leave "
+            f"--compile needs a C++ compiler on CPU, but there is no {compiler}: install one, set CXX to one, or leave "
             "out --compile"
         )
 
@@ -143,7 +143,7 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     # Deadlines use the monotonic clock, because the system time may be adjusted during a run.
     now, deadlines = time.monotonic(), {}
     if training.exit_signal_handler and watchdog.outcome.asked:
-        deadlines["a signal came before the ranks"] = (0.0, "resume")
+        deadlines["a signal arrived before the ranks were started"] = (0.0, "resume")
     if training.exit_duration_in_mins:
         until = float(os.environ.get(BEGAN, now)) + 60 * training.exit_duration_in_mins
         deadlines[f"--exit-duration-in-mins {training.exit_duration_in_mins}"] = (until, "stop")

@@ -81,8 +81,8 @@ class History:
 
     @property
     def remedy(self) -> str:
-        rule = "give the phases that have begun as they were"
-        return f"{rule}; new ones may begin from sample {self.consumed_samples} on"
+        rule = "do not change the phases that have begun"
+        return f"{rule}; a new phase may begin at sample {self.consumed_samples} or later"
 
 
 @dataclass(frozen=True)

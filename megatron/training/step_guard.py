@@ -101,7 +101,7 @@ class StepGuard:
     def _end_run(self, verdict: Verdict) -> NoReturn:
         """Raise the error that ends the run, after a search for the origin of a NaN."""
         limit = self.checks.max_skipped_iterations
-        allowed = f"{limit} iterations were skipped before, as many as --max-skipped-iterations allows; "
+        allowed = f"{limit} iterations have already been skipped, the maximum of --max-skipped-iterations; "
         message = f"{allowed if limit else ''}{verdict}"
         if not verdict.nan:
             raise BadStepError(message, ADVICE_SPIKE)

@@ -132,7 +132,7 @@ sys.exit(pretrain(config, launch, Parts([Tell(config)], {"count": count})))
     ("returned", "said"),
     [
         ("step.run.progress.iteration, 1", "told: 4 "),
-        ("None", "metric count: must return (sum, count), two numbers or tensors of one, not None"),
+        ("None", "metric count must return a pair (sum, count) of numbers or one-element tensors, not None"),
     ],
 )
 def test_a_program_can_add_its_own_components(returned: str, said: str, tmp_path: Path) -> None:

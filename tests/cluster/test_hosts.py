@@ -82,7 +82,7 @@ def test_hosts_without_a_shared_disk_train_the_same(
             return
         more = ("--load", f"{disk}/load", "--finetune")
         shutil.copytree(shared, box.disk_of(1) / "load")
-        assert "but there are some for rank 1 (on host1)" in run(*more, code=1)
+        assert "but checkpoints exist there for rank 1 (on host1)" in run(*more, code=1)
         (box.disk_of(1) / "load").rename(box.disk_of(0) / "load")
         assert f"in {disk}/load are not there for rank 1 (on host1)" in run(*more, code=1)
         shutil.copytree(shared, box.disk_of(1) / "load")

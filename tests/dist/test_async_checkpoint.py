@@ -172,7 +172,7 @@ def test_a_failed_save_ends_the_run_when_asked_to_or_at_its_end(tmp_path: Path) 
     with pytest.raises(RuntimeError, match=f"{CheckpointError.__name__}: .*fatal-save-errors"):
         run_world(2, train_on_a_bad_disk, "iter_0000002", "--save", str(tmp_path), "--fatal-save-errors")
     for flag in ("--async-save", "--no-async-save"):
-        with pytest.raises(RuntimeError, match=f"{CheckpointError.__name__}: .*it was the last of the run"):
+        with pytest.raises(RuntimeError, match=f"{CheckpointError.__name__}: .*this was the last save of the run"):
             run_world(2, train_on_a_bad_disk, "iter_0000008", "--save", str(tmp_path), flag)
         assert read_latest(tmp_path) == 6
 

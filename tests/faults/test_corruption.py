@@ -77,7 +77,7 @@ def test_a_run_reports_a_full_disk_and_resumes(runs: tuple[Path, Path], tmp_path
 
     train(save, 2)
     text = train(save, 6, 1, prepare)
-    assert "loaded checkpoint of iteration 2 " in text and "it was the last of the run" in text
+    assert "loaded checkpoint of iteration 2 " in text and "this was the last save of the run" in text
     assert re.search(r"iteration 4 was not saved.*File too large.*\n(.*\n)*.*iteration 4 was not saved.*given up", text)
     assert "Traceback" not in text and "free space on the disk" in text
     text = train(save)

@@ -43,7 +43,7 @@ def end_of_run(folder: Path, late: int, slow: str) -> str:
 def test_a_rank_that_is_late_at_start_up_is_named(tmp_path: Path, slow: str, phase: str) -> None:
     text = end_of_run(tmp_path, late=1, slow=slow)
     assert text.count("RUN FAILED") == 1, text
-    assert f"did not end {phase} within --startup-timeout-minutes {LIMIT}: 1" in text
+    assert f"did not complete {phase} within --startup-timeout-minutes {LIMIT}: 1" in text
     if slow == "sleep":
         assert "RUN FAILED: rank 1 of 2\n" in text and "rank 1 has not come\nnoticed by rank 0 in " in text, text
     if slow == "data":  # the rank is alive and reports its phase
@@ -58,9 +58,7 @@ def test_a_rank_with_another_world_size_is_named(tmp_path: Path) -> None:
     with forked_ranks(2, flags, tmp_path / "screen", prepare) as ranks:
         assert join(ranks) == [2, 2]
     text = (tmp_path / "screen").read_text()
-    assert re.search(r"rank (0|1) was started as one of \d ranks, and the first rank that came as one of \d: ", text), (
-        text
-    )
+    assert re.search(r"rank (0|1) was started as one of \d ranks, but the first rank to connect as one of", text), text
 
 
 def test_another_program_at_the_port_is_reported_in_time(tmp_path: Path) -> None:
@@ -107,7 +105,7 @@ def test_another_program_at_the_port_of_another_host_is_reported_in_time(tmp_pat
 def test_the_program_at_the_port_of_the_store_is_described() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert describe_port("127.0.0.1", port) == "a program listens there, and has not answered as the store yet"
+        assert describe_port("127.0.0.1", port) == "a program listens there, but it has not answered like a store yet"
         greeter = threading.Thread(target=lambda: [server.accept()[0].sendall(b"SSH-2.0-x\r\n") for _ in range(2)])
         greeter.start()  # an earlier connection to this port has already been made
         with pytest.raises(ForeignPortError, match=r"another program uses the port: it sends b'SSH-2\.0"):
@@ -168,5 +166,5 @@ def test_the_death_of_the_rank_that_holds_the_store_is_reported(tmp_path: Path) 
     assert re.search(r"RUN FAILED: rank 0 of 2 on \S+\nphase: step \d+.*, at its last sign of life\nprocess", text), (
         text
     )
-    assert f"process {ranks[0].pid} is gone, and with it the store of the ranks" in text
+    assert f"process {ranks[0].pid} is gone, and with it the ranks' store" in text
     assert "what to do: a crash or an external kill" in text and "--distributed-timeout-minutes" not in text

@@ -107,7 +107,7 @@ def test_rank_0_reports_the_problems_of_paths(folder: Path, tmp_path: Path) -> N
     [
         ({"RANK": "a", "WORLD_SIZE": "2"}, "RANK=a: must be a whole number; the launcher"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 must be from 0 to below WORLD_SIZE=2"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 must be a port above 0"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT=0 must be above 0"),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
             "RANK=0 WORLD_SIZE=2 without MASTER_ADDR and MASTER_PORT, at which all ranks",

@@ -152,7 +152,7 @@ def lookups(rank: int, world_size: int, flags: str, split: str, name: str) -> tu
         return list(sets), str(error.value)
 
 
-ZERO = "--eval-iters 0: must be at least 1 to evaluate the validation data; raise it, or do not evaluate the data"
+ZERO = "--eval-iters 0: must be at least 1 to evaluate the validation data; raise it, or evaluate no data"
 
 
 @pytest.mark.parametrize(

@@ -146,9 +146,7 @@ def test_advice_follows_the_cause(tmp_path: Path) -> None:
 def test_advice_names_the_checkpoint_that_the_same_command_loads(tmp_path: Path) -> None:
     run, again = str(tmp_path), "correct the error and start the same command again"
     error = fails(KeyError("x"))
-    assert (
-        advice(error, save=run, load=run) == f"{again}: it begins where this run began, which has saved no checkpoint"
-    )
+    assert advice(error, save=run, load=run) == f"{again}: it begins where this run began, as there is no checkpoint"
     (tmp_path / LATEST).write_text("2\n")
     there = "it resumes from the latest checkpoint"
     assert advice(error, save=run, load=run) == f"{again}: {there} in --load {run}"

@@ -23,7 +23,7 @@ def test_a_rank_that_reaches_the_store_of_another_run_exits() -> None:
         with pytest.raises(NoStoreError, match=f"another run at 127.0.0.1:{port}: another program; give the two"):
             meet(rank, limit, "board", "--save a")
         store.set("run", "--save b")
-        with pytest.raises(NoStoreError, match="rank 1 of the run with --save a has met the store of another run"):
+        with pytest.raises(NoStoreError, match="rank 1 of the run with --save a has found the store of another run"):
             meet(rank, limit, "board", "--save a")
         store.set("run", "--save a")
         meet(rank, limit, "board", "--save a").set("key", "value")

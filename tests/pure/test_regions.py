@@ -153,7 +153,7 @@ def test_a_static_region_is_compiled_for_each_shape() -> None:
 
 def test_a_missing_compiler_is_reported_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ValueError, match="--compile needs a C\\+\\+ compiler on CPU, and there is no no-such-compiler"):
+    with pytest.raises(ValueError, match="--compile needs a C\\+\\+ compiler on CPU, but there is no no-such-compiler"):
         check_compiler(ModelParallelConfig(compile=True), torch.device("cpu"))
     check_compiler(ModelParallelConfig(), torch.device("cpu"))
 

@@ -239,7 +239,7 @@ def test_protocols_describe_registered_parts() -> None:
 @pytest.mark.parametrize(
     ("left_out", "changed", "said"),
     [
-        ("remove", {}, r"storage lacking: has no remove\(\) of its own; write it"),
+        ("remove", {}, r"storage lacking: has no remove\(\) of its own; define it"),
         (
             "",
             {"write": lambda self, path: None},

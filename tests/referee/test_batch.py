@@ -78,8 +78,8 @@ PAIR = {"tokens": OF_TWO, "labels": OF_TWO}
         ({**PAIR, "document_ids": OF_TWO, "cu_seqlens": OF_TWO}, "which both state where documents begin"),
         ({**PAIR, "cu_seqlens": np.array([0, 3])}, r"cu_seqlens \[0, 3\] must ascend from 0 to 4"),
         ({**PAIR, "cu_seqlens": np.array([[0, 4], [0, 4]])}, "must be .samples, n. with 1 samples"),
-        ({"input_ids": OF_TWO, "attention_mask": np.array([[0, 1, 1, 1]])}, "hides tokens before others"),
-        ({"input_ids": OF_TWO, "attention_mask": np.array([[1, 1, 1, 0]])}, "or tokens whose label counts"),
+        ({"input_ids": OF_TWO, "attention_mask": np.array([[0, 1, 1, 1]])}, "hides a token before a visible token"),
+        ({"input_ids": OF_TWO, "attention_mask": np.array([[1, 1, 1, 0]])}, "or a token whose label counts"),
     ],
 )
 def test_a_wrong_batch_is_refused(tmp_path: Path, arrays: dict[str, NDArray], message: str) -> None:

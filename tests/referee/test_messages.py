@@ -67,9 +67,9 @@ NAMES = "the parameters of this llama model are model.embed_tokens.weight"
         ("--model", "empty", "empty is an empty folder; give the folder"),
         ("--model", "wider", r"gradients.safetensors: .* has the shape \(64, 32\), not \(64, 64\)"),
         ("--batch", "none.npz", "none.npz does not exist; write it with numpy.savez"),
-        ("--batch", "long.npz", r"--batch: a sample has the position 38, and the model of --model has 32 \(max_pos"),
-        ("--batch", "tokens.npz", "--batch: tokens has the token 77, and the model of --model has 64 tokens; use the"),
-        ("--gradients", "none", "none does not exist; give gradients of the model in --model by its names"),
+        ("--batch", "long.npz", r"--batch: a sample has position 38, but --model supports only 32 positions \(max_pos"),
+        ("--batch", "tokens.npz", "--batch: tokens has the token 77, but the vocabulary of --model has 64 tokens; tok"),
+        ("--gradients", "none", "none does not exist; give gradients under the parameter names of --model"),
         ("--gradients", "empty", "it is a folder in no known format, and holds nothing; give gradients"),
         ("--gradients", "text.safetensors", "text.safetensors is not a safetensors file, or is truncated: it has 5 b"),
         ("--gradients", "nothing.safetensors", "it holds no tensors; give gradients"),
@@ -80,7 +80,7 @@ NAMES = "the parameters of this llama model are model.embed_tokens.weight"
             "integers.safetensors",
             "it holds torch.int32 tensors, which are not gradients; give gradients",
         ),
-        ("--gradients", "queries.safetensors", "no parameter of the model has a whole gradient in it; give gradients"),
+        ("--gradients", "queries.safetensors", "it contains no complete gradient of any parameter of"),
         ("--gradients", "scaled.safetensors", "are float8_e4m3fn; say in which format they were computed: --computed"),
         ("--gradients", "experts", f"it holds model.layers.0.block_sparse_moe.* and {NAMES}"),
         ("--gradients", "wider", r"lm_head.weight has the shape \(64, 64\), not \(64, 32\); .*and 19 more"),
@@ -113,14 +113,14 @@ def test_wrong_flags_are_explained(flags: str, message: str, inputs: Path, monke
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--hidden-size 16", "would make another model: 15 parameters differ .*; leave out flags of the shapes"),
+        ("--hidden-size 16", "would make another model: 15 parameters differ .*; leave out the flags that change"),
         ("--no-such-flag 16", "--no-such-flag 16: unknown flag"),
         ("--tp 2", "--tensor-model-parallel-size after --: the reference runs one step in one process; leave it out"),
         (
             "--seq-length 8",
-            "--seq-length after --: the batch is given, so that it has no effect; leave it out, or give",
+            "--seq-length after --: the batch is given, so the flag has no effect; leave it out, or give",
         ),
-        ("--data-path x", "--data-path after --: the batch is given, so that it has no effect"),
+        ("--data-path x", "--data-path after --: the batch is given, so the flag has no effect"),
     ],
 )
 def test_flags_without_effect_are_refused(inputs: Path, flags: str, message: str) -> None:

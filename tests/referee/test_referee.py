@@ -234,7 +234,7 @@ def test_a_lost_micro_batch_is_named(llama: Other) -> None:
     name, cause = first(llama.judged(plant))
     assert (
         name == "output_layer.weight"
-        and cause == "is summed over sample 1 alone, and divided by the number of its own tokens"
+        and cause == "is summed over sample 1 alone, and divided by the number of tokens in this part"
     )
 
 

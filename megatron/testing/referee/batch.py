@@ -204,7 +204,9 @@ def _shifted(arrays: Arrays) -> dict[str, NDArray[Any]]:
     _check_shapes({"tokens": ids, "labels": labels, **({} if mask is None else {"attention_mask": mask}), **own})
     if mask is not None and ((np.diff(mask, axis=1) > 0).any() or (labels[mask == 0] != IGNORED).any()):
         remedy = "pad samples after their text, and give padding the label -100"
-        raise ValueError(f"attention_mask hides tokens before others, or tokens whose label counts; {remedy}")
+        raise ValueError(
+            f"attention_mask hides a token before a visible token, or a token whose label counts; {remedy}"
+        )
     if "cu_seqlens" in arrays:
         own["document_ids"] = _documents(arrays, ids.shape)  # type: ignore[assignment]
         own = {name: each for name, each in own.items() if each is not None}

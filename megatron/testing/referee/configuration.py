@@ -40,7 +40,7 @@ def with_flags(source: Source, flags: Sequence[str], takes_samples: bool) -> Run
             problems.append(f"{flag.name} after --: the reference runs one step in one process; leave it out")
         elif not takes_samples and (flag.section in OF_DATA or field == "seq_length"):
             remedy = "leave it out, or give --samples or --iteration in place of --batch or --step"
-            problems.append(f"{flag.name} after --: the batch is given, so that it has no effect; {remedy}")
+            problems.append(f"{flag.name} after --: the batch is given, so the flag has no effect; {remedy}")
     if problems:
         raise ValueError("\n".join(problems))
     return with_named(source.config, reader.values)
@@ -55,7 +55,7 @@ def check_same_model(source: Source, config: RunConfig) -> None:
     if names:
         shapes = f"{names[0]} has the shape {ours.get(names[0])}, and {theirs.get(names[0])} in --model"
         rule = f"would make another model: {len(names)} parameters differ ({shapes})"
-        raise ValueError(f"flags after -- {rule}; leave out flags of the shapes of the model")
+        raise ValueError(f"flags after -- {rule}; leave out the flags that change the model's shapes")
 
 
 def in_one_process(config: RunConfig, **parallel: bool) -> RunConfig:

@@ -36,8 +36,8 @@ INDEX = ".metadata"
 """Name of the metadata file in a folder of torch.distributed.checkpoint (DCP)."""
 
 REMEDY = (
-    "give gradients of the model in --model by its names: a .safetensors file, or a folder of torch's DCP, of "
-    "save_pretrained, or wgrads/iter_XXXXXXX of Megatron-LM"
+    "give gradients under the parameter names of --model: a .safetensors file, or a folder written by "
+    "torch.distributed.checkpoint, by save_pretrained, or by Megatron-LM (wgrads/iter_XXXXXXX)"
 )
 
 
@@ -64,7 +64,7 @@ def open_dump(path: Path, model: Source, flag: str = "--gradients") -> Dump:
     try:
         dump = _opened(path, model)
         if not any(name in dump for name in model.metas):
-            raise ValueError("no parameter of the model has a whole gradient in it")
+            raise ValueError("it contains no complete gradient of any parameter of the model")
         if not dump.dtype.is_floating_point:
             raise ValueError(f"it holds {dump.dtype} tensors, which are not gradients")
     except (OSError, ValueError) as error:
@@ -147,7 +147,7 @@ def _of_transformers(tensors: Mapping[str, Sliceable], model: Source) -> Dump:
         raise ValueError("it holds no tensors")
     family = model.origin.model_type
     if family is None:
-        _refuse_names(sorted(tensors), list(model.metas), "this model, which is of no Hugging Face family")
+        _refuse_names(sorted(tensors), list(model.metas), "this model, which belongs to no Hugging Face family")
     config: TransformerConfig = model.config.model
     placed = {each.meta.name: each for each in placements(config, family)}
     zeros: dict[str, Tensor] = {}
@@ -211,7 +211,9 @@ def _of_step(folder: Path, files: Sequence[Path], model: Source) -> Dump:
             parts = [(offset, tensor[()].double()) for offset, tensor in boxes[name]]
             return assembled(model.metas[name].global_shape, parts)
         except ValueError as error:
-            raise ValueError(f"{folder}: gradient of {name}: {error}; is the file of each rank there?") from None
+            raise ValueError(
+                f"{folder}: gradient of {name}: {error}; check that the files of all ranks are there"
+            ) from None
 
     dtype = next(iter(boxes.values()))[0][1].dtype
     return Dump({name: partial(read, name) for name in boxes}, dtype)

@@ -89,7 +89,7 @@ class Judgement:
         names = list(self.rows)
         rest = names[names.index(self.first) :]
         if len(wrong) == len(rest) > 1:
-            yield "all gradients after it differ too, as the gradient of its input would be wrong"
+            yield "all gradients after it differ too, so the input gradient of its module may be wrong"
 
 
 def judgement_of(model: Model, batch: Batch, dump: Dump, loss: float | None) -> Judgement:
@@ -142,7 +142,7 @@ only this part, fraction of the batch's tokens in this part."""
 def _times(factor: float, share: float, allowed: float) -> str:
     """Describe the factor by which a gradient differs from the sum over a part of the batch."""
     if share and abs(factor * share - 1) <= allowed and share < 1:
-        return ", and divided by the number of its own tokens"
+        return ", and divided by the number of tokens in this part"
     times = fraction(factor, allowed)
     return "" if times == "1" else f", {times} times as large"
 

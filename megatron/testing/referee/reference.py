@@ -154,11 +154,11 @@ def _check_fits(batch: Batch, model: TransformerConfig) -> None:
     tokens, longest = model.vocab_size, model.max_position_embeddings
     for name, ids in (("tokens", batch.tokens), ("labels", batch.labels)):
         if tokens is not None and ids.max() >= tokens:
-            rule = f"{name} has the token {ids.max()}, and the model of --model has {tokens} tokens"
-            raise ValueError(f"--batch: {rule}; use the tokenizer of the model")
+            rule = f"{name} has the token {ids.max()}, but the vocabulary of --model has {tokens} tokens"
+            raise ValueError(f"--batch: {rule}; tokenize with the model's tokenizer")
     last = batch.tokens.shape[1] - 1 if batch.position_ids is None else int(batch.position_ids.max())
     if longest is not None and last >= longest:
-        rule = f"a sample has the position {last}, and the model of --model has {longest} (max_position_embeddings)"
+        rule = f"a sample has position {last}, but --model supports only {longest} positions (max_position_embeddings)"
         raise ValueError(f"--batch: {rule}; give shorter samples")
 
 

@@ -87,8 +87,8 @@ def _check_seen(path: PurePath, found: Candidates, world: Axis) -> None:
             )
     elif with_own := ranks_without(not saved_folders(path), world):
         raise ValueError(
-            f"rank 0 sees no checkpoint in {path} and would start from scratch, but there are some for {with_own}; "
-            f"{REMEDY}"
+            f"rank 0 sees no checkpoint in {path} and would start from scratch, but checkpoints exist there for "
+            f"{with_own}; {REMEDY}"
         )
 
 
@@ -304,7 +304,8 @@ def tell_of_other_groups(saved: RunConfig, config: RunConfig, say: Callable[[str
     }
     if other := {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}:
         name, (before, now) = next(iter(other.items()))
-        say(f" {len(other)} parameters are in another group than in the checkpoint; {name}: {before} there, {now} now")
+        what = f"{len(other)} parameters are in a different group than in the checkpoint"
+        say(f" {what}; {name}: {before} there, {now} now")
 
 
 def frozen_names(config: RunConfig) -> frozenset[str]:

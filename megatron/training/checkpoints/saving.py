@@ -148,7 +148,7 @@ class RunSaver:
             self.writer.close()
             self.report()
             if self._given_up:  # with --no-async-save, `save` has already raised the error
-                raise CheckpointError(f"{self._given_up} (it was the last of the run)")
+                raise CheckpointError(f"{self._given_up} (this was the last save of the run)")
         for line in (line for exporter in self.exporters if hurry for line in exporter.abandon()):
             self._runtime.say(f" {line}")
         self._say_exported(wait=True)
@@ -174,5 +174,5 @@ def _failure(report: SaveReport) -> str:
 
 def _then(report: SaveReport) -> str:
     if not report.attempts_left:
-        return "given up; checkpoints that were complete before remain"
+        return "given up; earlier complete checkpoints remain"
     return f"{report.attempts_left} more attempt{'s' if report.attempts_left > 1 else ''}"

@@ -100,7 +100,7 @@ class UserMetrics(Tallies):
             total, count = (torch.as_tensor(x, dtype=torch.float64, device=self.device).view(()) for x in measured)
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(
-                f"metric {name}: must return (sum, count), two numbers or tensors of one, not {measured!r}"
+                f"metric {name} must return a pair (sum, count) of numbers or one-element tensors, not {measured!r}"
             ) from None
         return torch.stack([total, count])
 

@@ -107,7 +107,7 @@ class JsonLinesSink:
             copy = self._free_name(path)
             shutil.copyfile(path, copy)
             told = f"{path}: lines that are not metric records are left out: {kept.damaged}; "
-            print(visible(f"{told}{copy} has the file as it was"), file=sys.stderr, flush=True)
+            print(visible(f"{told}{copy} is a copy of the original file"), file=sys.stderr, flush=True)
         os.replace(temporary, path)
 
     def write(self, record: Record) -> None:

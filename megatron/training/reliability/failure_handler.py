@@ -212,7 +212,7 @@ class FailureHandler:
                 self._end_without_store(lost)
             if self._signals.first_at is None and self._launch.local_rank <= (self._launch.launcher == "srun"):
                 what = f"the store of the ranks does not answer: {title}"
-                who = "rank 0 or the launcher, which holds the store of the ranks"
+                who = "rank 0 or the launcher, which hosts the ranks' store"
                 failure = Failure(
                     self._launch.rank,
                     who,
@@ -305,7 +305,7 @@ class FailureHandler:
             return None
         who = board.name(0) if 0 in board.peers else f"rank 0 of {launch.world_size}"
         process = f"process {board.peers[0].pid}" if 0 in board.peers else "its process"
-        what = f"{process} is gone, and with it the store of the ranks, which it held{self._stacks.last_words(0)}\n"
+        what = f"{process} is gone, and with it the ranks' store, which it hosted{self._stacks.last_words(0)}\n"
         what += f"noticed by rank {launch.rank} in {self._status.place()}: {noticed}"
         phase = f"{board.first_phase or 'unknown'}, at its last sign of life"
         return Failure(launch.rank, who, phase, GONE, what, died(self.checkpoints, self.saved, self.memory()))
@@ -337,7 +337,7 @@ class FailureHandler:
         noticed = f"noticed by rank {rank} in {status.place()}: {failure.title}{limit}"
         if silent:
             who = ", ".join(map(board.name, silent))
-            phases = [f"{board.last_phase(rank) or 'unknown'}, as it said last" for rank in silent]
+            phases = [f"{board.last_phase(rank) or 'unknown'}, according to its last report" for rank in silent]
             stopped = [f"process {board.peers[r].pid} is stopped (SIGSTOP)" for r in silent if board.state(r) == "T"]
             what = "\n".join(["it stopped answering", *stopped, noticed, failure.what])
             return replace(failure, who=who, phase=phases[0], title="stopped answering", what=what).advised("stopped")

@@ -144,7 +144,7 @@ class LateRanksError(TimeoutError):
     def __init__(self, ranks: Collection[int], phase: str, limit: str) -> None:
         self.ranks = ranks
         named = ", ".join(map(str, ranks))
-        super().__init__(f"timed out: these ranks did not end {phase} within {limit}: {named}")
+        super().__init__(f"timed out: these ranks did not complete {phase} within {limit}: {named}")
 
 
 def _grouped(places: dict[int, str]) -> dict[str, str]:
@@ -177,7 +177,7 @@ def start_again(options: CheckpointConfig, saved: int | None = None, memory: str
     if saved is not None:  # the disk with the checkpoint was unmounted, or its folder was deleted
         there = "" if folder == options.save and not anew else f" with --load {options.save}"
         return f"mount or restore --save {options.save}, where this run saved iteration {saved}; then {said}{there}"
-    return f"{said}: it begins where this run began, which has saved no checkpoint"
+    return f"{said}: it begins where this run began, as there is no checkpoint"
 
 
 def died(options: CheckpointConfig, saved: int | None = None, memory: str = "") -> str:

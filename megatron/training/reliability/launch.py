@@ -122,7 +122,7 @@ class Launch:
         # torchrun --master-port 0 sets MASTER_PORT to 0
         if launch.world_size > 1 and environ.get("MASTER_PORT") == "0":
             raise ValueError(
-                "MASTER_PORT=0 must be a port above 0, at which all ranks meet; give torchrun --standalone, or a port"
+                "MASTER_PORT=0 must be above 0, because all ranks meet at it; give torchrun --standalone or a port"
             )
         absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
         if launcher == "torchrun" and launch.world_size > 1 and absent:

@@ -118,8 +118,8 @@ def _check_run(store: dist.Store, launch: Launch, run: str, limit: timedelta, at
     found = _text(store.get("run")) if there else "another program"
     if found != run:
         raise NoStoreError(
-            f"rank {launch.rank} of the run with {run} has met the store of another run at {where}: {found}; give the "
-            "two runs different ports (MASTER_PORT), or all ranks of one run the same flags"
+            f"rank {launch.rank} of the run with {run} has found the store of another run at {where}: {found}; give "
+            "the two runs different ports (MASTER_PORT), or all ranks of one run the same flags"
         )
 
 
@@ -288,7 +288,7 @@ class Board:
         rank, own = self.launch.rank, self.launch.world_size
         if (first := self.claim("world", str(own), parse_integer)) != own:
             raise ValueError(
-                f"rank {rank} was started as one of {own} ranks, and the first rank that came as one of {first}: all "
+                f"rank {rank} was started as one of {own} ranks, but the first rank to connect as one of {first}: all "
                 "ranks need the same world size (WORLD_SIZE, which torchrun and srun set); start all ranks of one run "
                 "with one command, and two runs with different ports (MASTER_PORT)"
             )
@@ -385,7 +385,7 @@ class Board:
         """Parse the report of a failure. The reporting rank may belong to a larger world than this rank."""
         failure = parse_record(Failure, text)
         if failure.reporter < 0 or not 0 < failure.code < 256:
-            raise ValueError(f"there is no rank {failure.reporter}, or no exit code {failure.code}")
+            raise ValueError(f"rank {failure.reporter} or exit code {failure.code} is out of range")
         return failure
 
     def say(self, key: str, value: str = "") -> None:

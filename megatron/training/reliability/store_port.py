@@ -90,7 +90,7 @@ def describe_port(address: str, port: int) -> str:
                 said = b""
             if said:
                 raise ForeignPortError(f"another program uses the port: it sends {said!r}")
-            return "a program listens there, and has not answered as the store yet"
+            return "a program listens there, but it has not answered like a store yet"
     except ConnectionRefusedError:
         return "nothing listens there yet; rank 0 opens it once it has started"
     except ForeignPortError:

@@ -56,8 +56,8 @@ def with_credentials(url: str) -> str:
     if url in _URLS or HIDDEN not in url:
         return _URLS.get(url, url)
     raise ValueError(
-        "its credentials are not saved with the run; give the whole URL on the command line, or a URL without "
-        "credentials and set these in the environment"
+        "its credentials are not saved with the run; pass the whole URL on the command line, or pass a URL "
+        "without credentials and set the credentials in the environment"
     )
 
 

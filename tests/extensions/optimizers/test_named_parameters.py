@@ -76,7 +76,7 @@ def test_groups_are_printed_and_a_resumed_run_reports_differences(tmp_path: Path
     assert "parameter group (lr x 0.1, no weight decay): 7 parameters, " in done.stdout, done.stdout + done.stderr
     assert "parameter group (lr x 3, weight decay x 2): 4 parameters, " in done.stdout
     done = run_program("pretrain_gpt.py", *MODEL, *GROUPS[2:], *files, "--train-iters", "4")
-    said = "7 parameters are in another group than in the checkpoint; decoder.layers.0."
+    said = "7 parameters are in a different group than in the checkpoint; decoder.layers.0."
     assert said in done.stdout and ": lr x 0.1, no weight decay there, lr, " in done.stdout, done.stdout
 
 

@@ -100,7 +100,7 @@ def test_a_configuration_contains_no_credentials(tmp_path: Path) -> None:
 
 
 def test_saved_urls_ask_for_their_credentials() -> None:
-    with pytest.raises(ValueError, match="its credentials are not saved with the run; give the whole URL"):
+    with pytest.raises(ValueError, match="its credentials are not saved with the run; pass the whole URL"):
         with_credentials("https://***@host/d.jsonl")
 
 
