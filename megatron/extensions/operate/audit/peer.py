@@ -46,7 +46,7 @@ dtype of the reduction."""
 
 FLOOR = 1e-3
 """Minimum divisor of a relative difference between gradients, as a fraction of the largest gradient norm. Without a
-minimum, gradients that consist only of rounding errors would differ by large factors."""
+minimum, gradients that consist only of rounding errors would have large relative differences."""
 
 
 class Recording:

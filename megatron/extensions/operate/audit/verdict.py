@@ -170,7 +170,7 @@ def shift_of_replicas(groups: Sequence[Sequence[int]], experts: Sequence[Sequenc
 
     Args:
         groups: Data-parallel groups.
-        experts: Expert-parallel groups. The ranks at index i of all groups hold the same experts.
+        experts: Expert-parallel groups. Ranks at the same index in different groups hold the same experts.
     """
     place = {rank: number for ranks in experts for number, rank in enumerate(ranks)}
     size = len(groups[0])

@@ -100,8 +100,8 @@ def layout_from(text: str) -> Layout:
 
 
 def _with_fewer_replicas(config: RunConfig, ranks: int, device: DeviceFile) -> Iterator[Choice]:
-    """Yield the layout that the run's flags describe, with fewer data-parallel replicas. Yields one choice for each
-    number of ranks that permits this layout, and starts with the largest number."""
+    """Yield the layout that the run's flags describe, with fewer data-parallel replicas. There is one choice for each
+    number of ranks that permits this layout, with the largest number first."""
     for size in range(ranks, 0, -1):
         run = SearchedRun(config, size)
         with suppress(ValueError):  # `size` is not a multiple of the model-parallel sizes

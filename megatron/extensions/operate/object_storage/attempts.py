@@ -10,10 +10,10 @@ if another process has changed the object in the meantime. A late request of an 
 `published.txt`; it can only write to the subfolder of that attempt. When a process saves the next checkpoint, it
 deletes all subfolders that `published.txt` does not name.
 
-Readers use the same paths as on a disk. For example, if they read `iter_0000100/metadata.json`, the content comes from
-the subfolder of the published attempt. Folders that other programs read, such as Hugging Face exports, do not use
-attempts. A folder without attempts contains the file `.unfinished` until the folder is complete. Checkpoints that
-earlier versions of this program have written also contain their files directly.
+Readers use the same paths as on a disk. For example, reading `iter_0000100/metadata.json` returns the content of
+`metadata.json` in the subfolder of the published attempt. Folders that other programs read, such as Hugging Face
+exports, do not use attempts. A folder without attempts contains the file `.unfinished` until the folder is complete.
+Checkpoints that earlier versions of this program have written also contain their files directly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron.extensions.operate.object_storage.fsspec_storage import FsspecStor
 PUBLISHED = "published.txt"
 ATTEMPT = "attempt-"
 CLAIMS = 3
-"""Maximum number of times that a process tries to begin an attempt. Beginning fails if another process changes
+"""Maximum number of times that a process tries to begin an attempt. An attempt cannot begin if another process changes
 `PUBLISHED` at the same time."""
 
 CHECKPOINT = re.compile(r"iter_\d+")
@@ -74,8 +74,8 @@ class AttemptStorage(FsspecStorage):
             return super().read(path, start, length)
 
     def scratch(self, final: PurePath) -> PurePath:
-        """Return the folder that files of the checkpoint `final` must be written to. If this process has begun an
-        attempt to write the checkpoint, return the subfolder of the attempt, and otherwise `final`."""
+        """Return the folder in which to write the files of the checkpoint `final`. The folder is the subfolder of an
+        attempt if this process has begun an attempt for `final`, and `final` otherwise."""
         return self._begun[final].folder if final in self._begun else final
 
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:

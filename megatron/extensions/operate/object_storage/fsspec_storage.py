@@ -1,6 +1,6 @@
 """Object storage, accessed with fsspec. This module does not import torch.
 
-Folders are written as `Storage` describes. A folder contains the file `.unfinished` until all other files are written,
+`Storage` describes how folders are written. A folder contains the file `.unfinished` until all other files are written,
 of which the manifest is the last. Writing a folder therefore does not require renames, and readers never see a folder
 whose upload was interrupted. Each request has a time limit and is retried if it fails (`limits`). Credentials are read
 from the environment, or from the configuration files of the store's command-line tools.

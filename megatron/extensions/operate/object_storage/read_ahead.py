@@ -63,8 +63,8 @@ def blocks_of(dataset: Dataset, index: int) -> Iterator[Block]:
 
 
 class Window:
-    """The next steps of a run, whose samples are prefetched. As many steps are prefetched as fit into about `limit`
-    bytes."""
+    """The next steps of a run, whose samples are prefetched. The samples of these steps have about `limit` bytes in
+    total."""
 
     def __init__(self, train: DataIterator, limit: int) -> None:
         self.train, self.limit = train, limit
@@ -85,8 +85,8 @@ class Window:
         return list(self._seen.values())
 
     def move(self, step: range) -> None:
-        """Start to fetch samples up to about `limit` bytes ahead of the step that begins now, whose samples are `step`.
-        Later steps are assumed to have as many samples as this step."""
+        """Start to fetch the samples of further steps until about `limit` bytes are being fetched. `step` is the range
+        of samples of the step that begins now. Later steps are assumed to have as many samples."""
         while self._steps and self._steps[0][0] <= step.start:
             self._steps.popleft()
         if self._next < step.start or not self._steps:

@@ -61,7 +61,7 @@ def folder_of(memory: str, save: str | PurePath) -> Path:
 
 @dataclass(frozen=True)
 class Address:
-    """Address of a host's holder."""
+    """Network address and token of a holder process, which serves the copies on a host."""
 
     host: str
     address: str
@@ -70,8 +70,8 @@ class Address:
 
 
 def open_holder(folder: Path, keep: float) -> Address:
-    """Return the address of this host's holder. If there is no holder or if the holder does not answer, start a new
-    holder. Raises OSError."""
+    """Return the address of this host's holder process. If there is no holder, or if the holder does not answer, start
+    a new one. Raises OSError."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
@@ -123,7 +123,7 @@ def _end_silent(folder: Path) -> None:
 
 
 def _started(folder: Path, keep: float) -> Address:
-    """Start the holder of this host. Raises OSError."""
+    """Start the holder process of this host, and return its address. Raises OSError."""
     words = [sys.executable, "-I", "-S", str(PROGRAM), str(folder), own_address(), str(keep)]
     process = subprocess.Popen(
         words,
@@ -200,7 +200,8 @@ class Pace:
 
 
 class Link:
-    """Connection to a holder. All methods of this class raise OSError if the holder is lost or refuses a request."""
+    """Connection to a holder process, which serves the copies on a host. All methods of this class raise OSError if the
+    holder is lost or refuses a request."""
 
     def __init__(self, to: Address) -> None:
         self.to = to
@@ -210,7 +211,7 @@ class Link:
         self._stream = cast("BinaryIO", self._socket.makefile("rb"))
 
     def put(self, generation: str, name: str, header: bytes, data: memoryview, pace: Pace) -> None:
-        """Store a part on the holder's host. This method returns after the holder has stored the whole part."""
+        """Store a part on the holder's host. Return after the holder has stored the whole part."""
         self._ask(op="put", generation=generation, name=name, header=len(header), nbytes=len(data))
         self._socket.sendall(header)
         for start in range(0, len(data), CHUNK):
@@ -295,7 +296,7 @@ def opened(folder: Path, keep: float) -> tuple[Address, Link]:
 
 
 def leased(holder: Address) -> Link:
-    """Return a connection to a holder. While the connection is open, this process is registered as a rank of the
+    """Open a connection to a holder process. While the connection is open, this process is registered as a rank of the
     holder's host."""
     link = reached(holder)
     link.lease()

@@ -110,7 +110,8 @@ class Place:
 
 
 class Copies:
-    """Copies of one rank's state. The training thread of every rank calls `copy` once for each copied step."""
+    """Copies of one rank's state. On every rank, the training thread calls `copy` after each step whose state is to be
+    copied."""
 
     def __init__(self, place: Place, duties: Sequence[Duty], store: dist.Store, world: int, pace: Pace) -> None:
         self.place, self.duties = place, duties

@@ -173,7 +173,7 @@ class Connection(socketserver.StreamRequestHandler):
                 self._answer(**answer or {})
 
     def do_hello(self, request: Mapping[str, Any]) -> None:
-        """Do nothing; the answer to the request shows that this process is running."""
+        """Answer a request for a sign of life. The answer shows that this process is running."""
 
     def do_put(self, request: Mapping[str, Any]) -> None:
         """Store a part. The sender sends the header and the bytes of the part after the request."""

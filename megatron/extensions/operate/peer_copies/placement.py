@@ -39,7 +39,7 @@ class Held:
 
 
 def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
-    """Divide hosts, in order, into groups of `copies` + 1 hosts. The last group also contains the remaining hosts. If
+    """Divide hosts, in order, into groups of `copies` + 1 hosts. Hosts that are left over belong to the last group. If
     there are fewer than `copies` + 1 hosts, they form one group."""
     size = copies + 1
     count = max(1, len(hosts) // size)
@@ -84,8 +84,8 @@ def survives(placed: Sequence[tuple[Held, ...]], lost: Collection[str]) -> bool:
 
 
 def survivable(placed: Sequence[tuple[Held, ...]], hosts: int, number: int) -> tuple[int, int]:
-    """Count the sets of `number` hosts out of `hosts` hosts. Return the number of sets whose loss leaves a copy of
-    every part, and the number of all sets. Every part must have at least `number` copies."""
+    """Consider all sets of `number` hosts out of `hosts` hosts. Return the number of sets that can be lost while every
+    part still has a copy, and the number of all sets. Every part must have at least `number` copies."""
     fatal = {frozenset(held.host for held in part) for part in placed}
     assert all(len(each) >= number for each in fatal), "the loss of fewer hosts is already fatal"
     every = comb(hosts, number)
@@ -112,8 +112,9 @@ def sent_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Map
 
 
 def duties(rank: int, placed: Sequence[tuple[Held, ...]]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield a pair for each part of which a rank stores a copy on its own host: the index of the part in `placed`, and
-    the other hosts to which the rank sends the part. Only the writer of a part sends it."""
+    """Yield a pair for each part that a rank stores on its own host. The pair consists of the index of the part in
+    `placed` and the hosts to which the rank sends the part. If the rank is not the writer of the part, the rank sends
+    it to no host."""
     for number, copies in enumerate(placed):
         if any(held.by == rank for held in copies):
             is_writer = copies[0].by == rank

@@ -234,7 +234,7 @@ class Links:
         `silent`, `deaf`, `unheard`, `failed` and `over` map hosts to the seconds that the state has lasted. `unheard`
         means that no message has ever arrived from a host. `failed` means that the run on a host failed more than
         `LINGER` seconds ago, and `over` that it ended without a failure. The entries `gone` and `fine` are lists of
-        hosts. If all hosts are well, every entry except `fine` is empty."""
+        hosts. If messages arrive from all hosts, only `fine` is not empty."""
         found: dict[str, Any] = {kind: dict[int, float]() for kind in KINDS} | {"gone": [], "fine": []}
         ages: dict[str, dict[int, float]] = {"silent": {}, "deaf": {}, "unheard": {}}
         parted = False  # True if another host has ended because it received nothing from this host
@@ -278,8 +278,8 @@ class Heartbeat:
         self.port: int = self._network.getsockname()[1]
         self._doors = list[socket.socket]()
         """List with a single socket, which accepts TCP connections. A TCP connection shows that this host is alive even
-        if UDP datagrams from this host do not arrive. The list is empty if another program uses the port; that program
-        then accepts connections."""
+        if UDP datagrams from this host do not arrive. If another program uses the port, the list is empty, and that
+        program accepts connections instead."""
 
         with suppress(OSError):
             self._doors.append(socket.create_server(("", self.port), family=socket.AddressFamily(family)))

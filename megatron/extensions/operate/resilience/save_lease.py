@@ -3,9 +3,9 @@ continues.
 
 Rank 0 holds the lease, which is the file SAVE/.lease, and rewrites the file every two seconds. A new run that finds
 another run's lease takes over the lease if the process that holds it no longer exists on this machine. If that process
-is on another machine or is stopped, the new run takes over the lease after some time without a renewal, measured only
-with the new run's clock. If the process that holds the lease runs on this machine, or renews the lease from another
-machine, the new run ends with an error.
+is on another machine or is stopped, the new run takes over the lease after `STALE` seconds without a renewal. The new
+run measures this time with its own clock. If the process that holds the lease runs on this machine, or renews the lease
+from another machine, the new run ends with an error.
 
 A run ends if another run takes over the lease, or if the lease disappears from the folder. A lease may disappear
 because another run took it over, finished and released it while this run was suspended. The run also checks the lease
@@ -128,7 +128,7 @@ class Lease(ABC):
 
     @abstractmethod
     def _update(self) -> LeaseError | None:
-        """Renew the lease if this run still holds it. If the lease is lost, returns an error that states the reason.
+        """Renew the lease if this run still holds it. If this run has lost the lease, returns an error that states why.
         Raises OSError if the storage does not answer."""
 
     @abstractmethod

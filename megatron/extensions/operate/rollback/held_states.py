@@ -24,7 +24,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class HeldState:
-    """Copy of this rank's tensor shards after one step, in host memory. A later copy may reuse the memory."""
+    """Copy of this rank's tensor shards after one step, in host memory. The same memory may be used for the state after
+    a later step."""
 
     iteration: int = -1
     payload: dict[str, object] = field(default_factory=dict)
