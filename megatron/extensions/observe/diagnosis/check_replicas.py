@@ -88,7 +88,7 @@ def replicas_of(
     whole = not optimizer.config.use_distributed_optimizer
     states = (
         piece for piece in optimizer.sharded_state() if piece.own_shape is None
-    )  # states of any other shape are not replicated
+    )  # states whose shape differs from the parameter's are not replicated
     tensors += [(f"{p.key} of {p.meta.name}", p.data, p.meta, whole) for p in states]
     for label, values, meta, data_replicated in tensors:
         axes = [*meta.replica_axes, meta.data_axis if data_replicated else f"{meta.data_axis}_copies"]

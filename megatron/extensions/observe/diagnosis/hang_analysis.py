@@ -61,7 +61,7 @@ Group = tuple[str, tuple[int, ...]]
 
 
 def groups_of(state: ParallelState) -> dict[str, Group]:
-    """Return a mapping from torch's name for each group of this rank to the identity of the group."""
+    """Return a dict that maps torch's name of each process group of this rank to the identity of the group."""
     axes = {"all ranks": state.world, **state.axes}
     found: dict[str, Group] = {}
     for name, axis in axes.items():

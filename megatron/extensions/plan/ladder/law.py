@@ -56,7 +56,7 @@ class Law:
     """Fitted scaling law. `scales`, `exponents` and `units` contain one value for each term of the law."""
 
     floor: float
-    """E: the irreducible loss."""
+    """Irreducible loss (E)."""
 
     scales: tuple[float, ...]
     exponents: tuple[float, ...]

@@ -16,7 +16,7 @@ from megatron.extensions.plan.ladder.outcome import Outcome, of_law
 from megatron.extensions.plan.ladder.rungs import Ladder
 
 CURVE_DRAWS = 50
-"""Number of bootstrap fits per evaluation; each is fitted to losses with resampled noise."""
+"""Number of bootstrap fits for each evaluation. Each of them is fitted to predicted losses with random noise."""
 
 NORMAL = 1.645
 """Half-width, in standard deviations, of the central interval that contains 90 % of a normal distribution."""
@@ -34,7 +34,8 @@ FAR = 10
 
 @dataclass(frozen=True)
 class Fitted:
-    """Law fitted to measured losses, together with bootstrap laws fitted to losses with resampled noise."""
+    """Law fitted to measured losses, together with the laws of a bootstrap, which are fitted to predicted losses with
+    random noise."""
 
     points: Sequence[Point]
     form: Form

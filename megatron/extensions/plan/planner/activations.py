@@ -96,7 +96,7 @@ class RankActivations:
     """Memory of one micro-batch in each stage of the rank."""
 
     in_flight: tuple[int, ...]
-    """Number of micro-batches whose activations are held at the peak, by chunk."""
+    """Number of micro-batches whose activations are held at the peak, for each stage of the rank."""
 
     peak: int
     """Peak number of bytes held between two actions."""

@@ -61,8 +61,8 @@ class GemmSpeed:
 @dataclass(frozen=True)
 class AttentionSpeed:
     """Rates of one attention kernel for one head size. The rates count the FLOPs that the kernel executes: half of the
-    square for causal attention, and five products in the backward pass, which recomputes the scores. Each rate is
-    (TFLOP/s for an infinitely long sequence, sequence length at which half of this rate is reached)."""
+    square for causal attention, and five products in the backward pass, which recomputes the scores. Each rate is a
+    pair: the TFLOP/s for an infinitely long sequence, and the sequence length at which half of this rate is reached."""
 
     forward: tuple[Rate, float]
     backward: tuple[Rate, float]
@@ -234,8 +234,9 @@ class DeviceFile:
         return self.gemm[precision]
 
     def attention_us(self, kernel: str, width: int, flops: float, length: int, backward: bool) -> float:
-        """Time of attention over `length` tokens with heads of size `width`, at the rates of the nearest head size.
-        `flops` is the number of FLOPs that the kernel itself executes."""
+        """Return the time in microseconds of attention over `length` tokens with heads of size `width`. The rates are
+        those of the nearest head size in the device file. `flops` is the number of FLOPs that the kernel itself
+        executes."""
         if kernel == "auto":  # use the fastest of torch's kernels, or any available kernel on other devices
             suited = [name for name in ("cudnn", "flash") if name in self.attention] or list(self.attention)
             return min(self.attention_us(name, width, flops, length, backward) for name in suited)
@@ -268,7 +269,7 @@ class DeviceFile:
 
 
 def tile_share(m: int, n: int, multiprocessors: int, batches: int = 1) -> float:
-    """Return the efficiency (at most 1) with which a product of size [m, n] uses a GPU, for the best output tile. The
+    """Return the efficiency, at most 1, at which a GPU computes a product of size [m, n] with the best output tile. The
     last wave and the edge tiles use the GPU only in part, and small tiles load the operands more often."""
 
     def filled(rows: int, columns: int) -> float:

@@ -188,7 +188,7 @@ def group_lines(dims: ParallelDims) -> Iterator[str]:
     """Yield lines that list the process groups along each axis of size above 1."""
     axes = [("TP", "tp"), ("CP", "cp"), ("DP", "dp"), ("PP", "pp"), ("EP", "ep")]
     if dims.ep > 1 or dims.expt_tp != dims.tp:
-        axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # these axes are the tensor and data parallelism of experts
+        axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # ETP and EDP are the tensor and data parallelism of experts
     yield ", ".join(f"{name} {dims.size(axis)}" for name, axis in axes)
     for name, axis in axes:
         size = dims.size(axis)

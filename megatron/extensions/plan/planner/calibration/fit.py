@@ -40,7 +40,7 @@ class Measured:
     products: tuple[tuple[Product, float], ...]
     attention: tuple[tuple[Attention, float], ...]
     moves: tuple[tuple[int, float], ...]
-    """Seconds of copies, by the number of bytes read and written."""
+    """Pairs (bytes read and written, seconds) of copies."""
 
     floor: float
     """Seconds that an element-wise operation on a tensor with one element takes."""

@@ -216,8 +216,8 @@ def rehearsal_of(
 ) -> Rehearsal:
     """Return the rehearsal of a resolved and validated configuration.
 
-    Unless `whole` is set, the rehearsal uses the smallest number of micro-batches with which every stage reaches its
-    maximum number in flight.
+    Unless `whole` is set, the rehearsal uses the smallest number of micro-batches with which every stage holds as many
+    micro-batches in flight as in a full step.
     """
     config = plan_of(config).longest.config
     dims, training = ParallelDims.from_config(config.parallel, world_size), config.training

@@ -239,8 +239,8 @@ class LayoutCosts:
         ]
 
     def _replicas(self, layout: Layout) -> Step:
-        """Return a step for timing the communication among a layout's replicas, which depends neither on the schedule
-        nor on the micro-batch."""
+        """Return a step that is used to time the communication among a layout's replicas. This time depends neither on
+        the schedule nor on the micro-batch."""
         family, pipeline = Family(*layout.family[:4]), Pipeline(ranks=layout.pipeline.ranks)
         return self._step(Layout(family, pipeline, layout.dp, Saving(layout.saving.sharding)))
 

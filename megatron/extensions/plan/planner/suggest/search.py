@@ -259,8 +259,8 @@ class LayoutSearch:
         yield Candidate(timed.step.seconds, (2, layout.order), timed)
 
     def _may_fit(self, layout: Layout) -> Iterator[Layout]:
-        """Return the layout if its memory bound is within the limit. Otherwise, return its next memory-saving variants
-        that may fit."""
+        """Return the layout if its memory bound is within the limit. Otherwise, return those of the layout's next
+        memory-saving variants that may fit."""
         if layout in self._sizes:
             return
         self.effort.layouts += 1

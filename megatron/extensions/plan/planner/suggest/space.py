@@ -345,7 +345,7 @@ def values_of(run: RunConfig, layout: Layout) -> Mapping[str, object]:
 
 
 def _recomputation(run: RunConfig, rung: str) -> dict[str, object]:
-    """Return the configuration fields, with their values, for an entry of `RECOMPUTATION`."""
+    """Return the recomputation fields of a configuration, with their values for an entry of `RECOMPUTATION`."""
     model, full = run.model, rung == "full"
     modules = {
         "core_attn": run.parallel.attention_backend == "unfused",

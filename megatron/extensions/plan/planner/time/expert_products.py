@@ -23,7 +23,7 @@ from megatron.extensions.speed.fp8.grouped import ExpertTiles
 
 
 class Products(Protocol):
-    """Recorder of matrix products; a part of the interface of `Launches`."""
+    """Recorder of matrix products, which is a part of the `Launches` interface."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
 
@@ -35,7 +35,7 @@ def _add_products(launches: Products, out: Tensor, dy: Tensor, x: Tensor, segmen
 
 
 def _add_fp8_products(launches: Products, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
-    """Record the products of `_add_products`, with fp8 operands. Padding is not counted."""
+    """Record the same products as `_add_products`, but with fp8 operands. Padding is not counted."""
     launches.product("fp8_grouped_", dy.values[:, : dy.rows], x.values.t()[: x.rows], out, {})
 
 

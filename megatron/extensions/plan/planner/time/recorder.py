@@ -325,7 +325,7 @@ class Recorder(LiveMemory):
         written = [x for x in given if storage_id(x) in changed]
         self._moves[function, read] = move = Move(read + total_size(made) + total_size(written))
         self.add(move)
-        read += total_size([x for x in made if x.is_floating_point()])  # the gradients of the inputs
+        read += total_size([x for x in made if x.is_floating_point()])  # the gradients of the outputs
         return out
 
 

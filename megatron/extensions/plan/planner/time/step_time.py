@@ -239,7 +239,8 @@ class Step:
         return peaks.get(wide.get(parallel.params_dtype, "bf16"))
 
     def _times(self, events: Sequence[Event]) -> Times:
-        """Return the times of a list of events, computed once per list. Identical layers share one list of events."""
+        """Return the times of a list of events. The times of a list are computed only once. Identical layers share one
+        list of events."""
         if id(events) not in self._known_times:
             self._known_times[id(events)] = self.replay.run(events)
         return self._known_times[id(events)]

@@ -55,7 +55,7 @@ def streamed_elements(config: RunConfig, dims: ParallelDims, stage: Stage) -> li
             found[unit_of(meta.name)] = found.get(unit_of(meta.name), 0.0) + kept
     layers = [found.pop(f"decoder.layers.{number}", 0.0) for number in stage.layers]
     embedding = found.pop(EMBEDDING, 0.0)
-    head = sum(found.values()) or embedding  # the head of a tied embedding
+    head = sum(found.values()) or embedding  # with tied embeddings, the head is the embedding
     return [*([embedding] if stage.first else []), *layers, *([head] if stage.last else [])]
 
 
