@@ -2,7 +2,8 @@
 
 python pretrain_gpt.py --extension examples/averaged_adam.py --optimizer averaged_adam --average-decay 0.999 ...
 
-With --eval-averaged evaluations use the averaged weights, and training continues with its own.
+With --eval-averaged, evaluations use the averaged weights. Training always continues from the weights that are not
+averaged.
 """
 
 from collections.abc import Iterable, Sequence

@@ -29,7 +29,7 @@ class HeadScaledAttention(nn.Module):
         rows = (groups, self.heads_of_group + 2, d)
         self.qkv = column_parallel(ColumnLinear(f"{name}.qkv", h, rows, config.add_bias_linear), ctx)
         self.core = CoreAttention(name, config, ctx)
-        # Each tensor-parallel rank has the factors of its own heads, and their whole gradient.
+        # A tensor-parallel rank holds the scales of its heads, and computes the complete gradient of these scales.
         self.scales = make_sharded_parameter(f"{name}.scales", (heads,), ctx, role="vector", init=Init("ones"))
         self.proj = row_parallel(RowLinear(f"{name}.proj", heads * d, h, config.add_bias_linear), ctx)
 

@@ -2,7 +2,7 @@
 
 python pretrain_gpt.py --extension examples/mlp_output_rms.py ...
 
-It is `mlp_output_rms` in metrics.jsonl, TensorBoard and Weights & Biases.
+The value is named `mlp_output_rms` in metrics.jsonl, TensorBoard and Weights & Biases.
 """
 
 from collections.abc import Sequence

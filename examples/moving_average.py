@@ -36,13 +36,13 @@ class MovingAverage(nn.Module):
         decay, cache = self.decay.sigmoid(), context.cache
         begins = torch.zeros(*value.shape[:2], 1, dtype=torch.bool, device=x.device)
         for sample, places in enumerate(context.documents or ()):
-            begins[list(places), sample] = True  # a document does not see the one before
+            begins[list(places), sample] = True  # the average restarts at each document
         state = (cache.states(self.layer) if cache is not None else None) or (torch.zeros_like(value[0]),)
         averages = [state[0]]
         for t, new in enumerate(value):
             before = averages[-1].masked_fill(begins[t], 0.0)
             after = decay * before + (1 - decay) * new
-            if cache is not None and cache.lengths is not None:  # padding leaves the state as it is
+            if cache is not None and cache.lengths is not None:  # padding tokens do not change the state
                 after = torch.where((t < cache.lengths)[:, None], after, before)
             averages.append(after)
         if cache is not None:

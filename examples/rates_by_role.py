@@ -1,4 +1,5 @@
-"""Learning rates by role: the factors of a table, such as muP has for a model of another width (arXiv:2203.03466).
+"""Learning-rate factor for each parameter role. muP uses such factors to transfer learning rates to another width
+(arXiv:2203.03466).
 
 python pretrain_gpt.py --extension examples/rates_by_role.py --role-lr embedding=10 norm=0.5 ...
 

@@ -1,4 +1,5 @@
-"""Shampoo (arXiv:1802.09568): a matrix G becomes L^(-1/4) G R^(-1/4), where L [m, m] sums up G G^T and R [n, n] G^T G.
+"""Shampoo optimizer (arXiv:1802.09568). The update of a matrix with gradient G is L^(-1/4) G R^(-1/4), where L [m, m]
+accumulates G G^T, and R [n, n] accumulates G^T G.
 
 python pretrain_gpt.py --extension examples/shampoo.py --optimizer shampoo --shampoo-interval 10 ...
 

@@ -24,7 +24,8 @@ from megatron.training.extensions import CALLBACKS, Problem, extension_flags
 from megatron.training.hooks import Callback
 from megatron.training.run import TrainingRun
 
-# 1. Flags. A field is a flag, and the text below it is its help. `flag` states bounds, choices and other flags that it
+# 1. Flags. Each field defines a flag, and the string below the field is the flag's help text. `flag` states bounds,
+# choices and other flags that it
 #    needs. A run must resume with the same values; add may_change=True if they may differ.
 
 
@@ -43,7 +44,7 @@ class MyFlags:
     """Slope of my_activation for negative values."""
 
     my_interval: int = flag(0, at_least=0)
-    """Iterations between two lines of the callback; 0: none."""
+    """Number of iterations between two log lines of the callback; 0 disables the callback."""
 
 
 # 2. A part of the model, chosen by a flag of the program. It is built once for each layer, and reads flags of its own

@@ -1,8 +1,8 @@
-"""A logged metric: the share of tokens whose loss counts, summed and counted over all ranks.
+"""Metric that logs the fraction of tokens whose loss is trained on, over all ranks.
 
 python pretrain_gpt.py --extension examples/trained_share.py --eod-mask-loss ...
 
-It is `trained_share` in metrics.jsonl, TensorBoard and Weights & Biases.
+The metric is named `trained_share` in metrics.jsonl, TensorBoard and Weights & Biases.
 """
 
 import torch

@@ -1,15 +1,15 @@
-"""One step of megatron-core on two gloo ranks of a CPU, saved for the referee (`python research/referee.py`).
+"""Run one step of megatron-core on two gloo CPU ranks, and save it for the referee (`python research/referee.py`).
 
     python research/megatron_core_step.py RANK FOLDER FAULT     once for each of the ranks 0 and 1, at the same time
 
 The model has a dense layer, a layer of 4 experts and one module of multi-token prediction, with TP 2 and sequence
 parallelism, in fp32. The script writes these files to FOLDER: `checkpoint/` (torch_dist, before the step), `batch.npz`,
-`loss.txt`, and `wgrads/iter_0000001/mp_rank_XX.pth`, in the format in which Megatron-LM's `save_grads` writes them for
---save-wgrads-interval.
+`loss.txt`, and `wgrads/iter_0000001/mp_rank_XX.pth`, which has the format of Megatron-LM's `save_grads`
+(--save-wgrads-interval).
 
-FAULT is "none" or "norms". With "norms", the script does not all-reduce the gradients of the norms, which each rank
-sums only over its part of the sequence. This module imports nothing from this program, because both this program's
-package and megatron-core's are named `megatron`.
+FAULT is "none", or "norms" to introduce an error: each rank sums the gradients of the norms over its part of the
+sequence, but the script does not all-reduce these sums. This module imports nothing from this program, because both
+this program's package and megatron-core's are named `megatron`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def replace_private(module: Any, **functions: Any) -> None:
-    """Replace the megatron-core functions whose names are the given names with a leading underscore."""
+    """Replace private functions of a megatron-core module. The argument `name=function` replaces `module._name`."""
     for name, function in functions.items():
         assert hasattr(module, f"_{name}"), f"this megatron-core has no _{name}"
         setattr(module, f"_{name}", function)

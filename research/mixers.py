@@ -1,5 +1,5 @@
-"""Time this program's token-mixing layers against those of transformers: forward and backward of whole models with few
-layers, in turns.
+"""Compare the speed of this program's token-mixing layers with those of transformers. The benchmark times forward and
+backward passes of models with few layers. The two programs run in turns.
 
     python research/mixers.py                                # all, one sample of 2,048 tokens in float32
     python research/mixers.py --only mamba2 --compile --rounds 7

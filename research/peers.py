@@ -19,7 +19,7 @@ from tools.bench.styles import Style
 def build_peer(name: str, style: Style, dtype: str) -> tuple[Any, Callable[..., Any]]:
     """Return a program's model in training mode and its loss function.
 
-    Raises ValueError if the model's number of parameters differs from the style's.
+    Raises ValueError if the model does not have `style.parameters` parameters.
     """
     import torch
 

@@ -21,17 +21,17 @@ class Program:
     """Differences between a published program and this one."""
 
     keeps_scores: bool = False
-    """Attention consists of two 16-bit GEMMs over the whole score matrix. Between them run a kernel for the causal
-    softmax and a kernel for dropout."""
+    """True if attention computes the whole score matrix with 16-bit GEMMs, and applies causal softmax and dropout in
+    separate kernels."""
 
     adds_apart: bool = False
-    """A weight gradient is written in 16 bits, and a separate kernel adds it to the fp32 sum."""
+    """True if a GEMM writes each weight gradient in 16 bits, and a separate kernel adds it to the fp32 gradient."""
 
     waits_at_once: bool = False
-    """No tensor-parallel collective overlaps with a GEMM."""
+    """True if no tensor-parallel collective overlaps with a GEMM."""
 
     loss_in_passes: bool = False
-    """The loss over a sharded vocabulary makes an fp32 copy of the logits and reads it several times."""
+    """True if the loss over a sharded vocabulary copies the logits to fp32 and reads the copy several times."""
 
     def events(self, events: Iterable[Event]) -> Iterator[Event]:
         """Yield the events of a pass as the published program runs them."""
@@ -79,9 +79,9 @@ def attention_with_scores(event: Attention) -> list[Event]:
     """Return the events of attention that is computed by GEMMs over the whole score matrix, with the same numbers of
     heads and tokens.
 
-    The bytes per score are as follows. The softmax reads the unmasked half of the matrix and writes the whole matrix.
-    The backward pass of the softmax reads two such halves. Dropout reads and writes the whole matrix and the dropout
-    mask.
+    The events count the bytes that each kernel moves. The softmax reads the unmasked half of the matrix and writes the
+    whole matrix. The backward pass of the softmax reads two such halves. Dropout reads and writes the whole matrix and
+    the dropout mask.
     """
     length, width = event.length, event.width
     pairs = event.flops / ((10 if event.backward else 4) * width)

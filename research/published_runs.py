@@ -63,7 +63,7 @@ class PublishedRun:
     device: str
     precision: str
     flags: str
-    """All flags for pretrain_gpt.py."""
+    """Flags of pretrain_gpt.py that reproduce the run."""
 
     published: Mapping[str, float]
     """One published figure: step (seconds), tokens (tokens/s per device), tflops, or memory (GiB)."""

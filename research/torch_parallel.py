@@ -55,7 +55,8 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens [b, s] -> logits [b, s, V]. `embedding` or `output` is None if another pipeline stage owns it."""
+    """Llama model or pipeline stage: tokens [b, s] -> logits [b, s, V]. `embedding`, `norm` and `head` are None in
+    stages that do not contain them."""
 
     def __init__(self, shape: Style) -> None:
         super().__init__()
@@ -92,7 +93,8 @@ Step = Callable[[], None]
 
 
 def started(kind: str, shape: Style, micro_batches: int) -> Step:
-    """Return a training step of the given kind for the ranks that the environment variables describe."""
+    """Build a model on this rank, and return a function that runs one training step. `kind` is a key of `KINDS`;
+    environment variables define the ranks."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     dist.init_process_group("gloo")

@@ -41,8 +41,8 @@ from .common import parted, refuse, run_tool, too_small, tool_parser
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
 """Kinds of tensors that are compared if the run uses a 16-bit format.
 
-Weights and moments are not compared, because Adam divides each gradient by its own magnitude. Even a gradient that
-consists only of rounding error, such as that of a key bias, therefore moves its weight by a whole step.
+Weights and moments are not compared, because Adam divides each gradient by its own magnitude. A gradient that consists
+only of rounding errors, such as the gradient of a key bias, therefore changes its weight as much as any other gradient.
 """
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
@@ -204,7 +204,7 @@ def run_side(side: Side, steps: int) -> Snapshot:
 
 
 def check_comparable(snapshots: Sequence[Snapshot]) -> None:
-    """Raise ValueError if the sides have different tensors."""
+    """Raise ValueError if the two layouts have tensors with different names or shapes."""
     shapes = [{key: tuple(value.shape) for key, value in snapshot.tensors.items()} for snapshot in snapshots]
     problems = []
     for name, mine, other in (("a", *shapes), ("b", *reversed(shapes))):
@@ -219,7 +219,8 @@ def check_comparable(snapshots: Sequence[Snapshot]) -> None:
 
 
 def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: float) -> int:
-    """Print the first difference between the sides, or between replicas within a side. Returns the exit code."""
+    """Print the first difference between the two layouts, or between replicas within one layout. Returns the exit
+    code."""
     a, b = snapshots
     largest, where = 0.0, ""
     for key, relative in differences(a, b):

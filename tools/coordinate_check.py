@@ -5,13 +5,14 @@
 
 Trains a small model of each size for some steps on one batch, on CPU, with the flags of pretrain_gpt.py after `--`.
 After each step, the tool measures the root mean square of the batch's activations, and of the change of activations
-since initialization. If both are constant over widths and depths, learning rates transfer from a small model to a large
-one (appendix D.1 of arXiv 2203.03466). The tool fits a line to log2(root mean square) over log2(width), or over
-log2(depth), and prints its slope. A slope of 1 means that the size doubles when the width doubles.
+since initialization. If both root mean squares are independent of width and depth, a learning rate that was tuned on a
+small model also suits a large model (appendix D.1 of arXiv 2203.03466). The tool fits a line to log2(root mean square)
+over log2(width), or over log2(depth), and prints its slope. A slope of 1 means that the size doubles when the width
+doubles.
 
-A width W keeps the given model's head channels, and scales all other widths (MLPs, latents) in proportion, except those
-in --mup-base-widths. The exit code is 0 if every slope is within --tolerance, 1 if a slope is not or a loss is not
-finite, and 2 for wrong flags.
+A model of a different width keeps the number of channels per head. All other widths, such as MLP widths, are scaled in
+proportion, except those in --mup-base-widths. The exit code is 0 if every slope is within --tolerance, 1 if a slope is
+not or a loss is not finite, and 2 for wrong flags.
 """
 
 from __future__ import annotations
@@ -176,8 +177,8 @@ def _modules(model: GPTModel) -> Iterator[tuple[str, nn.Module]]:
 
 
 def verdict(axis: Axis, steps: int, tolerance: float) -> tuple[list[str], bool]:
-    """Return the lines of a table of slopes, and whether all slopes are flat. A negative slope is permitted for logits,
-    because their initial values shrink with the model's size."""
+    """Return the lines of a table of slopes, and True if every slope is within the tolerance. A negative slope is
+    permitted for logits, because their initial values shrink with the model's size."""
     lines, flat = [f"{axis.name}s {' '.join(map(str, axis.sizes))}: slopes after {steps} steps"], True
     for part, kind, found in axis.slopes(steps):
         may_shrink = part == "logits" and kind == "activation"

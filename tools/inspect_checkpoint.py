@@ -167,8 +167,8 @@ class Difference:
 
 
 def differences(one: Contents, two: Contents) -> list[Difference]:
-    """Return every tensor in which two checkpoints differ. If either of the two is a model in another format, only
-    parameters are compared."""
+    """Return every tensor in which two checkpoints differ. If the first or the second is a model in another format,
+    only parameters are compared."""
     found = []
     alone = {one: "first", two: "second"}
     for key in in_order(compared(one, two)):

@@ -83,7 +83,7 @@ def describe(dataset: IndexedDataset, eod: int | None) -> Iterator[str]:
 
 
 def token_blocks(dataset: IndexedDataset) -> Iterator[tuple[int, NDArray]]:
-    """Yield (position of the first token, tokens) for each block of the dataset, in order."""
+    """Read the dataset in blocks. Yield the position of each block's first token, and the block's tokens."""
     for start in range(0, dataset.num_tokens, BLOCK):
         yield start, dataset.read(start, min(BLOCK, dataset.num_tokens - start))
 
@@ -164,7 +164,7 @@ def show_step(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
 
 def data_of_phases(args: argparse.Namespace, config: DatasetConfig) -> list[DatasetConfig]:
     """Return the data that the flags select, and the data of each phase in --data-phases that changes the data. Raises
-    ValueError if the file is wrong."""
+    ValueError if the --data-phases file is invalid."""
     path = getattr(args, "data_phases", None)
     if path is None:
         return [config]

@@ -8,9 +8,10 @@ fewer steps than the target, and its learning-rate schedule is shortened by the 
 another, each in OUTPUT/NAME. A finished rung is not trained again, and an interrupted rung resumes from its checkpoint.
 --sbatch writes a SLURM array instead.
 
-Then a law, L(N, D) = E + A N^-a + B D^-b, is fitted to the last validation losses. The tool writes two files to OUTPUT.
-rungs.csv has one line per rung. ladder.json contains the predicted loss; pass it to the large run with --expect. The
-exit code is 0 on success, 1 if a rung failed, and 2 for wrong flags or too few finished rungs.
+Then the scaling law L(N, D) = E + A N^-a + B D^-b is fitted to the last validation losses, where N is the number of
+parameters and D the number of tokens. The tool writes two files to OUTPUT. rungs.csv has one line per rung. ladder.json
+contains the predicted loss; pass it to the large run with --expect. The exit code is 0 on success, 1 if a rung failed,
+and 2 for wrong flags or too few finished rungs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python tools/plot_schedule.py --pipeline-schedule zb-h1 --pp 4 --num-microbatches 8 --output schedule.png
 
-Times are for one microbatch on one stage, in any unit. Needs neither a GPU nor torch.
+Times are for one microbatch on one stage, in any unit. This tool needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def build_parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ValueError with every flag whose value is invalid by itself."""
+    """Raise ValueError if the value of a flag is out of range. The message lists all such flags."""
     problems = too_small(args, pp=1, num_microbatches=1, steps=1)
     problems += too_small(args, microbatch_group_size_per_virtual_pipeline_stage=args.pp)
     for name in COSTS:
@@ -218,8 +218,8 @@ def drawn(timeline: Sequence[Timed]) -> list[Timed]:
 
 def draw(found: Simulation, names: Names, title: str, path: Path) -> None:
     """Draw a bar for each compute action, coloured by kind, shaded by `names`, and labelled with the microbatch. The
-    idle fraction of each rank is shown on the right. For a long schedule, only the beginning and the end are drawn,
-    because ranks differ there and the middle is repetitive."""
+    idle fraction of each rank is shown on the right. If a schedule is long, only its beginning and end are drawn,
+    because the middle is repetitive."""
     bars = [(rank, entry) for rank, timeline in enumerate(found.timeline) for entry in drawn(timeline)]
     unit = min(entry.stop - entry.start for _, entry in bars)
     inches = min(INCHES_PER_ACTION, max(SMALLEST_INCHES, MOST_INCHES * unit / found.makespan))

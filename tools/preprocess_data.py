@@ -82,7 +82,7 @@ class Summary:
     main_peak_memory: int = 0
     worker_peak_memory: int = 0
     compared: int = 0
-    """Number of characters for which gigatoken's ids were compared with those of tokenizers."""
+    """Number of characters for which the token ids of gigatoken were compared with those of Hugging Face tokenizers."""
 
     @property
     def num_bad(self) -> int:

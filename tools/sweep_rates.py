@@ -10,8 +10,8 @@ run, delete its JSON file.
 
 The best rate is at the minimum of the parabola through the lowest loss and its two neighbours, over log2(rate). With
 --extend, a case whose lowest loss is at the first or last rate gets additional rates beyond that end, spaced by the
-ratio of the last two rates. Cases whose names are equal up to the last slash form a group. The last lines of the output
-show how much the best rates within a group differ.
+ratio of the last two rates. Cases whose names are equal up to the last slash form a group. For each group, the last
+lines of the output show the range of the best learning rates.
 """
 
 from __future__ import annotations

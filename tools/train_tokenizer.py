@@ -29,8 +29,8 @@ from megatron.extensions.data.text_data.inputs import TextFile, find_inputs
 from .common import refuse_output, run_tool, tool_parser
 
 CHUNK_BYTES = 1 << 20
-# SentencePiece silently drops longer sentences. Lines are therefore cut at this number of characters, of up to 4 bytes
-# each.
+# SentencePiece silently drops long sentences. Lines are therefore split into pieces of at most this many characters. A
+# character has up to 4 bytes.
 SENTENCE_CHARACTERS = 4096
 # The number of threads is fixed, because the last digits of unigram models depend on it.
 THREADS = 8

@@ -6,11 +6,12 @@
 
 Prints the flags of this program and, below them, the changes with their reasons and the differences of results from
 Megatron-LM's. A script is parsed, not run: variables that it assigns are replaced with their values or defaults. Other
-variables stay unchanged in the output, and the tool lists them. Arithmetic is evaluated. A flag whose number depends on
-a variable without a value is not translated. Branches are included if their tests are true or unknown. stderr lists the
-flags of branches with unknown tests. If the script has #SBATCH lines, the command submits scripts/train_gpt_slurm.sh
-with the options in these lines. The exit code is 1 if a flag has no translation, and 2 if the file is not a launch
-script. --list prints the translation of every flag that this program lacks, and all differences in results.
+variables stay unchanged in the output, and the tool lists them. Arithmetic is evaluated. A numeric flag is not
+translated if its value depends on a variable without a value. A branch of the script is included if its condition is
+true or unknown. The tool prints the flags from branches with an unknown condition to stderr. If the script has #SBATCH
+lines, the command submits scripts/train_gpt_slurm.sh with the options in these lines. The exit code is 1 if a flag has
+no translation, and 2 if the file is not a launch script. --list prints the translation of every flag that this program
+lacks, and all differences in results.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def lines_on_values(readings: Sequence[Reading], script: LaunchScript | None) ->
 
 
 def why_not_computed(words: Sequence[str]) -> str:
-    """Return the reason why arithmetic in the words has no value; "" if all arithmetic has a value."""
+    """Return the reason why the arithmetic in some words cannot be evaluated, or "" if all of it was evaluated."""
     sums = [word[word.index("$((") :] for word in words if "$((" in word]
     if not sums:
         return ""

@@ -11,8 +11,8 @@ computes with bf16 autocast and fp32 weights. The text is --corpus, or the Pytho
 into bytes.
 
 Writes one curve per line to curves.jsonl during training, and the picture curves.png at the end. If matplotlib is
-missing, use --draw later to draw the picture. Prints the mean loss over the last tenth of the steps. The exit code is 1
-if one of the first losses differs from the loss of transformers by more than rounding can explain.
+missing, run the tool again with --draw on a machine that has it. Prints the mean loss over the last tenth of the steps.
+The exit code is 1 if one of the first losses differs from the loss of transformers by more than rounding can explain.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ Size = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Part:
-    """Timed part of a step. `make(config, device)` returns the call to time."""
+    """Part of a training step that is timed separately. `make(config, device)` returns a function without arguments,
+    whose calls are timed."""
 
     group: str
     name: str
@@ -82,7 +83,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def is_lost(device: torch.device) -> bool:
-    """Return True if this process can no longer use its GPU, because a kernel has made an illegal memory access."""
+    """Return True if this process can no longer use its GPU, for example after an illegal memory access in a kernel."""
     try:
         wait_for(device)
     except RuntimeError:
@@ -176,7 +177,7 @@ def linear_products(size: Size, dtype: torch.dtype, config: RunConfig | None, de
 
 def products_in_fp8(size: Size, config: RunConfig, device: torch.device) -> Call:
     """Return a call that computes the three GEMMs of a linear layer from fp8 operands, in the layout that the kernel
-    requires. On CPU, the program's own fp8 GEMM replaces torch's, which does not run on every CPU."""
+    requires. On CPU, this program's fp8 GEMM replaces torch's fp8 GEMM, which not every CPU supports."""
     (rows, out, size_in) = size
     one = torch.ones((), device=device)
     operands = list[tuple[Scaled, Scaled]]()
@@ -303,7 +304,8 @@ def group_of(name: str) -> str:
 
 
 def profiled(step: Callable[[], object], on_gpu: bool, keep: Path | None = None) -> list[Group]:
-    """Return the breakdown of a step into groups. `keep` is a path under which to keep the trace, or None."""
+    """Profile a step, and return its time by group of kernels or operations. `keep` is the path of a file to which the
+    trace is saved; None saves no trace."""
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiler:
         start = time.perf_counter()
         step()

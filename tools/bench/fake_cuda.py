@@ -266,8 +266,8 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
 
 @dataclass
 class RegionUse:
-    """Counts for a compiled region: calls, compiled graphs (forward and backward counted separately), and uncompiled
-    calls."""
+    """Use of a compiled region: the number of calls, of compiled graphs, and of calls that ran uncompiled. Forward and
+    backward graphs are counted separately."""
 
     name: str
     calls: int = 0

@@ -7,11 +7,12 @@ time.
 
 Steps are those of pretrain_gpt.py, including the optimizer, on mock tokens without dropout. TFLOP/s are based on model
 FLOPs. Causal attention counts as half of full attention (docs/performance.md). MFU is the ratio of TFLOP/s to the
-device's peak; in fp8, this is the fp8 peak. The number of layers (llama-8b-layers), or the number of samples in a
-micro-batch (other models), is the largest that fits into free memory according to the dry run's plan. The upper limits
-are measured first: an 8192 x 8192 x 8192 GEMM and the model's own GEMMs, on random numbers, and a copy within device
-memory. Each `--compare FLAGS` also runs the model with these additional flags of pretrain_gpt.py. Each variant runs in
-a separate process with an equal part of the memory. The processes run their rounds in turns.
+device's peak; in fp8, this is the fp8 peak. The tool selects the largest model that fits into free memory according to
+the dry run's plan: llama-8b-layers varies the number of layers, and other models vary the micro-batch size. Before the
+rounds, the tool measures upper limits of speed: an 8192 x 8192 x 8192 GEMM, the GEMMs of the model on random numbers,
+and a copy within device memory. Each `--compare FLAGS` also runs the model with these additional flags of
+pretrain_gpt.py. Each variant runs in a separate process with an equal part of the memory. The processes run their
+rounds in turns.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ LATENT = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Model whose size is chosen to fit available memory: its number of layers or, if that is given, the number of
-    samples in a micro-batch."""
+    """Model whose size depends on the available memory. If `layers` is None, the number of layers is chosen to fit;
+    otherwise, only the micro-batch size is."""
 
     flags: str
     layers: int | None
@@ -191,7 +192,7 @@ def gib(size: float) -> str:
 
 
 def built(config: RunConfig, warm_up: int) -> TrainingRun:
-    """Build the single-process run that pretrain_gpt.py would build, and take `warm_up` steps."""
+    """Build a single-process run as pretrain_gpt.py does, and run `warm_up` training steps."""
     run = own_run(config)
     take_steps(run, warm_up)
     return run

@@ -59,7 +59,8 @@ class Found:
     parts: dict[str, list[Figures]] = field(default_factory=lambda: defaultdict(list))
     tests: str | None = None
     calls: list[Figures] = field(default_factory=list)
-    """Commands of scripts/gpu_first_hour.sh: part, exit code, seconds, time limit, stopped, command."""
+    """One record for each command of scripts/gpu_first_hour.sh, with its exit code, duration and time limit, and
+    whether a signal stopped it."""
 
     unreadable: list[str] = field(default_factory=list)
 

@@ -5,8 +5,9 @@ for a GPU and a CPU, and measured on this CPU.
     python tools/bench/head_memory.py --vocab 131072 --tokens 2048 --chunks 0 512 128
 
 For each figure, a separate process builds the output layer and measures the peak growth of its resident memory in one
-forward and one backward pass. Weights and weight gradients are allocated beforehand. Freed memory returns to the system
-immediately (MALLOC_MMAP_THRESHOLD_), as on a GPU whose allocator keeps no reserve.
+forward and one backward pass. Weights and weight gradients are allocated beforehand. MALLOC_MMAP_THRESHOLD_ is set so
+that freed memory returns to the system immediately. The figures therefore exclude memory that an allocator would keep
+in reserve.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ WIDTH = 512
 
 @dataclass(frozen=True)
 class Row:
-    """Peak bytes of a forward and backward pass, without weights and gradients."""
+    """Peak memory of a forward and a backward pass in bytes, excluding weights and weight gradients."""
 
     vocab: int
     chunk: int
-    """Tokens per chunk; 0 for all tokens at once."""
+    """Number of tokens in a chunk; 0 if all tokens are processed at once."""
 
     planned_gpu: int
     planned: int

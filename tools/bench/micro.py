@@ -47,10 +47,10 @@ def parts_of(config: RunConfig) -> Iterator[Part]:
 
 
 def gemms(config: RunConfig) -> Iterator[Part]:
-    """Yield the forward GEMMs and the weight-gradient GEMMs.
+    """Yield forward GEMMs and weight-gradient GEMMs as parts to measure.
 
     There are three kinds of weight-gradient GEMMs: bf16 with a bf16 result, bf16 added to an fp32 sum, and fp8 added to
-    an fp32 sum. The third kind is measured with each of its kernels.
+    an fp32 sum. The last kind is measured with each fp8 kernel that is available.
     """
     for name, size in products(config).items():
         rows, out, size_in = size
@@ -85,7 +85,7 @@ def weight_product(size: Size, dtype: torch.dtype, config: RunConfig, device: to
 
 
 def added_in_fp8(size: Size, kernel: str, config: RunConfig, device: torch.device) -> Call:
-    """Return an fp8 weight-gradient call with one scale per operand, as in fp8 layers."""
+    """Return a call that computes an fp8 weight gradient. Each operand has a single scale, as in fp8 layers."""
     from megatron.extensions.speed.fusions.gemm_choice import ProductShape, weight_grad_runs
 
     rows, out, size_in = size

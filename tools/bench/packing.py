@@ -130,7 +130,8 @@ def print_packing(documents: int, seq_length: int) -> None:
 
 
 def joined_documents(lengths: Lengths, seq_length: int) -> Iterator[Documents]:
-    """Yield the positions at which documents begin in greedy samples. Attention does not cross these positions."""
+    """Yield the positions at which documents begin in samples that are cut from concatenated documents. Attention does
+    not cross these positions."""
     bounds = np.cumsum(lengths)
     for first in range(0, MICRO_BATCHES * seq_length, seq_length):
         inside = bounds[(bounds > first) & (bounds < first + seq_length)] - first

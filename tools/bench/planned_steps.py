@@ -4,9 +4,9 @@ each of them turned off.
     python tools/bench/planned_steps.py
     python tools/bench/planned_steps.py --only sparse --device h100 --json steps.json
 
-Nothing is executed: `predict_step` adds up the GPU's work in a step. A kernel is turned off in the same way as in a run
-that finds the kernel wrong or slow (`megatron.core.kernels.LEFT_OUT`). Kernels that change a step by less than 0.1 %
-are not listed.
+Nothing is executed: `predict_step` adds up the GPU's work in a step. A kernel is turned off by adding it to
+`megatron.core.kernels.LEFT_OUT`, as a run does if it finds that the kernel is wrong or slow. Kernels that change a step
+by less than 0.1 % are not listed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ HEAD = f"{'model':<22}{'without, or with a flag':<32}{'ms':>9}{'tokens/s':>10}{'
 
 
 def planned(model: str, device: str, more: str = "", left_out: Sequence[str] = ()) -> Row:
-    """Predict the step of a model. Raises ValueError if the flags are invalid."""
+    """Predict the time of a training step and its parts. Raises ValueError if the flags are invalid."""
     from megatron.core.kernels import LEFT_OUT
     from megatron.extensions.plan.planner.device_file import read_device
     from megatron.extensions.plan.planner.time.step_time import predict_step

@@ -39,9 +39,9 @@ Found = dict[str, list[float] | str]
 @dataclass(frozen=True)
 class Contestant:
     """Program variant to benchmark. `build(*args)` returns a function that runs one round and returns its result, such
-    as tokens per second. `build` is called in a new process, or in `ranks` new processes, so it may import packages
-    that other contestants must not import. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as by torchrun. With
-    several ranks, a round's result is the smallest of the results that the ranks return."""
+    as tokens per second. `build` is called in one new process per rank, so it may import packages that conflict with
+    those of other contestants. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as by torchrun. With several
+    ranks, a round's result is the smallest of the results that the ranks return."""
 
     name: str
     build: Callable[..., Round]
@@ -149,8 +149,8 @@ def interleaved(
     """Run the rounds of contestants in turns A B C A B C, so that a temporary slowdown of the machine affects all
     contestants.
 
-    If a contestant fails, its result is the last line of the error. After each new result, `note` is called with all
-    results so far.
+    If a contestant fails, its result is the last line of the error. `note` is called after each round of a contestant
+    with all results so far.
     """
     found: Found = {c.name: [] for c in contestants}
     workers = {c.name: _Worker(c) for c in contestants}
@@ -293,7 +293,8 @@ def _median_ratio(ours: Sequence[float] | str, others: Sequence[float] | str) ->
 
 
 def forget(*packages: str) -> None:
-    """Unload packages of this checkout, so that the next import finds them elsewhere."""
+    """Unload packages that were imported from this checkout. The next import finds them in another folder of
+    `sys.path`."""
     root = Path(__file__).resolve().parents[2]
     sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != root]
     for name in [name for name in sys.modules if name.partition(".")[0] in packages]:

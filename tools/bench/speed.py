@@ -22,7 +22,8 @@ short, and some are about half as long as a sample, which makes the default chun
 the step. The figure is the processor time of the busiest rank, for which the other ranks wait. Unlike elapsed time,
 processor time hardly depends on other programs on the machine. In a round, all contestants train on the same samples.
 
-Start-up: seconds of commands, each in a fresh interpreter, compared with an interpreter that only imports torch.
+The start-up cell measures how many seconds commands take in a new Python interpreter, and compares them with an
+interpreter that only imports torch.
 
 --before compares this checkout with another one, round by round, and prints the median of the ratios after / before.
 Higher is better for tokens per second, lower for seconds."""
@@ -94,7 +95,7 @@ LAYOUTS = {
     "ours ZeRO-3": "--dp {n} --data-parallel-sharding-strategy optim_grads_params",
     "ours CP": "--cp {n}",
 }
-"""Flags of each parallel layout on {n} ranks, keyed by contestant."""
+"""Flags that select a parallel layout on {n} ranks, keyed by the name of the contestant."""
 
 
 def flags(style: Style, dtype: str = "float32", compiled: bool = False, micro_batches: int = 1) -> list[str]:
@@ -238,7 +239,8 @@ def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, Cell]:
 
 
 def loss_chunks(threads: int, steps: int) -> dict[str, Cell]:
-    """Return cells for the output layer and loss with a large vocabulary, for all tokens at once and in chunks."""
+    """Return cells for a model with a large vocabulary. The contestants compute the output layer and loss for all
+    tokens at once, or in chunks."""
     style = Style(4, 256, 4, 4, 768, 512, 65536, 4, llama=True)
     found = {}
     for dtype in FORMATS:
@@ -340,7 +342,7 @@ def layouts(n: int, steps: int) -> dict[str, Cell]:
 
 
 def kind_of(name: str) -> str:
-    """Return the name of the cell to which a contestant of the parallel layouts belongs."""
+    """Return the cell of a contestant that uses a parallel layout: "PP", "TP" or "DP"."""
     return next((kind for kind in ("PP", "TP") if kind in name), "DP")
 
 
@@ -372,7 +374,7 @@ def step_of(argv: Sequence[str], tokens: int, steps: int, checkout: Path) -> Rou
     for module in (megatron, theirs):
         assert module.__file__ is not None and module.__file__.startswith(str(checkout)), module.__file__
     step = theirs.own_step(list(argv))
-    sys.modules[timed.__module__] = own  # this process receives requests for rounds through this module
+    sys.modules[timed.__module__] = own  # requests for rounds arrive through this module
     return timed(step, steps, tokens)
 
 

@@ -61,8 +61,8 @@ class ToolParser(argparse.ArgumentParser):
 
 
 def tool_parser(about: str | None, **more: Any) -> argparse.ArgumentParser:
-    """Return a parser whose help begins with a module's docstring, unchanged. The parser refuses texts and paths that
-    are empty or contain control characters, except texts of type `any_text`."""
+    """Return an argument parser whose help text begins with `about`, such as a module's docstring. The parser rejects
+    values that are empty or contain control characters, except values of type `any_text`."""
     shape = argparse.RawDescriptionHelpFormatter
     return checked_texts(ToolParser(description=about, formatter_class=shape, **more))
 
@@ -169,8 +169,8 @@ def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | No
 
 
 def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None, writes: bool = False) -> None:
-    """Add --hf-family, which is read like --extension, if Hugging Face folders are supported. A program that `writes`
-    such folders also accepts the name of a family, which `family_of_output` returns."""
+    """Add --hf-family if Hugging Face folders are supported. Its files are read immediately, like those of --extension.
+    If `writes` is true, the flag also accepts the name of a family, which `family_of_output` returns."""
     if "hugging_face" not in PATH_KINDS:
         return
     from megatron.extensions.interop.hugging_face.family_files import add_families, is_family_file

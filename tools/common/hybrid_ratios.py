@@ -27,8 +27,8 @@ def pattern_of(layers: int, attention: float, mlp: float) -> str:
 
 
 def _spaced(places: int, gap: float) -> list[bool]:
-    """Choose positions so that `gap` positions that are not chosen precede each chosen position. `gap` may be a
-    fraction. Return whether each position is chosen."""
+    """Choose positions such that `gap` unchosen positions precede each chosen position. `gap` may be a fraction. Return
+    a list with True for each chosen position."""
     found, left = [], gap
     for _ in range(places):
         found.append(left < 0.5)
@@ -37,8 +37,9 @@ def _spaced(places: int, gap: float) -> list[bool]:
 
 
 def computed_pattern(tokens: Sequence[tuple[str, list[str]]]) -> tuple[str, list[str]] | None:
-    """Return the pattern flag that replaces the ratios in a command's flags. Returns None if there are no ratios, if a
-    pattern is given, or if a flag on which the pattern depends is missing."""
+    """Return the layer-pattern flag that replaces the flags for attention and MLP ratios in a command. Return None if
+    there are no ratio flags, if the command already has a pattern, or if a required flag such as --num-layers is
+    missing."""
     last = {name.replace("_", "-"): values for name, values in tokens}
     if last.keys().isdisjoint((ATTENTION, MLP)) or not last.keys().isdisjoint(PATTERNS):
         return None

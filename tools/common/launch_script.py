@@ -1,8 +1,8 @@
 """Read the training command of a shell script without running the script.
 
 Assignments, arithmetic, `if`, `case`, `&&` and `||` are evaluated as far as the script itself determines the result.
-Tests read an unset variable as bash does, unless the environment may set it. Words keep variables that the script does
-not set, and values that only a shell can compute, unchanged.
+A variable that the script does not set counts as unset in tests, unless the environment may set it. Variables that the
+script does not set, and values that only a shell can compute, stay unchanged in the words of a command.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ class UnknownNameError(ValueError):
 
 
 def evaluate(text: str, value_of: Callable[[str], str | None], depth: int = 0) -> int:
-    """Return the value of an expression. `value_of` returns the text of a variable, which is itself an expression, or
-    None for an unknown variable. Raises UnknownNameError, or ValueError if the text is not a valid expression."""
+    """Return the value of an arithmetic expression. `value_of` maps the name of a variable to its text, which may be
+    another expression, or to None if the variable is unknown. Raises UnknownNameError, or ValueError if the text is not
+    a valid expression."""
     tokens, at = [], 0
     while at < len(text.rstrip()):
         found = TOKEN.match(text, at)
@@ -90,7 +91,7 @@ class _Expression:
         self.tokens.pop()
 
     def _choice(self) -> int:
-        """Evaluate an expression with or without a conditional (? and :)."""
+        """Evaluate a conditional expression (`a ? b : c`), or an expression without a condition."""
         self.depth += 1
         if self.depth > DEEPEST:
             raise ValueError(f"more than {DEEPEST} levels")

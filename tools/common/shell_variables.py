@@ -56,7 +56,7 @@ class ShellVariables:
     """Number of characters to which variables have expanded so far."""
 
     def test(self, words: list[str]) -> float:
-        """Return the result of a test, as far as its words are known."""
+        """Evaluate a test. Return `YES`, `NO`, or `UNSURE` if the result depends on unknown values."""
         if words[0] == "!":
             return YES - self.test(words[1:]) if words[1:] and words[1][0] in "[(" else UNSURE
         if words[0].startswith("(("):
@@ -122,7 +122,7 @@ class ShellVariables:
         return True
 
     def _may_be_set(self, name: str) -> bool:
-        """Return True if anything other than an assignment in the script may set a variable."""
+        """Return True if a variable may get a value in another way than by an assignment in the script."""
         outside = name.isdigit() or FROM_ENVIRONMENT.fullmatch(name) is not None
         return outside or name in self._given or self.sources
 
@@ -228,7 +228,8 @@ class ShellVariables:
         return value[0] if isinstance(value, list) and value else value if isinstance(value, str) else None
 
     def _operand(self, found: re.Match[str]) -> str:
-        """Return a variable that the script sets, within arithmetic whose value is unknown."""
+        """Return the replacement of a variable name in arithmetic whose value is unknown: the variable's value if the
+        script sets it, and otherwise its name."""
         text = self._number(found[0])
         return found[0] if text is None else text if text.startswith("$") or text.isdigit() else f"({text or 0})"
 
@@ -272,5 +273,5 @@ def compared(text: str, sign: str, other: str) -> float:
         return UNSURE
     try:
         return float(evaluate(f"{int(text)} {NUMBERS[sign]} {int(other)}", lambda name: None))
-    except ValueError:  # For text that is not a number, bash reports an error, and the test is false.
+    except ValueError:  # If the text is not a number, bash prints an error and the test fails.
         return NO

@@ -98,12 +98,12 @@ class Marks:
 
     restarts: Sequence[float] = ()
     phases: Sequence[tuple[float, str]] = ()
-    """(iterations before the phase, name) for each phase."""
+    """For each phase, the number of iterations before it and its name."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """Curve, or single measurements with `dots`."""
+    """Points of a chart: a curve, or separate dots if `dots` is true."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -122,7 +122,8 @@ def curves(
     along: str = "iteration",
 ) -> Figure | None:
     """Draw a chart over iterations, or over `along`; return None if no series has a drawable value. With `zero`, the
-    axis begins at 0. `text` formats the values on the axis. Bytes have ticks at powers of two."""
+    axis begins at 0. `text` formats the values on the vertical axis. If it formats bytes, ticks are at powers of
+    two."""
     finite = [replace(one, points=[point for point in one.points if all(map(is_drawable, point))]) for one in series]
     finite = [one for one in finite if one.points]
     if not finite:
@@ -210,8 +211,8 @@ def draw_actions(
     opacity: Callable[[Action], float] = lambda action: 1.0,
     points: float = 7,
 ) -> None:
-    """Draw a bar for each action of a rank, with the micro-batch number if there is room. A unit of time is `scale`
-    points wide."""
+    """Draw a bar for each action of a rank, with the micro-batch number if there is room. `scale` is the width of one
+    time unit in points."""
     times = [(timed.start - start, timed.stop - timed.start) for timed in line]
     fills = [(COLOURS[timed.action.kind.value], opacity(timed.action)) for timed in line]
     axes.broken_barh(times, (row - 0.42, 0.84), facecolors=fills, edgecolors="white", linewidth=0.4)

@@ -39,11 +39,11 @@ MOST_NODES = 128
 
 @dataclass(frozen=True)
 class RankMap:
-    """Layout, and the node of each rank."""
+    """Parallel layout of a run, and the node on which each rank runs."""
 
     dims: ParallelDims
     nodes: Sequence[str]
-    """By rank."""
+    """Name of the node of each rank, indexed by rank."""
 
     @property
     def ranks_of(self) -> dict[str, list[int]]:
@@ -104,8 +104,8 @@ def map_of_trace(trace: dict[str, Any]) -> RankMap:
 
 
 def lines(found: RankMap) -> Iterator[str]:
-    """Yield the map as text: nodes with the coordinates of their ranks, then the number of groups that cross nodes for
-    each axis."""
+    """Yield the map as lines of text. First, each node is listed with the coordinates of its ranks. Then, each axis is
+    listed with the number of its groups that span several nodes."""
     shown = [axis for axis in ("tp", "cp", "ep", "dp", "pp") if axis in found.axes]
     nodes = found.ranks_of
     yield f"{_count(found)}: " + ", ".join(

@@ -1,4 +1,4 @@
-"""Sections of a run's report. Each section uses the data that could be read, and reports missing data.
+"""Sections of a run's report. A section shows the data that could be read, and states which data is missing.
 
 The page, page.html, needs no network: styles and pictures are inline. Text that comes from the run is HTML-escaped.
 """
@@ -254,7 +254,7 @@ def timeline(run: RunFolder) -> Markup:
 
 
 def goodput(run: RunFolder) -> Markup:
-    """Show how the wall time of all starts was used, and the logged goodput."""
+    """Show how the wall time of all starts of the run was used, together with the logged goodput."""
     from megatron.extensions.observe.goodput import accounts  # a run without --log-goodput does not need the extension
 
     found = accounts.last_account(run.events)
@@ -390,8 +390,8 @@ KILLED = "no end recorded"
 
 
 def starts_and_ends(run: RunFolder) -> list[list[Any]]:
-    """Return a row [time, event, details] for each start and end. A start that follows another start without an end
-    indicates that the run was killed or its machine stopped."""
+    """Return a row [time, event, details] for each start and end. If two starts follow each other without an end in
+    between, the run was killed or its machine stopped."""
     rows: list[list[Any]] = []
     for event in run.events:
         time = when(event.get("time"))
@@ -429,7 +429,7 @@ def configuration(run: RunFolder, others: Sequence[RunFolder]) -> Markup:
 
 
 def differences(runs: Sequence[RunFolder]) -> Markup:
-    """List the configuration values that are not equal in all runs."""
+    """Return a table of the configuration values that differ between runs."""
     keys = sorted({key for each in runs for key in each.config})
     values = [[key, *(_value(each.config, key) for each in runs)] for key in keys]
     differ = [row for row in values if len(set(row[1:])) > 1]

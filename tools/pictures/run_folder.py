@@ -172,7 +172,7 @@ def _phases(run: RunFolder) -> Iterator[tuple[float, str]]:
 def read_run(
     path: Path, metrics: Path | None = None, outcome: Path | None = None, trace: Path | None = None
 ) -> RunFolder:
-    """Read all files of a run. Raises ValueError under the same conditions as `read_metrics`."""
+    """Read all files of a run. Raises ValueError if the folder contains no files of a run."""
     run = read_metrics(path, metrics)
     path = run.path
     _read_config(run)
