@@ -15,9 +15,10 @@ from megatron.training.extensions import extension_flags
 @dataclass(frozen=True)
 class CyclicConfig:
     lr_cycles: int = 3
-    """Times that the learning rate anneals to --min-lr; a checkpoint at the end of each is ready to use."""
+    """Number of cycles. In each cycle, the learning rate anneals to --min-lr. A checkpoint from the end of a cycle can
+    be used as a finished model."""
     lr_anneal_share: float = 0.1
-    """Share of each cycle that is annealing."""
+    """Fraction of each cycle during which the learning rate anneals."""
 
 
 @LR_SCHEDULES.register("cyclic-wsd")

@@ -23,10 +23,11 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class DiskSpaceConfig:
     least_free_gib: float = flag(0.0, at_least=0)
-    """Save and end the run once the disk of --save has less free space; 0: never."""
+    """Save a checkpoint and end the run when the disk of --save has less free space than this, in GiB; 0 disables the
+    check."""
 
     disk_space_interval: int = flag(100, above=0)
-    """Iterations between two looks at the disk."""
+    """Number of iterations between two checks of the free disk space."""
 
 
 @CALLBACKS.register("disk space", when=lambda config: config.options(DiskSpaceConfig).least_free_gib > 0)

@@ -1,4 +1,5 @@
-r"""A pipeline schedule: 1F1B whose ranks run ahead by twice as many forwards, so that messages have time to travel.
+r"""1F1B pipeline schedule in which each rank runs twice as many warm-up forward passes, so that messages have more time
+to arrive.
 
 python tools/plot_schedule.py --extension examples/eager_1f1b.py --pipeline-schedule eager-1f1b --pp 4 \
     --num-microbatches 8 --output eager.png

@@ -1,4 +1,5 @@
-"""Goldfish loss (arXiv:2406.10209): every k-th token, chosen by a hash of the tokens before it, is not trained on.
+"""Goldfish loss (arXiv:2406.10209), which excludes 1/k of the tokens from the loss. A hash of the preceding tokens
+decides whether a token is excluded.
 
 python pretrain_gpt.py --extension examples/goldfish_loss.py --loss-func goldfish --goldfish-k 4 ...
 """

@@ -38,7 +38,7 @@ class ShampooConfig:
     shampoo_momentum: float = flag(0.9, at_least=0, below=1)
     """Decay of the average of the updates."""
     shampoo_eps: float = flag(1e-6, above=0)
-    """Added to the diagonal of both factors."""
+    """Number that is added to the diagonals of the factors L and R."""
     shampoo_interval: int = flag(1, above=0)
     """Recompute the inverse fourth roots of the factors L and R every this many updates."""
 

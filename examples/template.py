@@ -25,12 +25,13 @@ from megatron.training.hooks import Callback
 from megatron.training.run import TrainingRun
 
 # 1. Flags. Each field defines a flag, and the string below the field is the flag's help text. `flag` states bounds,
-# choices and other flags that it
-#    needs. A run must resume with the same values; add may_change=True if they may differ.
+#    choices and other flags that are required. By default, a resumed run must use the same values; add may_change=True
+#    if they may differ.
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """What bounds cannot state: a `Problem` names flag, value, rule and remedy."""
+    """Yield violations of rules that bounds cannot express. A `Problem` names the flag, its value, the rule and a
+    remedy."""
     options = config.options(MyFlags)
     if options.my_interval and config.training.train_iters and options.my_interval > config.training.train_iters:
         rule = f"is beyond the last iteration, --train-iters {config.training.train_iters}"

@@ -63,7 +63,8 @@ class TokenAccuracy(Callback):
         self.log.write(record)
 
     def is_correct(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """logits [s, b, V/tp], labels [s, b] -> [s, b]: 1 if no token has a larger logit than the label, else 0."""
+        """logits [s, b, V/tp], labels [s, b] -> [s, b]. The result is 1 where no token has a larger logit than the
+        label, and 0 elsewhere."""
         tp = self.run.runtime.state.tp
         first, columns = local_columns(logits, self.run.config.model.vocab_size, tp)
         elsewhere = (labels < first) | (labels >= first + columns)

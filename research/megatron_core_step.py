@@ -38,7 +38,7 @@ ARGUMENTS: dict[str, Any] = {
     **{"moe_aux_loss_coeff": 0.0, "moe_layer_freq": [0, 1], "moe_token_dispatcher_type": "alltoall"},
     **{"moe_router_dtype": "fp64", "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3},
 }
-"""Model arguments, under Megatron-LM's names."""
+"""Model arguments that are stored in the checkpoint, under the names that Megatron-LM uses."""
 
 RUN: dict[str, Any] = {
     **{"iteration": 1, "consumed_train_samples": SAMPLES, "world_size": 2, "data_parallel_size": 1},
@@ -89,8 +89,8 @@ def replace_private(module: Any, **functions: Any) -> None:
 
 
 def norm_under_sequence_parallelism(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-    """Return torch's norm with a marked weight, as Transformer Engine's norms have: its gradient must be summed over
-    the ranks' parts of the sequence."""
+    """Return a torch RMSNorm whose weight is marked as sequence-parallel, as in Transformer Engine. megatron-core sums
+    the gradients of such weights over the tensor-parallel ranks, which hold different parts of the sequence."""
     norm: Any = torch.nn.RMSNorm(hidden_size, eps=eps, dtype=config.params_dtype)
     norm.weight.sequence_parallel = config.sequence_parallel
     return norm
@@ -172,7 +172,7 @@ def save_checkpoint(model: Any, folder: str) -> None:
 
 
 def gradients(config: Any, model: Any, tokens: Any, labels: Any, fault: str) -> tuple[float, dict[str, Any]]:
-    """Return (mean loss, main gradients by name) of one step on this rank."""
+    """Run one step on this rank. Return the mean loss, and the main gradients keyed by parameter name."""
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

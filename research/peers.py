@@ -97,7 +97,7 @@ def torchtitan_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., Any]]
     from torchtitan.models.llama3.model.args import TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
-    # torchtitan's MLP width is 8/3 of the hidden size, rounded up to a multiple.
+    # torchtitan computes the MLP width as 8/3 of the hidden size, rounded up to a multiple of `multiple_of`.
     assert 8 * style.hidden // 3 <= style.ffn < 2 * (8 * style.hidden // 3)
     model = Transformer(
         TransformerModelArgs(

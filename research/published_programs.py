@@ -1,4 +1,5 @@
-"""Differences between published programs and this one, expressed as a different list of events for the same step.
+"""Model a training step of published programs: convert the events that this program's planner predicts into the events
+of the published program.
 
 A plan assumes the kernels of this program. The programs that were published in 2021 and 2022 stored the attention
 scores, accumulated weight gradients in a separate kernel, and computed the loss in several passes over fp32 logits.
@@ -67,8 +68,8 @@ THIS = Program()
 """This program."""
 
 PASSES_OF_LOSS = 6 - 2, 4, 8, 8, 4, 8
-"""Bytes per logit in six passes: conversion to fp32, maximum, subtraction, exponential, sum and division. The bytes
-that this program's kernel reads are subtracted."""
+"""Bytes per logit in six passes: conversion to fp32, maximum, subtraction, exponential, sum and division. Bytes that
+are already counted for this program's kernel are subtracted."""
 
 PASSES_OF_GRADIENT = 8 - 4, 6
 """Bytes per logit in two passes: multiplication by the loss gradient, and conversion to 16 bits. The bytes that this

@@ -8,11 +8,11 @@ Prints each run's published and predicted step time and the error. Then prints t
 errors, separately for runs that were used to fit constants and for held-out runs. The runs and their sources are in
 research/published_runs.yaml.
 
-With --memory, prints each run's published and planned peak on the rank with the most memory. It also prints the derived
-size of the attention scores, which only the published program keeps, and the relative error without and with these
-scores. Then it prints the median and the maximum of the errors, without the runs that do not count. The plans are those
-of `pretrain_gpt.py --dry-run`. The runs, their sources and the differences of the published programs are in
-research/published_memory.yaml.
+With --memory, prints the published and the planned peak memory of each run, on the rank that uses the most memory. Some
+published programs store the attention scores, which this program does not. For these, the tool prints the computed size
+of the scores, and the relative error with and without them. Then it prints the median and the maximum of the errors.
+Runs on other hardware are excluded from these statistics. The plans are those of `pretrain_gpt.py --dry-run`. The runs,
+their sources and the differences of the published programs are in research/published_memory.yaml.
 """
 
 from __future__ import annotations
@@ -66,13 +66,15 @@ class PublishedRun:
     """Flags of pretrain_gpt.py that reproduce the run."""
 
     published: Mapping[str, float]
-    """One published figure: step (seconds), tokens (tokens/s per device), tflops, or memory (GiB)."""
+    """Published figure of the run, keyed by its kind: "step" (seconds), "tokens" (tokens/s per device), "tflops", or
+    "memory" (GiB)."""
 
     fit: bool
     """True if constants of the device file were fitted to this run."""
 
     other: bool
-    """True if the run's hardware differs from the device file's; the run does not count."""
+    """True if the run used other hardware than the device file describes. Such a run is excluded from the
+    statistics."""
 
     differs: str
     """Description of the published program's differences that no flag of this program expresses."""
@@ -105,7 +107,7 @@ class PublishedRun:
         return self._flops(config) / value / 1e12 / self.gpus
 
     def _flops(self, config: RunConfig) -> float:
-        """Return the FLOPs of a step as the source counts them."""
+        """Return the FLOPs of a training step, counted as in the publication."""
         model, tokens = config.model, self.gbs * self.length
         if not self.source.startswith("ptd"):
             return model_flops(model).total * tokens
@@ -193,7 +195,8 @@ def compare(runs: Sequence[PublishedRun], cache: PlannerCache | None = None) -> 
 
 
 def plan_peaks(runs: Sequence[PublishedRun]) -> Iterator[Compared]:
-    """Plan the rank with the most memory in each run. Raises ValueError if a run's flags are not valid."""
+    """For each run, compare the published peak memory with the plan of the rank that uses the most memory. Raises
+    ValueError if a run's flags are not valid."""
     for run in runs:
         config = run.config()
         held = fullest(memory_of_ranks(config, run.gpus))

@@ -81,7 +81,7 @@ def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str])
 
 
 def judged_trainer(folder: Path, args: argparse.Namespace) -> int:
-    """Judge the gradients that Trainer holds before its optimizer step."""
+    """Judge the gradients that transformers' Trainer passes to its optimizer."""
     from research.trainer_step import save_step
 
     loss = save_step(folder, of_means=args.fault == "means")

@@ -78,7 +78,8 @@ def torchs(kind: str, tokens: int, steps: int) -> Round:
 
 
 def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, speed.Cell]:
-    """Return the cells of tools/bench/speed.py to which other programs can be added, together with these programs."""
+    """Return the cells of tools/bench/speed.py that can be compared with other programs. The returned cells also
+    contain the contestants of these programs."""
     every = speed.cells(threads, ranks, steps)
     found = {}
     for name, dtype, mode in product(STYLES, speed.FORMATS, ("eager", "compiled")):

@@ -75,8 +75,8 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
     def stage(self, number: int, count: int) -> Llama:
-        """Return one of `count` pipeline stages, all of which have the same number of layers. The returned stage shares
-        its parameters with this model."""
+        """Return pipeline stage `number` of `count` stages with equally many layers. The returned stage shares its
+        parameters with this model."""
         part = Llama.__new__(Llama)
         nn.Module.__init__(part)
         each = len(self.layers) // count

@@ -39,7 +39,7 @@ from megatron.training.config.validation import resolve, validate
 from .common import parted, refuse, run_tool, too_small, tool_parser
 
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
-"""Kinds of tensors that are compared if the run uses a 16-bit format.
+"""Kinds of tensors that are compared if a layout computes in a 16-bit format.
 
 Weights and moments are not compared, because Adam divides each gradient by its own magnitude. A gradient that consists
 only of rounding errors, such as the gradient of a key bias, therefore changes its weight as much as any other gradient.
@@ -53,7 +53,8 @@ including their rounding error, by their own magnitude."""
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two compared layouts: name, own flags, all flags including the common ones, and number of ranks."""
+    """One of the two layouts to compare: its name, its additional flags, its complete configuration, and its number of
+    ranks."""
 
     name: str
     flags: str
@@ -178,8 +179,8 @@ def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
 
 
 def _batch_flags(args: argparse.Namespace, common: Sequence[str]) -> list[str]:
-    """Use a batch of two micro-batches on both sides unless a side sets the batch size, because the sides' defaults
-    would differ."""
+    """Return the flags for a global batch size that gives every data-parallel rank of both layouts at least two
+    micro-batches. Return no flags if a layout sets the batch size."""
     rows, given = [], False
     for own, world in ((args.a, args.world_a), (args.b, args.world_b)):
         try:

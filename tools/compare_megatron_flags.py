@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def write_table(rows: Sequence[Row], versions: Mapping[str, str]) -> None:
-    """Write the table with the current treatments. `versions` maps branches to descriptions of new versions."""
+    """Write the table of flags, with the current treatment of each flag. `versions` contains a new version description
+    for each updated branch, keyed by branch."""
     parsers = {name: [row.flag for row in rows if name in row.branches.split()] for name in ("main", "dev")}
     stated = dict(line[2:].split(": ", 1) for line in TABLE.read_text(encoding="utf-8").splitlines()[:2])
     sources = [f"{name}: {version}" for name, version in {**stated, **versions}.items()]

@@ -83,7 +83,8 @@ class Axis:
     found: Sequence[Measured]
 
     def slopes(self, steps: int) -> Iterator[tuple[str, str, float]]:
-        """Yield (part, "activation" or "update", slope) after the last step."""
+        """For each part of the model, yield the slopes of activations and of updates after the last step, as tuples
+        (part, "activation" or "update", slope)."""
         for part in PARTS:
             for kind in ("activation", "update"):
                 values = [getattr(each, f"{kind}s")[part][steps] for each in self.found]
@@ -189,7 +190,8 @@ def verdict(axis: Axis, steps: int, tolerance: float) -> tuple[list[str], bool]:
 
 
 def picture(axes: Sequence[Axis], steps: int) -> Figure:
-    """Draw activations (top) and updates (bottom) after the last step over width and depth."""
+    """Draw the root mean squares of activations (top row) and updates (bottom row) after the last step. Each column
+    shows one axis: width or depth."""
     from .pictures.drawing import new_figure
 
     figure = new_figure(4.6 * len(axes), 6)

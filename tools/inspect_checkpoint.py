@@ -8,8 +8,8 @@ For a folder of checkpoints, the tool opens the checkpoint that a run would load
 one. The tool reads every file and verifies its checksum. For Hugging Face folders and Megatron-LM checkpoints, the tool
 shows the parameters under this program's names. Compared checkpoints may have different layouts: whole tensors are
 compared bit by bit, one at a time. The tool prints a line for each tensor that differs. If more than 40 tensors differ,
-it prints a single line for the tensors with the same name in all layers. The exit code is 0 if both checkpoints are
-equal, 1 if they differ, and 2 if a path is a damaged checkpoint or not a checkpoint."""
+it prints one line for each tensor name, which covers all layers. The exit code is 0 if both checkpoints are equal, 1 if
+they differ, and 2 if a path is a damaged checkpoint or not a checkpoint."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class ForeignWeights:
-    """Parameters of a model in another format, with the interface of `Checkpoint` that this tool needs."""
+    """Parameters of a model in another format. The class has the same interface as `Checkpoint`, as far as this tool
+    uses it."""
 
     def __init__(self, path: PurePath) -> None:
         from megatron.extensions.interop.conversion.convert import (
@@ -238,7 +239,7 @@ def group_line(name: str, count: int, group: Sequence[Difference]) -> str:
     """Return one line for the tensors with the same name in several layers."""
     if len(group) == 1:
         return str(group[0])
-    most = max(group, key=lambda each: (each.largest != each.largest, each.largest))  # NaN counts as the largest
+    most = max(group, key=lambda each: (each.largest != each.largest, each.largest))  # NaN sorts last
     whole = replace(most, count=sum(each.count for each in group), of=sum(each.of for each in group))
     where = f"layer {' '.join(re.findall(r'[.]([0-9]+)[.]', most.key))}"
     example = f"{where} {most.how}" if most.how else f"{whole.amount}, in {where}"

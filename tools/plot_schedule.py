@@ -169,8 +169,9 @@ class Names:
 
 
 def version_of(microbatch: int, microbatches: int) -> int:
-    """Return the number of updates contained in the weights that a pass uses, given the pass's micro-batch number in a
-    run without flush. Without flush, the passes of a step begin before the previous step's update."""
+    """Return the number of optimizer updates that the weights used for `microbatch` have received in a schedule without
+    flush. Micro-batches are numbered over all steps. Without flush, the passes of a step begin before the previous
+    step's update."""
     return max(0, microbatch // microbatches - 1)
 
 
@@ -211,8 +212,8 @@ def without_middle(lines: Sequence[str]) -> list[str]:
 
 
 def drawn(timeline: Sequence[Timed]) -> list[Timed]:
-    """Return the actions to draw, which are those that take time. Forward and backward passes that alternate are drawn
-    as one action, named after the forward pass."""
+    """Return the actions of a timeline that take time, because only those are drawn. Forward and backward passes that
+    alternate are drawn as one action, named after the forward pass."""
     return [entry for entry in timeline if entry.action.kind in TIMED and entry.stop > entry.start]
 
 

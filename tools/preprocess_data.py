@@ -156,8 +156,8 @@ class Progress:
 def preprocess(
     job: Job, tokenizer: Tokenizer, inputs: Sequence[TextFile], prefixes: Sequence[str], args: argparse.Namespace
 ) -> Summary:
-    """Write one dataset per key, or the dataset of a shard. Raises ValueError, and leaves no files, if no document
-    could be read. A shard may have no documents."""
+    """Write one dataset for each key, for the whole corpus or for a shard. If no document could be read, leave no files
+    and raise ValueError, except for a shard, which may be empty."""
     summary, shard = Summary(), args.shard
     progress = Progress(inputs if shard is None else [file for file, _ in of_shard(inputs, shard)], args.log_interval)
     with ExitStack() as stack:
@@ -186,7 +186,7 @@ def preprocess(
 
 
 def corpus_of(job: Job, inputs: Sequence[TextFile]) -> str:
-    """Return the values that must be equal for all shards of a corpus."""
+    """Return a digest of the inputs and options that must be the same for all shards of a corpus."""
     return corpus_digest(inputs, (identity_of(job.tokenizer, job.vocab_size), asdict(job.reading), job.append_eod))
 
 

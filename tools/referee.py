@@ -11,15 +11,15 @@
 The model is a Hugging Face folder, a checkpoint of pretrain_gpt.py or a torch_dist checkpoint of Megatron-LM. This
 program runs its forward and backward pass in one process, first in fp64 and then in the other program's number format.
 A gradient of the other program may differ from the fp64 gradient by four times as much as this program's gradient in
-the other program's number format. The table lists each gradient whose difference is larger, in the order of the
-backward pass, and describes the difference. Examples are a factor such as 1/2 from an axis that was averaged twice, a
+the other program's number format. The table lists the gradients that differ by more than this, in the order of the
+backward pass, and describes each difference. Examples are a factor such as 1/2 from an axis that was averaged twice, a
 missing sum over an axis, a difference in a single shard or expert, and swapped or transposed blocks.
 
-The batch is an .npz with `tokens` and `labels` [samples, s], where label i follows token i, and optionally `loss_mask`;
-or with `input_ids` and optionally `labels` in the form of transformers, with -100 for labels that do not count. Samples
-with several documents also have `document_ids` or `cu_seqlens`, and optionally `position_ids`. Instead of a file,
---samples selects samples of the training data by their numbers in the run, and --iteration selects all samples of a
-step. The loss is the mean over all labels that are not masked.
+The batch is an .npz file in one of two forms. In the first, it contains `tokens` and `labels` [samples, s], where label
+i follows token i, and optionally `loss_mask`. In the second, it contains the `input_ids` and optionally the `labels` of
+transformers, where labels of -100 are ignored. Samples with several documents also have `document_ids` or `cu_seqlens`,
+and optionally `position_ids`. Instead of a file, --samples selects samples of the training data by their numbers in the
+run, and --iteration selects all samples of a step. The loss is the mean over all labels that are not masked.
 
 The gradients are in one of three forms: a .safetensors file or a folder of torch's DCP, under the names of transformers
 or of this program; a folder in a checkpoint format, with gradients in place of weights; or the folder `iter_XXXXXXX` of

@@ -1,4 +1,4 @@
-"""Replay the step that ended a run with a NaN or infinite loss or gradient, and report where it first occurred.
+"""Replay the step at which a run ended because of a NaN or infinite value, and report where this value first occurred.
 
     python tools/replay_step.py SAVE/nan/iter_0000012
     python tools/replay_step.py SAVE/nan/iter_0000012 -- --tp 2 --pp 2      # under this layout, on CPU ranks

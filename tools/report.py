@@ -5,10 +5,10 @@
     python tools/report.py runs/a runs/b runs/c --output all.html
 
 RUN is a --save folder, or its URL, for which --output is needed. The page needs neither a network nor scripts. The page
-shows all available data, even for a run that crashed, is still running, has no trace, or has damaged files. --against
-adds the curves of other runs and the differing flags. The page of several runs compares the runs, best first: losses
-over tokens, time and FLOPs, throughput, and differing values. Code that a run names is not executed. To plan a run with
-custom parts, pass the code with --extension.
+shows the data that is available, so the tool also works for runs that crashed, are still running, or have damaged
+files. --against adds the curves of other runs and the differing flags. The page of several runs compares the runs, best
+first: losses over tokens, time and FLOPs, throughput, and differing values. Code that a run names is not executed. To
+plan a run with custom parts, pass the code with --extension.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def next_rate(curve: Curve) -> float | None:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Runs of a sweep, whose results are stored in a folder."""
+    """Training runs of a learning-rate sweep. The result of each run is stored in a JSON file in `folder`."""
 
     folder: Path
     flags: Sequence[str]
@@ -92,7 +92,7 @@ class Sweep:
     seeds: Sequence[int]
 
     def loss(self, case: str, flags: Sequence[str], rate: float) -> float:
-        """Return the mean loss over the seeds, from the folder or from new runs."""
+        """Return the mean loss over all seeds. Runs whose results are not in the folder are trained first."""
         return fmean(self.run(case, flags, rate, seed) for seed in self.seeds)
 
     def run(self, case: str, flags: Sequence[str], rate: float, seed: int) -> float:
@@ -116,7 +116,7 @@ class Sweep:
         return math.inf if found["loss"] is None else float(found["loss"])
 
     def _train(self, flags: Sequence[str], log: Path) -> int:
-        """Run the program. Returns its exit code."""
+        """Run pretrain_gpt.py and return its exit code."""
         with log.open("w") as out:
             code = subprocess.run([sys.executable, str(PROGRAM), *flags], stdout=out, stderr=out).returncode
         if code not in (ExitCode.DONE, ExitCode.FAILED):

@@ -9,9 +9,9 @@ Megatron-LM's. A script is parsed, not run: variables that it assigns are replac
 variables stay unchanged in the output, and the tool lists them. Arithmetic is evaluated. A numeric flag is not
 translated if its value depends on a variable without a value. A branch of the script is included if its condition is
 true or unknown. The tool prints the flags from branches with an unknown condition to stderr. If the script has #SBATCH
-lines, the command submits scripts/train_gpt_slurm.sh with the options in these lines. The exit code is 1 if a flag has
-no translation, and 2 if the file is not a launch script. --list prints the translation of every flag that this program
-lacks, and all differences in results.
+lines, the command submits scripts/train_gpt_slurm.sh with the options in these lines. The exit code is 1 if a flag
+cannot be translated, and 2 if the file is not a launch script. --list prints the translation of every flag that this
+program lacks, and all differences in results.
 """
 
 from __future__ import annotations

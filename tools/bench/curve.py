@@ -179,7 +179,8 @@ def trained(run: TrainingRun, steps: int, ours: Curve, peer: Peer | None, theirs
 
 @contextmanager
 def corpus_of(given: Path | None, megabytes: int) -> Iterator[Path]:
-    """Yield the given text, or as much of the Python source code on this machine as needed."""
+    """Yield the path of the given text. If none is given, write `megabytes` MB of Python source code from this machine
+    to a temporary file."""
     if given is not None:
         yield given.resolve()
         return

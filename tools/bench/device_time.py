@@ -62,7 +62,7 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """Median rate in TFLOP/s, or in GB/s for a part without FLOPs."""
+        """Median speed in TFLOP/s. For parts that compute nothing, such as copies, the unit is GB/s."""
         assert self.milliseconds is not None, self.failed
         return 1e3 * (self.tflop or self.gigabytes) / self.milliseconds.median
 

@@ -66,7 +66,7 @@ WIDE = (
     "--ffn-hidden-size 14336"
 )
 PART = f"{WIDE} --vocab-size 32768"
-"""Flags for models whose layers should take most of the time."""
+"""Flags of models with a small vocabulary, in which the layers take most of the step time."""
 
 GROUPED = f"{PART} --group-query-attention --num-query-groups 8"
 LATENT = (
@@ -228,8 +228,9 @@ def measure(
     name: str,
     note: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
-    """Measure the upper limits, then rounds of steps, and then a single step with the profiler. Figures are printed as
-    soon as they are measured. `note` also receives the figures before the planner and the profiler run."""
+    """Measure the upper limits, then rounds of steps, and then a single step with the profiler. Print each figure as
+    soon as it is measured. `note` is called with the figures measured so far before the planner and the profiler
+    run."""
     from megatron.training.metrics.summary import peak_tflops
 
     found = device_time.ceilings(config, device)
@@ -275,8 +276,9 @@ def say(lines: Iterable[str]) -> None:
 
 
 def planner_tflops(config: RunConfig, devices: Sequence[str], own: Path | None, name: str) -> dict[str, float]:
-    """Return the predicted speed of a step, keyed by device file. Print why a device file is skipped: a file that lacks
-    a rate, such as the fp8 rate, is skipped, and so is the file `own` if it describes a device other than `name`."""
+    """Return the predicted speed of a step, keyed by device file. A file is skipped, and the reason is printed, if it
+    lacks a rate that the step needs, such as the fp8 rate. The file `own` is also skipped if it does not describe the
+    device `name`."""
     from megatron.extensions.plan.planner.device_file import read_device
     from megatron.extensions.plan.planner.time.step_time import predict_step
 

@@ -158,7 +158,7 @@ def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], about
 
 
 Run = tuple[str, str, Figures]
-"""Measured model: file, device and figures."""
+"""Benchmark of one model: file name, device name, and measured figures."""
 
 RUN = "file|device|model|layers|batch|tokens/s|TFLOP/s|MFU|of the products|plan|peak|peak/plan".split("|")
 

@@ -49,8 +49,8 @@ def parts_of(config: RunConfig) -> Iterator[Part]:
 def gemms(config: RunConfig) -> Iterator[Part]:
     """Yield forward GEMMs and weight-gradient GEMMs as parts to measure.
 
-    There are three kinds of weight-gradient GEMMs: bf16 with a bf16 result, bf16 added to an fp32 sum, and fp8 added to
-    an fp32 sum. The last kind is measured with each fp8 kernel that is available.
+    There are three kinds of weight-gradient GEMMs: bf16 operands with a bf16 result, bf16 operands accumulated in fp32,
+    and fp8 operands accumulated in fp32. The last kind is measured with each fp8 kernel that is available.
     """
     for name, size in products(config).items():
         rows, out, size_in = size
@@ -143,9 +143,9 @@ def expert_product(matrix: tuple[int, int], kernel: str, evenly: bool, config: R
 
 def attention(config: RunConfig) -> Iterator[Part]:
     """Yield forward and backward attention with each kernel for whole samples, for context-parallel tiles, and for one
-    document per sample (--reset-attention-mask). Attention with dropout is measured with its Triton kernel and with
-    plain torch. The TFLOP figures count only the causal half. Both passes together count 3.5 times the TFLOP of the
-    forward pass."""
+    document per sample (--reset-attention-mask). Attention with dropout is measured with the Triton kernel and with
+    unfused torch operations. The TFLOP figures count only the causal half. Both passes together count 3.5 times the
+    TFLOP of the forward pass."""
     model = config.model
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     work = 3.5e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)
@@ -249,7 +249,7 @@ def layer(config: RunConfig, device: torch.device) -> Call:
     grad = torch.ones_like(x)
 
     def call() -> object:
-        x.grad = None  # otherwise, the next gradient would be added to this gradient
+        x.grad = None  # prevent gradients of several calls from accumulating
         return stage(x, batch).backward(grad)
 
     return call

@@ -62,15 +62,15 @@ def source_files(documents: int) -> Lengths:
 
 
 def greedy(lengths: Lengths, seq_length: int) -> tuple[float, float]:
-    """Return the fractions of padding and cut documents if documents are concatenated and cut wherever a sample
-    ends."""
+    """Return the fractions of padding tokens and of cut documents for samples that are cut from the concatenated
+    documents."""
     ends = np.cumsum(lengths)
     return 0.0, float(((ends - lengths) // seq_length != (ends - 1) // seq_length).mean())
 
 
 def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
-    """Return the fractions of padding and cut documents if each document, in order, goes into the first bin with enough
-    room. Documents longer than a sample are first cut."""
+    """Return the fractions of padding tokens and of cut documents for first-fit packing. In order, each document is put
+    into the first bin that has enough room. Documents longer than a sample are first cut."""
     _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
     room = np.full(len(sizes), seq_length + 1)
     for size in sizes.tolist():
@@ -95,8 +95,9 @@ def first_fit_of_torchtitan(lengths: Lengths, seq_length: int) -> float:
 
 
 def best_fit_of_olmo(lengths: Lengths, seq_length: int) -> tuple[float, float]:
-    """Return the fractions of padding and cut documents if fragments of at most seq_length tokens, longest first, go
-    into the fullest bin with enough room."""
+    """Return the fractions of padding tokens and of cut documents for best-fit packing. Documents are cut into
+    fragments of at most `seq_length` tokens. In order of decreasing length, each fragment is put into the fullest bin
+    that has enough room."""
     whole, rest = lengths // seq_length, lengths % seq_length
     sizes = np.sort(np.concatenate([np.full(int(whole.sum()), seq_length), rest[rest > 0]]))[::-1]
     rooms: list[int] = []  # ascending

@@ -87,7 +87,8 @@ def timed(step: Callable[[], Any], steps: int, tokens: int, clock: Callable[[], 
 
 
 def own_run(config: RunConfig) -> TrainingRun:
-    """Build the run that pretrain_gpt.py would build on this rank, which the environment identifies."""
+    """Build a training run on this rank as pretrain_gpt.py does. Environment variables such as RANK identify the
+    rank."""
     from megatron.training.initialize import StartupPhases, initialize
     from megatron.training.reliability.launch import Launch
     from megatron.training.setup import build_run
@@ -237,7 +238,7 @@ def _end_with_parent() -> None:
 
 def _build(contestant: Contestant, folder: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.chdir(folder)  # receives files that a run writes into its working folder
+    os.chdir(folder)  # Files that a run writes to its working folder go here.
     try:
         _rounds.append(contestant.build(*contestant.args))
     except Exception:
@@ -263,8 +264,8 @@ def _free_port() -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """Speed of a contestant relative to every other contestant. Each relative speed is the median of the ratios over
-    rounds."""
+    """Result of a contestant, and its speed relative to other contestants. A relative speed is the median of the ratios
+    in all rounds."""
 
     contestant: str
     result: Spread | None
@@ -286,8 +287,8 @@ def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
 
 
 def _median_ratio(ours: Sequence[float] | str, others: Sequence[float] | str) -> float:
-    """Compute one / other for each round that both contestants have run, and return the median of these ratios. This
-    ratio hardly depends on the load of the machine."""
+    """Compute one / other for each round that both contestants have run, and return the median of these ratios. The
+    load of the machine hardly affects this median."""
     assert not isinstance(ours, str) and not isinstance(others, str)
     return statistics.median(one / other for one, other in zip(ours, others, strict=False))
 

@@ -13,14 +13,15 @@ Training in one process includes the optimizer step. The upper limit to its spee
 model's linear layers and output layer, forward and backward, in the same precision.
 
 The TP, PP and DP cells train 8 micro-batches of one sequence per step in float32 on single-threaded gloo processes.
-They are compared with one process that has as many threads as all of these processes together. Two rows show an upper
-bound for this machine: processes that share the batch but never communicate, and tensor parallelism whose layers omit
-the collectives (the results are wrong, but all the work is done).
+They are compared with one process that has as many threads as all of these processes together. Two rows show upper
+bounds on the speed of this machine. In one, processes share the batch but never communicate. In the other,
+tensor-parallel layers skip their collectives, so that the results are wrong but all computation is done.
 
 The packed-CP cell measures how documents of different lengths are divided under context parallelism. Most documents are
 short, and some are about half as long as a sample, which makes the default chunks most unequal. Attention takes most of
 the step. The figure is the processor time of the busiest rank, for which the other ranks wait. Unlike elapsed time,
-processor time hardly depends on other programs on the machine. In a round, all contestants train on the same samples.
+processor time hardly depends on other programs on the machine. In each round, all contestants train on the same
+samples.
 
 The start-up cell measures how many seconds commands take in a new Python interpreter, and compares them with an
 interpreter that only imports torch.
@@ -124,7 +125,7 @@ def ours(argv: Sequence[str], tokens: int, steps: int) -> Round:
 
 
 def ceiling(style: Style, dtype: str, steps: int) -> Round:
-    """Return a round of only the GEMMs, which write to preallocated memory."""
+    """Return a round that runs only the GEMMs of a training step. The GEMMs write to preallocated memory."""
     import torch
 
     from tools.bench.device_time import linear_products
@@ -210,7 +211,8 @@ class Cell:
 
     unit: str = "tokens/s"
     others: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Names of the contestants with which each contestant is compared, in addition to the baseline."""
+    """Additional contestants with which a contestant is compared besides the baseline, keyed by the name of the
+    contestant."""
 
     @property
     def ours(self) -> list[Contestant]:

@@ -118,7 +118,8 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -
 
 
 def model_parser(about: str | None, argv: Sequence[str] | None) -> argparse.ArgumentParser:
-    """Return a parser for tools that generate text, with flags for extensions, model, device, layout and tokenizer."""
+    """Return an argument parser for tools that generate text. It has flags for extensions, the model, the device, the
+    layout and the tokenizer."""
     from torch.cuda import is_available
 
     parser = tool_parser(about)
@@ -214,7 +215,7 @@ def _read_at_once(
     text: str,
     read: Callable[[list[str]], object],
 ) -> None:
-    """Add a flag whose values are read before all other flags."""
+    """Add a flag, and pass its values to `read` before any other flag is parsed."""
     first = checked_texts(ToolParser(add_help=False, allow_abbrev=False))
     for each in (parser, first):
         each.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
@@ -302,9 +303,9 @@ def processor_name() -> str:
 
 
 def run_tool(main: Callable[[], int]) -> NoReturn:
-    """Run a tool's main and exit with its code. After a user error, print one line per problem and exit with code 2. An
-    interruption (SIGINT) leads to code 130, and a termination (SIGTERM) to code 143. Both signals raise an exception,
-    so that temporary files are removed."""
+    """Run a tool's main and exit with its code. After a user error, print one line per problem and exit with code 2.
+    The exit code is 130 after SIGINT and 143 after SIGTERM. Both signals raise an exception, so that temporary files
+    are removed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     skip_final_collection()
     open_closed_streams()

@@ -18,7 +18,7 @@ VARIABLES = {
     "--gres": ("SLURM_GPUS_ON_NODE",),
     "--gpus": ("SLURM_GPUS",),
 }
-"""Variables that Slurm sets to the number given by each option."""
+"""Environment variables that Slurm sets to the number in an sbatch option, keyed by option."""
 
 
 def batch_options(text: str) -> Iterator[list[str]]:
@@ -38,8 +38,8 @@ def batch_options(text: str) -> Iterator[list[str]]:
 
 
 def slurm_variables(batch: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return the job variables whose values sbatch options determine. An option with a range, such as --nodes=2-4, does
-    not determine a variable."""
+    """Return the values of the Slurm variables that the given sbatch options determine, keyed by variable. Options with
+    a range, such as --nodes=2-4, determine no variable."""
     numbers: dict[str, int] = {}
     for option in batch:
         found = re.fullmatch(r"(--[\w-]+|-[NncG])(?:[= ]?(.*))", " ".join(option))

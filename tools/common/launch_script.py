@@ -17,7 +17,7 @@ from .shell_words import commands, pieces, split
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.S)
 CALCULATION = re.compile(r"\s*([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)(.*)", re.S)
-"""Pattern of an assignment in arithmetic, as in `let` and `((...))`."""
+"""Pattern of an arithmetic assignment such as `N += 1` in `let` or `((...))`."""
 
 STEP = re.compile(r"\s*(?:([A-Za-z_]\w*)\s*(\+\+|--)|(\+\+|--)\s*([A-Za-z_]\w*))\s*")
 """Pattern of a variable's increment or decrement in arithmetic."""
@@ -50,7 +50,7 @@ class Branch:
     """Patterns of a `case` that are being read."""
 
     repeats: bool = False
-    """True if the branch is the body of a loop."""
+    """True if this branch is the body of a loop, which may run several times."""
 
     def enter(self, chosen: float) -> None:
         """Begin a branch that runs if no earlier branch has run and `chosen` is true."""
@@ -61,7 +61,7 @@ class Branch:
 @dataclass
 class LaunchScript:
     """Reader of a launch script that follows the branches of the script. Raises ValueError if `text` is not a shell
-    script, and ExpansionError if the variables expand to more than `MOST` characters."""
+    script. Raises ExpansionError if the variables expand to more than `MOST` characters in total."""
 
     text: str
     variables: ShellVariables = field(default_factory=ShellVariables)
@@ -73,8 +73,8 @@ class LaunchScript:
     """Flags in branches whose condition is unknown."""
 
     choices: dict[str, list[str]] = field(default_factory=dict)
-    """Possible values of each variable that depends on an unknown test. The words of a command contain the last
-    possible value."""
+    """Possible values of each variable that depends on an unknown test. In recorded commands, such a variable is
+    replaced with its last possible value."""
 
     _branches: list[Branch] = field(default_factory=list)
     _result: float = YES

@@ -24,7 +24,7 @@ from megatron.extensions.data.text_data.inputs import TextFile
 
 
 class Shard(NamedTuple):
-    """One of `count` parts of a corpus. `number` counts from 0."""
+    """Part of a corpus that is divided into `count` shards. `number` is the index of the shard, counted from 0."""
 
     number: int
     count: int
@@ -109,8 +109,7 @@ def missing_shards(prefix: str, shard: Shard, corpus: str) -> list[int]:
 
 
 def join_shards(prefix: str, shard: Shard, dtype: np.dtype) -> bool:
-    """Join the datasets of all shards and delete them. Returns False if another machine has joined the datasets in the
-    meantime."""
+    """Join the datasets of all shards and delete them. Return False if another machine has already joined them."""
     try:
         with IndexedDatasetBuilder(prefix, dtype, described={}) as builder:
             for each in shard.all:

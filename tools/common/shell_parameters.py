@@ -1,5 +1,5 @@
-"""Evaluate shell parameters in braces, such as `${A[@]:1}` and `${NAME%.json}`: parts of variables, lengths, and
-replacements."""
+"""Evaluate shell parameter expansions in braces: substrings and array slices such as `${A[@]:1}`, removed suffixes such
+as `${NAME%.json}`, lengths, and replacements."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ FROM_ENVIRONMENT = re.compile(
     r"|(?:(?:LOCAL|NODE|GROUP)_?)?RANK|(?:LOCAL_)?WORLD_SIZE|NNODES|MASTER_(?:ADDR|PORT)|\w*(?:KEY|TOKEN)"
     r"|HOME|USER|LOGNAME|PWD|OLDPWD|PATH|PYTHONPATH|LD_LIBRARY_PATH|HOST|HOSTNAME|SHELL|TMPDIR|RANDOM|SECONDS|E?UID"
 )
-"""Variables that the login, the launcher or the scheduler sets for a script."""
+"""Pattern of variable names that the login shell, a launcher or a job scheduler may set before the script runs."""
 
 MOST = 500_000
 """Maximum total number of characters to which a script's variables may expand. The limit is needed because each line

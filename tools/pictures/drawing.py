@@ -72,7 +72,7 @@ def new_figure(width: float, height: float) -> Figure:
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install 'paritrain[plot]'") from None
     matplotlib.rcParams.update(LOOK)
-    warnings.filterwarnings("ignore", "Glyph")  # viewers have glyphs that this font lacks
+    warnings.filterwarnings("ignore", "Glyph")  # matplotlib's font lacks glyphs that viewers of the picture have
     return Figure((width, height), layout="constrained")
 
 
@@ -176,8 +176,8 @@ def wrapped(text: str, width: float) -> str:
 
 
 def write_values(axis: Axis, text: Callable[[float], str], most_values: int = 6) -> None:
-    """Format the values of an axis with a function. If the values are bytes, place the ticks at round multiples of the
-    displayed unit, such as GiB."""
+    """Format the tick labels of an axis with the function `text`. If the values are bytes, place the ticks at round
+    multiples of the displayed unit, such as GiB."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
     axis.set_major_locator(MaxNLocator(most_values))

@@ -34,7 +34,7 @@ def local_run(root: PurePath) -> Iterator[Path]:
 
 
 def _copy(root: PurePath, folder: Path) -> None:
-    """Copy small files; for each tensor file, create a sparse file of the same size."""
+    """Copy the small files of a run. In place of each tensor file, create an empty sparse file of the same size."""
     storage = storage_of(root)
     for name in (METRICS_FILE, RUN_CONFIG, EVENTS, LATEST, "outcome"):
         if 0 < (storage.size(root / name) or 0) <= SMALL:

@@ -347,7 +347,7 @@ RECOVERY = {
     "from": "source",
     "why": "why",
 }
-"""Column heading for each value of the event `recovery`."""
+"""Key of the event `recovery` for each column heading."""
 
 
 def recoveries(run: RunFolder) -> Markup:
@@ -366,7 +366,7 @@ AUDIT = {
     "times": "disagreements",
     "cause": "cause",
 }
-"""Column heading for each value of the event `audit`."""
+"""Key of the event `audit` for each column heading."""
 
 
 def audits(run: RunFolder) -> Markup:
@@ -375,7 +375,9 @@ def audits(run: RunFolder) -> Markup:
     counted = [count for _, count in run.values("audits")]
     if not found and not any(counted):
         return Markup("")
-    ends = [one for one, after in pairwise([*counted, 0.0]) if after < one]  # each start counts from 0
+    ends = [
+        one for one, after in pairwise([*counted, 0.0]) if after < one
+    ]  # The count restarts from 0 at each start of the run.
     steps, times = sum(ends), len(found)
     text = html.paragraph(f"{steps:,.0f} steps were audited; ranks disagreed in {times:,}.")
     rows = []

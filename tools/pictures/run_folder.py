@@ -65,7 +65,8 @@ class RunFolder:
 
     @property
     def world_size(self) -> int | None:
-        """Number of ranks at the last start, from the recorded start, the trace, or the saved sizes."""
+        """Number of ranks at the last start of the run. It is taken from the recorded start, the trace, or the
+        configured parallel sizes; None if all of these are missing."""
         starts = [event.get("world_size") for event in self.events if event.get("event") == "start"]
         if starts and isinstance(starts[-1], int) and 0 < starts[-1] <= MOST_RANKS:
             return starts[-1]
@@ -214,8 +215,8 @@ def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[R
 
 
 def _read_metrics(run: RunFolder, path: Path) -> None:
-    """Build one record per iteration, with all values that training, validation and tasks have logged for the
-    iteration. If a resumed run has logged an iteration twice, the later record counts."""
+    """Merge all values that training, validation and tasks have logged for an iteration into one record. If a value was
+    logged twice, for example by a resumed run, the later value is used."""
     by_iteration: dict[int, Record] = {}
     for record in _json_lines(run, path):
         at = record.get("iteration")
