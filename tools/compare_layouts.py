@@ -96,13 +96,13 @@ def only_judged(snapshot: Snapshot) -> Snapshot:
 def build_parser() -> argparse.ArgumentParser:
     parser = tool_parser(
         "Train under two layouts and name the first tensor that differs.",
-        epilog="After --, give the flags of both sides, as for pretrain_gpt.py. Unless they are given, --fp64, "
-        "--mock-data and the training length are added.",
+        epilog="After --, give the flags that both layouts use, as for pretrain_gpt.py. The defaults are --fp64, "
+        "--mock-data and as many training steps as --steps.",
         usage='%(prog)s --a "FLAGS" --b "FLAGS" [options] -- FLAGS',
     )
     add = parser.add_argument
-    add("--a", type=any_text, required=True, metavar="FLAGS", help="additional flags of side a")
-    add("--b", type=any_text, required=True, metavar="FLAGS", help="additional flags of side b")
+    add("--a", type=any_text, required=True, metavar="FLAGS", help="flags that only layout a uses")
+    add("--b", type=any_text, required=True, metavar="FLAGS", help="flags that only layout b uses")
     add("--steps", type=int, default=2, help="training steps (default: 2)")
     add("--world-a", type=int, metavar="N", help="ranks of side a (default: as few as the layout needs)")
     add("--world-b", type=int, metavar="N", help="ranks of side b")

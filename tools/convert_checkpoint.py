@@ -101,7 +101,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="number format of all weights: float32, bfloat16 or float16 (default: as stored). From a checkpoint in "
         "16 bits, other formats are converted from the optimizer's fp32 weights, if it has them",
     )
-    text = "from ours: the trained weights, or averages in the checkpoint, such as ema or ema.decay_0_999"
+    text = "weights of this program's checkpoint: trained, or an average such as ema or ema.decay_0_999"
     add("--weights", default="trained", metavar="NAME", help=text)
     add("--max-shard-size", default="5GB", help="largest Hugging Face weight file (default: 5GB)")
     add(

@@ -167,7 +167,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=64, help="maximum number of new tokens (default: 64)")
     add("--temperature", type=float, help="divides the logits; 0 is greedy (default: greedy)")
     add("--top-k", type=int, help="sample only from the k most likely tokens")
-    add("--top-p", type=float, help="sample from the smallest set of tokens with this total probability")
+    add("--top-p", type=float, help="sample from the most likely tokens that together have this probability")
     add(
         "--min-p",
         type=float,

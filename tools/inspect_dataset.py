@@ -209,9 +209,9 @@ def dump(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
     """Write every sample of every split to `--dump`."""
     if getattr(args, "data_phases", None) is not None:
         rule = "the beginning of a phase depends on the length of the run"
-        raise ValueError(f"--dump with --data-phases: {rule}; dump the data of one phase, as --data-path")
+        raise ValueError(f"--dump with --data-phases: {rule}; pass the data of one phase with --data-path")
     if not args.seq_length:
-        raise ValueError("--dump needs --seq-length, the tokens in a sample")
+        raise ValueError("--dump needs --seq-length, the number of tokens in a sample")
     config = config_of(DatasetConfig, args)
     datasets = build_datasets(
         config,

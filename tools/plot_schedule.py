@@ -50,8 +50,8 @@ COSTS: dict[str, tuple[float, str]] = {
     "input_grad": (1.0, "time of I"),
     "weight_grad": (1.0, "time of W"),
     "comm": (0.0, "time of a message between two ranks"),
-    "exchanges": (0, "expert all-to-alls in F, and in B or I"),
-    "exchange": (0.0, "time of such an all-to-all"),
+    "exchanges": (0, "number of expert all-to-alls in F, and in B or I"),
+    "exchange": (0.0, "time of one expert all-to-all"),
 }
 """Default and help text of each field of `StageCosts`, by flag."""
 

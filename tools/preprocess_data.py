@@ -314,7 +314,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     job = Job(config_of(TokenizerConfig, args), args.vocab_size, reading, args.append_eod, prepare)
     tokenizer = build_tokenizer(job.tokenizer, job.vocab_size)
     if job.append_eod and tokenizer.eod is None:
-        raise ValueError(f"--append-eod: this {args.tokenizer_type} has no end-of-document token; use one that has")
+        raise ValueError(
+            f"--append-eod: this {args.tokenizer_type} has no end-of-document token; use another tokenizer"
+        )
     job = replace(job, stand_in=wants_stand_in(args.bpe_backend, tokenizer))
     rest = (tokenizer, inputs, prefixes_of(args), args)
     try:

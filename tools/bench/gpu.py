@@ -313,13 +313,13 @@ def parser_of_args() -> argparse.ArgumentParser:
     add_model_flags(parser)
     add = parser.add_argument
     add("--compare", action="append", default=[], metavar="FLAGS", help="also measure with these additional flags")
-    add("--memory-share", type=float, default=0.80, help="fraction of free memory to plan with; plans are estimates")
+    add("--memory-share", type=float, default=0.80, help="fraction of free memory that the plan may fill")
     add("--warm-up", type=int, default=5, help="steps before the first round")
     add("--device", nargs="+", default=[], help="device files from which the planner predicts the step time")
     add(
         "--calibrated",
         type=Path,
-        help="another device file, from tools/calibrate.py; left out if it describes another device",
+        help="device file that tools/calibrate.py wrote; ignored if it describes another device",
     )
     add("--cpu", action="store_true", help="trial without a GPU, with --config tiny")
     add("--trace", type=Path, help="path of the profiler's trace")

@@ -118,7 +118,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tokens", type=positive, default=1024)
     add("--chunks", nargs="+", type=int, default=[0, 256, 64], help="tokens per chunk; 0 for all at once")
     add("--precision", choices=("bf16", "fp32"), default="bf16")
-    add("--only-measure", action="store_true", help="print the measured bytes for the first vocabulary and chunk")
+    add(
+        "--only-measure",
+        action="store_true",
+        help="measure only the first --vocab with the first --chunks, and print the bytes",
+    )
     args = parser.parse_args(argv)
     if args.only_measure:
         print(measured(config_of(args.vocab[0], args.tokens, args.chunks[0], args.precision)))

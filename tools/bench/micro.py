@@ -297,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{row.group:<10} {row.name:<46} {row.result}", flush=True)
         write_json(args.json, facts, rows, ended=False)
         if row.failed is not None and is_lost(device):
-            print("the device is lost to this process: another process continues", flush=True)
+            print("this process can no longer use the device: another process continues", flush=True)
             rows += rows_of_another_process(argv, number, args.seconds - (time.perf_counter() - began))
             break
     write_json(args.json, facts, rows)

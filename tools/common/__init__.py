@@ -185,9 +185,7 @@ def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None,
 
     text = "file NAME.json that defines your own Hugging Face family; may be given more than once"
     if writes:
-        text = (
-            "Hugging Face family to write (default: the input's, or the first that can express the model); or " + text
-        )
+        text = "Hugging Face family to write (default: the input's, or the first that can represent it); or " + text
         older = {"dest": "hf_family", "action": "append", "default": [], "help": argparse.SUPPRESS}
         parser.add_argument("--model-type", **older)  # --hf-family was called --model-type in version 0.1.
     _read_at_once(parser, argv, "--hf-family", "NAME|FILE" if writes else "FILE", text, read)
@@ -262,7 +260,7 @@ def refuse_output(paths: Sequence[PurePath], overwrite: bool) -> None:
     present = [str(path) for path in paths if storage_of(path).exists(path)]
     if present and not overwrite:
         raise ValueError(
-            f"--output-prefix: {', '.join(present)} {'is' if len(present) == 1 else 'are'} there already; "
+            f"--output-prefix: {', '.join(present)} {'is' if len(present) == 1 else 'are'} already there; "
             "choose another prefix, or replace with --overwrite"
         )
 

@@ -60,7 +60,7 @@ def lines_of_step(
         if name not in prefixes:
             given = ", ".join(prefixes) or "none"
             raise ValueError(
-                f"the log names the data set {name}, and those given are {given}; give all with --data-path"
+                f"the log names the data set {name}, but the given ones are {given}; give all with --data-path"
             )
         dataset = opened.setdefault(name, IndexedDataset(prefixes[name]))
         try:

@@ -102,7 +102,7 @@ def missing_shards(prefix: str, shard: Shard, corpus: str) -> list[int]:
             missing.append(each.number + 1)
         elif found.get("corpus") != corpus:
             raise ValueError(
-                f"{each.prefix(prefix)}: made of other files, or with other flags; delete it, and start that shard "
+                f"{each.prefix(prefix)}: made from other files or with other flags; delete it, and tokenize that shard "
                 "again"
             )
     return missing

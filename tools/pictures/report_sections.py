@@ -241,7 +241,11 @@ def timeline(run: RunFolder) -> Markup:
     ]
     facts = [facts.get("clock", {}) for facts in run.trace["otherData"]["ranks"]]
     residual = max((number(clock.get("residual_us")) or 0.0 for clock in facts), default=0.0)
-    clock = f"Clocks of hosts agree to {time_text(residual)}." if residual else "All ranks share the clock of one host."
+    clock = (
+        f"The clocks of the hosts agree to within {time_text(residual)}."
+        if residual
+        else "All ranks share the clock of one host."
+    )
     where = f"{run.trace_path} can be opened in Perfetto, which shows all ranks and collectives."
     older = f" The run was traced under a different layout than its last start: {run.older_trace}."
     all_steps = html.table("pipelines of all traced steps", ("iteration", "ranks", "time", "bubble"), rows, (0, 2, 3))
@@ -298,7 +302,7 @@ def saves(run: RunFolder) -> Markup:
     ]
     text = html.table("checkpoints on disk", ("iteration", "size", "files", "state", "written (UTC)"), kept, (1, 2))
     head = "time (UTC)", "iteration", "seconds", "result"
-    text += html.table("saves, until each was on disk", head, rows[-IN_SIGHT:], (1, 2))
+    text += html.table("saves, with the time until each was on disk", head, rows[-IN_SIGHT:], (1, 2))
     text += html.details("Earlier saves", html.table("earlier saves", head, rows[:-IN_SIGHT], (1, 2)))
     left_out = max(len(done), len(run.checkpoints)) - MOST_ROWS
     more = html.paragraph(f"The last {MOST_ROWS} rows are shown; {left_out} earlier ones are left out.")
@@ -385,7 +389,7 @@ def audits(run: RunFolder) -> Markup:
         several = {key: ", ".join(map(str, value)) for key, value in event.items() if isinstance(value, list)}
         cells = (_cell((event | several).get(key, "")) for key in AUDIT.values())
         rows.append([when(event.get("time")), *cells])
-    return text + html.table("audits in which a rank disagreed", ("time (UTC)", *AUDIT), rows, (1, 5, 6))
+    return text + html.table("audits in which ranks disagreed", ("time (UTC)", *AUDIT), rows, (1, 5, 6))
 
 
 KILLED = "no end recorded"

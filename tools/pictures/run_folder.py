@@ -210,7 +210,7 @@ def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[R
             if isinstance(record, dict):
                 yield record
     if damaged:
-        where = ", the last one: the run was killed while it wrote" if last and damaged == 1 else ""
+        where = "; it is the last line, so the run was killed while writing it" if last and damaged == 1 else ""
         run.notes.append(f"{path.name}: {damaged} damaged line{'s' if damaged > 1 else ''} skipped{where}")
 
 

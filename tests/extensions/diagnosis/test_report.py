@@ -106,7 +106,7 @@ def test_the_report_of_a_run_has_all_sections(run: Path) -> None:
         "41 of 400",
         "2.5000 at 40",
         "tokens/s, median\n6876",
-        "metrics.jsonl: 1 damaged line skipped, the last one: the run was killed while it wrote",
+        "metrics.jsonl: 1 damaged line skipped; it is the last line, so the run was killed while writing it",
         "4 ranks on 2 nodes",
         "PP: 1 group of 4, crosses nodes, up to 2 nodes each; for example, ranks 0-3",
         "iteration 3, pipeline of ranks 0, 1, 2, 3: planned: ",

@@ -28,7 +28,7 @@ def test_a_sample_of_a_later_phase_is_shown(tmp_path: Path, capsys: pytest.Captu
         f"- {{name: first, from-iterations: 0}}\n- {{name: second, from-iterations: 2, data-path: {beta}}}\n"
     )
     argv = ["--sample-log", str(log), "--step", "3", "--data-path", str(alpha)]
-    with pytest.raises(ValueError, match="the log names the data set beta, and those given are alpha"):
+    with pytest.raises(ValueError, match="the log names the data set beta, but the given ones are alpha"):
         inspect_dataset.main(argv)
     assert inspect_dataset.main([*argv, "--data-phases", str(phases)]) == 0
     shown = capsys.readouterr().out.splitlines()

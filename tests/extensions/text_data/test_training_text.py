@@ -325,7 +325,7 @@ def test_steps_of_a_sample_log_can_be_decoded(tmp_path: Path) -> None:
     mistakes = {
         (*data, "--step", "9"): "--step 9: .*s.jsonl has no such step; it has steps 1 to 2",
         tuple(data): "--sample-log needs --step",
-        (data[1], "--step", "2"): "the log names the data set a.jsonl-2, and those given are a.jsonl; give all",
+        (data[1], "--step", "2"): "the log names the data set a.jsonl-2, but the given ones are a.jsonl; give all",
     }
     for flags, said in mistakes.items():
         assert re.search(said, run_program(*tool, *flags, code=2).stderr)
