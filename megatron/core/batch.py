@@ -130,7 +130,8 @@ class Batch:
         )
 
     def local_to(self, cp: Axis, divide: DividesSequences | None = None) -> Batch:
-        """Return the shard of a context-parallel rank: [b, s] -> [b, s/cp]. Reads `document_ids` on the host."""
+        """Return the shard of a context-parallel rank: [b, s] -> [b, s/cp]. If there are `document_ids`, the host reads
+        them and waits for the device."""
         documents = self.documents
         if documents is None and self.document_ids is not None:
             documents = document_starts(self.document_ids.tolist())
@@ -184,7 +185,7 @@ class EarlierTokens(Protocol):
     """Positions of the new tokens [b, s]."""
 
     lengths: Tensor | None
-    """Number of new tokens of each text [b]; None if no text is padded."""
+    """Number of new tokens in each text, [b]; None if all texts have s new tokens."""
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...] | None:
         """Store keys and values [s, b, groups, width] of the new tokens. Returns the keys and values of all tokens [b,

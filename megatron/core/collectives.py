@@ -106,7 +106,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
     """x [t * n, ...] -> [n, ...], written to `out` if given: launch a reduce-scatter (sum) along dim 0.
 
-    `out` may be a view of this rank's part of `x`. The rest of `x` is unchanged.
+    `out` may be the view of `x` that contains this rank's part. The rest of `x` does not change.
     """
     if axis.size == 1:
         return Pending(x)
@@ -193,7 +193,8 @@ class PairContext(AutogradContext):
 
 
 class _AdjointPair(torch.autograd.Function):
-    """A map that is linear in each of several tensors, with its adjoint as the backward pass.
+    """Autograd function for a map that is linear in each of several tensors. The backward pass applies the adjoint map
+    to the gradients.
 
     Gradients can be differentiated again, because the adjoint's own backward pass is the original map.
     """

@@ -18,7 +18,7 @@ from megatron.core.torch_private import raise_recompile_limit
 
 RECOMPILE_LIMIT = 64
 """Maximum number of compiled variants of a region, one for each combination of shapes, strides, dtypes and
-`requires_grad`. Beyond this maximum, torch runs the region uncompiled."""
+`requires_grad`. For further combinations, torch runs the region uncompiled."""
 
 K = ParamSpec("K")
 R = TypeVar("R")

@@ -14,7 +14,8 @@ from megatron.core.compiled_regions import region
 from megatron.core.torch_private import AutogradContext
 
 HASH_CHUNK = 2**22
-"""Number of elements hashed at a time. The temporary memory for so many elements fits in the cache of a GPU."""
+"""Number of elements of a mask that are hashed at once. The temporary memory for this number of elements fits in the
+cache of a GPU."""
 
 
 def dropout(
@@ -148,7 +149,8 @@ def _row_and_column_bits(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _mix_(x: Tensor) -> Tensor:
-    """Mix int32 numbers over their whole range: murmur's mixer with the constants of "lowbias32".
+    """Hash int32 numbers to int32 numbers in place. The mixing function is that of MurmurHash3, with the constants of
+    "lowbias32".
 
     The last xor-shift of the mixer is omitted. It would change only the lower 16 bits, but the comparison with the
     dropout threshold depends almost only on the upper bits.

@@ -46,8 +46,8 @@ class Block:
 
 
 def alloc_storage(tensor: Tensor) -> None:
-    """Reallocate memory for a tensor whose storage was freed. The views of the tensor become valid again, but its
-    values are undefined."""
+    """Reallocate memory for a tensor whose storage was freed. Existing views of the tensor become valid again. The
+    values of the tensor are undefined."""
     resize_storage(tensor, tensor.numel() * tensor.itemsize)
 
 

@@ -20,7 +20,7 @@ class Kernel(Protocol):
 
 
 KERNELS = Registry("kernel", NoFacts, protocol=Kernel)
-"""Registered kernels by operation name. The library registers no kernels."""
+"""Registered kernels, keyed by the name of the operation. Extensions register kernels; the core library has none."""
 
 LEFT_OUT: set[str] = set()
 """Kernels that this process does not use because they are wrong, fail or are slower than torch."""

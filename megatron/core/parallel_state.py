@@ -44,7 +44,7 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
 
     exchanges_sums: bool = True
-    """True if ranks sum CPU tensors by exchanging and adding them, because gloo's collectives are slower."""
+    """True if the ranks exchange and add CPU tensors to sum them, which is faster than gloo's collectives."""
 
     levels: tuple[Axis, ...] = ()
     """With two-level context parallelism, the inner and the outer axis that together form the context-parallel axis.
@@ -60,7 +60,7 @@ class Axis:
 
 
 ALONE = Axis()
-"""Axis of size 1."""
+"""Default axis of size 1, which contains only this rank."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ParallelState:
         return self.axes.get(f"{data_axis}_shard", self.axis(data_axis))
 
     def copies_axis(self, data_axis: str) -> Axis:
-        """Return the ranks that hold the same shards in other instances."""
+        """Return the axis of the ranks that hold the same shards as this rank, one rank in each instance."""
         return self.axis(f"{data_axis}_copies")
 
     @property

@@ -109,8 +109,9 @@ KINDS = {"embedding": "embeddings", "norm": "norms"} | dict.fromkeys(("bias", "s
 class ParamMeta:
     """Metadata of a parameter: its role, and the position of the local tensor in the whole model.
 
-    A parameter is a rectangle ("box") of one global tensor: `sharded` maps each mesh axis that shards the tensor to the
-    dimension that is cut into equal parts. Along all other mesh axes the ranks hold replicas.
+    The parameter on a rank is a rectangular block of one global tensor. `sharded` maps each mesh axis that shards the
+    global tensor to the dimension that the axis divides into equal parts. Along all other mesh axes, the ranks hold
+    replicas.
     """
 
     name: str
@@ -168,7 +169,8 @@ class ParamMeta:
             object.__setattr__(self, "fan_in", self.global_shape[-1] if sums else 1)
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the state for copying and pickling, which do not support a read-only mapping."""
+        """Return the state for copying and pickling. The read-only mapping `sharded` is replaced with a dict, because
+        it cannot be pickled."""
         return vars(self) | {"sharded": dict(self.sharded)}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -215,7 +217,8 @@ class ParamMeta:
 
     @property
     def data_axis(self) -> str:
-        """The data-parallel axis over which the gradient is summed."""
+        """Data-parallel axis over which the gradient is summed: "expt_dp" for expert parameters, "dp_cp" for all
+        others."""
         return "expt_dp" if self.expert else "dp_cp"
 
     @property

@@ -132,7 +132,7 @@ class Registry(Collection[str], Generic[P, F, K]):
     """Mapping from names to parts of one kind, in order of registration.
 
     Args:
-        flag: the flag that chooses a part on the command line, for messages.
+        flag: the flag that selects a part on the command line. Error messages name this flag.
         facts: makes the facts of a part from the keyword arguments of `register`.
         protocol: the Protocol of the parts. Each part must accept the arguments of the Protocol's `__call__`, and have
             the other members of the Protocol. If `protocol` is a class but not a Protocol, each part must be an
@@ -254,7 +254,8 @@ class Registry(Collection[str], Generic[P, F, K]):
         return self._entry(name).facts
 
     def wanted(self, *args: Any) -> list[str]:
-        """Return the names of the parts that a run uses, which are those whose fact `when(*args)` is true."""
+        """Return the names of the parts that a run uses. A run uses a part if the part's fact `when` returns True for
+        `args`."""
         return [name for name, entry in self._entries.items() if entry.facts.when(*args)]  # type: ignore[attr-defined]
 
     def chosen(self, *args: Any) -> str | None:

@@ -66,8 +66,8 @@ foreach_zero_ = torch._foreach_zero_
 """Set each tensor of a list to zero. torch 2.13."""
 
 foreach_norm = torch._foreach_norm
-"""Return the norm of each tensor in a list. torch 2.13. Fallback: `torch.nn.utils.get_total_norm`, for a single norm
-over all tensors."""
+"""Return the norm of each tensor in a list. torch 2.13. Fallback: `torch.nn.utils.get_total_norm`, where only one norm
+over all tensors is needed."""
 
 # Operators without a public function
 
@@ -84,8 +84,8 @@ scaled_grouped_mm: Callable[..., Tensor] = torch._scaled_grouped_mm
 or one `scaled_mm` per expert."""
 
 grouped_mm_overload: Callable[..., Tensor] = torch.ops.aten._grouped_mm.default
-"""The operator that `torch.nn.functional.grouped_mm` calls. Memory plans return only a shape for this operator.
-torch 2.13. Fallback: the operator that a dispatch mode sees instead."""
+"""The operator that `torch.nn.functional.grouped_mm` calls. Memory plans compute only the shape of its result. torch
+2.13. Fallback: the operator that a dispatch mode sees instead."""
 
 local_scalar_overload: Callable[..., float] = torch.ops.aten._local_scalar_dense.default
 """The operator that `Tensor.item()` calls. Memory plans use zero as its result. torch 2.13. Fallback: the operator that
@@ -135,7 +135,7 @@ def resize_storage(tensor: Tensor, nbytes: int) -> None:
     does not treat the resize as a change of the tensor.
 
     `torch.ops.inductor.resize_storage_bytes_`, which inductor uses for FSDP, torch 2.13. Fallback:
-    `tensor.untyped_storage().resize_(nbytes)`, which fake tensors do not count.
+    `tensor.untyped_storage().resize_(nbytes)`, but memory plans then do not see the resize.
     """
     torch.ops.inductor.resize_storage_bytes_(tensor, nbytes)
 
@@ -153,7 +153,7 @@ def is_view(tensor: Tensor) -> bool:
 
 
 Wrapper = TypeVar("Wrapper", bound=Tensor)
-"""A subclass of Tensor for `wrapper_tensor`, torch 2.13."""
+"""Type of the tensor that `wrapper_tensor` creates: a subclass of Tensor. torch 2.13."""
 
 
 def wrapper_tensor(
@@ -191,15 +191,15 @@ def is_hooked(module: nn.Module, forward: bool = True) -> bool:
 # Dispatch: fake tensors and modes
 
 FakeTensor = fake_tensor.FakeTensor
-"""A tensor without values, which plans use. torch 2.13. Fallback: import the class from wherever torch.export imports
-it."""
+"""Tensor that has a shape and a dtype but no data. Memory plans use fake tensors. torch 2.13. Fallback: import the
+class from wherever torch.export imports it."""
 
 FakeTensorMode = fake_tensor.FakeTensorMode
 """Mode in which operations create fake tensors. torch 2.13. Fallback: the same as for `FakeTensor`."""
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """Base class of modes that intercept every operator below autograd. torch documents the class although its module is
-private. torch 2.13. Fallback: the new location of the class."""
+private. torch 2.13. Fallback: import the class from its new module."""
 
 in_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
 """Return True if a dispatch mode is active. torch 2.13. Fallback: assume that a mode is active, so that a single thread
@@ -238,8 +238,8 @@ def no_function_modes() -> Iterator[None]:
 
 
 device_constructors: Callable[[], set[Callable[..., object]]] = _device._device_constructors
-"""Return the tensor constructors to which `with torch.device(...)` applies. torch 2.13. Fallback: use `with
-torch.device(...)`."""
+"""Return the functions that create a tensor on the device of a surrounding `with torch.device(...)`. torch 2.13.
+Fallback: use `with torch.device(...)`."""
 
 
 OpOverload = torch._ops.OpOverload
@@ -290,7 +290,8 @@ class AutogradContext(FunctionCtx):
     """One bool for each argument of `forward`: True if the gradient of the argument is needed."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Save operands and results of the forward pass. Unlike torch's annotation, this annotation permits None."""
+        """Save operands and results of the forward pass for the backward pass. The annotation permits None, unlike that
+        of torch."""
 
 
 def sequence_number(node: Node) -> int:
@@ -300,7 +301,7 @@ def sequence_number(node: Node) -> int:
 
 
 next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
-"""Return the sequence number of the next node that this thread creates. torch 2.13. Fallback: as for
+"""Return the sequence number of the next node that this thread creates. torch 2.13. Fallback: the same as for
 `sequence_number`."""
 
 
@@ -397,7 +398,7 @@ def storage_info(name: str, offset: int, length: int) -> StorageInfo:
 
 def archive_reader(file: IO[bytes]) -> torch._C.PyTorchFileReader:
     """Return torch's reader for the zip files that `torch.save` writes. `torch._C.PyTorchFileReader`, torch 2.13.
-    Fallback: `zipfile`, refusing files that the two readers could read differently."""
+    Fallback: read with `zipfile`, but refuse files that `zipfile` and torch's reader could interpret differently."""
     return torch._C.PyTorchFileReader(file)
 
 
@@ -418,8 +419,8 @@ def matmul_instructions(dtype: torch.dtype) -> bool:
 def record_memory_history(when_out_of_memory: Callable[[], None]) -> None:
     """Record GPU allocations, and call a function when memory runs out.
 
-    `torch.cuda.memory._record_memory_history` (documented by torch) and `torch._C._cuda_attach_out_of_memory_observer`,
-    torch 2.13. Fallback: refuse `--record-memory-history`.
+    Calls `torch.cuda.memory._record_memory_history`, which torch documents, and
+    `torch._C._cuda_attach_out_of_memory_observer`, torch 2.13. Fallback: refuse `--record-memory-history`.
     """
     torch.cuda.memory._record_memory_history()
     observe = torch._C._cuda_attach_out_of_memory_observer  # type: ignore[attr-defined]

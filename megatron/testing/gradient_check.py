@@ -86,6 +86,6 @@ def _difference(
         if offset:
             losses.append(_loss(run, step, batches))
     measured, expected = (losses[0] - losses[1]) / (2 * STEP_SIZE), torch.sum(gradient * direction).item()
-    # approximate share of a gradient's norm along a random direction
+    # typical size of the gradient's component in a random direction
     share = max(gradient.norm().item(), floor) / param.numel() ** 0.5
     return abs(measured - expected) / max(abs(measured), abs(expected), share)

@@ -147,7 +147,8 @@ def weights_hash(snapshot: Snapshot) -> str:
 
 
 def error_line(text: str) -> str:
-    """Return the error of the first failed rank in one line, with the last line of code outside of packages."""
+    """Return the error of the first failed rank in one line. The line ends with the innermost line of user code in the
+    traceback, if there is one."""
     first = re.split(r"\nrank \d+ of \d+:\n", text)[0]
     frames = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', first)
     own = [frame for frame in frames if "site-packages" not in frame[0]] or frames
@@ -173,7 +174,7 @@ def run_rows(args: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def report(parity: Parity, names: Sequence[str], path: Path | None) -> int:
-    """Run the rows, print each when it is done, and return the exit code."""
+    """Run the tests of all rows, print each row when its test is done, and return the exit code."""
     print(HEAD)
     rows, began = list[Row](), time.perf_counter()
     for name in [ONE_PROCESS, *names]:

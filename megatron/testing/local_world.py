@@ -39,7 +39,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class World:
-    """Settings of a local world, from which its ranks are started."""
+    """Settings with which the ranks of a local world are started."""
 
     size: int
     folder: Path
@@ -131,8 +131,9 @@ def die_with_parent(parent: int) -> None:
 def share_a_gpu(rank: int, environ: MutableMapping[str, str]) -> None:
     """Let several processes of a host use its first GPU over NCCL. Call this function before NCCL starts.
 
-    NCCL refuses two ranks on one GPU of a host. With different values of NCCL_HOSTID it treats the ranks as separate
-    hosts and sends over sockets (`scripts/rank_as_host.sh` does the same for a launcher).
+    NCCL refuses two ranks on one GPU of a host. If each rank has a different value of NCCL_HOSTID, NCCL treats the
+    ranks as separate hosts and sends over sockets. `scripts/rank_as_host.sh` does the same for ranks that a launcher
+    starts.
     """
     environ["NCCL_HOSTID"] = f"rank-{rank}"
     environ["NCCL_SOCKET_IFNAME"] = "lo"

@@ -18,8 +18,8 @@ Rows of the table:
 If callbacks store state in checkpoints, their `on_start` is called at the start, and their `on_step_end` after each
 step.
 
-Exit code 0: no row differs or crashed; 1: at least one row did; 2: the flags are wrong, or validation refuses every
-row.
+The exit code is 0 if no row differs or crashed, 1 if at least one row differs or crashed, and 2 if the flags are wrong
+or validation refuses every row.
 """
 
 from __future__ import annotations

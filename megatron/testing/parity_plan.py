@@ -46,7 +46,8 @@ class Row:
     """Largest relative difference between the compared tensors; None if the row compares no tensors."""
 
     why: str = ""
-    """The first tensor that differs, the rule that refuses the layout, or the error and the line that raised it."""
+    """Reason for the verdict: the first tensor that differs, the rule that refuses the layout, or the error and the
+    line that raised it."""
 
     seconds: float = 0.0
 
@@ -116,7 +117,8 @@ class ParityPlan:
 
 
 def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
-    """Return the configuration of the flags; unset sizes get tiny defaults. Raises ValueError with every problem."""
+    """Return the configuration of the flags. Sizes that the flags do not set get tiny defaults. If there are problems,
+    raises a ValueError that lists all of them."""
     config = parse_args(["--config", str(DEFAULTS), *flags])
     data = config.data
     model = config.model
@@ -174,14 +176,14 @@ def changed_flags(a: RunConfig, b: RunConfig) -> list[str]:
 
 
 def print_head(flags: Sequence[str], plan: ParityPlan) -> None:
-    """Print the flags, and list the flags that have no effect in these comparisons."""
+    """Print the command line, and list those of its flags that have no effect in parity tests."""
     print(f"flags: {shlex.join(flags)}")
     if plan.unused:
         print(f"not used here: {', '.join(plan.unused)}")
 
 
 def list_rows(flags: Sequence[str], wanted: Sequence[str] | None, steps: int, max_ranks: int) -> int:
-    """Print the rows with their ranks and flags, and return the exit code."""
+    """Print each row with its number of ranks and its flags. Return the exit code."""
     try:
         plan = ParityPlan(flags, steps, max_ranks)
         names = chosen(wanted, plan.names)

@@ -77,11 +77,12 @@ class Snapshot:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     differing_replicas: dict[str, str] = field(default_factory=dict)
-    """Tensors whose replicas differ between ranks, and where."""
+    """Error message for each tensor whose replicas differ between ranks, keyed by the tensor's key. The message names
+    the place."""
 
     @property
     def replica_errors(self) -> list[str]:
-        """Describe `differing_replicas` in words."""
+        """Error messages in `differing_replicas`."""
         return list(self.differing_replicas.values())
 
     def __getitem__(self, key: str) -> Tensor:
@@ -377,9 +378,8 @@ def floors_of(*snapshots: Snapshot) -> dict[str, float]:
 
 
 def relative_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
-    """Return the norm of the difference over the larger norm, or over `floor` if that is larger.
-
-    The result is 0 for two zeros, and infinite if either tensor is not finite.
+    """Return the norm of the difference divided by the larger norm of the two tensors. If `floor` is larger than this
+    norm, divide by `floor`. The result is 0 if both tensors are zero, and infinite if either tensor is not finite.
     """
     difference = torch.linalg.vector_norm((a - b).double()).item()
     scale = max(floor, *(torch.linalg.vector_norm(x.double()).item() for x in (a, b)))

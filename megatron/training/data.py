@@ -77,7 +77,7 @@ class TrainingData:
     """For each phase, the number of its first sample and the fingerprint of its training data."""
 
     sources: SourceNames
-    """Number and name of each data set."""
+    """Index and name of each data source."""
 
     valid: dict[str, DataIterator] = field(default_factory=dict)
     test: DataIterator | None = None
@@ -98,7 +98,8 @@ class TrainingData:
         return put_on_device(taken, self.model, self.runtime, self.divide)
 
     def evaluated(self, split: str) -> dict[str, DataIterator]:
-        """Return the iterators over the current phase's "valid" or "test" sets, by name; "" for the unnamed set.
+        """Return a dict from the name of each "valid" or "test" set of the current phase to its iterator. The name of
+        an unnamed set is "".
 
         The result is empty if there is nothing to evaluate. Looking up a set that does not exist raises ValueError."""
         sets = self.valid if split == "valid" else {"": self.test} if self.test is not None else {}
@@ -222,7 +223,7 @@ def build_data(plan: RunPlan, runtime: Runtime) -> tuple[TrainingData, RunPlan]:
 
 
 def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames) -> Splits:
-    """Build the datasets of a phase; training sources continue where earlier phases stopped."""
+    """Build the datasets of a phase. Each training source continues at the sample at which earlier phases stopped."""
     config = phase.config
     training = phase.config.training
     order = demands.order

@@ -107,7 +107,7 @@ def summed_loss(
         run: The run.
         iterator: Iterator over the data set.
         first_sample: Number of the first sample.
-        steps: Number of steps.
+        steps: Number of batches.
         split: "valid" or "test".
         name: Name of the validation set.
         metric: Function whose values are summed instead of the loss. It is called like a loss

@@ -40,7 +40,7 @@ class Stored:
     """Number format and device of a callback's states."""
 
     dtype: str | None = None
-    """Name of the states' torch dtype; None for the main dtype."""
+    """Name of the torch dtype of the states; None for the dtype of the main parameters."""
 
     on_host: bool = False
     """True if the states are stored in host memory, False if they are stored on the device of the parameters."""
@@ -123,11 +123,12 @@ def extension_flags(
         rules: `rules(config, world_size)` yields a `Problem` for each wrong value; `config` is the whole `RunConfig`.
             `rules` is imported and called only if one of the dataclass's flags is set.
         resolve: `resolve(config)` returns the configuration with the values of other flags that these flags determine.
-        reads: `reads(config)` returns the configuration with values from files that these flags name. The function
-            raises ValueError with the flag's name if a file cannot be read.
+        reads: `reads(config)` returns the configuration with values that it reads from files named by these flags. The
+            function raises ValueError with the flag's name if a file cannot be read.
         part_of: "model" if the flags describe a model. The values of model flags are read from the loaded checkpoint,
             like those of built-in model flags. "data" if the flags select training data. None for other flags.
-        always: True to call the rules in every run, for a part that other flags select.
+        always: True to call `rules` in every run, even if none of these flags is set. Use it for a part that other
+            flags select.
     """
 
     def add(cls: type[T]) -> type[T]:
@@ -173,7 +174,7 @@ def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown
     Args:
         names: Extensions that the file names.
         given: Extensions on the command line.
-        source: File that names the extensions.
+        source: Checkpoint or other file in which the extensions are named.
         shown: Name for `source` to use in messages.
     """
     recorded = []

@@ -112,7 +112,7 @@ class ForwardBackward:
         return [tensor for meter in self.meters for tensor in meter.step_state()]
 
     def discard_step(self) -> None:
-        """Discard the gradients and counts of a step that will not update the weights."""
+        """Discard the gradients and counts of a step that does not update the weights."""
         self.ddp.zero_grad_buffer()
         for meter in self.meters:
             meter.discard_step()
@@ -125,7 +125,7 @@ def count_tokens(batches: list[Batch]) -> torch.Tensor:
 
 def loss_and_tokens(losses: list[torch.Tensor], num_tokens: torch.Tensor, runtime: Runtime) -> torch.Tensor:
     """Return the fp64 tensor [loss sum, number of tokens]. It is zero except on one rank of the last pipeline stage in
-    each data-parallel replica. A plain sum over the world then counts each token once."""
+    each data-parallel replica. The sum of the tensors of all ranks therefore counts each token once."""
     if losses and runtime.state.tp.first:
         return torch.stack([torch.stack(losses).double().sum(), num_tokens.double()])
     return torch.zeros(2, dtype=torch.float64, device=runtime.device)
@@ -167,8 +167,8 @@ class Pipeline:
         return self.executor.run(lists[self.pp.rank], batches, loss_scale_seed=seed)
 
     def train_plainly(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
-        """Do the same as `train`, but run one action at a time through the stages' modules, so that module hooks
-        run."""
+        """Do the same as `train`, but call the modules of the stages, one pipeline action at a time. Module hooks
+        therefore run."""
         return self.executor.run(self.lists(len(batches))[self.pp.rank], batches, loss_scale_seed=seed)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
@@ -196,8 +196,8 @@ class Pipeline:
 
 
 def hidden_shape(config: RunConfig, tp_size: int) -> tuple[int, int, int]:
-    """Return the shape of the activations that one stage sends to the next: [s, b, w], or [s/tp, b, w] under sequence
-    parallelism."""
+    """Return the shape of the activations that a pipeline stage sends to the next stage. The shape is [s, b, w], or
+    [s/tp, b, w] under sequence parallelism."""
     s = config.model.seq_length // config.parallel.context_parallel_size
     if config.parallel.sequence_parallel:
         s //= tp_size

@@ -66,7 +66,7 @@ class StepView:
     batches: Sequence[Batch]
     """This rank's micro-batches, on its device."""
     loss_and_tokens: Tensor
-    """[loss sum, valid tokens] float64 on the device; zeros on ranks without the last stage."""
+    """Loss sum and number of valid tokens, float64 [2] on the device; zeros on ranks without the last stage."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class Callback:
     callback's `start` returns."""
 
     to_continue = ""
-    """Advice for continuing a complete run that no flag can extend."""
+    """Advice for continuing a complete run if no flag can extend this run."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -322,7 +322,7 @@ class Callback:
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
         """Load initial weights instead of those in --load, and return the run's position; None to load from --load.
-        `data` maps consumed samples to a data fingerprint. A ValueError ends the run. Collective."""
+        `data` maps a number of consumed samples to a data fingerprint. A ValueError ends the run. Collective."""
         return None
 
     def metrics(self) -> Mapping[str, Measure]:
@@ -373,7 +373,7 @@ class Callback:
         complete, on one rank, on the thread that writes checkpoints. May raise OSError."""
 
     def on_start(self, run: RunView) -> None:
-        """Called before the first step, when the checkpoint, if any, is loaded."""
+        """Called before the first step, after the checkpoint is loaded, if there is one."""
 
     def on_step_end(self, run: RunView) -> None:
         """Called after each step. The device may still be computing the step."""

@@ -134,8 +134,8 @@ def connect(config: RunConfig, watchdog: Watchdog) -> None:
 def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
     """Start the connected watchdog.
 
-    Raises ValueError if the environment is wrong or a folder cannot be written; exceptions of a starting `Watch`
-    propagate.
+    Raises ValueError if an environment variable is wrong, or if a folder cannot be written. If `Watch.start` raises an
+    exception, the exception propagates.
     """
     launch, training = watchdog.launch, config.training
     if launch.rank == 0 and (problems := list(unwritable(config))):
@@ -158,9 +158,9 @@ def start_watchdog(config: RunConfig, watchdog: Watchdog) -> None:
 def keep_memory(device: torch.device) -> None:
     """Make glibc keep freed tensor memory when training on the CPU, unless the environment configures malloc.
 
-    By default, glibc immediately returns each block above 32 MiB, such as the logits, to the system. Every step would
-    then fault in and clear the same pages again, which takes most of the step's system time, and even more with huge
-    pages.
+    By default, glibc immediately returns each block above 32 MiB, such as the logits, to the system. In every step, the
+    system would then map and clear the same pages again. This would take most of the step's system time, and even more
+    with huge pages.
     """
     configured = any(name.startswith("MALLOC_") for name in os.environ) or "GLIBC_TUNABLES" in os.environ
     mallopt = getattr(_C_LIBRARY, "mallopt", None) if device.type == "cpu" and not configured else None

@@ -51,8 +51,8 @@ class Phase:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths, in samples, that earlier plans and this plan give the phase, in order. A length that does not exceed
-        the earlier lengths does not change the sample order."""
+        """Lengths of the phase, in samples, in earlier plans and in this plan, oldest first. A plan that does not
+        lengthen the phase does not change the sample order, and its length is omitted."""
         longer = self.end is not None and self.samples > max(self.planned, default=0)
         return (*self.planned, self.samples) if longer else self.planned
 
@@ -148,13 +148,13 @@ class RunPlan:
 
     @property
     def longest(self) -> Phase:
-        """Phase with the most tokens in a micro-batch, and therefore the largest activations."""
+        """Phase whose micro-batches contain the most tokens, so that its activations are the largest."""
         return max(
             self.phases, key=lambda p: (p.config.training.micro_batch_size * p.config.model.seq_length, p.first_sample)
         )
 
     def record(self, consumed_samples: int) -> list[dict[str, Any]]:
-        """Return the started phases in JSON types, for checkpoints."""
+        """Return a record of each phase that has started, in JSON types. Checkpoints contain these records."""
         begun = [phase for phase in self.phases if phase.first_sample < max(1, consumed_samples)]
         return [
             {
@@ -205,7 +205,8 @@ class RunPlan:
         return OptimizerParamScheduler(config, length)
 
     def schedule_position(self, scheduled_samples: int, saved: RunConfig) -> int:
-        """Convert a position in the saved run's schedule to a position in this plan's schedule."""
+        """Convert a position in the learning-rate schedule of the saved run to a position in the schedule of this
+        plan."""
         begun = saved.training.train_iters is not None and plan_class(saved) is RunPlan
         before, now = replace(legal_sizes(saved), past=START) if begun else self.sizes, self.schedule_sizes
         return scheduled_samples if before == now else now.samples(before.iterations(scheduled_samples))

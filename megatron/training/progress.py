@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """Number and samples of a training step."""
+    """A training step: its number, and the samples that it consumes."""
 
     iteration: int
     """Number of the step, counted from 1, as in logs, files and messages."""
@@ -55,18 +55,19 @@ class Progress:
     """Number of steps skipped because the loss or gradient was not finite, except overflows of the fp16 loss scale."""
 
     skipped_spikes: int = 0
-    """Number of steps skipped because the loss or gradient was far above the mean."""
+    """Number of steps skipped because the loss or gradient was far above its running mean."""
 
     running_means: tuple[float, ...] = ()
-    """Mean loss, mean gradient norm, and the number of averaged steps, if the run checks for spikes."""
+    """Running mean of the loss, running mean of the gradient norm, and number of averaged steps. Empty if the run does
+    not check for spikes."""
 
     past_batches: tuple[Point, ...] = field(default=(), compare=False)
     """Positions at which the batch size changed. The position of the last save comes last. Empty at the start of a
     run."""
 
     data_fingerprint: str | None = None
-    """Fingerprint of the training data. If the fingerprints of two runs are equal, each sample number refers to the
-    same sample in both runs."""
+    """Fingerprint of the training data. If two runs have equal fingerprints, each sample index refers to the same
+    sample in both runs."""
 
     loaded_from: str | None = field(default=None, compare=False)
     """Checkpoint from which this process resumed."""
@@ -89,7 +90,7 @@ STEP_PARTS = ("data", "forward", "backward", GRAD_SYNC, "optimizer")
 
 
 EVALUATION, SAVE = "evaluation batch", "save"
-"""Names of the parts of a run that are timed outside of steps."""
+"""Names of timed parts of a run that do not belong to a step."""
 
 
 class BegunRun(Protocol):

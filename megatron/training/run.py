@@ -24,7 +24,7 @@ class RunStep(Protocol):
     """Interface of the object that performs the steps of a run."""
 
     def __call__(self, step: Step) -> None:
-        """Perform a step: compute the gradients of the step's batch, and update the weights."""
+        """Perform a step: compute the gradients for the step's batch, and update the weights."""
 
     def finish(self) -> None:
         """Finish the work in progress when no further step follows."""
@@ -69,7 +69,7 @@ class TrainingRun(RunView):
     """Timing contexts around the parts of a step."""
 
     tasks: Sequence[Task] = ()
-    """Periodic tasks, in the order in which they are performed."""
+    """Periodic tasks of the run, in the order of execution."""
 
     interval: Interval = field(default_factory=Interval)
     """Values collected since the last log line."""

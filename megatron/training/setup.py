@@ -49,8 +49,8 @@ def build_stages(
     passes: PassContext,
     parallel: ModelParallelConfig,
 ) -> dict[int, GPTModel]:
-    """Build this rank's pipeline stages with the settings in `parallel` instead of those in `config.parallel`. Initial
-    weights do not depend on the layout."""
+    """Build this rank's pipeline stages. The settings in `parallel` replace those in `config.parallel`. Initial weights
+    do not depend on the layout."""
     state, model = runtime.state, config.model
     layout = pipeline_layout(model, config.parallel)
     holds = pipeline_stages(model, config.parallel)

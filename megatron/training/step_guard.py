@@ -45,14 +45,15 @@ class StepGuard:
         say: Callable[[str], None],
     ) -> None:
         self.checks, self.judge = checks, judge
-        """Judge that the optimizer calls before a weight update; None if the run does not check for spikes."""
+        """Detector of spikes, which the optimizer calls before each weight update; None if the run does not check for
+        spikes."""
 
         self._progress, self._optimizer = progress, optimizer
         self._callbacks, self._say = callbacks, say
         self._pending: tuple[Step, StepResult] | None = None
 
     def watch(self, step: Step, result: StepResult) -> None:
-        """Store a step that was just launched, for `settle`."""
+        """Store a step that has just been launched. `settle` later reads its result."""
         assert self._pending is None, f"the verdict on {self._pending} has not been read"
         self._pending = step, result
 

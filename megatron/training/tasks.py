@@ -40,7 +40,7 @@ def start_run(run: TrainingRun, resources: ExitStack) -> None:
 
 
 def build_tasks(run: TrainingRun, log: RunLog, resources: ExitStack) -> list[Task]:
-    """Return the periodic tasks of a run in execution order. Tasks of extensions come before the save."""
+    """Return the periodic tasks of a run in execution order. Tasks of extensions are performed before the save."""
     config = run.config
     first = run.progress.iteration + 1
     of_callbacks = [task for callback in run.callbacks for task in callback.tasks(run, log)]

@@ -34,7 +34,8 @@ class TrainStep:
     Extensions may override parts of the step in a subclass (`megatron.training.step_parts`)."""
 
     sums: Sums
-    """Loss sum and number of tokens of the current step, for meters that correct the gradient before the update."""
+    """Loss sum and number of tokens of the current step. Meters that correct the gradient before the update read
+    them."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run
@@ -74,9 +75,9 @@ class TrainStep:
         return self.run.forward_backward.gradients(given)
 
     def update(self, step: Step, sums: Sums, factor: torch.Tensor) -> StepResult:
-        """Multiply the gradients by `factor`, and update the weights with them. The number of samples in earlier steps
-        that updated the weights determines the learning rates. `StepGuard.settle` must have been called for the
-        previous step."""
+        """Multiply the gradients by `factor`, and update the weights with them. The learning rates depend on the number
+        of samples in earlier steps that updated the weights. `StepGuard.settle` must have been called for the previous
+        step."""
         run, samples = self.run, self.run.progress.scheduled_samples
         rates = Rates(
             run.scheduler.lr_at(samples), run.scheduler.weight_decay_at(samples), run.scheduler.decoupled_lr_at(samples)

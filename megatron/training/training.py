@@ -47,7 +47,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             with phases("start of the ranks"):
                 pass
             folder = config.checkpoint.save_folder
-            if folder is not None:  # rank 0 has checked that the folder belongs to this run
+            if folder is not None:  # rank 0 has checked that no other run owns this folder
                 watchdog.stacks.open(folder / "stacks", launch.rank)
             runtime = initialize(config, launch, phases, watchdog)
             resources.callback(shut_down)
@@ -59,7 +59,7 @@ def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> E
             return train(run)
         except BaseException as error:
             tell_of_failure(error, callbacks, launch, built)
-            watchdog.fail(error)  # before resources are closed, because closing could wait for missing ranks
+            watchdog.fail(error)  # first end the ranks: closing resources could wait for missing ranks
 
 
 def train(run: TrainingRun) -> ExitCode:

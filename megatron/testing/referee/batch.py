@@ -53,7 +53,7 @@ class Batch:
     """Label at each position, which is the next token."""
 
     loss_mask: NDArray[np.float32]
-    """1 for labels that count."""
+    """Loss mask: 1 for labels that count for the loss, 0 for all others."""
 
     position_ids: NDArray[np.int64] | None = None
     """Positions of tokens; None for 0 .. s-1."""
@@ -180,8 +180,8 @@ def _documents(arrays: Arrays, shape: tuple[int, ...]) -> NDArray[np.int64] | No
 
 
 def _of_starts(starts: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """cu_seqlens [n] or [samples, n] -> document ids [samples, s]. A row of cu_seqlens may be padded with -1 or with
-    s."""
+    """Convert cu_seqlens [n] or [samples, n] to document ids [samples, s]. A row of cu_seqlens may be padded at the end
+    with -1 or s."""
     samples, length = shape
     rows = starts[None] if starts.ndim == 1 else starts
     if rows.ndim != 2 or len(rows) != samples:

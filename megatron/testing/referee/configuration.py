@@ -1,4 +1,5 @@
-"""Configuration of the reference: the model's own configuration, and flags for the values that it does not define."""
+"""Configuration of the reference, which is the model's own configuration. Flags set the values that the model's
+configuration does not define."""
 
 from __future__ import annotations
 

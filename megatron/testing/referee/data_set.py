@@ -65,8 +65,9 @@ def sample_numbers(text: str) -> tuple[int, ...]:
 def batch_of_run(source: Source, config: RunConfig, chosen: Chosen) -> Batch:
     """Read samples of the training data. The model's configuration and the flags name these data.
 
-    A checkpoint of a run also says which samples the run has consumed at which batch sizes, unless flags name other
-    data. Raises ValueError if no data are named, or if the data cannot be read or have no such samples.
+    If the model comes from a run's checkpoint, the checkpoint also determines how many samples the run has consumed,
+    and at which batch sizes. This does not apply if flags name other data. Raises ValueError if no data are named, if
+    they cannot be read, or if they do not contain the chosen samples.
     """
     other = config.data != source.config.data
     config = in_one_process(without_callbacks(config))

@@ -29,8 +29,8 @@ LEAST_ALLOWED = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 to be exact in this program would allow no difference."""
 
 PARTS = (2, 4, 8)
-"""Numbers of ranks tried for gradients that contain only one rank's part of a sum. The largest of these numbers is also
-the number of blocks into which a sequence is divided."""
+"""Numbers of ranks tried for gradients that contain only one rank's part of a sum. Long sequences are divided into as
+many blocks as the largest of these numbers."""
 
 MOST_SAMPLES = 16
 """Largest batch size for which the gradients of single samples are computed too."""
@@ -96,7 +96,7 @@ def judgement_of(model: Model, batch: Batch, dump: Dump, loss: float | None) -> 
     """Judge the gradients that another program computed on a batch.
 
     Args:
-        model: The model, with the number format of the dump.
+        model: The model. Its number format is that in which the gradients in the dump were computed.
         batch: The batch on which the other program computed its gradients.
         dump: The gradients.
         loss: The other program's mean loss, if known.
@@ -283,7 +283,8 @@ def sample_parts(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def _factor(found: Tensor, part: Tensor, allowed: float) -> float | None:
-    """Return the factor between a gradient and the gradient of a part; None if they are not proportional."""
+    """Return f if the gradient `found` is f times the gradient `part` of a part of the batch; None if the gradients are
+    not proportional."""
     scale = (part * part).sum().item()
     factor = (found * part).sum().item() / scale if scale else 0.0
     return factor if factor and difference(found, factor * part) <= allowed else None

@@ -1,8 +1,8 @@
 """Store large tensors in memory-mapped files. Only the pages in use occupy memory, because the system writes the other
 pages to disk.
 
-Each tensor is a shared mapping of an unnamed file in the temporary folder (TMPDIR), which must be on a disk with enough
-space for all tensors. When the tensor is freed, the system deletes its file.
+The memory of each tensor is a shared mapping of an unnamed file in the temporary folder (TMPDIR). The disk of this
+folder must have enough space for all tensors. When the tensor is freed, the system deletes its file.
 """
 
 from __future__ import annotations

@@ -115,8 +115,9 @@ class Model:
     def gradients(self, batch: Batch, watched: Watched | None = None) -> Gradients:
         """Compute loss and gradients in one process.
 
-        With `watched`, only the gradient of the watched parameter is meaningful; it is a part of a sum. Raises
-        ValueError with every problem if the flags do not fit the model, or the model does not fit the batch.
+        If `watched` is given, its parameter gets a partial gradient, and the gradients of all other parameters are
+        meaningless. Raises ValueError with every problem if the flags do not fit the model, or the model does not fit
+        the batch.
         """
         config = self._config(batch)
         set_determinism(config)
@@ -224,7 +225,7 @@ def _block_of(grad: Tensor, dim: int, block: int, count: int) -> Tensor:
 
 
 def _load(run: TrainingRun, source: Source) -> None:
-    """Load the weights of a source, and the states without gradients."""
+    """Load the weights and the states without gradients from a source."""
     for model in run.stages.values():
         for param, meta in model.named_metas().values():
             if param.requires_grad:

@@ -1,9 +1,9 @@
 """Save and load a run's state, and check that a checkpoint fits the run that loads it.
 
 The state consists of the parameters, the optimizer's tensors, its update count and loss scale, the `Progress`, and the
-states of extensions' callbacks. No other state is needed. The learning rate is computed from the progress. Initial
-values, dropout and data order are functions of the seed and a position, so there is no random-number generator state to
-save. A run that keeps the seed of its checkpoint resumes exactly, under any layout.
+states of extensions' callbacks. A run needs no other state to resume. The learning rate is computed from the progress.
+Initial values, dropout and data order are functions of the seed and a position, so there is no random-number generator
+state to save. A run that keeps the seed of its checkpoint resumes exactly, under any layout.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class RunCheckpoint:
         """Return the tensors and the other values that a checkpoint of `progress.iteration` contains. The tensors are
         not copied.
 
-        `metrics` contains values that were measured at this iteration. These metrics help to decide which older
-        checkpoints are deleted.
+        `metrics` contains values that were measured at this iteration. Which older checkpoints are deleted may depend
+        on these metrics.
         """
         config = self.config
         optimizer = self.optimizer
@@ -334,7 +334,7 @@ def load_stages(
             number format. The function raises ValueError if the model does not fit any layout.
         state: Process groups of the ranks that load the model.
         device: Device of the model.
-        number_format: Number format of the weights; None keeps the stored one.
+        number_format: Number format of the weights; None keeps the number format of the checkpoint.
     """
     if (loader := _loader_of(path, state)) is not None:
         return loader.stages(located(path), layout_of, state, device, number_format)
@@ -386,8 +386,8 @@ def _choose(config: RunConfig, world: Axis, say: Callable[[str], None]) -> Check
 
 
 def _load_counters(checkpoint: Checkpoint, optimizer: DistributedOptimizer) -> None:
-    """Load the optimizer's update count. Also load the loss scale if both the checkpoint and the run use dynamic loss
-    scaling."""
+    """Load the optimizer's update count. If both the checkpoint and the run use dynamic loss scaling, also load the
+    loss scale."""
     saved = checkpoint.payload["optimizer"]
     optimizer.step_count = saved["step_count"]
     if saved["loss_scaler"].keys() == optimizer.scaler.state_dict().keys():

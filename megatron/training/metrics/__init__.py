@@ -1,1 +1,1 @@
-"""Measurements and reports of a run: losses, speed, expert load, samples, and the files to which they are written."""
+"""Metrics of a run, such as losses, speed and expert load, and the files and console lines that report them."""

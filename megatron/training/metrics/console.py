@@ -87,7 +87,7 @@ def progress_line(record: Record, train_iters: int, metrics: Sequence[str] = ())
 
 
 def parts_by_weight(record: Record, train_iters: int, metrics: Sequence[str] = ()) -> list[str]:
-    """Return the parts of a console line: the interval's errors, then other values in order of importance, then
+    """Return the parts of a console line in this order: counts of errors in the interval, other values by importance,
     `metrics`."""
     loss = record["lm_loss"]
     norm = record["grad_norm"]

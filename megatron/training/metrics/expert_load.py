@@ -1,7 +1,7 @@
-"""Expert load and auxiliary losses, per step and for the log.
+"""Expert load and auxiliary losses, computed for each step and for the log.
 
 Routers count tokens on the device. Load balancing needs the sums of these counts, so each step runs one small reduction
-over the ranks of a pipeline stage. The log accumulates the sums over an interval.
+over the ranks of a pipeline stage. For the log, these sums are added up over a log interval.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.training.progress import Interval
 
 
 class ExpertLoad(Meter):
-    """Tallies of a rank's MoE layers since the last log record."""
+    """Meter of the token counts and auxiliary losses in this rank's MoE layers since the last log record."""
 
     def __init__(
         self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device
@@ -33,7 +33,8 @@ class ExpertLoad(Meter):
         self.seq_length = config.seq_length
         kinds = (*config.layers, *config.mtp_layers)
         self.numbers = [number for number, kind in enumerate(kinds) if kind.experts]
-        """Numbers of the layers with experts. Multi-token prediction modules are numbered after the last layer."""
+        """Numbers of the layers with experts. The numbers of multi-token prediction modules follow those of the
+        layers."""
         rows = {number: row for row, number in enumerate(self.numbers)}
         found: dict[int, Balance] = {}
         for model in stages.values():

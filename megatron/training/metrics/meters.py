@@ -21,7 +21,7 @@ class Tallies(Meter):
     """Meter that sums the tallies of this rank's modules over the steps of a log interval.
 
     `tallies` are tensors of equal shape, to which the modules add their counts. All tensor-parallel ranks have equal
-    tallies, so `counts` is True only on the tensor-parallel rank whose tallies are used.
+    tallies. Only one of them reports its tallies; `counts` is True on this rank.
     """
 
     def __init__(self, tallies: Sequence[Tensor], rows: int, counts: bool, device: torch.device) -> None:
@@ -43,7 +43,8 @@ class Tallies(Meter):
             tally.zero_()
 
     def take(self) -> Tensor:
-        """Return [rows * 2]: loss sums and tokens of this rank since the last call."""
+        """Return the totals of this rank since the last call as a tensor [rows * 2], which contains [loss sum, number
+        of tokens] for each row."""
         taken, self.totals = self.totals, torch.zeros_like(self.totals)
         return taken.flatten()
 
@@ -55,7 +56,8 @@ def means(summed: Tensor) -> list[float | None]:
 
 
 class MultiTokenLosses(Tallies):
-    """Meter of the losses of a rank's multi-token prediction modules, in the current step and since the last record."""
+    """Meter that sums the losses of this rank's multi-token prediction modules, for the current step and since the last
+    record."""
 
     def __init__(
         self, config: TransformerConfig, state: ParallelState, stages: Mapping[int, GPTModel], device: torch.device

@@ -47,7 +47,7 @@ class RunLog:
         if save is not None:
             if isinstance(save, Path):
                 save.mkdir(parents=True, exist_ok=True)
-            if not (config.training.skip_train and saved_folders(save)):  # evaluations do not change the files
+            if not (config.training.skip_train and saved_folders(save)):  # an evaluation keeps the run's file
                 save_config(config, save / RUN_CONFIG)
                 if isinstance(save, Path):
                     self._config_file.append((config, save / RUN_CONFIG))
@@ -92,7 +92,8 @@ class RunLog:
             self._bar.set_postfix(loss=f"{record['lm_loss']:.4f}")
 
     def _restore_config(self) -> None:
-        """Write the configuration again if the --save folder was deleted during the run and a save has recreated it."""
+        """Write the configuration file again if it is missing because the --save folder was deleted during the run and
+        a save has recreated the folder."""
         for config, file in self._config_file:
             with suppress(OSError):
                 if file.parent.is_dir() and not file.exists():

@@ -34,7 +34,8 @@ PEAK_TFLOPS_16BIT = {
 sheets."""
 
 OTHER_MODELS = r"(?! (?:Ti|D|SUPER|Laptop)\b)"
-"""Words in a device name that denote a different model from the one in the table."""
+"""Regular expression that follows a model name from the table. It refuses device names that continue with a word such
+as "Ti", because these are different models."""
 
 
 def summarize(run: TrainingRun) -> Record:
@@ -59,7 +60,7 @@ def summarize(run: TrainingRun) -> Record:
 
 
 def _of_steps(run: TrainingRun, losses: Tensor, flops: float) -> Record:
-    """Return the values that every run logs.
+    """Return those values of a record that every run logs.
 
     Each row of `losses` [steps, 2] contains the loss sum and the number of tokens of a step over all ranks. `flops` is
     the model's number of FLOPs per token.
@@ -101,8 +102,9 @@ def flops_per_token(run: TrainingRun) -> float:
 def peak_tflops(
     config: LoggingConfig, device: torch.device, dtype: torch.dtype, linear: str | None = None
 ) -> float | None:
-    """Return the peak TFLOP/s of one device; None if it is unknown. The peak comes from --peak-tflops, from a format in
-    `LINEAR_FORMATS`, or from the data sheet for 16-bit training.
+    """Return the peak TFLOP/s of one device; None if it is unknown. The peak is the value of --peak-tflops if it is
+    set. Otherwise, it is the peak of the number format in `LINEAR_FORMATS` that the run uses, or the data sheet's peak
+    for 16-bit training.
     """
     if config.peak_tflops is not None:
         return config.peak_tflops

@@ -94,8 +94,8 @@ def wait_until_gone(thread: threading.Thread, seconds: float) -> bool:
     the thread ended within `seconds`.
 
     When Python reports that a thread has ended, glibc may still hold locks to free the thread's data, such as the lock
-    of the name resolver. A fork at that moment would copy a locked lock but not the thread that unlocks it, so the
-    child would wait for the lock forever.
+    of the name resolver. A process that is forked at this moment would inherit a held lock but not the thread that
+    releases it, so the child would wait for the lock forever.
     """
     task, deadline = Path(f"/proc/self/task/{thread.native_id}"), time.monotonic() + seconds
     while task.exists():

@@ -1,8 +1,8 @@
 """End all ranks after one fails. The first failed rank writes one report for all ranks. The other ranks send it their
 positions and exit.
 
-A rank whose error may be the consequence of another rank's end first waits for the original error. Every public method
-of `FailureHandler` except `connect` ends the process.
+If a rank's error may be due to another rank's error, the rank first waits for a report of the other error. Every public
+method of `FailureHandler` except `connect` ends the process.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ GATHER = 2.0
 """Seconds within which the other ranks must report their positions."""
 
 STORE_ANSWER = 1.5
-"""Seconds within which a reachable store answers."""
+"""Seconds to wait for an answer of the store. A reachable store answers within this time."""
 
 PARTING = 5.0
-"""Maximum number of seconds that a rank waits until the others have read its reason for leaving."""
+"""Maximum number of seconds that an exiting rank waits until the other ranks have read why it exits."""
 
 LAST_RESORT = 30.0
 """Seconds after which an exiting process is killed if it still waits for the store, the terminal or a disk."""
@@ -71,7 +71,7 @@ class FailureHandler:
         """Last iteration that the run has saved."""
 
         self.memory: Callable[[], str] = str
-        """Function that describes the state in memory from which the same command resumes; "" if there is none."""
+        """Function that describes the state in memory from which the same command resumes; "" without such a state."""
 
         self.reported: Failure | None = None
         """Failure that ends this rank, for use in `at_exit` functions; None if the rank ends for another reason."""
@@ -120,7 +120,7 @@ class FailureHandler:
             self._end(replace(failure, at=at), silent, waited=is_consequence(error))
 
     def report_gone(self, rank: int, seen: float | None = None) -> NoReturn:
-        """End all ranks because the process of `rank` is gone. `seen` is the time of its last sign of life."""
+        """End all ranks because the process of `rank` is gone. `seen` is the time of the rank's last sign of life."""
         with self._only_once():
             board, phase = self._board, ""
             with suppress(RuntimeError):  # the process that is gone may have hosted the store
@@ -140,9 +140,9 @@ class FailureHandler:
             self._end(replace(failure, at=seen or failure.at))
 
     def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
-        """End this rank because `ranks` on other hosts, perhaps the rank with the store, cannot be reached."""
+        """End this rank because `ranks` on other hosts cannot be reached. One of them may host the store."""
         if self.ending:
-            time.sleep(GATHER + PARTING)  # another thread is ending this process, unless the store blocks it
+            time.sleep(GATHER + PARTING)  # the store may block the thread that ends this process
             self._end_alone(failure)
         with self._only_once():
             if not _within(STORE_ANSWER, lambda: self._board.cause()):
@@ -187,7 +187,7 @@ class FailureHandler:
                 self._outcome.end(code, message)
             write_error_file(message)
             with suppress(RuntimeError):
-                # No rank ends before all ranks reach this point, and the rank that may hold the store ends last.
+                # Ranks end only when all ranks are here. Rank 0 may host the store, and therefore ends last.
                 board.come("leave")
                 board.wait(lambda: board.all_came("leave"), PARTING)
                 time.sleep(PERIOD if first else 0.0)
@@ -279,7 +279,7 @@ class FailureHandler:
             self._outcome.end(failure.code, f"{failure.who}: {failure.title}")
             self._deliver(failure, failure.text(places, self._stacks.folder))
             board.post_report(failure)
-        except RuntimeError:  # the store is gone
+        except RuntimeError:  # the process with the store has ended
             if waited and (lost := self._first_gone(failure.title)):
                 self._end_without_store(lost)
             self._deliver(failure, failure.text())
@@ -395,7 +395,7 @@ class FailureHandler:
             print(cause.line(), file=sys.stderr, flush=True)
 
     def _kill_silent(self, cause: Failure) -> None:
-        """Kill the processes on this machine that are stopped or stuck and therefore cannot end themselves."""
+        """Kill the ranks on this machine that cannot exit on their own, because they are suspended or stuck."""
         said = self._board.get_all("place")
         for rank, peer in self._board.neighbours().items():
             if rank not in said and peer.state() and rank != cause.reporter:
@@ -438,7 +438,7 @@ def end_within(seconds: float) -> None:
 
 
 def _within(seconds: float, call: Callable[[], object]) -> bool:
-    """Return True if a call that may hang returned in time and without a store error."""
+    """Run `call`, which may hang. Returns True if it returns within `seconds` without a store error."""
     done = threading.Event()
 
     def run() -> None:

@@ -45,7 +45,7 @@ ENOUGH = 65536
 """Limit on the number of open files that is sufficient for any run."""
 
 GONE = "process is gone"
-"""Failure title for a process that ended silently."""
+"""Title of the failure report if a process has ended without a report."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Failure:
         return visible("\n".join([*lines, f"what to do{unless}: {self.advice}", RULE]))
 
     def line(self) -> str:
-        """Return one line for ranks that end because of this failure of another rank."""
+        """Return the line that ranks print if they end because of this failure, which is another rank's."""
         return visible(f"ended because {self.who} failed ({self.phase}): {self.title}")
 
 
@@ -174,7 +174,7 @@ def start_again(options: CheckpointConfig, saved: int | None = None, memory: str
     if options.save and latest_text(located(options.save)):
         without = f" and without {'--finetune' if options.finetune else '--reset-iteration'}" if anew else ""
         return f"{said} with --load {options.save}{without}: it resumes from the latest checkpoint there"
-    if saved is not None:  # the disk with the checkpoint was unmounted, or its folder was deleted
+    if saved is not None:  # this run saved a checkpoint that is gone: its disk was unmounted or its folder deleted
         there = "" if folder == options.save and not anew else f" with --load {options.save}"
         return f"mount or restore --save {options.save}, where this run saved iteration {saved}; then {said}{there}"
     return f"{said}: it begins where this run began, as there is no checkpoint"
@@ -215,7 +215,8 @@ def _more_open_files() -> str:
 
 
 def is_users(error: BaseException) -> bool:
-    """Return True if an error concerns a user's value, which means that this package itself raised a ValueError."""
+    """Return True if a wrong value from the user caused the error. This is the case if code of this package raised a
+    ValueError."""
     if not isinstance(error, ValueError):
         return False
     frames = traceback.extract_tb(error.__traceback__)
@@ -225,13 +226,13 @@ def is_users(error: BaseException) -> bool:
 def is_consequence(error: BaseException) -> bool:
     """Return True if another rank's failure may have caused this error."""
     if is_of_open_files(error):
-        return False  # gloo's message is then about this process, not about another rank
+        return False  # the limit of this process, not another rank, is the cause
     return isinstance(error, RuntimeError | OSError) and bool(CONSEQUENCE.search(str(error)))
 
 
 def is_of_open_files(error: BaseException | None) -> bool:
-    """Return True if this process or the system reached its open-file limit. Libraries report this only in the text of
-    their errors."""
+    """Return True if this process or the system reached its open-file limit. Some libraries report this limit only in
+    the text of their errors."""
     while error is not None:
         if (isinstance(error, OSError) and error.errno in OPEN_FILES) or TOO_MANY in str(error).lower():
             return True
@@ -240,8 +241,8 @@ def is_of_open_files(error: BaseException | None) -> bool:
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Return True if a file could not be written. This is the case if a save was given up, or if the disk had no space
-    for the file that the error names."""
+    """Return True if the error means that a file could not be written: a save has failed after all attempts, or the
+    disk had no space for the file that the error names."""
     if isinstance(error, CheckpointError):
         return isinstance(error.__cause__, (OSError, type(None))) and not is_consequence(error)
     return isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is not None

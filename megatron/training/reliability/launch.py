@@ -21,8 +21,8 @@ from megatron.training.reliability.url_credentials import redacted
 from megatron.training.reliability.visible_text import visible
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-"""Signals that request the run to save and exit. If SIGHUP is ignored when the process starts, as under nohup, it
-remains ignored."""
+"""Signals that request the run to save and exit. If SIGHUP is already ignored when the process starts, as under nohup,
+the process keeps ignoring it."""
 
 RANGES = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")
 NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$)")
@@ -135,7 +135,7 @@ class Launch:
     def export(self, environ: MutableMapping[str, str]) -> None:
         """Set the variables that torch.distributed's env:// rendezvous reads, if the launcher was not torchrun.
 
-        Under srun, the rendezvous is at the first node of the list; set MASTER_ADDR to select another node.
+        Under srun, ranks rendezvous at the first node of the node list. Set MASTER_ADDR to select a different node.
         """
         if self.launcher == "srun":
             environ["RANK"], environ["WORLD_SIZE"] = str(self.rank), str(self.world_size)

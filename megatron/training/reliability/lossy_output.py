@@ -1,8 +1,8 @@
 """Standard output and standard error streams whose failures never end a run. Lines that cannot be written are dropped
 and counted.
 
-A log on a full disk, a closed terminal, or a missing reader must not end training. Characters that the output's
-encoding lacks are written as escapes. This module does not import torch.
+A log on a full disk, a closed terminal, or a missing reader must not end training. Characters that the encoding of the
+output cannot represent are written as escape sequences. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class LossyFile(io.RawIOBase):
         return os.isatty(self._descriptor)
 
     def write(self, data: ReadableBuffer) -> int:
-        """Write data, and return the size of the data even if some bytes are dropped."""
+        """Write data, and drop what cannot be written. Always returns the size of `data`, so that callers do not
+        retry."""
         content = bytes(data)
         if self._untold and self._left(f"\n{self.loss()}\n".encode()):
             self._drop(content)
@@ -81,7 +82,8 @@ class LossyFile(io.RawIOBase):
 def lossy_output() -> Iterator[None]:
     """Replace stdout and stderr with lossy streams, which drop output that cannot be written.
 
-    At the end, and when this process exits through `before_exit`, each stream reports its losses on the other stream.
+    When the context exits, or the process exits through `before_exit`, each stream reports on the other stream how many
+    of its lines were dropped.
     """
     before = sys.stdout, sys.stderr
     streams = [_lossy(stream) for stream in before]

@@ -102,7 +102,8 @@ class RankStatus:
         self._thread = threading.get_ident()
 
     def phase_and_action(self) -> str:
-        """Return the phase and, within a step, the micro-batch and the current action of the schedule."""
+        """Return the phase of the run. During the passes of a step, the text also contains the micro-batch and the
+        running action of the pipeline schedule."""
         action = getattr(self.executor, "current", None)
         return self.phase if action is None else f"{self.phase}, micro-batch {action.microbatch}, action {action}"
 

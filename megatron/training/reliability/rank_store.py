@@ -124,7 +124,8 @@ def _check_run(store: dist.Store, launch: Launch, run: str, limit: timedelta, at
 
 
 def start_of(key: str) -> int | None:
-    """Return the start number (`START`) that `meet` put into a key; None for any other key."""
+    """Return the start number (`START`) in a key of the store to which `meet` has added this number; None for any other
+    key."""
     run, restart = (re.escape(os.environ.get(f"TORCHELASTIC_{name}", "")) for name in ("RUN_ID", "RESTART_COUNT"))
     match = re.match(rf"\w+/{run}/{restart}\.(\d+)/", key)
     return int(match[1]) if match else None
@@ -165,7 +166,7 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
                     is_master=opens,
                     timeout=timeout,
                     wait_for_workers=False,
-                    multi_tenant=True,  # because rank 0 opens the port again for the process groups
+                    multi_tenant=True,  # rank 0 opens this port again for process groups
                 )
             )
         except BaseException as error:
@@ -182,7 +183,7 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
             tell(f"rank {launch.rank} waits for the store of the ranks at {address}:{port}: {state}")
         thread.join(PERIOD)
     if not thread.is_alive():
-        wait_until_gone(thread, MARGIN)  # because the caller may fork
+        wait_until_gone(thread, MARGIN)  # the caller may fork
     if errors:
         raise errors[0]
     if not stores:
@@ -209,7 +210,7 @@ class Peer:
         return cls(socket.gethostname(), os.getpid(), namespace, process_stat(os.getpid())[1])
 
     def state(self) -> str:
-        """Return the kernel's state of the process, such as `R` or `S`; `T` if it is stopped, empty if it is gone."""
+        """Return the state of the process as Linux reports it: `T` if it is suspended, empty if it is gone."""
         state, started = process_stat(self.pid)
         return state if started == self.started and state not in ("Z", "X") else ""
 
@@ -262,7 +263,7 @@ def _parse_request(text: str) -> Request:
 
 
 class Board:
-    """View of the store from one rank."""
+    """Access of one rank to the store."""
 
     def __init__(self, store: dist.Store, launch: Launch) -> None:
         self.store: Any = store
@@ -278,7 +279,7 @@ class Board:
         """For each key, the hash of the malformed value that was counted last, so that no value is counted twice."""
 
         self.first_phase = ""
-        """Phase of rank 0 when `watch_first` last read it."""
+        """Phase in which rank 0 was when `watch_first` was last called."""
 
         self._beats = 0
         store.set(f"peer/{launch.rank}", _json(self.me))
@@ -308,7 +309,8 @@ class Board:
         return {rank: value for rank, value in found.items() if value is not None}
 
     def claim(self, key: str, value: str, parse: Callable[[str], T]) -> T:
-        """Store `value` unless the key already has a value that `parse` accepts. Returns the stored value."""
+        """Store `value` under `key`, unless `key` already has a value that `parse` accepts. Returns the value that is
+        then stored."""
         parse(value)
         found, there = None, b""
         while found is None:
@@ -378,7 +380,7 @@ class Board:
         self.store.set("told", _json(failure))
 
     def report(self) -> Failure | None:
-        """Return the printed report; None if there is none yet."""
+        """Return the failure report that was printed; None if none was printed yet."""
         return self.read("told", self._parse_failure)
 
     def _parse_failure(self, text: str) -> Failure:
@@ -393,7 +395,7 @@ class Board:
         self.store.set(f"{key}/{self.launch.rank}", value)
 
     def ask(self, number: int, request: Request) -> None:
-        """Store `request` under `number` unless another request has that number."""
+        """Store `request` as the request with the number `number`, unless this number is already taken."""
         self.claim(f"ask/{number}", _json(request), _parse_request)
 
     def asked(self, number: int) -> Request | None:

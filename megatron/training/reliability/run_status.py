@@ -66,8 +66,8 @@ class Outcome:
             self._write("RUNNING", "")
 
     def end(self, code: int, why: str = "") -> None:
-        """Write the name of the `ExitCode` with which the run ends. `code` is KILLED plus the signal number if a signal
-        ended the run."""
+        """Write the name of the `ExitCode` with which the run ends. If a signal ended the run, `code` is KILLED plus
+        the signal number."""
         name = ExitCode(min(code, ExitCode.KILLED)).name
         self._write(name, why)
         if self.recorded:

@@ -34,8 +34,8 @@ class StartsRanks(Protocol):
 
     @property
     def starter(self) -> str | None:
-        """Location of the `Starter`, as `package.module:name`. The module is imported only when the ranks are launched.
-        None if the flags select no starter."""
+        """Location of the selected `Starter`, as `package.module:name`; None if the flags select no starter. The module
+        is imported only when the ranks are launched."""
 
     @property
     def spare_ranks(self) -> int:

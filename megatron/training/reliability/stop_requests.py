@@ -82,8 +82,8 @@ class StopRequests:
 
     def decide(self, unsaved: bool) -> None:
         """Set whether the run starts from a state that is not on disk. `unsaved` must have the same value on all ranks.
-        Loading an unsaved state counts as a tick, so that a request to stop before the first step is carried out after
-        loading, with a save."""
+        Loading a state that is not on disk counts as a tick. A request to stop before the first step is therefore
+        carried out after loading, and the state is saved."""
         with self._change:
             self._ticks += unsaved
             self.undecided = False

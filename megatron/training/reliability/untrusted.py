@@ -1,4 +1,5 @@
-"""Parser of messages from a socket or the rendezvous store. Any process that can reach the port can send such messages.
+"""Parser of messages from a socket or the rendezvous store. The messages are not trusted, because any process that can
+reach the port can send some.
 
 Malformed messages are counted and ignored, and the first one is reported. This module does not import torch.
 """
@@ -93,7 +94,7 @@ class Ignored:
             self._say(f"ignored {what}: {why}. Further messages are ignored and counted")
 
     def close(self) -> None:
-        """Report how many messages were ignored, if there were several."""
+        """If several messages were ignored, report their number."""
         if self.count > 1:
             self._say(f"ignored {self.count} malformed messages")
 

@@ -36,8 +36,8 @@ def visible(text: str) -> str:
 
 
 def visible_value(value: object) -> str:
-    """Format a value as part of a line in a message. Control characters, line breaks and tabs are escaped, credentials
-    are hidden, and a long text is shortened in the middle."""
+    """Format a value as part of a line in a message. Control characters, line breaks and tabs are escaped, and
+    credentials are hidden. The middle of a long text is omitted."""
     text = _printable(redacted(str(value)).translate(_LINE_TABLE))
     half = LONGEST // 2
     return text if len(text) <= LONGEST else f"{text[:half]}...({len(text):,} characters)...{text[-half:]}"
@@ -48,7 +48,8 @@ def _printable(text: str) -> str:
 
 
 PROGRESS = re.compile(r"(?P<start>\r?)(?P<text>.*?)(?P<end>(?:\x1b\[K)?)", re.DOTALL)
-"""Pattern of a progress bar's output that returns to the start of the line and may erase the rest of the line."""
+"""Regular expression for one update of a progress bar. The update returns to the start of the line, and may erase the
+rest of the line."""
 
 MOVES = re.compile(r"(?:\n|\x1b\[A)*")
 """Pattern of a progress bar's output that moves between the lines of several bars."""

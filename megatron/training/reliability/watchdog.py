@@ -2,7 +2,8 @@
 
 The watchdog consists of several parts: `RankStatus` describes what this rank is doing, `SignalListener` receives
 signals, `StopRequests` agrees with the other ranks when to stop or save, `StackDump` writes stacks, and
-`FailureHandler` ends the ranks with one report. Extensions add further watches.
+`FailureHandler` ends the ranks with one report. Extensions may add further conditions for the watchdog to check
+(`Watch`).
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ class Watchdog:
         self.status.phase = phase
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End all ranks because of an exception on this rank. Without a connection to the other ranks, re-raise the
-        exception."""
+        """End all ranks because of an exception on this rank. If this rank is not connected to the other ranks,
+        re-raise the exception."""
         self.failures.fail(error)
 
     def together(self, what: str, minutes: float) -> None:
@@ -168,7 +169,7 @@ class Watchdog:
                         self.failures.kill_all(number)
                 if not self.failures.left:
                     self._look(board)
-            except RuntimeError as error:  # the store and its process are gone
+            except RuntimeError as error:  # the process with the store has ended
                 if not self._closed.wait(1.0):
                     self.failures.store_lost(error)
 
