@@ -149,7 +149,8 @@ def own_state_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def same_numbers_of_module() -> None:
-    """Make the random numbers of a file's fixtures independent of earlier files."""
+    """Seed torch once per test file, so that random numbers in module-scoped fixtures do not depend on earlier
+    files."""
     torch.manual_seed(1234)
 
 
@@ -173,7 +174,7 @@ def forget_extensions_at_once() -> Iterator[None]:
 
 
 def registry_tables() -> list[dict[str, Any]]:
-    """Return the entries of each registry in the modules that this process has imported."""
+    """Return one dictionary of entries per registry. Only registries in imported modules are found."""
     modules = [module for name, module in sys.modules.items() if name.startswith("megatron.")]
     found = [part for module in modules for part in vars(module).values() if isinstance(part, Registry)]
     return [part._entries for part in {id(part): part for part in found}.values()]

@@ -38,7 +38,7 @@ GPT, LLAMA, LATENT, DELTA_NET = map(model_of, ("gpt", "llama", "latent", "delta-
 
 
 def models_in(table: str) -> dict[str, TransformerConfig]:
-    """Return the models in a table by name, without models whose extensions are not installed."""
+    """Return the models of a table, keyed by name. Models that need an extension that is not installed are left out."""
 
     def is_there(needs: str | list[str] | None) -> bool:
         return all(map(installed, needs if isinstance(needs, list) else [needs]))

@@ -14,8 +14,8 @@ MADV_COLLAPSE = 25
 
 
 def collapse_private_memory() -> int:
-    """Collapse this process's private anonymous memory into 2 MiB pages where Linux can do so, and return the number of
-    collapsed pages. The number is 0 before Linux 6.1."""
+    """Collapse the private anonymous memory of this process into 2 MiB pages, as far as Linux can, and return the
+    number of collapsed pages. The number is 0 before Linux 6.1."""
     maps = Path("/proc/self/maps")
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None or not maps.exists():

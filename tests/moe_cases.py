@@ -159,7 +159,8 @@ def sparse_mixture(config: TransformerConfig, logits: Tensor, best: list[int]) -
 
 
 def sinkhorn_matrix(logits: Tensor) -> Tensor:
-    """Return exp(logits) [s, E] of one sequence after alternately normalizing rows and columns by their sums."""
+    """Return the Sinkhorn matrix for the logits [s, E] of one sequence: start with exp(logits), and alternately divide
+    rows and columns by their sums."""
     matrix = logits.exp()
     for _ in range(16):
         matrix = matrix / matrix.sum(1, keepdim=True)

@@ -3,8 +3,8 @@
 One shell runs all blocks fenced as bash in order, in a copy of the tree. Long commands are fenced as text, and only
 their flags are validated. Blocks that must not run, such as an sbatch line, are fenced without a language.
 
-Blocks fenced as python also run. A comment before a Python fragment contains the program around it: a line `<!--
-python`, the program with a line BLOCK in place of the fragment, and a line `-->`.
+Code blocks fenced as python are executed too. A comment before a Python fragment contains the program around it: a line
+`<!-- python`, the program with a line BLOCK in place of the fragment, and a line `-->`.
 """
 
 from __future__ import annotations

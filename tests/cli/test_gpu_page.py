@@ -17,7 +17,7 @@ SCRIPT = ROOT / "scripts/gpu_first_hour.sh"
 
 
 def test_rates_of_another_device_are_omitted(capsys: pytest.CaptureFixture[str]) -> None:
-    """device.yaml may come from a trial on CPU, or from another GPU."""
+    """The folder's device.yaml may have been measured on a CPU or on a different GPU."""
     h100 = ROOT / "megatron/extensions/plan/planner/devices/h100.yaml"
     config = config_of(SHAPES["tiny"], 1, 1, "--bf16 --cpu")
     assert list(planner_tflops(config, [], h100, "NVIDIA H100 80GB HBM3")) == [str(h100)]

@@ -1,5 +1,4 @@
-"""`pip install .` into a new virtual environment: modules and commands are installed and work outside the
-repository."""
+"""After `pip install .` into a new virtual environment, modules and commands work outside the repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`pretrain_gpt.py`, from its flags to the files that it writes. test_docs.py starts it under torchrun."""
+"""End-to-end tests of `pretrain_gpt.py`, from the flags to the written files. test_docs.py starts the program under
+torchrun."""
 
 from __future__ import annotations
 

@@ -176,7 +176,8 @@ class Box:
     def kill_host(self, host: int) -> None:
         """Cut the power of a host: SIGKILL all its processes without notifying the other hosts."""
         here = self._hosts.pop(host)
-        # Cut the cable first: the kernel closes the connections of killed processes, but a host without power does not.
+        # Cut the cable first. Otherwise, the kernel would close the connections of the killed processes and thereby
+        # notify the other hosts.
         self._switch_command(f"ip link delete {here.port}")
         os.kill(here.init, signal.SIGKILL)
         here.keeper.wait()

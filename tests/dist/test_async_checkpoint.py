@@ -163,7 +163,7 @@ def test_a_failed_save_does_not_end_the_run(tmp_path: Path, capfd: pytest.Captur
     assert sorted(saved_folders(tmp_path)) == [2, 6, 8] and read_latest(tmp_path) == 8
     shown = capfd.readouterr().err
     lines = [line for line in shown.splitlines() if "iteration 4 was not saved" in line]
-    # all ranks fail for the same reason, so it is reported once
+    # all ranks fail for the same reason, so the reason is reported once
     assert len(lines) == 3 and shown.count("No space left") == 1, shown
     assert "No space left" in lines[0] and "2 more attempts" in lines[0] and "given up" in lines[2]
 

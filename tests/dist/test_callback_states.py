@@ -42,7 +42,7 @@ LAYOUTS = {
 
 
 class Sums(Callback):
-    """Callback that sums the weights after each step."""
+    """Callback that adds the weights to its states after each step."""
 
     def after_step(self, run: TrainingRun) -> None:
         by_kind = {kind: [piece for piece in self.states if piece.key == kind] for kind in ("sums", "twice")}
@@ -69,8 +69,8 @@ def averaged(run: TrainingRun) -> dict[tuple[str, int, int], OptimizerPiece]:
 
 
 def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:
-    """Return the validation losses of the averaged and of the trained weights after two steps. An evaluation does not
-    change a single bit of any rank's weights."""
+    """Train two steps, and return two validation losses: one with the averaged weights and one with the trained
+    weights. An evaluation does not change a single bit of any rank's weights."""
     with local_run(config, rank, world_size) as run:
         callbacks, records = run.callbacks, list[dict[str, float]]()
         log = cast("Log", SimpleNamespace(write=records.append, say=print))

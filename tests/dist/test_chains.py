@@ -40,7 +40,8 @@ LAYOUTS = ParallelDims(dp=3), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2), Paralle
 
 
 class OfMatrices(torch.optim.Optimizer):
-    """Optimizer of unsharded tensors that gives matrices to another optimizer as views [stack, rows, columns]."""
+    """Optimizer for unsharded tensors. Passes views of its parameters, such as [stack, rows, columns] for stacked
+    matrices, to the optimizer that `make` returns."""
 
     def __init__(self, groups, metas, make) -> None:
         super().__init__(groups, {})
@@ -177,7 +178,7 @@ def test_a_skipped_step_changes_no_state(kind):
 
 
 class Count(Transform):
-    """Transform with states of every kind and of several dtypes. Each state counts the updates."""
+    """Transform that has a state of every kind, in several dtypes. Each element of each state counts the updates."""
 
     def states(self, meta):
         found = [elements("ones", meta, "bfloat16"), reduced("one", meta, dtype="float32")]

@@ -65,7 +65,8 @@ def module_of(*metas: ParamMeta) -> nn.Module:
 
 
 def misfit(rank: int, world_size: int, root: Path) -> str:
-    """One rank requests a missing key and another rank a wrong shape; every rank reports both errors."""
+    """Request a missing key on rank 0 and a wrong shape on rank 1, and return the error message. The message names both
+    errors on every rank."""
     state = initialize_model_parallel()
     module = module_of(ParamMeta(f"of_rank_{rank}" if rank == 0 else "b", (3,), role="vector"))
     with pytest.raises(ValueError, match="does not fit") as error:

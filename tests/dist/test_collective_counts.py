@@ -67,15 +67,15 @@ def recorded() -> Iterator[list[Call]]:
 
 
 def ring_bytes(calls: list[Call], size: int) -> Fraction:
-    """Return the bytes that a rank sends. Collectives use ring algorithms. The exception is all-to-all, in which a rank
-    sends every block but its own."""
+    """Return the bytes that a rank sends. Collectives other than all-to-all use ring algorithms. In an all-to-all, a
+    rank sends every block except its own."""
     steps = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1}
     return sum((Fraction(size - 1, size) * steps[kind] * nbytes for kind, nbytes in calls), Fraction(0))
 
 
 def all_reduce(nbytes: int, size: int) -> Call:
-    """Return the call that all-reduces an operand of `nbytes` bytes on CPU. Two ranks exchange their operands
-    instead."""
+    """Return the collective call that is expected for an all-reduce of `nbytes` bytes on CPU. Two ranks exchange their
+    operands by all-to-all instead."""
     return ("all_to_all", 2 * nbytes) if size == 2 else ("all_reduce", nbytes)
 
 

@@ -1,4 +1,5 @@
-"""Comparison of the compiled AdamW region with torch's fused kernel. The tests run the region without compiling it."""
+"""Comparison of the AdamW region, which runs compiled in training, with torch's fused kernel. The tests run the region
+without compiling it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Between two log lines, training steps neither read values from the device nor wait for the device.
 
-A run on CPU makes the same calls, so the test records every operation that reads values, needs values for a shape, or
-copies Python numbers. `tests/gpu/test_host_waits.py` has torch itself report such operations on a GPU.
+A run on CPU makes the same calls as a run on GPU. The test therefore records, on CPU, every operation that reads tensor
+values, needs tensor values to determine a shape, or copies Python numbers to the device. `tests/gpu/test_host_waits.py`
+has torch itself report such operations on a GPU.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ HOST_ONLY = (
     "check_ids",  # reads ids on the CPU only; on a GPU, a device-side assertion checks them
 )
 VERDICT = Counter({"host_to_device.py:read tolist": 1})
-"""Expected reads of the previous step's outcome. The outcome consists of four numbers, which are copied to the host at
-the end of that step and read while the gradients of the current step are computed. The host waits only for the event of
-that copy."""
+"""The only expected read in a step: the outcome of the previous step. The outcome consists of four numbers, which are
+copied to the host at the end of that step and read while the gradients of the current step are computed. The host waits
+only for the event of that copy."""
 
 
 def waits(rank: int, world_size: int, flags: str) -> Counter[str]:

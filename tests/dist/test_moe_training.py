@@ -67,7 +67,7 @@ def test_load_and_losses_are_logged_alike_under_every_layout(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("precision", ["--fp16 --initial-loss-scale 4096", "--bf16", "--fp32"])
 def test_auxiliary_gradients_have_the_scale_of_the_other_gradients(precision: str) -> None:
-    """In fp16, the backward pass starts from the loss scale divided by the sequence length."""
+    """In fp16, the initial gradient of the backward pass is the loss scale divided by the sequence length."""
     flags = f"{BASE} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 3"
     expected = train_in_world(1, f"{flags} --fp64".split(), steps=1)
     found = train_in_world(2, f"{flags} {precision} --ep 2".split(), steps=1)

@@ -139,7 +139,7 @@ def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
                 "end": (unit.module.register_forward_hook, unit.module.register_full_backward_hook),
             }
             for event, kinds in hooks.items():
-                # the embedding's input has no gradient
+                # the embedding's inputs are token ids, which have no gradient
                 for register in kinds if "embedding" not in name else kinds[:1]:
                     # Before the unit's own hooks launch collectives.
                     first = {"prepend": True} if event == "begin" else {}

@@ -123,7 +123,7 @@ class Oracle:
         self.optimizer = make_optimizer(groups)
 
     def step(self, step: int, tokens: float, clip: float, weight_decay: float) -> float:
-        """Take one optimizer step and return the gradient norm before clipping."""
+        """Take one step of the reference optimizer and return the gradient norm before clipping."""
         for name, param in self.params.items():
             members = self.state.dims.expt_dp if self.metas[name].expert else self.state.dims.dp * self.state.dims.cp
             total = sum(noise(tuple(param.shape), name, step, member) for member in range(members))
@@ -141,7 +141,7 @@ class Oracle:
 
 
 def optimizer_config(**flags) -> OptimizerConfig:
-    """Return an optimizer configuration with these fields, which may belong to extensions."""
+    """Return an optimizer configuration with the given fields. Fields of extensions are also allowed."""
     return config_of_sections({"optimizer": flags}).optimizer
 
 

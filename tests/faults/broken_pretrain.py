@@ -87,7 +87,7 @@ def other_collective(run: training.TrainingRun) -> None:
 
 
 def other_size(run: training.TrainingRun) -> None:
-    """Enter the next collective of the other ranks with a tensor of a different size."""
+    """Call the collective that the other ranks call next, but with a tensor of a different size."""
     dist.all_reduce(torch.ones(7), group=run.runtime.state.tp.group)
 
 

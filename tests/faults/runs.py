@@ -62,7 +62,7 @@ def run_with_fault(
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Return the running processes whose command line contains a folder."""
+    """Return the ids of all running processes whose command line contains the path of a folder."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -124,7 +124,7 @@ def two_jobs(folder: Path, rounds: int) -> None:
 
 
 def read_only(folder: Path, rounds: int) -> None:
-    """If the data folder is not writable, indices stay in memory or go to --data-cache-path."""
+    """If the data folder is read-only, indices are kept in memory or written to --data-cache-path."""
     prefix = write_data(folder / "data" / "x")
     expected = digest_of(prefix, folder / "alone", 1)
     writable = folder / "elsewhere"

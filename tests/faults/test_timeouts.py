@@ -46,7 +46,7 @@ def test_a_rank_that_is_late_at_start_up_is_named(tmp_path: Path, slow: str, pha
     assert f"did not complete {phase} within --startup-timeout-minutes {LIMIT}: 1" in text
     if slow == "sleep":
         assert "RUN FAILED: rank 1 of 2\n" in text and "rank 1 has not come\nnoticed by rank 0 in " in text, text
-    if slow == "data":  # the rank is alive and reports its phase
+    if slow == "data":  # the slow rank is alive and reports its current phase
         assert re.search(r"RUN FAILED: rank 1 of 2 on \S+\nphase: data\n", text), text
 
 

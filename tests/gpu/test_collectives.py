@@ -30,7 +30,7 @@ def operand(rank: int, rows: int, dtype: torch.dtype = torch.float64, salt: int 
 
 
 def counts(rank: int, size: int) -> list[int]:
-    """Return the number of rows that a rank sends to each rank. Some of these numbers are 0."""
+    """Return how many rows a rank sends to each of the ranks. Some of these numbers are 0."""
     return [(3 * rank + 2 * other) % 4 for other in range(size)]
 
 

@@ -36,7 +36,8 @@ MOE = (
     "--moe-router-enable-expert-bias"
 )
 SAMPLE = 13
-"""A sample of the third micro-batch in the second step, which consists of samples 8 to 15."""
+"""Index of the faulty sample. The sample is in the third micro-batch of the second step, which consists of samples 8 to
+15."""
 
 
 def config_of(flags: str, world_size: int = 1) -> RunConfig:

@@ -78,7 +78,8 @@ def test_label_smoothing_is_that_of_torch(tp: int, vocabulary: int, divisor: int
 
 
 def measured(rank: int, world_size: int, flags: str) -> tuple[float, float, float, dict[str, Any]]:
-    """Return accuracy, loss before and after its measurement, and the record of an evaluation, after a step."""
+    """Take one step, then measure the accuracy. Return the accuracy, the loss before the measurement, the loss after
+    the measurement, and the logged record."""
     load_extensions(EXTENSIONS)
     with running(f"{FLAGS} --accuracy-interval 1 {flags}".split(), rank, world_size) as run:
         train_step(run)

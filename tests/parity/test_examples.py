@@ -50,12 +50,12 @@ PART = ["dp2-to-tp2-sp-pp2-dp2"]
 
 DIFFERENTIABLE = ["goldfish_loss.py", "head_scaled_attention.py", "label_smoothing.py", "sandwich_norm.py"]
 DIFFERENTIABLE += ["trainable_swish.py"]
-"""Examples that define gradients, which are also compared with finite differences."""
+"""Examples that define gradients. Their gradients are also compared with finite differences."""
 
 
 def parity(extension: Path, flags: str, rows: list[str], folder: Path) -> tuple[int, dict[str, dict[str, object]]]:
-    """Return the exit code of the parity command, and its result rows by name. `rows` names the layouts to request,
-    including layouts that only this example has."""
+    """Return the exit code of the parity command, and its result rows by name. `rows` contains the names of the
+    requested layouts. Some of these layouts are defined by the example itself."""
     path = folder / "rows.json"
     command = ["-m", "megatron.testing.parity", "--extension", extension, "--json", path]
     chosen = ["--layouts", *rows] if rows else []

@@ -30,8 +30,8 @@ FLAGS = {
     "memory_storage.py": "",
 }
 
-# Program that runs in the folder of a library, which it imports once. It prints the plan, trains, and converts the
-# result.
+# Program that runs in the folder of a library and imports the library once. The program prints the plan, trains, and
+# converts the result.
 TRIAL = """
 import io, json, multiprocessing, os, runpy, sys
 from contextlib import redirect_stderr, redirect_stdout

@@ -95,7 +95,8 @@ def config(root: Path, **changes: object) -> RunConfig:
 
 
 def refuses(match: str, root: Path, **changes: object) -> None:
-    """Assert that a run with these configuration changes refuses to load from a folder, with a matching message."""
+    """Assert that a run with changed configuration fields refuses to load the checkpoint in a folder, and that the
+    error message matches `match`."""
     with pytest.raises(ValueError, match=match):
         Run(config(root, **changes)).load()
 

@@ -1,4 +1,5 @@
-"""Tokens and attention tiles of context-parallel ranks: every unmasked pair is computed once."""
+"""Partition of tokens and attention tiles among context-parallel ranks. Each unmasked pair of a query and a key is
+computed exactly once."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_many_similar_tensors_are_unpickled_once(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(torch, "load", counted)
     assert loaded(tmp_path, tensors) == bits_of(tensors)
-    assert calls[0] == 4 + 5  # for the four small kinds, and for the large one
+    assert calls[0] == 4 + 5  # four calls for the small kinds, and five for the large kind
 
 
 def test_damaged_files_are_read_as_torch_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

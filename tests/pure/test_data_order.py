@@ -77,7 +77,7 @@ def test_wrongly_guessed_blocks_are_drawn_again(weights, size, lead):
 
 @contextmanager
 def blocks_of(draws, lead, cells):
-    """Use blocks so small that a blend consists of many blocks."""
+    """Reduce the block size within the context, so that a blend consists of many blocks."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("BLOCK", draws), ("LEAD", lead), ("CELLS", cells), ("STREAM", 3 * draws)):
             patch.setattr(indices, name, value)
@@ -131,7 +131,7 @@ def test_samples_are_windows_of_the_document_stream(lengths, samples, seq_length
 
 
 def test_positions_may_exceed_2_31_tokens():
-    """The token count of five documents of 2**30 tokens would overflow int32."""
+    """Five documents with 2**30 tokens each have more tokens than an int32 can represent."""
     lengths = np.full(5, 2**30, np.int32)
     seq_length = 2**28
     plan = indices.plan_epochs(5 * 2**30, None, seq_length)

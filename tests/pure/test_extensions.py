@@ -1,4 +1,4 @@
-"""Extensions: loading, flags of extensions, and messages about extensions that fail.
+"""Tests of loading extensions, of flags that extensions define, and of error messages about faulty extensions.
 
 Registries are never emptied, so each case runs in a separate process, usually a fork.
 """

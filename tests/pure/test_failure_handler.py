@@ -61,8 +61,8 @@ def gone() -> None:
 
 
 def ended(folder: Path, answer: Callable[[], object], end: Callable[[FailureHandler], object]) -> str:
-    """Return the output of a process that exits by calling `end` with an unavailable store. Asserts that the process
-    exits with code 1."""
+    """Call `end` in a process whose store is unavailable, and return the output of the process. Asserts that the
+    process exits with code 1."""
 
     def run() -> None:
         os.dup2(os.open(folder / "screen", os.O_WRONLY | os.O_CREAT), 2)

@@ -47,7 +47,7 @@ def given(flag: Flag) -> str:
 
 
 def asked(condition: Condition) -> str:
-    """Return flags that satisfy a condition, or its first alternative."""
+    """Return flags that satisfy a condition. If the condition has alternatives, satisfy the first one."""
     name, *rest = condition.parts[0].split(" or ")[0].split()
     if name == "--rope-type":
         return "--rope-type yarn --position-embedding-type rope"

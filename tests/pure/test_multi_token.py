@@ -23,9 +23,9 @@ CONFIG = replace(GPT, num_layers=3, mtp_num_layers=2, mtp_loss_scaling_factor=0.
 
 
 def losses_written_out(model: GPTModel, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-    """Return the main loss sum and the loss sums of both prediction depths. The losses follow the formula of arXiv
-    2412.19437 with the model's norms, projections and layers. A loop over single tokens determines which tokens
-    count."""
+    """Return the main loss sum and the loss sums of both prediction depths. The losses are computed by the formula of
+    arXiv 2412.19437, using the norms, projections and layers of the model. A loop over single tokens determines which
+    tokens count."""
     b, s = batch.tokens.shape
     words, table = model.embedding.word_embeddings.weight, model.embedding.position_embeddings.weight
     positions = torch.arange(s).expand(b, s) if batch.position_ids is None else batch.position_ids

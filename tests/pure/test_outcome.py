@@ -32,8 +32,8 @@ def test_the_status_file_shows_the_begin_and_the_end_of_a_run(tmp_path: Path) ->
 
 
 def test_ends_are_recorded_as_events(tmp_path: Path) -> None:
-    """Events are written to the checkpoint folder even if no script requests a status file, but not before the folder
-    exists."""
+    """Events are written to the checkpoint folder even without a status file. If the folder does not exist yet, no
+    event is written."""
     save = tmp_path / "save"
     for code in (ExitCode.FAILED, ExitCode.TO_BE_RESUMED, ExitCode.KILLED + 9):
         outcome = Outcome.from_environment({})

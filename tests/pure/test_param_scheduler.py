@@ -1,4 +1,5 @@
-"""Learning rate schedules compared with closed forms, at their corners and in between."""
+"""Learning rate schedules are compared with closed forms, both at the boundaries of their phases and within the
+phases."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def activated(x: Tensor, compiled: bool, kind: Kind, biased: bool = False) -> Te
 
 
 def experts_of(x: Tensor, compiled: bool) -> Tensor:
-    """Return rows of three experts, followed by two spare rows, multiplied by input weights and with sharded biases
-    added."""
+    """Multiply the rows of three experts by weights, add sharded biases, and return the result. The input also has two
+    spare rows at the end."""
     rows, bias = x.flatten(0, 1)[:8], x[4].reshape(4, 20)[:3, :8]
     weights, segments = rows[:, 1].sigmoid(), Segments.of_counts(torch.tensor([3, 0, 3]), spare=True)
     if compiled:

@@ -184,7 +184,7 @@ EXPERTS = replace(GPT, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32)
 
 
 class ScaledNorm(nn.Module):
-    """RMSNorm with a second parameter."""
+    """RMSNorm variant with a second learnable parameter, `scale`."""
 
     def __init__(
         self, name: str, size: int, config: TransformerConfig, ctx: TPContext, partial_over: tuple[str, ...]

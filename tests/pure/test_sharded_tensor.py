@@ -86,7 +86,8 @@ def test_replicas_do_not_write(tmp_path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_of_a_buffer_is_written_without_a_copy(dtype: torch.dtype) -> None:
-    """DCP would copy a tensor whose storage is larger than the tensor."""
+    """DCP copies a tensor if the tensor's storage is larger than the tensor itself. The tensor must therefore have a
+    storage of exactly its size."""
     buffer = torch.arange(24).to(dtype)
     boxes = ShardedBoxes((6, 2), [((0, 0), buffer[4:8].view(2, 2)), ((2, 0), buffer[8:16].view(4, 2))])
     for index, (offset, first) in enumerate((((0, 0), 4), ((2, 0), 8))):

@@ -54,8 +54,8 @@ def gradients(overwrite: bool, together: bool = False) -> list[Tensor]:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_gradients_are_bit_identical_to_sums_from_zeros(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The padding is equal too, because it contributes to norms. Depending on `together`, small gradients are processed
-    in groups or one by one."""
+    """The padding in the gradient buffers must also be equal, because gradient norms include the padding. Depending on
+    `together`, small gradients are processed in groups or one by one."""
     expected = gradients(overwrite=False)
     monkeypatch.setattr(param_and_grad_buffer, "AT_A_TIME", 3)
     monkeypatch.setattr(param_and_grad_buffer, "LARGEST", 100)

@@ -30,7 +30,7 @@ def operands(groups: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, T
 
 
 class NarrowTiles(TorchKernel):
-    """Kernel whose tiles have few queries, as for long sequences."""
+    """Kernel that limits tiles to five queries, as tiles are limited for long sequences."""
 
     most_queries = 5
 
@@ -54,8 +54,8 @@ def dense(
     sinks: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:
-    """Attention by its definition: softmax over the whole row, with -inf for hidden keys. A sink is one more score
-    whose weight is dropped."""
+    """Attention by its definition: softmax over the whole row, with -inf for hidden keys. An attention sink is an
+    additional score that takes part in the softmax but has no value."""
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) * SCALE
     scores = scores if cap is None else cap * torch.tanh(scores / cap)

@@ -160,8 +160,8 @@ def exists(name: str, packages: dict[str, ast.Module]) -> bool:
 
 DOTTED = re.compile(r"`(megatron(?:[.:]\w+)+)(?:\(.*?\))?`")
 CAMEL = re.compile(r"`([A-Z][a-z]\w*[A-Z]\w*)(?:\.\w+)*(?:\(.*?\))?`")
-"""Pattern for a class, or for an attribute or call of a class. `MyOptimizer` and similar names mean a class of the
-reader."""
+"""Pattern for a class name in backticks, optionally followed by an attribute or a call. `MyOptimizer` and similar names
+mean a class of the reader."""
 
 
 def missing(text: str, packages: dict[str, ast.Module], known: set[str]) -> list[str]:

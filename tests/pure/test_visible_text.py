@@ -13,7 +13,7 @@ from megatron.training.reliability.visible_text import LONGEST, VisibleStream, e
 from tools.common import run_tool
 
 TITLE = "\x1b]0;owned\x07"
-"""Escape sequence that renames the window of a terminal."""
+"""Terminal escape sequence that sets the window title."""
 
 
 def test_control_characters_are_shown_and_text_is_unchanged() -> None:

@@ -41,8 +41,8 @@ def test_each_kind_of_parallelism_is_compared_with_that_of_torch() -> None:
 
 
 def test_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transformers model has the style's number of parameters and returns a loss. With a wider MLP, the number
-    differs."""
+    """The transformers model has as many parameters as the style and returns a loss. A model with a wider MLP has more
+    parameters and is refused."""
     pytest.importorskip("transformers")
     import torch
 

@@ -51,5 +51,5 @@ def test_the_planned_memory_matches_a_published_pipeline() -> None:
     every = list(published_runs(MEMORY))
     assert all(run.published.keys() == {"memory"} for run in every)
     [found] = plan_peaks([run for run in every if run.model == "gpt-6.2b" and run.vp == 1])
-    assert found.scores == 5 * 7 * 4 * 3 * 32 * 1024**2 / 2**30  # 7 micro-batches in flight, 4 layers
+    assert found.scores == 5 * 7 * 4 * 3 * 32 * 1024**2 / 2**30  # scores of 7 micro-batches in flight in 4 layers
     assert abs(found.error_with_scores) < 0.02

@@ -55,7 +55,7 @@ class Audited:
     """Loss and gradient norm of each step."""
 
     seconds: float
-    """CPU seconds of the first rank from the second log line to the last."""
+    """CPU seconds that the first rank used between its second log line and its last log line."""
 
 
 def flip(x: Tensor, bit: int, place: int = 0) -> None:

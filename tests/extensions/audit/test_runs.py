@@ -16,7 +16,7 @@ from tests.forked import run_forked
 
 
 def faulty(argv: list[str]) -> int:
-    """Run `pretrain_gpt.main`. In the first start, two GEMMs of rank 1 are wrong."""
+    """Run `pretrain_gpt.main` with a fault: in the run's first start, rank 1 computes two GEMMs incorrectly."""
     whole = training.train
 
     def train(run: TrainingRun) -> ExitCode:

@@ -39,8 +39,8 @@ def statistics_of(run: TrainingRun) -> LayerStatistics:
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
-    """Return the statistics of layers and parameters by name, without the norms per tensor-parallel rank, which one
-    process does not have."""
+    """Return all statistics of layers and parameters, keyed by name. Norms per tensor-parallel rank are left out,
+    because a one-process run has none."""
     layers = record["layers"]
     found = {}
     for name, values in layers.items():

@@ -1,4 +1,5 @@
-"""Non-finite steps are found, saved and replayed, both under a layout and in one process."""
+"""Steps with a non-finite loss or gradient are detected, saved and replayed. The tests use one process and several
+parallel layouts."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def texts_of(path: Path) -> list[str]:
-    """Return the texts in an SVG file; a parser must accept the file."""
+    """Parse an SVG file and return the text of its text elements."""
     return [text.text or "" for text in ET.parse(path).iter(f"{SVG}text")]
 
 

@@ -153,7 +153,7 @@ def test_a_run_reports_why_it_traces_nothing_and_traces_the_rest_when_resumed(tm
 
 
 class FakeEvent:
-    """Event of an idle stream: it completes when it is recorded."""
+    """Fake CUDA event on an idle stream. The event completes as soon as it is recorded."""
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing

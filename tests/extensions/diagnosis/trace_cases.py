@@ -94,4 +94,4 @@ def cross(slices: Sequence[tuple[float, float]]) -> bool:
 
 
 TOLERANCE = 2e-3
-"""Tolerance in microseconds, for sums of rounded numbers."""
+"""Tolerance in microseconds when sums of rounded times are compared."""

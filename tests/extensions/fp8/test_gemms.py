@@ -173,8 +173,8 @@ def test_a_gemm_equals_that_of_the_dequantized_operands(dtype: torch.dtype, out:
 
 
 def test_cpus_multiply_dequantized_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own fp8 kernel is never called on a CPU, because not every CPU supports it. The call that GPUs use gives
-    the same result."""
+    """torch's own fp8 kernel is never called on a CPU, because not every CPU supports it. The call that is used on
+    GPUs, emulated here, gives the same result."""
     x, w = spread(48, 64), spread(32, 64)
     asked = []
 

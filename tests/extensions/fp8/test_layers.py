@@ -1,5 +1,5 @@
-"""Linear layers in fp8 over tensor-parallel ranks are compared with one process. Values around the casts are fp32
-instead of bf16. The GEMMs of experts are compared with one GEMM of dequantized operands per expert.
+"""Linear layers in fp8 over tensor-parallel ranks are compared with one process. Apart from the fp8 casts, all values
+are fp32 instead of bf16. The GEMMs of experts are compared with one GEMM of dequantized operands per expert.
 
 Every rank casts its part of a tensor as one process casts the whole tensor, so only the order of sums differs.
 """
@@ -59,8 +59,8 @@ def whole(x: Tensor, sp: bool, state: ParallelState) -> Tensor:
 
 
 def steps(rank: int, size: int, sp: bool, recipe: str) -> dict[str, Tensor]:
-    """Return the gathered results of two steps of two micro-batches: output, gradients of input and weights, and amax
-    histories."""
+    """Run two steps with two micro-batches each, and return the results gathered from all ranks: outputs, gradients of
+    inputs and weights, and amax histories."""
     state = initialize_model_parallel(size)
     config = Fp8Flags(fp8_format="hybrid", fp8_recipe=recipe)
     fp8 = Fp8Format(config, range(1), WeightCasts())

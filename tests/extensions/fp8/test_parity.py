@@ -36,7 +36,7 @@ BASE = (
 )
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 WHOLE_TILES = "--kv-channels 128 --ffn-hidden-size 256"
-"""Widths for blockwise runs, so that no tile spans two ranks."""
+"""Flags for blockwise runs that make the widths multiples of a tile, so that no tile spans two ranks."""
 
 
 def flags_of(recipe: str, more: str = "") -> list[str]:
@@ -96,7 +96,8 @@ WHOLE = [
     needs("overlap", "delayed", 4, EXPERTS, f"--pp 2 --ep 2 --pipeline-schedule zb-h2 {IN_TURNS}", 1e-3),
     ("blockwise", 4, WIDE_EXPERTS, f"{SP} --etp 2 --ep 2", 0.05),
 ]
-"""Each case: recipe, number of ranks, flags of both runs, flags of the layout, and error bound for gradients."""
+"""Each case consists of the recipe, the number of ranks, the flags of both runs, the layout flags of the parallel run,
+and the error bound for gradients."""
 
 
 @pytest.mark.grid(("recipe", "ranks", "model", "layout", "bound"), PART, WHOLE)

@@ -30,8 +30,8 @@ OF_FP8 = [
 
 @pytest.mark.grid("case", [("delayed", 2, "--micro-batch-size 4")], OF_FP8)
 def test_fp8_layers_compute_the_same_bits(case: tuple[str, int, str]) -> None:
-    """The comparison covers amax histories, casts that are freed with the weights, and all states of the third step,
-    after two steps whose weights were not read."""
+    """The test compares all values of the third step, including amax histories. The first two steps do not read the
+    weights, so that fp8 casts are freed together with the weights."""
     recipe, ranks, layout = case
     plain = third_step(recipe, ranks, layout)
     histories = [key for key in plain.tensors if key.endswith("amax_history")]

@@ -1,5 +1,6 @@
-"""Calls and backward passes of FlashAttention-3 and cuDNN attention, which are replaced with their definitions on CPU.
-Also covers kernels that require equal widths of keys and values, called with values of a different width."""
+"""Tests of the calls and backward passes of FlashAttention-3 and cuDNN attention. On CPU, both are replaced with
+plain-torch definitions. Also covers kernels that require equal widths of keys and values, called with values of a
+different width."""
 
 from __future__ import annotations
 
@@ -171,7 +172,7 @@ def dense_backward(
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_cudnn_computes_tiles(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cases include whole samples and the tiles of context-parallel ranks."""
+    """The cuDNN kernel is tested on whole samples and on the attention tiles of context-parallel ranks."""
     monkeypatch.setattr(backends, "cudnn_attention", dense_forward)
     monkeypatch.setattr(backends, "cudnn_attention_backward", dense_backward)
     compare(CudnnKernel(SCALE), groups, None, None)

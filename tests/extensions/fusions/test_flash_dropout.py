@@ -255,7 +255,7 @@ TYPES: dict[str, Any] = {
 def test_kernels_compile_to_tensor_core_instructions(
     kernels: Sequence[str], widths: Sequence[int], capabilities: Sequence[int]
 ) -> None:
-    """The compiled kernels also fit into shared memory."""
+    """The test also checks that the compiled kernels fit into shared memory."""
     from megatron.extensions.speed.fusions.attention import flash_dropout_triton as triton
 
     found = {

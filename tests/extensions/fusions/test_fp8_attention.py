@@ -1,5 +1,5 @@
-"""Attention with an fp8 forward pass: its error, the interpreted and the compiled Triton kernel, calls of
-FlashAttention-3, the choice of a kernel, and the plan."""
+"""Attention with an fp8 forward pass. The tests cover the error, the interpreted Triton kernel, the compiled Triton
+kernel, calls of FlashAttention-3, the choice of a kernel, and planned memory."""
 
 from __future__ import annotations
 
@@ -190,7 +190,8 @@ SHAPE = AttentionShape(16, 2, 4, 2, 8, 8, torch.bfloat16)
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> None:
-    """Make each kernel take the given number of seconds. Kernels without a given time raise an error."""
+    """Replace the kernel timer, so that each kernel seems to take the given number of seconds. Kernels without a given
+    time raise an error."""
 
     def lazily(shape: AttentionShape, device: torch.device, name: str) -> Callable[[], object]:
         return lambda: seconds[name]

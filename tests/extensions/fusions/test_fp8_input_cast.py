@@ -1,5 +1,5 @@
-"""Casts and sums that are fused into the neighbours of linear layers. The fused model equals the model without these
-fusions. Both models are bit-identical if the order of rounding is the same."""
+"""Fusion of fp8 casts and bias gradient sums into the operations before and after linear layers. The fused model equals
+the model without these fusions. Both models are bit-identical if the order of rounding is the same."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def kernel(run: Callable[..., Tensor]) -> FusedKernel:
 
 
 def clock_of(slow: float) -> Callable[[Callable[[], object]], float]:
-    """Return a clock for which the kernel, which is timed first, takes `slow` times as long as torch."""
+    """Return a clock that reports `slow` seconds for a kernel and one second for torch. The kernel is timed first."""
     seconds = iter([slow, 1.0] * 9)
 
     def clock(run: Callable[[], object]) -> float:

@@ -55,8 +55,8 @@ def test_the_definition_matches_autograd(dtype: torch.dtype, width: int, vocab_s
 
 @apart(interpret=True)
 def test_interpreted_losses_and_gradients_match_the_definition() -> None:
-    """Some rows are shorter than a block; others span several blocks and end within a block. There are more rows than
-    kernel programs."""
+    """Some rows are shorter than a block; others span several blocks and end within a block. The number of rows exceeds
+    the number of kernel programs."""
     from megatron.extensions.speed.fusions.kernels import cross_entropy_triton as kernels
 
     kernels.THREADS, kernels.EACH, kernels.WARPS = 16, 8, 1

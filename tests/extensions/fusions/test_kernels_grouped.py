@@ -84,7 +84,7 @@ CASES = (
     ([0, 0, 600, 0], 16, 24),  # there is one tile, which is split into four parts
     ([290, 2, 0, 0], 20, 64),  # there are two tiles, and each is split into two parts
     ([40, 33, 32, 48, 17], 40, 40),
-    ([9], 136, 64),  # more rows of tiles than fit into a group that shares operands
+    ([9], 136, 64),  # too many rows of tiles for one group of tiles that share operands
 )
 """Each case: rows of each expert, outputs and inputs. Some of these sizes are not multiples of a tile."""
 
@@ -138,7 +138,7 @@ def test_schedules_order_experts_and_split_the_last_tiles() -> None:
         assert stops.tolist() == [ends.tolist()[e] for e in numbers]
         return head.tolist(), numbers
 
-    # [experts without rows, whole tiles, split tiles, parts]
+    # The first list counts experts without rows, whole tiles, split tiles, and parts per split tile.
     assert scheduled([64, 0, 6400, 640], 44, 132, 132) == ([1, 132, 0, 1], [1, 0, 3, 2])
     assert scheduled([64, 0, 6400, 640], 50, 132, 132) == ([1, 132, 18, 4], [1, 0, 3, 2])
     assert scheduled([0, 0, 6400, 0], 50, 132, 132) == ([3, 0, 50, 2], [0, 1, 3, 2])

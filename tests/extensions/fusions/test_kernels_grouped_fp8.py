@@ -167,8 +167,8 @@ def test_every_mutant_of_a_kernel_is_detected() -> None:
 
 @apart(interpret=False)
 def test_kernels_of_experts_in_fp8_compile_without_spills() -> None:
-    """The kernels compile for L40S, H100 and B200, within their shared memory. On Hopper, they prefetch steps of the
-    loop."""
+    """The kernels compile for L40S, H100 and B200 and fit into the shared memory of these GPUs. On Hopper, the kernels
+    prefetch the operands of later loop iterations."""
     from megatron.extensions.speed.fusions.kernels import grouped_fp8_triton as kernels
 
     types = dict.fromkeys(("dy", "x", "w"), "*fp8e4nv") | dict.fromkeys(("dy_scale", "x_scale", "w_scale"), "*fp32")

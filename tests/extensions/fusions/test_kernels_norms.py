@@ -173,7 +173,7 @@ FEW = 16
 """Tolerated spilled bytes per thread, equivalent to one or two loads."""
 
 NAMED = Backward(4096, False, False), Backward(8192, False, False), Backward(12288, centered=True, sums=True)
-"""Sizes of the norms of Llama 8B and 70B, and of GPT-3, which has biases."""
+"""Norm sizes of Llama 8B, Llama 70B and GPT-3. Only GPT-3's norms have biases."""
 
 CAPABILITIES = (80, "fp8e5"), (90, "fp8e4nv")
 

@@ -108,8 +108,8 @@ def states_of(config: TransformerConfig) -> list[tuple[ParamMeta, torch.dtype]]:
 
 
 def verdicts(config: TransformerConfig) -> Iterator[tuple[str, str]]:
-    """Yield (family, verdict) for the model's export to each family: exported, refused, or a description of the
-    fault."""
+    """Yield one tuple (family, verdict) for the model's export to each family. The verdict is "exported", "refused", or
+    a description of the fault."""
     try:
         choose_family(config)
     except ValueError:
@@ -128,7 +128,8 @@ def verdicts(config: TransformerConfig) -> Iterator[tuple[str, str]]:
 
 
 def difference(config: TransformerConfig, family: str, written: dict[str, Any], parameters: dict[str, Tensor]) -> str:
-    """Return how the model that is read from an export differs from `config`, or `EXPORTED` if it does not."""
+    """Read an export back, and describe how the resulting model differs from `config`. Return `EXPORTED` if there is no
+    difference."""
     try:
         tensors = to_hf(parameters, config, family)
     except ValueError as error:

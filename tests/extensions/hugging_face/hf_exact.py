@@ -72,7 +72,7 @@ def model_with(model_type: str, settings: Mapping[str, Any]) -> Any:
     build = partial(transformers.AutoModelForCausalLM.from_config, config, dtype=torch.float64)
     try:
         model = build(**OPTIONS.get(model_type, EXACT))
-    except ValueError:  # the model supports only eager attention
+    except ValueError:  # some models support only eager attention
         model = build(**EAGER)
     return exact(model.eval())
 
@@ -106,8 +106,8 @@ def is_state(name: str) -> bool:
 
 def weights(model: Any) -> dict[str, Tensor]:
     """Return the weights as the model's files contain them: under published names, without a tied output layer, and
-    expert by expert. Leave out the unused weights of zero-computation experts in LongCat-Flash's class, because
-    published files do not have them."""
+    expert by expert. For LongCat-Flash, leave out the weights of zero-computation experts. The transformers class has
+    these unused weights, but published files do not."""
     family = family_of({"model_type": model.config.model_type})
     ignored = tuple(family.ignored)
     with TemporaryDirectory() as folder:

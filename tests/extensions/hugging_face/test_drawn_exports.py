@@ -12,8 +12,8 @@ from tests.gpt_cases import LLAMA
 from tests.moe_cases import DEEPSEEK
 
 BIASED_EXPERTS = replace(DEEPSEEK, moe_shared_expert_intermediate_size=None)
-"""The model has sigmoid scores and an expert bias. The first families that support both have two different head
-widths."""
+"""The model has sigmoid scores and an expert bias. The first families that support both features require different head
+widths for keys and values."""
 
 
 @pytest.mark.parametrize(

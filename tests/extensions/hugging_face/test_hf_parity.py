@@ -84,7 +84,7 @@ CACHED = (
 
 
 WITHOUT_CACHE = ("qwen3_5_text", "qwen3_next", "nemotron_h")
-"""Families for which transformers fails with a cache or generates a different text with it."""
+"""Families for which transformers fails or generates a different text if a KV cache is used."""
 
 
 @pytest.mark.parametrize("family", [each for each in CACHED if each in INSTALLED])

@@ -64,7 +64,7 @@ def test_values_implied_by_other_keys_may_be_missing(
 
 
 SOME = ("llama", "qwen2", "kimi_linear", "mpt", "gpt2", "deepseek_v3", "falcon_h1", "cohere2", "gemma3_text", "mixtral")
-"""Families with different readers of config.json; --whole tests all families."""
+"""Sample of families whose config.json files are read by different code. With --whole, all families are tested."""
 
 
 @pytest.mark.usefixtures("fp64")
@@ -138,8 +138,8 @@ def test_older_keys_and_other_names_are_read(model_type: str) -> None:
 
 
 def test_every_key_that_classes_write_is_known() -> None:
-    """The test covers each family's default config.json and that of the tiny model. A key that a class writes but does
-    not read must be listed if its value differs."""
+    """The test covers each family's default config.json and that of the tiny model. If a config.json has a non-default
+    value for a key that the transformers class writes but never reads, the key must be listed."""
     found = {}
     for name in FAMILIES:
         for settings in ({}, sweep.tiny(name)):

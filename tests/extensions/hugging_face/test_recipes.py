@@ -40,7 +40,8 @@ def published_model(settings: Any) -> torch.nn.Module:
         settings.time_step_min = settings.time_step_max  # drawing initial step sizes requires a minimum above 0
     if settings.model_type != "step3p5":
         model = transformers.AutoModelForCausalLM.from_config(settings)
-        if settings.model_type == "longcat_flash":  # the class also has unused weights of zero-computation experts
+        # remove the unused weights of zero-computation experts, which only the transformers class has
+        if settings.model_type == "longcat_flash":
             for experts in (layer.mlp.experts for layer in model.model.layers):
                 experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj[: settings.n_routed_experts])
         return model

@@ -27,7 +27,8 @@ FLAGS = f"""--cpu --fp64 --mock-data --seq-length 16 --micro-batch-size 2 --glob
 
 
 def train_both(rank: int, world_size: int, theirs: Any, config: RunConfig) -> list[float]:
-    """Assert that loss and gradient norm are equal in each step, and all weights after the last one."""
+    """Train both models. Assert that losses and gradient norms are equal in each step, and that all weights are equal
+    after the last step."""
     groups = [
         {"params": [p for p in theirs.parameters() if (p.ndim > 1) is decays], "weight_decay": DECAY * decays}
         for decays in (True, False)

@@ -68,7 +68,7 @@ def there_and_back(stored: Mapping[str, Tensor], config: TransformerConfig, mode
 
 
 def model_of(read: Mapping[str, Tensor], config: TransformerConfig) -> GPTModel:
-    """Return a one-process fp64 model with these parameters."""
+    """Build an fp64 model for one process, and copy the given parameters into the model."""
     model = GPTModel(config, FP64, weights=WeightSetup(initialize=False)).eval()
     copy_shards_(model.parameters(), read, ParallelState().coords)
     return model

@@ -44,7 +44,7 @@ class Endless(ByteTokenizer):
 
 
 class Served:
-    """Server in this process, with methods for clients."""
+    """HTTP server that runs in this process, with methods that send requests to the server."""
 
     def __init__(self, engine: Engine, loop: EngineLoop, server: ApiServer) -> None:
         self.engine, self.loop, self.server = engine, loop, server

@@ -72,7 +72,8 @@ def soaked_main(run: Run, every: int) -> Callable[[list[str]], int]:
 
 
 def sample_of(run: Run, parents: Sequence[int]) -> dict[str, Sample]:
-    """Return the measurements of each process by name. Raises OSError while ranks are being restarted."""
+    """Measure all processes, and return one sample per process, keyed by name. Raises OSError if a process is missing
+    because ranks are being restarted."""
     found = {f"parent {number}": measured(pid) for number, pid in enumerate(parents)}
     for number, pid in enumerate(parents):
         (child,) = children_of(pid)
@@ -115,9 +116,9 @@ def table(samples: Sequence[tuple[int, Mapping[str, Sample]]]) -> list[str]:
 
 
 def phases(screen: str, events: Sequence[Mapping[str, Any]]) -> str:
-    """Return the median seconds of each phase of a restart. The phases are detection of the failure, the end of the
-    ranks, meeting and forking of their parents, and the time to the first step. The parts of start-up are listed
-    too."""
+    """Return the median seconds of each phase of a restart. A restart has these phases: the failure is detected, the
+    ranks end, the parent processes meet, the parents fork new ranks, and the first step ends. The parts of start-up are
+    listed too."""
     lines = re.findall(r"^ *start-up \(s\): (.*)$", screen, re.MULTILINE)[1:]
     starts = [dict(part.rsplit(" ", 1) for part in line.split(" | ")) for line in lines]
     pairs = list(zip(events, starts, strict=False))

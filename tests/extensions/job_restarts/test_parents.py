@@ -36,7 +36,7 @@ def test_all_parents_follow_the_first_decision() -> None:
     second.store.set("here/1/1", "1")
     made = first.gather(1, BEFORE, lambda came, hosts: Start((0, 1), tuple(came), "first", ("why",)))
     assert made == Start((0, 1), (0, 1, 2), "first", ("why",))
-    # A late proposal, by a parent that has not seen the decision.
+    # The second parent has not seen the decision and makes a late proposal.
     second._propose(1, Start((1, 0), (0, 1, 2), "second"))
     assert second.gather(1, BEFORE, lambda came, hosts: Start((), ())) == made
 

@@ -1,4 +1,5 @@
-"""Restarts of ranks within the job: after which exits, how often, and together with all other ranks."""
+"""Restarts of ranks within the job. The tests cover which exits cause a restart, how often ranks are restarted, and
+that all ranks are restarted together."""
 
 from __future__ import annotations
 
@@ -255,7 +256,7 @@ def test_the_launcher_decides_if_a_parent_is_missing(
 
 
 def test_a_parent_that_is_launched_late_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank may fail before the launcher has started the other ranks."""
+    """A rank may fail before the launcher has launched all ranks."""
     monkeypatch.setattr(parents, "ROLL", 0.5)
     monkeypatch.setattr(parents, "SILENT", 0.5)
     at_once = Parents.of.__func__  # type: ignore[attr-defined]

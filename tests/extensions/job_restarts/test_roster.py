@@ -1,4 +1,4 @@
-"""Assignment of ranks to the launcher's processes after some processes are lost."""
+"""The roster assigns ranks to the remaining processes of the launcher after some processes are lost."""
 
 from __future__ import annotations
 

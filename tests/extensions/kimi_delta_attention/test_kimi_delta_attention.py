@@ -25,7 +25,7 @@ operands = partial(delta_operands, 3, (3, 5))
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 64), (9, 64), (48, 16), (53, 24), (70, 64)])
 def test_chunks_match_the_recurrence(length: int, chunk: int, packed: bool) -> None:
-    """The lengths give one chunk or several, some of them partial."""
+    """The sequence lengths cover one chunk, several chunks, and a partial last chunk."""
     check_chunks(gated_delta_chunks, gated_delta_steps, operands(length), chunk, packed)
 
 

@@ -216,8 +216,8 @@ def test_pattern_chooses_full_or_linear_attention() -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_flops_of_gated_delta_nets(steps: int) -> None:
     """The test counts the FLOPs per row in chunks of 64 rows. Products of [64, 64] by [64, d] and products with the
-    state count three times. Sums of decays count twice, and the gradient of the triangular solution once. Recomputation
-    in the backward pass does not count."""
+    state count three times. The FLOPs of decay sums count twice. The FLOPs of the gradient of the triangular solve
+    count once. Recomputation in the backward pass does not count."""
     more = {"linear_num_householder": steps}
     config = with_fields(TransformerConfig(**shape(1, 32, 4, 64, 128, 128)), LLAMA | LINEAR | more)
     plain = TransformerConfig(**shape(1, 32, 4, 64, 128, 128), **LLAMA)

@@ -96,7 +96,7 @@ def test_table_values_are_tagged_with_their_row_number() -> None:
 def test_a_resumed_run_hides_only_the_records_that_it_rewrites(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for first, last in ((1, 6), (4, 12), (11, 14)):  # the second run hides the record at 8 samples; the third does not
+    for first, last in ((1, 6), (4, 12), (11, 14)):  # only the second run hides a record by rewriting its step
         run(tmp_path, first, last, tensorboard_dir=str(tmp_path / "board"))
     events = EventAccumulator(str(tmp_path / "board"))
     events.Reload()
@@ -111,7 +111,7 @@ def test_a_resumed_run_hides_only_the_records_that_it_rewrites(tmp_path: Path) -
 def test_a_full_disk_costs_tensorboard_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The writer's thread fails at records 3 and 4. The run notices the failure later, continues, and writes these
+    """The writer's thread fails at records 3 and 4. The run detects the failure later, continues, and writes the lost
     records again."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer.record_writer import RecordWriter

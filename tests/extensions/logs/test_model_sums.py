@@ -20,8 +20,8 @@ EXPERTS = MODEL + "--num-experts 4 --moe-aux-loss-coeff 0.01 "
 
 
 def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Return (logged values after a step, reference values). The reference is counted parameter by parameter, which is
-    correct in one process."""
+    """Return two dictionaries after one step: the logged values, and reference values. The reference is summed
+    parameter by parameter, which is only correct in one process."""
     with running(flags.split(), rank, world_size) as run:
         train_step(run)
         (meter,) = (meter for meter in run.meters if isinstance(meter, ModelSums))

@@ -30,7 +30,7 @@ def data(tmp_path: Path) -> list[str]:
 
 
 def log_of(folder: Path, data: list[str], world_size: int, flags: str) -> Path:
-    """Train, and return the sample log. Checkpoints are saved to the same folder."""
+    """Train, and return the path of the sample log. Checkpoints are saved to the same folder."""
     log = folder / "samples.jsonl"
     argv = [*MODEL, *data, "--sample-log", str(log), "--save", str(folder), *flags.split()]
     run_world(world_size, train_to_the_end, argv)

@@ -31,7 +31,7 @@ def interleaved(tmp_path: Path) -> Path:
     return unpack("legacy_interleaved", tmp_path)
 
 
-# Other forms of the same checkpoint
+# Tests that convert other variants of the same checkpoint
 
 
 def ranks(folder: Path) -> list[Path]:
@@ -77,8 +77,8 @@ TE_NAMES = {
 
 
 def test_norms_may_be_fused_and_fp8_states_are_left_out(theirs: Path, tmp_path: Path) -> None:
-    """In names of Transformer Engine, a norm belongs to the following linear layer, and the expert number comes
-    last."""
+    """Transformer Engine names a norm as part of the following linear layer, and puts the expert number at the end of a
+    name."""
     experts = product(range(2), ("linear_fc1.weight", "linear_fc2.weight"))
     names = {f".experts.local_experts.{number}.{linear}": f".experts.{linear}{number}" for number, linear in experts}
 
@@ -92,7 +92,8 @@ def test_norms_may_be_fused_and_fp8_states_are_left_out(theirs: Path, tmp_path: 
 
 
 def test_experts_stored_in_one_tensor_are_read(tmp_path: Path) -> None:
-    """weight1 [h, experts * 2 ffn] and weight2 [experts * ffn, h] are views of [experts, input, output channels]."""
+    """The tensors weight1 [h, experts * 2 ffn] and weight2 [experts * ffn, h] are views of one tensor each, with shape
+    [experts, input channels, output channels]."""
 
     def change(content: dict[str, Any]) -> None:
         model = content["model"]
@@ -170,7 +171,7 @@ def test_fp32_parameters_and_the_loss_scale_are_converted(scaled: bool, interlea
     for key in before.tensors:
         main = key.replace("model.", "optimizer.main_param.")
         assert torch.equal(after.read(main), before.read(key))
-    samples = 4  # number of samples per replica, by which Megatron-LM divides the scaled loss
+    samples = 4  # Megatron-LM divides the scaled loss by the number of samples per replica
     expected = {"scale": 4096 / samples, "good_steps": 3, "allowance": 1} if scaled else {}
     assert after.payload["optimizer"]["loss_scaler"] == expected
     convert("--input", tmp_path / "after", "--output", tmp_path / "back", "--to", "megatron")

@@ -25,7 +25,8 @@ EXPERTS = "--num-experts 4 --moe-layer-freq [0,1,0,1] --moe-ffn-hidden-size 8"
 
 
 def writers(tp: int, ep: int, expt_tp: int) -> list[tuple[int, int]]:
-    """Return the (TP, EP) ranks of the first replica of a stage's experts. These ranks write the files."""
+    """Return one tuple (TP rank, EP rank) for each rank that writes files. These ranks form the first replica of the
+    experts in a pipeline stage."""
     return [(rank % tp, rank // expt_tp % ep) for rank in range(ep * expt_tp)]
 
 

@@ -1,5 +1,5 @@
-"""Shortcut-connected experts: the last layer leaves no pending output; text generation. The tests of Hugging Face
-families compare LongCat-Flash with transformers."""
+"""Shortcut-connected experts. The last layer must not leave an expert output pending. Text generation is also tested.
+The tests of Hugging Face families compare LongCat-Flash with transformers."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def metas_of(config: RunConfig) -> dict[str, ParamMeta]:
 
 
 def rates(flags: str, *names: str) -> dict[str, tuple[float, float, float]]:
-    """Return the factors of learning rate, epsilon and weight decay, keyed by parameter name."""
+    """Return the multipliers of learning rate, epsilon and weight decay, keyed by parameter name."""
     config = config_of(flags)
     metas = metas_of(config)
     groups = {name: config.optimizer.group_of(metas[name]) for name in names}

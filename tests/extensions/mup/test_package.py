@@ -1,7 +1,7 @@
 """Learning rates and weight decays of an MLP and a transformer equal those of Microsoft's package mup 1.0.0.
 
-`mup_1_0_0.json` holds the package's values. If the package is on the path, the test also compares with it, and `python
--m tests.extensions.mup.test_package` writes the file.
+`mup_1_0_0.json` holds the package's values. If the package `mup` is installed, the test also compares the results with
+the package itself, and `python -m tests.extensions.mup.test_package` writes the file.
 """
 
 from __future__ import annotations

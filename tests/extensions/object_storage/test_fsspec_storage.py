@@ -215,7 +215,7 @@ def test_replacing_a_file_during_a_read_is_an_error(
 
 
 def test_cut_connections_change_nothing(port: int, storage: AttemptStorage) -> None:
-    """The test runs a few rounds of tests.extensions.object_storage.campaign."""
+    """Files are written and read through a proxy that cuts connections at random."""
     faults = Faults(seed=7, cut=0.3)
     data = os.urandom(11 << 20)
     with faulty_proxy(port, faults) as proxy, environment(credentials(proxy)):

@@ -97,7 +97,7 @@ def compare(rank, world, dims, distributed, flags, round_size=matrix_plan.ROUND,
 CASES = [
     *((dims, distributed, MOONLIGHT) for dims in LAYOUTS for distributed in (True, False)),
     (ParallelDims(tp=2, dp=2), True, JORDAN),
-    # Each round has one matrix, so that the messages of two rounds are in flight together.
+    # With one matrix per communication round, the messages of two rounds are in flight at the same time.
     *((dims, True, MOONLIGHT, 1) for dims in (ParallelDims(), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2))),
     # Main parameters are fp32, and the Newton-Schulz iteration runs in bf16, as it always does in torch.optim.Muon.
     (ParallelDims(dp=2), True, MOONLIGHT, matrix_plan.ROUND, "fp32"),

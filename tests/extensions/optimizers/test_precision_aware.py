@@ -86,7 +86,8 @@ def test_rounding_is_unbiased_and_idempotent(name: str, squared: bool) -> None:
 
 
 def test_small_changes_of_a_moment_are_not_lost() -> None:
-    """With rounding to nearest, 0.99 times an fp8 number would round back to the same number."""
+    """With rounding to nearest, a moment would never change, because 0.99 times an fp8 number rounds back to the
+    number."""
     state = StoredState(1280, "fp8", torch.float32, zeros, squared=True)
     key, values = torch.arange(1280, dtype=torch.int32), torch.ones(1280)
     for number in range(100):
@@ -122,7 +123,7 @@ def test_a_sum_in_bf16_keeps_small_terms() -> None:
     weight = torch.nn.Parameter(torch.zeros(100, 100))
     weight.main_grad = torch.ones(100, 100, dtype=torch.bfloat16)
     small = 0.1 * 2**-7 * (1 + 0.1 * torch.rand(100, 100))
-    deviation = (32 * 0.1 * 0.9) ** 0.5 * 2**-7 / 100  # standard deviation of the mean of all elements
+    deviation = (32 * 0.1 * 0.9) ** 0.5 * 2**-7 / 100  # standard deviation of the mean over all elements
 
     def add_(out: Tensor, overwrite: bool) -> None:
         (out.zero_() if overwrite else out).add_(small * (0.9 + 0.2 * torch.rand(100, 100)))

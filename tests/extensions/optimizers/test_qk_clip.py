@@ -24,7 +24,8 @@ TAU = 0.1
 
 
 def largest_of_two_steps(rank: int, world_size: int, flags: str) -> list[torch.Tensor]:
-    """Return the largest logits before and after a step whose only weight change is the clip, on the same samples."""
+    """Return the largest logits before and after a step for the same samples. Only QK-Clip changes weights in the
+    step."""
     true = QKClip.largest
     found: list[list[torch.Tensor]] = []
 

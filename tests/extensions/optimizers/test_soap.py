@@ -26,9 +26,9 @@ FLAGS = {"optimizer": "soap", "adam_beta1": 0.8, "adam_beta2": 0.9, "soap_precon
 
 
 class TheirSoap(torch.optim.Optimizer):
-    """Reimplementation of github.com/nikhilvyas/SOAP for matrices, with its default flags: `basis` corresponds to
-    get_orthogonal_matrix, and `refreshed` to get_orthogonal_matrix_QR. With `repaired`, directions in which no gradient
-    has occurred keep their basis vectors."""
+    """Reimplementation of github.com/nikhilvyas/SOAP for matrices, with the default options of that program. `basis`
+    corresponds to get_orthogonal_matrix, and `refreshed` to get_orthogonal_matrix_QR. With `repaired`, directions in
+    which no gradient has occurred keep their basis vectors."""
 
     def __init__(self, groups, shampoo_beta=0.9, max_dim=10_000, eps=1e-8, repaired=False):
         super().__init__(groups, {"lr": LR, "weight_decay": DECAY})
@@ -132,8 +132,8 @@ def drawn(rows: int, columns: int, rank: int) -> list[Tensor]:
     ("shape", "max_dim"), [((5, 5), 10_000), ((9, 4), 10_000), ((3, 8), 10_000), ((9, 4), 8), ((9, 4), 2)], ids=str
 )
 def test_updates_match_the_authors_program(shape, max_dim):
-    """If the gradients do not span a direction, the authors' program computes the basis in this direction from rounding
-    errors. The gradients in this test therefore all span the same directions."""
+    """If all gradients are zero along a direction, the authors' program derives the basis vector for this direction
+    from rounding errors. The gradients in this test therefore all span the same directions."""
     meta = ParamMeta("weight", shape, role="hidden")
     flags = FLAGS | {"soap_shampoo_beta": 0.7, "soap_max_precondition_dim": max_dim, "adam_eps": 1e-4}
     link = Soap(optimizer_config(**flags))

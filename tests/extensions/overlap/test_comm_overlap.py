@@ -62,8 +62,8 @@ def build(size: int, overlap: str | None, queue: WeightGradQueue) -> tuple[TPCon
 def run_layers(
     rank: int, size: int, overlap: str | None, deferred: bool, fallback: bool = False
 ) -> tuple[dict[str, Tensor], tuple[Fraction, Fraction]]:
-    """Return the gathered outputs and gradients of two layers, and the numbers of bytes that this rank sends in the
-    forward and backward passes."""
+    """Run two linear layers. Return their outputs and gradients, gathered from all ranks, and the bytes that this rank
+    sends in the forward pass and in the backward pass."""
     if fallback:
         names = "_fused_all_gather_matmul_fallback", "_fused_matmul_reduce_scatter_fallback"
         operations = tuple(getattr(_symmetric_memory, name) for name in names)

@@ -87,7 +87,8 @@ def test_windows_are_of_equal_size_and_a_small_data_set_repeats() -> None:
     lengths = np.full(100, 8, np.int32)
     assert Rounds.of(lengths, range(100), 15, 40) == Rounds(range(100), 1, 3)
     assert Rounds.of(lengths, range(100), 1023, 40) == Rounds(range(100), 21, 1)
-    assert round_of(lengths, Rounds(range(100), 21, 1), 1023, 0, 0).lengths.sum() == 800  # the first is one epoch
+    # the first round is one epoch long
+    assert round_of(lengths, Rounds(range(100), 21, 1), 1023, 0, 0).lengths.sum() == 800
 
 
 def test_waste_counts_padding_and_long_documents() -> None:

@@ -146,8 +146,8 @@ def lost_workers(kind: str, per_host: int) -> list[int]:
 
 
 class Run:
-    """Training run in a folder that is restarted after each fault. With `per_host` 2, ranks 2 i and 2 i + 1 are on host
-    i."""
+    """Training run that is restarted in the same folder after each fault. With `per_host` 2, ranks 2 i and 2 i + 1 are
+    on host i."""
 
     def __init__(self, folder: Path, ranks: int, flags: Sequence[str] = (), per_host: int = 1) -> None:
         self.folder, self.ranks, self.per_host = folder, ranks, per_host

@@ -24,5 +24,5 @@ def test_the_sample_has_most_kinds_of_faults() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_faults_cost_one_step_at_most(seed: int, tmp_path: Path) -> None:
-    """`run_round` makes the assertions."""
+    """The assertions are in `one_round`."""
     assert one_round(tmp_path, seed)

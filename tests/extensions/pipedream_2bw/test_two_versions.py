@@ -262,7 +262,8 @@ SIZES = ([1] * 3, [2] * 3, [1, 2, 1], [1, 3, 2, 1])
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("multiples", SIZES)
 def test_consecutive_steps_run_as_one_long_step(p: int, multiples: list[int]) -> None:
-    """The results are also equal if sends and receives block. No message crosses a cut between steps."""
+    """The results are also equal if sends and receives block. If the steps run one by one, no message is sent in one
+    step and received in the next step."""
     steps = [p * multiple + (number % 2) for number, multiple in enumerate(multiples)]
     lists = lists_of_steps("2bw", p, steps)
     passes = [[action for action in actions if action.kind in (Kind.F, Kind.B)] for actions in lists]

@@ -42,8 +42,8 @@ def test_first_and_last_stages_can_be_set(flags: dict[str, Any], expected: list[
 
 
 def test_an_end_can_count_as_one_layer() -> None:
-    """The embedding and the output layer each count as one layer, so 30 layers count as 32, or 4 on each of 8
-    stages."""
+    """The embedding and the output layer each count as one layer. A model with 30 layers therefore counts as 32 layers,
+    which is 4 layers per stage on 8 stages."""
     assert counts(parallel(8, **{LOSS: True, EMBEDDING: True})) == [3, 4, 4, 4, 4, 4, 4, 3]
 
 

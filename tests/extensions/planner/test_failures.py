@@ -87,7 +87,7 @@ def test_spare_nodes_pay_if_nodes_are_missing_often() -> None:
     none, present, alone = spares_worth(4, 1e-12, 3600)
     assert none == 0
     assert present == alone == pytest.approx(1)
-    some, present, alone = spares_worth(1000, 1e-6, 4 * 3600)  # 14.4 nodes are missing on average
+    some, present, alone = spares_worth(1000, 1e-6, 4 * 3600)  # on average, 14.4 of the 1,000 nodes are being repaired
     assert 14 < some < 40
     assert alone < 1e-5 < 0.9 < present
 

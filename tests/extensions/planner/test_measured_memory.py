@@ -190,7 +190,7 @@ def plan(config: RunConfig, world_size: int) -> list[Memory]:
 
 
 def compare(world_size: int, flags: str) -> list[tuple[Memory, Memory]]:
-    """Return (measured, planned) for each rank of a layout."""
+    """Return one tuple (measured memory, planned memory) for each rank of a layout."""
     config = config_of(flags, world_size)
     planned, dims = plan(config, world_size), ParallelDims.from_config(config.parallel, world_size)
     ranks = run_world(world_size, measure, config)

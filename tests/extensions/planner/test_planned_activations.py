@@ -109,7 +109,7 @@ def planned_for(batch: MicroBatch, stage: Stage) -> tuple[int, int]:
 
 
 def kept_in_bf16(model: TransformerConfig, **more: Any) -> int:
-    """Return the planned bytes of the activations of two layers."""
+    """Return the planned activation bytes of a middle pipeline stage with two layers."""
     batch = MicroBatch(replace(model, **more), ModelParallelConfig(bf16=True), SAMPLES, "cpu")
     return ActivationPlan(batch).stage(MIDDLE).kept
 
@@ -205,7 +205,8 @@ FEW_KINDS, OF_NORMS = ("none", "core_attn", "all", "full"), ("none", "full", "la
 
 
 def over_two_ranks() -> list[Case]:
-    """Combine each style with some kinds of recomputation. Layouts and stages are used in turn."""
+    """Return cases that combine each model style with some kinds of recomputation. Layouts and stages are used in
+    turn."""
     found = grid(STYLES | DROPOUT, FEW_KINDS, LAYOUTS, (WHOLE, LAST, MIDDLE))
     of_fp8 = {name: STYLES[name] for name in ("gpt", "llama", "qwen3", "bloom")}
     found += grid(of_fp8, FEW_KINDS, [FP8_LAYOUT], (WHOLE, LAST, MIDDLE))
@@ -235,7 +236,7 @@ def test_saved_activations_equal_the_plan(name: str, whole: bool) -> None:
 
 
 def test_fused_regions_save_at_most_the_bytes_that_they_replace() -> None:
-    """The fp32 values that norms keep do not count."""
+    """Fused regions must not save more bytes for the backward pass than the unfused operations."""
     for model in (GPT, LLAMA):
         batches = (MicroBatch(model, each, SAMPLES, "cuda") for each in (BF16, FUSED))
         plain, fused = (ActivationPlan(each).stage(WHOLE).kept for each in batches)
@@ -272,8 +273,8 @@ def test_grouped_gemms_on_gpus_can_be_planned(fp8: Fp8Flags) -> None:
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])
 def test_weight_gradients_in_fp8_need_no_memory_on_gpus(recipe: str) -> None:
-    """The GEMMs of fp8 weight gradients add to the output directly. Any other memory of a backward pass is smaller than
-    a single GEMM output."""
+    """The GEMMs of fp8 weight gradients add to the output directly. The other temporary memory of the backward pass is
+    smaller than the output of one GEMM."""
     model = replace(LLAMA, hidden_size=256, ffn_hidden_size=1024, num_layers=3)
     parallel = in_fp8(recipe)
     product = 2 * model.hidden_size * model.ffn_size * 2
@@ -286,8 +287,8 @@ def test_weight_gradients_in_fp8_need_no_memory_on_gpus(recipe: str) -> None:
 
 
 def test_recomputation_of_experts_saves_memory() -> None:
-    """There are 8 experts, of which each token uses 2, and a shared expert. The test checks the layer activations that
-    remain."""
+    """There are 8 experts, of which each token uses 2, and a shared expert. The test checks which activations of a
+    layer remain when experts are recomputed."""
     model = replace(EVEN, moe_shared_expert_intermediate_size=64)
     kept = {}
     for kind in EXPERT_KINDS:

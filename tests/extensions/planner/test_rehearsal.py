@@ -50,8 +50,8 @@ LAYOUTS = [
 
 
 class RealLog(CollectiveLog, TorchDispatchMode):
-    """Log of the collectives of a rank in a real world. The log excludes the calls that collectives of Python objects
-    make internally."""
+    """Log of the collectives that a rank calls in a real process group. Tensor collectives that are called inside
+    object collectives, such as `all_gather_object`, are not logged."""
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)

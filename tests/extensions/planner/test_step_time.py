@@ -94,7 +94,7 @@ def test_a_step_of_small_kernels_is_bound_by_the_host(device: DeviceFile) -> Non
 FORMULAS = [
     ("all_gather", Placement(8, 8), 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 7)),
     ("all_reduce", Placement(8, 8), 2 * 7 / 8 * 1e9 / 100e9 + 1e-6 * (10 + 14)),
-    # One rank in each of four nodes, each with one network adapter.
+    # There is one rank on each of four nodes, and each rank uses one network adapter.
     ("reduce_scatter", Placement(4, 1), 3 / 4 * 1e9 / 10e9 + 1e-6 * (20 + 2 * 5)),
     # All eight ranks of two nodes use eight adapters with 80 GB/s, which is slower than the node's 100 GB/s.
     ("all_gather", Placement(16, 8), 15 / 16 * 1e9 / 80e9 + 1e-6 * (20 + 5)),

@@ -123,7 +123,8 @@ def test_a_heartbeat_ignores_and_reports_foreign_datagrams(tmp_path: Path) -> No
             count = attack([port])
             peer.sendto(seal(TOKEN, BEAT), ("127.0.0.1", port))
             while not unseal(TOKEN, peer.recv(65536))["ages"]:
-                pass  # wait until the process has received this message after all hostile ones
+                # wait until the process has received this valid message, which was sent after all hostile messages
+                pass
             assert process.poll() is None
             process.stdin.close()
             assert process.wait(HANG) == 0
@@ -182,7 +183,7 @@ def test_another_user_cannot_end_a_run_on_two_hosts(tmp_path: Path) -> None:
     with forked_ranks(2, flags, screen, start_host) as ranks:
         wait_for(lambda: " iteration " in screen.read_text(), ranks, screen.read_text)
         ports = set(udp_ports()) - before
-        assert len(ports) >= 4  # a heartbeat and a listener for each rank
+        assert len(ports) >= 4  # each rank has a heartbeat port and a listener port
         if not (child := os.fork()):
             as_nobody()
             attack([*ports])

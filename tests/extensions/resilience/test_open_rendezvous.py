@@ -1,4 +1,4 @@
-"""torchrun's rendezvous for hosts that may be lost: calls return even if the store does not answer."""
+"""The torchrun rendezvous for jobs that may lose hosts. Its calls return even if the store does not answer."""
 
 from __future__ import annotations
 

@@ -25,7 +25,8 @@ AT = 90
 
 
 def poisoned(folder: Path) -> str:
-    """Write documents that count up, and one document with tokens that occur in no earlier text. Returns the prefix."""
+    """Write one document of random tokens that occur in no other document. All other documents consist of ascending
+    numbers. Returns the prefix."""
     noise = np.random.default_rng(1).integers(20, 50, 18)
     documents = [noise if number == AT else np.arange(9) for number in range(DOCUMENTS)]
     return write_documents(folder / "data", documents)

@@ -383,7 +383,7 @@ def test_kernels_compile_to_tensor_core_instructions(kernels: Sequence[str], cap
         tiling = {90: attention_triton.HOPPER, 100: attention_triton.BLACKWELL}.get(capability, attention_triton.SMALL)
         for name in kernels:
             if name == "adding" and capability == 80:
-                continue  # sums in a second pass
+                continue  # on this architecture, a second pass computes the sums
             kernel, least = {
                 "forward": (attention_triton.selected_forward, 9),
                 "of_keys": (key_sums_triton.selected_sum, 4),

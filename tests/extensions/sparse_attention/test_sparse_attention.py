@@ -244,7 +244,8 @@ VARIANTS = (
 
 
 def trained(rank: int, world_size: int, flags: str) -> dict[str, Tensor]:
-    """Return the parameter changes of one step of plain gradient descent, and the sums of the indexer's loss."""
+    """Take one step of plain gradient descent. Return the change of each parameter, and the sums of the indexer's
+    loss."""
     config = resolve(parse_args((WIDE + flags).split()), world_size)
     with local_run(config, rank, world_size) as run:
         (losses,) = (meter for meter in run.meters if isinstance(meter, IndexerTallies))

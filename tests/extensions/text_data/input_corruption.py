@@ -152,7 +152,7 @@ NEW: dict[str, Callable[[Random, bytes, bytes], bytes]] = {
     "remove": lambda dice, lost, behind: b"",
     "insert": lambda dice, lost, behind: dice.randbytes(dice.randrange(1, 9)),
     "double": lambda dice, lost, behind: behind,
-    # A record as long as a whole file that has lost its line ends.
+    # One huge record, as in a large file without line breaks.
     "huge": lambda dice, lost, behind: (
         dice.choice((b"x", b"[", b"\0", b'"', b'{"text":')) * (1 << dice.randrange(16, 22))
     ),

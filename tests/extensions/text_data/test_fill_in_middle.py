@@ -33,7 +33,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 class Plain(TextDataset):
-    """Dataset whose samples consist of whole documents and a document that the end of the sample cuts off."""
+    """Dataset whose samples consist of complete documents and a last document that is truncated at the end of the
+    sample."""
 
     fingerprint = "plain"
 

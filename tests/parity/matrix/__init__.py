@@ -46,7 +46,7 @@ DOCUMENT_ENDS = 1 / 5
 
 
 def whole_matrix() -> list[Combination]:
-    """Return the named combinations, followed by the covering design."""
+    """Return the combinations that have a name, followed by the combinations of the covering design."""
     return list(dict.fromkeys([*NAMED.values(), *pairwise()]))
 
 
@@ -141,7 +141,8 @@ def settings(combination: Combination) -> Iterator[None]:
 
 
 def steps_of(combination: Combination) -> tuple[int, int]:
-    """Return (number of steps, number of unrecorded steps). A recorded step is read before the next one begins."""
+    """Return (number of steps, number of unrecorded steps). The results of a recorded step are read before the next
+    step begins."""
     if combination["update"] == "two versions":  # The passes of the second and third step begin in the preceding step.
         return 4, 3
     # The first update only prepares the second update, which computes the bases that the third update uses.
