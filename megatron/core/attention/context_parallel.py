@@ -62,8 +62,8 @@ class Ring:
         return x if self.rows_sent is None else torch.cat([x[rows.start : rows.stop] for rows in self.rows_sent])
 
     def with_sent(self, x: Tensor, sent: Tensor) -> Tensor:
-        """Replace the rows of x [m, ...] that this rank sends to other ranks with `sent` [sent, ...]. May modify x in
-        place."""
+        """Replace the rows of x [m, ...] that this rank sends to other ranks with `sent` [sent, ...]. The method may
+        modify x in place."""
         if self.rows_sent is None:
             return sent
         for rows, part in zip(self.rows_sent, sent.split([len(rows) for rows in self.rows_sent]), strict=True):
@@ -176,8 +176,8 @@ def local_attention(
 
     The keys are at positions 0 to s - 1. `queries` are the positions of the queries; by default, they are the positions
     of the keys. If the kernel has a method `at_once`, a single kernel launch computes all tiles. A variable-length
-    kernel also needs only one launch if the queries are whole samples. With any other kernel, attention is computed
-    tile by tile, as in a ring of size 1.
+    kernel also needs only one launch if the queries are whole samples. If the kernel can do neither, attention is
+    computed tile by tile, as ring attention computes it on a single rank.
     """
     whole = (range(k.shape[0]),)
     if (at_once := getattr(causal.kernel, "at_once", None)) is not None:

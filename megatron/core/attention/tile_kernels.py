@@ -151,7 +151,7 @@ class TorchKernel:
             scale: Factor by which attention scores are multiplied.
             dropout: Dropout of attention weights.
             slopes: ALiBi slopes [heads].
-            cap: Soft cap of the scores.
+            cap: Soft cap c of attention scores; scores z become c tanh(z / c).
             note: Function that the forward pass calls for each tile with the largest score of each head, a tensor
                 [heads].
         """

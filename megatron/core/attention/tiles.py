@@ -35,7 +35,7 @@ def rank_spans(seq_length: int, rank: int, size: int) -> Spans:
 
 
 class Shards(NamedTuple):
-    """Positions of a micro-batch on each context-parallel rank."""
+    """Positions of the tokens of a micro-batch that each context-parallel rank holds and sends."""
 
     held: tuple[Spans, ...]
     """Position spans of each rank's tokens, in ascending order. Each rank has the same number of tokens."""

@@ -61,8 +61,7 @@ class TokenizerFacts:
     """Fields of `TokenizerConfig` that must be set to the path of a file."""
 
     finds_files: bool = False
-    """True if --tokenizer-model may be a name instead of a path. The tokenizer then uses this name to find its
-    files."""
+    """True if --tokenizer-model may also be a name, by which the tokenizer finds its files, instead of a path."""
 
 
 TOKENIZERS = Registry("--tokenizer-type", TokenizerFacts, protocol=TokenizerBuilder)

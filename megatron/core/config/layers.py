@@ -99,7 +99,7 @@ class ResidualClass(Protocol):
     def leave(self, name: str, config: Section, ctx: object) -> nn.Module:
         """Build the module that converts the stream after the last layer to hidden states, [s, b, w] -> [s, b, h].
 
-        A norm with the name `name` follows the module. This method is static.
+        `name` is the parameter prefix of the norm that follows this module. Implement `leave` as a static method.
         """
 
 
@@ -255,9 +255,8 @@ def all_but_last_of_each(layer: int, period: int) -> bool:
 
 
 def _value_of(text: str, otherwise: str) -> int | list[int]:
-    """Convert a text such as "4" or "([0]*3+[1])*2" to a number or a list of numbers. For any other text, raise
-    ValueError with a message that consists of the text and `otherwise`, where `otherwise` is a predicate such as "is
-    not a list of numbers"."""
+    """Convert a text such as "4" or "([0]*3+[1])*2" to a number or a list of numbers. Raise ValueError if the text is
+    anything else. The error message is the text followed by `otherwise`, such as "is not a list of numbers"."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, RecursionError, UnicodeEncodeError):
@@ -265,8 +264,8 @@ def _value_of(text: str, otherwise: str) -> int | list[int]:
 
 
 def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Callable[[int], bool]) -> tuple[int, ...]:
-    """Return `value` as a tuple. Raises ValueError unless the list has one valid entry for each layer. The error
-    message describes a valid entry as `what`."""
+    """Check that the list `value` has one valid entry for each layer, and return it as a tuple. Otherwise, raise
+    ValueError with a message that describes a valid entry as `what`."""
     if len(value) != num_layers:
         raise ValueError(f"the list must have {what} for each of {num_layers} layers, but has {len(value)} entries")
     for layer, item in enumerate(value):

@@ -48,8 +48,8 @@ class LossClass(Protocol):
         `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def prepare(self, config: Section, batch: BatchT) -> BatchT:
-        """Return the micro-batch, a `megatron.core.batch.Batch`. If the loss needs other labels or another mask,
-        replace them. This method is static."""
+        """Return the micro-batch, a `megatron.core.batch.Batch`. If the loss needs other labels or another loss mask,
+        replace them in the micro-batch. Implement `prepare` as a static method."""
 
 
 LOSSES = Registry("--loss-func", LossFacts, protocol=LossClass)
@@ -76,8 +76,8 @@ MOST_COST = 0.01
 
 WEIGHT_TOKENS = 320
 """Number of tokens for which the matrix products with a weight take as long as reading and writing the weight's fp32
-gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). For the other GPUs
-that the planner supports, this number of tokens is the same or smaller."""
+gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). On the other GPUs
+that the planner supports, fewer tokens or the same number are enough."""
 
 
 def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:
@@ -85,9 +85,9 @@ def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size:
 
     Every additional chunk reads and writes the output layer's weight gradient once more. For `AUTO`, the function
     chooses the smallest size for which these reads and writes take at most the fraction `MOST_COST` of the step time,
-    or all tokens at once if there is no such size. To estimate the output layer's share of the step time, its
-    parameters are compared with 12 h^2 parameters per transformer layer. The chunk size therefore depends only on the
-    model, not on the device or the layout."""
+    or all tokens at once if there is no such size. The output layer's share of the step time is estimated from
+    parameter counts, with 12 h^2 parameters per transformer layer. The chunk size therefore depends only on the model,
+    not on the device or the layout."""
     if asked != AUTO:
         return asked or 0
     share = vocab_size / (vocab_size + 12 * num_layers * hidden_size)

@@ -30,7 +30,7 @@ class HeadWidths(NamedTuple):
     """Number of channels of a query or key head."""
 
     rotary: int
-    """Number of channels of a query or key head of which --rotary-percent is the rotated fraction."""
+    """Number of channels of a query or key head that --rotary-percent 1 would rotate."""
 
     value: int
     """Number of channels of a value head."""

@@ -88,8 +88,8 @@ class TransformerConfig(ModelFields):
 
     @property
     def group_rows(self) -> tuple[int, ...]:
-        """Numbers of query, output-gate, key and value rows in linear_qkv per query group. A gate of a whole head is
-        one row."""
+        """Numbers of query, output-gate, key and value rows in linear_qkv per query group. With --head-wise-attn-gate,
+        the output gate of a head is one row."""
         key, value = self.head_dim, self.value_head_dim
         widths = key, 1 if self.head_wise_attn_gate else value, key, value
         return tuple(count * width for count, width in zip(self.head_counts, widths, strict=True))
@@ -236,7 +236,7 @@ class TransformerConfig(ModelFields):
         return tuple(self.rotary and not skips for skips in skipped)
 
     def unreadable_patterns(self) -> dict[str, str]:
-        """Return the errors of invalid layer patterns, keyed by field, for features that the model does not use."""
+        """Return error messages for invalid layer patterns of features that the model does not use, keyed by field."""
         found = {}
         for name, present in (
             ("moe_layer_freq", self.num_experts is not None),
@@ -252,7 +252,8 @@ class TransformerConfig(ModelFields):
         return found
 
     def _pattern(self, present: bool, text: str | None, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-        """Return one bool per layer. If the pattern `text` is None, all layers have the value `present`."""
+        """Return one bool per layer, as the pattern `text` specifies. If `text` is None, the bool is `present` for all
+        layers."""
         if not present or text is None:
             return (present,) * self.num_layers
         return layer_pattern(text, self.num_layers, of_period)
@@ -315,7 +316,8 @@ class TransformerConfig(ModelFields):
 
     @property
     def gated(self) -> bool:
-        """True if the first linear layer of an MLP has two outputs (gate and up) for each input of the second layer."""
+        """True if the activation function is gated, so that the first linear layer of an MLP computes two values (gate
+        and up) per channel of the MLP."""
         return ACTIVATIONS.facts(self.activation).gated
 
     @cached_property

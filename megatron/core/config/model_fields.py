@@ -27,7 +27,7 @@ NEEDED_BY = {
 """Layer parts that only some models have, mapped to the flags that add the parts."""
 
 WITHIN = {"mlp_act": "mlp", "moe_act": "moe", "shared_experts": "moe"}
-"""Parts of a layer that are contained in a larger part, which is the value for each of them."""
+"""Map each part of a layer that is contained in a larger part to this larger part."""
 
 
 class RecomputedParts(Collection[str]):
@@ -36,8 +36,8 @@ class RecomputedParts(Collection[str]):
 
     @staticmethod
     def stated() -> dict[str, str]:
-        """Map each part that a mixer or a residual stream can recompute to the flag that adds this mixer or stream to a
-        model."""
+        """Return the recomputable parts of mixers and residual streams. Each part is mapped to the flag that adds its
+        mixer or stream to a model."""
         mixers, streams = (MIXERS.facts(name) for name in MIXERS), (RESIDUALS.facts(name) for name in RESIDUALS)
         found = [(facts.recomputed, facts.recomputed_with) for facts in mixers]
         found += [(facts.recomputed, facts.switch) for facts in streams]

@@ -101,8 +101,8 @@ ROUTERS.register(
 
 
 def router_of(config: Section, number: int, in_training: bool = True) -> str:
-    """Return the name of the router that layer `number` uses in training. If `in_training` is False, ignore routers
-    that are used only in training."""
+    """Return the name of the router that layer `number` uses. Routers that are used only in training are ignored if
+    `in_training` is False."""
     wanted = ROUTERS.wanted(config, number)
     return [name for name in wanted if in_training or not ROUTERS.facts(name).training_only][-1]
 

@@ -67,8 +67,8 @@ OPTIMIZERS.register("sgd", "megatron.core.optimizer.fused:sgd", by_element=True)
 
 
 class StatePlan:
-    """Description of the format in which main parameters and optimizer states are stored. `StatePlan` itself describes
-    storage in the main dtype."""
+    """Description of the format in which main parameters and optimizer states are stored. By default, both are stored
+    in the main dtype."""
 
     optional: tuple[str, ...] = ()
     """Kinds of optimizer states that may be missing from a checkpoint. Runs with other stores ignore states of these
@@ -79,8 +79,8 @@ class StatePlan:
         return True
 
     def main_kind(self, optimizer: Section, params_dtype: str, main_dtype: str, on_host: bool = False) -> str:
-        """Return how main parameters are stored. `params_dtype` and `main_dtype` are the names of the parameters' and
-        the main parameters' dtype.
+        """Return the way in which main parameters are stored, such as "aliased". `params_dtype` and `main_dtype` are
+        the names of the parameters' and the main parameters' dtype.
 
         "aliased" means that the main parameters are the parameters themselves. "stored" means that they are a copy in
         the main dtype. If `on_host` is True, the main parameters are in host memory and therefore always "stored".

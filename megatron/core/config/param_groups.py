@@ -44,8 +44,8 @@ class ParamGroup:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Sort key of parameter groups. Groups with weight decay precede groups without weight decay. Groups that agree
-        in this are sorted by their other settings."""
+        """Sort key of parameter groups. Groups with weight decay precede groups without weight decay. Among groups with
+        weight decay, and among groups without, the other settings determine the order."""
         own = -1.0 if self.weight_decay is None else self.weight_decay
         return (not self.decays, self.decoupled, self.lr_mult != 1, self.lr_mult, self.wd_mult, own, self.eps_mult)
 
@@ -95,7 +95,7 @@ class ParameterRule:
 
     def errors(self, metas: Collection[ParamMeta]) -> Iterable[str]:
         """Check whether the rule suits a model, given the metadata of all parameters of the model. Return an error
-        message for each fault."""
+        message for each reason why it does not suit the model."""
         return ()
 
     def lines(self, metas: Collection[ParamMeta]) -> Iterable[str]:

@@ -163,9 +163,9 @@ class DistributedDataParallel:
     def begin_step(self, num_microbatches: int, overwrite: bool = False) -> None:
         """Start a step of `num_microbatches` micro-batches with zero gradients.
 
-        If `overwrite` is True, gradients are not set to zero. Instead, the first contribution to each `main_grad`
-        overwrites it. Before the first contribution, or before a call of `zero_stale_grads`, `main_grad` contains the
-        previous step's gradient. Add all gradient contributions with `accumulate_weight_grad`.
+        If `overwrite` is True, gradients are not set to zero, but the first contribution to each `main_grad` overwrites
+        it. Before the first contribution, or before a call of `zero_stale_grads`, `main_grad` contains the previous
+        step's gradient. Add all gradient contributions with `accumulate_weight_grad`.
         """
         assert self._started == 0, "the previous step's reductions have not been waited for"
         self._small_grads.enabled = overwrite and self.device.type == "cuda"
@@ -227,8 +227,8 @@ class DistributedDataParallel:
             self._started += 1
 
     def finish_grad_sync(self) -> None:
-        """Start the bucket reductions that have not started yet, and wait until all reductions end. The gradients that
-        this rank owns are then sums over data-parallel ranks."""
+        """Start the bucket reductions that have not started yet, and wait until all reductions end. After this call,
+        the gradients that this rank owns are sums over data-parallel ranks."""
         self.start_grad_sync()
         self.units.finish_grad_sync()
         for bucket in self._reduced_whole:

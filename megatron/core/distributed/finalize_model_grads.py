@@ -7,8 +7,8 @@ on how the batch is split over micro-batches and over data-, context- and pipeli
 
 Gradients are first summed over data-parallel ranks. The data-parallel sums may have started during the backward pass.
 After they end, each rank has the sums of only its shards. Two other kinds of sums remain: gradients that are partial
-sums over a model axis such as tensor parallelism, and gradients of parameters that two pipeline stages share. Because
-sums can be computed in any order, the remaining sums are computed only for the shards of each rank.
+sums over a model axis such as tensor parallelism, and gradients of parameters that two pipeline stages share. Gradients
+can be summed over axes in any order, so each rank sums only its shards over the model axes and over the two stages.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def reduce_model_grads(
     tokens is zero. All ranks of the run must call this function.
 
     Args:
-        ddp: Gradients of this rank.
+        ddp: Buffers that contain this rank's gradients.
         total_tokens: The `global_token_count`.
         state: Process groups.
         seed: Initial gradient of every loss sum, which the factor divides out.

@@ -195,7 +195,8 @@ class UnitStore:
         return Bucket(layout, buffer)
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the persistent memory of a buffer that contains units. The passes of the units run on `device`."""
+        """Allocate the persistent memory of a buffer that contains units. `device` is the device on which the units
+        compute."""
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def hooks(
@@ -230,7 +231,8 @@ ALONE = Axis()
 
 @dataclass(frozen=True)
 class BufferKind:
-    """Gradient dtypes of a buffer, and whether gradients and parameters are sharded over data-parallel ranks."""
+    """Properties of a buffer: the dtypes of its gradients, and whether gradients and parameters are sharded over
+    data-parallel ranks."""
 
     grad_dtype: torch.dtype
     reduce_dtype: torch.dtype
@@ -246,8 +248,8 @@ class ParamAndGradBuffer:
     The constructor moves the parameters `params` into this memory. `params` must have the same order as when the layout
     was planned. Values, shapes and the Parameter objects stay the same. For parameters that have no memory yet,
     `initialize` sets the values, one bucket at a time. `param.data` becomes a view of this memory, and
-    `param.main_grad` becomes a view of zeroed gradients. `copies` is the axis of ranks that hold the same shards. The
-    gradient shards of these ranks are summed once per step. `store` is the unit store, which creates the buckets.
+    `param.main_grad` becomes a view of zeroed gradients. `copies` is the axis of ranks that hold the same shards. Once
+    per step, gradient shards are summed over the axis `copies`. `store` is the unit store, which creates the buckets.
     """
 
     def __init__(
@@ -292,12 +294,12 @@ class ParamAndGradBuffer:
         starts = [*(place.start for place in layout.params), layout.numel]
         gaps = [] if layout.by_unit else zip(ends, starts, strict=True)
         self.grad_gaps = [self.grad_data[stop:start] for stop, start in gaps if start > stop]
-        """Views of the padding between parameters in the gradient buffer. The list is empty if the buffer contains
-        units, because their gradient memory exists only during passes."""
+        """Views of the padding between parameters in the gradient buffer. A buffer of units has no such views, because
+        whole gradients of units exist only during passes."""
 
     @property
     def on_host(self) -> bool:
-        """True if the persistent memory of the buffer is host memory."""
+        """True if the memory that the buffer keeps between passes is host memory."""
         return self.buckets[0].on_host
 
     def start_copies_sync(self) -> list[Pending]:

@@ -12,7 +12,7 @@ matrices contains one unit: a transformer layer, or a module outside of layers. 
 elements, remain in ordinary buckets and are whole on every rank.
 
 Parameters start at multiples of `ALIGNMENT` elements, because GEMM kernels need aligned operands. Buckets are padded so
-that their shards are equal in size and also aligned. The values in the padding are always zero.
+that their shards are equal in size and also aligned. All padding contains zeros.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class BufferLayout:
         return self.buckets[-1].stop
 
     def kept(self, shards: bool) -> int:
-        """Return how many elements of the buffer a rank keeps between passes. If `shards` is True, the rank keeps only
-        its shards of buckets that contain units.
+        """Return how many elements of the buffer a rank keeps between passes. If `shards` is True, only the rank's
+        shards of units are kept between passes.
         """
         return self.numel // self.data_parallel_size if shards and self.by_unit else self.numel
 
@@ -159,8 +159,8 @@ def plan_buffers(
         bucket_size: Minimum number of elements in a bucket. Parameters are added to a bucket until it has this size.
         group_of: Function that returns the optimizer's group of a parameter.
         whole_roles: Roles of the matrices that the optimizer updates as whole matrices, not element by element.
-        linears_apart: Whether to put the weights of linear layers in separate buffers, so that they can be all-gathered
-            in another number format.
+        linears_apart: Whether to put the weights of linear layers in separate buffers. Weights in such buffers can be
+            all-gathered in another number format.
         unit_ranks: Minimum number of reduction ranks for which the matrices of each unit form a separate bucket.
     """
     names = [meta.name for meta, _ in params]

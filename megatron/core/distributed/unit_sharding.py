@@ -85,7 +85,7 @@ class UnitBucket(Bucket):
             self.whole_params = True
 
     def acquire(self) -> None:
-        """Gather the parameters for another pass. All ranks of the group call it, unless the parameters are whole."""
+        """Gather the parameters for another pass. Every rank must call `acquire`, unless the parameters are whole."""
         self.users += 1
         self.start_gather()
         with record_function(WAIT_GATHERED):
@@ -348,7 +348,7 @@ class UnitSharding(WholeUnits):
         input is known. Autograd first runs the operations that were recorded last, so no operation of the unit remains
         at that point. If no operation produced the input, the unit's backward pass ends with the whole backward pass. A
         layer that returns a `Pending` stream has two outputs, one of which was computed in the middle of the layer.
-        Such a layer's backward pass starts with the first output gradient and ends with the last input gradient."""
+        The backward pass of a unit starts with its first output gradient and ends with its last input gradient."""
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:
             return

@@ -1,4 +1,4 @@
-"""Implementations of the activation functions of MLPs and experts.
+"""Implementations of activation functions for MLPs and experts.
 
 Each activation function is built by a function with the arguments (name, config, ctx). An activation function with
 parameters is a module, and `name` is the prefix of its parameter names.

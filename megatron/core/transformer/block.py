@@ -31,7 +31,7 @@ class Pending(Protocol):
 Stream = Tensor | Pending
 """Input or output of layers.
 
-A layer whose `takes_pending()` is true is called with `pending=True`. It may accept and return a `Pending` stream
+A layer whose `takes_pending()` is true is called with `pending=True`, and may accept and return a `Pending` stream
 instead of a tensor. The final norm after the layers may also accept a `Pending` stream.
 """
 
@@ -89,7 +89,7 @@ class TransformerBlock(nn.Module):
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
         self.watch: dict[int, Callable[[Stream], None]] = {}
         """Hooks that are called in each pass with the residual stream after a layer, keyed by the id of the layer.
-        Module hooks would not work here, because a layer with a module hook cannot return a `Pending` stream.
+        `watch` is used instead of module hooks, because a layer with a module hook cannot return a `Pending` stream.
         """
 
     def set_positions(self, config: TransformerConfig) -> None:

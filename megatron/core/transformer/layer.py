@@ -89,8 +89,8 @@ class TransformerLayer(nn.Module):
     def build_mlp(self, name: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
         """Build the MLP of a layer without experts.
 
-        The module is called with x [s, b, h] and the context, and returns [s, b, h]. Under sequence parallelism, both
-        are [s/tp, b, h]. A subclass may override this method to use another module.
+        The module is called with x [s, b, h] and the context, and returns [s, b, h]. Under sequence parallelism, input
+        and output are [s/tp, b, h]. A subclass may override this method to use another module.
         """
         return MLP(name, config, ctx)
 

@@ -12,8 +12,8 @@ from megatron.core.transformer.activation_store import ActivationStore
 
 @dataclass(frozen=True)
 class PassContext:
-    """Objects that all stages of a rank use in their forward and backward passes. The gradient buffers and the pipeline
-    use the same objects."""
+    """Objects that all stages of a rank use in their forward and backward passes, and that the gradient buffers and the
+    pipeline use too."""
 
     queue: WeightGradQueue = field(default_factory=WeightGradQueue)
     """Queue of weight gradients that a split backward pass computes later."""

@@ -69,7 +69,7 @@ class _View(NamedTuple):
 
 
 def with_input_recomputed(produce: Callable[[Input], Results], x: Input, consume: Callable[..., T], *args: object) -> T:
-    """Compute consume(produce(x), *args), and save x instead of produce(x). `produce` returns one or more tensors.
+    """Compute consume(produce(x), *args), and save x instead of produce(x), which may be one tensor or several.
 
     Use this function if `produce` is cheap and its input is saved anyway; for example, `produce` may be a norm or an
     activation function. When the backward pass of `consume` needs a result that is no longer in memory, only `produce`

@@ -50,8 +50,8 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: T
     """Divide low frequencies by the scaling factor, keep high frequencies, and interpolate linearly in between (YaRN,
     arXiv:2309.00071, section 3.2).
 
-    Most published models round the bounds of the interpolated range to whole channel pairs. The rounding can be turned
-    off.
+    The bounds of the interpolated range are rounded to whole channel pairs, as in most published models, unless
+    --no-yarn-correction-range-round-to-int is given.
     """
 
     def pair(rotations: float) -> float:

@@ -76,8 +76,8 @@ class CommandLine:
 def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLine:
     """Parse `argv`. For `--help`, this function prints the help text and raises SystemExit(0).
 
-    If flags are not valid, one rank prints every problem, and this function raises SystemExit(2). The problems include
-    those that validation finds.
+    If flags are not valid, one rank prints every problem with the flags and every problem found by validation, and this
+    function raises SystemExit(2).
     """
     launch = launch or Launch.from_environment()
     if "--version" in argv:
@@ -184,8 +184,8 @@ def changed_by_start(config: RunConfig) -> set[str]:
 
 
 def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
-    """Return the configuration with the flags that another program's model in --load determines. The folder --load may
-    contain such a model together with checkpoints of a run that started from it."""
+    """Return the configuration with the flags that another program's model in --load determines. Besides the other
+    program's model, the --load folder may contain checkpoints of a run that started from this model."""
     load = config.checkpoint.load
     try:
         kinds = [] if load is None or kind_of(load) == "checkpoint" else [PATH_KINDS[name] for name in PATH_KINDS]

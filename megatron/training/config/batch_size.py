@@ -105,7 +105,7 @@ class SchedulesBatches(Protocol):
         """True if a flag changes the batch size during the run."""
 
     def batch_sizes(self, config: RunConfig) -> BatchSizes:
-        """Return the batch sizes of a run whose flags change the batch size. The configuration is already validated."""
+        """Return the batch sizes of a run whose flags change the batch size. `config` must have been validated."""
 
 
 def batch_schedule(config: RunConfig) -> SchedulesBatches | None:

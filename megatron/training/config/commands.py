@@ -155,7 +155,8 @@ def switches() -> list[str]:
 
 
 def asked_command(given: GivenOptions, world_size: int | None) -> Command | None:
-    """Return the command that the given options select. If options are wrong, add problems to `given.problems`."""
+    """Return the command that the given options select. If there is anything wrong with the options, add problems to
+    `given.problems`."""
     found = [
         COMMANDS[each](given, world_size)
         for each in COMMANDS

@@ -155,7 +155,7 @@ class ExtensionSection:
     """True if a run may load a checkpoint that was saved with different values of these flags."""
 
     rules: Rules | str | None = None
-    """Rules for the flags, or the location "module:function" of the rules, which are then imported only if they
+    """Rules for the flags, or the location "module:function" of the rules. A module is imported only if its rules
     apply."""
 
     always: bool = False
@@ -192,8 +192,7 @@ class ExtensionSection:
     def with_files(self, config: RunConfig) -> RunConfig:
         """Read the files that these flags name, and return the configuration with the values in these files.
 
-        Raises ValueError if a file cannot be opened or read.
-        """
+        Raises ValueError if a file cannot be opened or read."""
         try:
             return self._filled(config, self.reads)
         except OSError as error:
@@ -356,13 +355,14 @@ def _without_credentials(flag: Flag, value: Any) -> Any:
 
 
 def without_credentials(config: RunConfig) -> RunConfig:
-    """Return the configuration with hidden credentials in its URLs. The credentials are stored in this process."""
+    """Return the configuration with hidden credentials in its URLs. This process can still use them."""
     values = {flag.field: value_of(config, flag) for flag in all_flags() if flag.spec.path == "url"}
     return with_named(config, {name: _without_credentials(field_table()[name], each) for name, each in values.items()})
 
 
 def _values_of_sections(config: RunConfig) -> dict[str, object]:
-    """Map each section to the dataclass instance that holds its values. The keys are the same as in `sections()`."""
+    """Map each section to the dataclass instance that holds its values. The names of sections are those of
+    `sections()`."""
     return {
         section: config.options(cls) if section in EXTENSION_SECTIONS else getattr(config, section)
         for section, cls in sections().items()

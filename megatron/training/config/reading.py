@@ -1,7 +1,7 @@
 """Convert flags from a command line or a YAML file to field values. This module does not import torch.
 
 Every flag has one of four outcomes: it sets a field, it is replaced with other flags, it has no effect, or it is a
-problem. A `Reading` stores the outcome. Notes and `tools/translate_flags.py` print it."""
+problem. The notes of a run and `tools/translate_flags.py` print the outcomes (`Reading`)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ForeignProgram(Protocol):
         """Return the unsupported feature that the flag selects with these values; None if the feature is supported."""
 
     def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-        """Map each file in examples/ that registers an unknown flag to one such flag."""
+        """Return files in examples/ that register unknown flags, each with one such flag."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
         """Yield lines that describe in what respects the results of this program, for a resolved configuration, differ
@@ -85,7 +85,7 @@ def foreign_spellings() -> set[str]:
 
 
 def foreign_examples(unknown: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-    """Map each file in examples/ that registers an unknown flag to one such flag."""
+    """Return files in examples/ that register unknown flags, each with one such flag."""
     return dict(chain(*(program.examples(unknown).items() for program in foreign_programs().values())))
 
 
@@ -266,7 +266,7 @@ class FlagReader(GivenOptions):
 
     def refuse_unrecorded_code(self, replaced: Collection[str]) -> None:
         """Add a problem for each value from a file that names code, unless this code is recorded for a run of the user.
-        Do not check the fields in `replaced`."""
+        The fields in `replaced` are not checked."""
         for name in self.values.keys() & self.sources.keys() - set(replaced):
             flag = field_table()[name]
             path = self.sources[name]

@@ -1,4 +1,4 @@
-"""Flags that a run takes from the checkpoint it loads (--use-checkpoint-args and related flags).
+"""Flags whose values a run takes from the checkpoint that it loads (--use-checkpoint-args and related flags).
 
 This module does not import torch.
 """
@@ -124,9 +124,9 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Keep the layer kind of the multi-token prediction modules in the checkpoint, and return the configuration and
-    notes. The layer kind of the modules is relevant if the model has layers of different kinds, and the modules were
-    trained with the kind of the last layer."""
+    """Return the configuration, changed so that multi-token prediction modules have the same layer kind as in the
+    checkpoint, and notes about changes. The layer kind of the modules is relevant if the model has layers of different
+    kinds, and the modules were trained with the kind of the last layer."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
@@ -277,7 +277,8 @@ LENGTH = ("train_iters", "train_samples", "train_tokens", "global_batch_size")
 
 
 def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
-    """Describe the length and learning-rate schedule flags that differ from the saved run's; None if all are equal."""
+    """Return a line that describes which flags of the run's length and learning-rate schedule have changed since the
+    saved run; None if none has."""
     changed, wanted = [], {*LENGTH, *SCHEDULE, *(PLANS.facts(name).field for name in PLANS)}
     by_tokens = saved.training.train_tokens is not None and run.training.train_tokens is not None
     for flag in all_flags():

@@ -252,7 +252,8 @@ def _resolve_training(config: RunConfig, world_size: int) -> TrainingConfig:
 def _resolve_optimizer(config: RunConfig, training: TrainingConfig) -> OptimizerConfig:
     """Convert durations in tokens to samples, or to iterations if the run's length is given in iterations.
 
-    If the run's length is given in tokens and the batch size varies, also convert durations in iterations to samples.
+    Durations in iterations are also converted to samples if the run's length is given in tokens and the batch size
+    varies.
     """
     optimizer, sequence = config.optimizer, config.model.seq_length
     if config.ddp.data_parallel_sharding_strategy == "no_shard":

@@ -130,7 +130,7 @@ def compose(path: str) -> Node | None:
 def plain(node: Node) -> Plain:
     """Convert a YAML node to None, a bool, a string, or a list of strings. Fields convert strings to their own types.
 
-    Returns {} for a mapping, and for a list with an element that is not a single value.
+    Returns an empty mapping for a mapping, and for a list that contains lists or mappings.
     """
     if node.id == "sequence" and all(item.id == "scalar" for item in node.value):
         return [item.value for item in node.value]

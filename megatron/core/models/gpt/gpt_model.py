@@ -195,7 +195,7 @@ class GPTModel(nn.Module):
     def named_layers(self) -> dict[str, nn.Module]:
         """Return this stage's transformer layers and multi-token prediction modules, keyed by name in the whole model.
 
-        Layers and multi-token prediction modules share one numbering, which their attribute `number` contains.
+        The attribute `number` of multi-token prediction modules continues the numbers of the layers.
         """
         found = {f"decoder.layers.{layer.number}": layer for layer in self.decoder.layers}
         modules = self.mtp.layers if self.mtp is not None else ()
@@ -272,6 +272,6 @@ class GPTModel(nn.Module):
 
 
 def holds_embedding(config: TransformerConfig, first: bool, last: bool) -> bool:
-    """Return True if a stage holds the embedding. The first stage always does. With multi-token prediction, the last
-    stage also holds the embedding."""
+    """Return True if a stage holds the embedding. The first stage always holds the embedding. With multi-token
+    prediction, the last stage also holds the embedding."""
     return first or (last and config.mtp_depths > 0)

@@ -88,9 +88,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _ChunkedContext, grad: Tensor, of_losses: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients that the forward pass computed for `ctx.gradient`. If `grad` differs from
-        `ctx.gradient`, scale the results. Gradients that are already in `main_grad` cannot be scaled, so a different
-        `grad` is an error in this case."""
+        """Return the gradients that the forward pass computed for `ctx.gradient`. If the gradient `grad` from autograd
+        differs from `ctx.gradient`, scale the returned gradients. Gradients that are already in `main_grad` cannot be
+        scaled, so a different `grad` is an error in this case."""
         computed_for = torch.as_tensor(ctx.gradient, dtype=grad.dtype, device=grad.device)
         if ctx.in_main_grad:
             message = "the gradient of the loss sum differs from the one with which its chunks were computed"

@@ -106,7 +106,8 @@ def _divisor(size: int, most: int) -> int:
 
 
 def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Report recomputed parts that the model does not have or that a larger recomputed part includes."""
+    """Report parts in --recompute-modules that the model does not have, or that are contained in a larger part that is
+    recomputed."""
     m, flag = c.model, "--recompute-modules"
     named = m.recompute_modules or ()
     try:

@@ -90,8 +90,8 @@ def metadata_problem(values: Mapping[str, object]) -> str | None:
 
 
 def _faults(value: object, hint: object, where: str) -> Iterator[str]:
-    """Yield a description of each element of `value`, at any depth, that does not match the type hint. Every value
-    matches the type hint `object`."""
+    """Yield a description of each element of `value`, at any depth, that does not match the type hint. Values of any
+    type match the type hint `object`."""
     choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if object in choices or (value is None and type(None) in choices):
         return
@@ -188,8 +188,7 @@ def _is_one(flag: Flag, value: object) -> bool:
 
 
 def _is_endless(value: object) -> bool:
-    """Return True if a value is NaN, infinite, or an integer beyond the range of doubles. No flag accepts such a
-    number."""
+    """Return True if a value is NaN, infinite, or an integer beyond the range of doubles, which no flag accepts."""
     try:
         return isinstance(value, int | float) and not math.isfinite(value)
     except OverflowError:
