@@ -84,8 +84,8 @@ class ContextAttention(Protocol):
         self, q: Tensor, k: Tensor, v: Tensor, cp: Ranks, causal: Causal, sinks: Tensor | None = None, /
     ) -> Tensor:
         """Compute attention among the tokens of all context-parallel ranks: q [s/cp, b, heads, d], k [s/cp, b, groups,
-        d], v [s/cp, b, groups, dv], sinks [heads] -> [s/cp, b, heads, dv]. Tokens are sharded as by
-        `megatron.core.attention.tiles.rank_spans`."""
+        d], v [s/cp, b, groups, dv], sinks [heads] -> [s/cp, b, heads, dv]. Tokens must be sharded over the ranks as
+        `megatron.core.attention.tiles.rank_spans` shards them."""
 
 
 @dataclass(frozen=True)

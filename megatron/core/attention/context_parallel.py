@@ -33,8 +33,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, si
 
 @dataclass(frozen=True)
 class Ring:
-    """Tiles of queries and keys that this rank computes in each step of ring attention. The ring may have a single
-    rank."""
+    """Tiles of queries and keys that this rank computes in each step of ring attention. A ring may also consist of a
+    single rank."""
 
     cp: Axis
     queries: Spans
@@ -85,7 +85,7 @@ class RingContext(AutogradContext):
 
 class RingAttention(torch.autograd.Function):
     """Compute attention around a ring: q [n, b, heads, d], k [m, b, groups, d] and v [m, b, groups, dv] of this rank,
-    sinks [heads] or None -> [n, b, heads, dv]. Sums are computed in fp32 or fp64."""
+    sinks [heads] or None -> [n, b, heads, dv]. Outputs of several tiles are summed in fp32 or fp64."""
 
     @staticmethod
     def forward(ctx: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: Ring) -> Tensor:

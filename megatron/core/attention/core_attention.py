@@ -1,4 +1,4 @@
-"""Core attention, softmax(q kᵀ) v. Which implementation computes it depends on the model, the layout and the batch.
+"""Core attention, softmax(q kᵀ) v. The model, the layout and the batch determine which kernel computes core attention.
 
 Operands are q [s, b, heads, d], k [s, b, groups, d] and v [s, b, groups, dv], where dv equals d except in multi-latent
 attention. The heads of a group are adjacent.
@@ -71,7 +71,8 @@ def sinks_metas(name: str, config: TransformerConfig, init: Init | None = None) 
 
 
 def build_sinks(config: TransformerConfig, ctx: TPContext, metas: Sequence[ParamMeta]) -> Tensor | None:
-    """Build the attention sinks [heads/tp] of --softmax-type: a parameter created from `metas`, zeros, or None."""
+    """Build the attention sinks [heads/tp] for --softmax-type. Sinks are a learned parameter with the metadata `metas`,
+    zeros (off-by-one), or None if there are no sinks."""
     for meta in metas:
         return make_parameter(meta, ctx)
     if config.softmax_type == "vanilla":

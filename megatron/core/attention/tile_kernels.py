@@ -61,7 +61,7 @@ class Kernel(Protocol):
     def backward(
         self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]
     ) -> Iterator[tuple[Tile, Gradients]]:
-        """Yield each tile with its gradients. The arguments `rows`, q, k and v contain the rows of all tiles."""
+        """Yield each tile with its gradients, given the rows (`rows`, q, k and v) of all tiles."""
 
     @property
     def needs_places(self) -> bool:
@@ -69,8 +69,8 @@ class Kernel(Protocol):
 
     @property
     def most_queries(self) -> int | None:
-        """Return the maximum number of queries in a tile; None if there is no limit. Kernels that keep the scores of a
-        tile in memory need a limit."""
+        """Return the maximum number of queries in a tile, which limits the memory for the scores of a tile; None if
+        there is no limit."""
 
     @property
     def packed(self) -> PackedKernel | None:

@@ -65,8 +65,7 @@ def merged(spans: Spans) -> Spans:
 
 @lru_cache(maxsize=64)
 def rows_of(spans: Spans, some: Spans) -> Spans:
-    """Convert the positions `some` to rows on a rank. `spans` contains the positions of all rows of this rank, in
-    order."""
+    """Convert the positions `some` to rows on a rank that holds the tokens at the positions `spans`."""
     return tuple(
         _rows(common, shift) for part in some for shift, span in _with_rows(spans) if (common := _common(part, span))
     )
@@ -215,7 +214,8 @@ def halved(tiles: tuple[Tile, ...], longest: int, times: int = 4) -> tuple[Tile,
     """Halve diagonal tiles, at most `times` times, until they have at most `longest` queries.
 
     The halves of a diagonal tile contain fewer masked pairs than the whole tile. Smaller diagonal tiles save time in
-    kernels that also compute masked pairs. The diagonal tile of a query still precedes the other tiles of the query.
+    kernels that also compute masked pairs. In the result, as in `tiles`, the diagonal tile of a query precedes its
+    other tiles.
     """
     return tuple(part for tile in tiles for part in _halves(tile, longest, times))
 
@@ -261,8 +261,8 @@ def _rows(places: range, shift: int) -> range:
 
 
 def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: int, keys: range) -> Iterator[Tile]:
-    """Yield the tiles for one document. `queries` and `keys` are the positions of the document's queries and keys. The
-    shifts convert these positions to rows."""
+    """Yield the tiles for one document. `queries` and `keys` are the positions of the queries and keys in the document.
+    `q_shift` and `k_shift` convert these positions to rows."""
     if not queries:
         return
     before, same = range(keys.start, min(keys.stop, queries.start)), _common(keys, queries)

@@ -24,8 +24,8 @@ class ActivationFacts:
     """Properties of an activation function."""
 
     gated: bool = False
-    """True if the function is gated. A gated function maps [..., 2f] to [..., f]; the first half of its input contains
-    the gates. Other functions keep the width."""
+    """True if the function is gated, so that it maps [..., 2f] to [..., f]. The first half of the input of a gated
+    function contains the gates. Functions that are not gated keep the width."""
 
     bounded: bool = False
     """True if the function supports --activation-func-clamp-value and --glu-linear-offset."""

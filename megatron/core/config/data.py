@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Largest token id plus one. Special tokens count, but padding of the vocabulary does not."""
+        """Largest token id plus one, including special tokens, but without padding of the vocabulary."""
 
     @property
     def eod(self) -> int | None:

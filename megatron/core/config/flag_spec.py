@@ -17,7 +17,8 @@ class Condition:
     quote."""
 
     holds: Callable[[Any], bool] | None = None
-    """Predicate that decides whether a `RunConfig` meets the condition. If None, `text` is evaluated instead."""
+    """Predicate that decides whether a `RunConfig` meets the condition. If `holds` is None, `text` is evaluated
+    instead."""
 
     @property
     def parts(self) -> tuple[str, str, str]:

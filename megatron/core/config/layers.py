@@ -28,8 +28,8 @@ class LayerModule(Protocol):
 
     def forward(self, x: Tensor, context: object, /) -> Tensor:
         """Map the residual stream before the layer to the stream after the layer: x [s, b, w] -> [s, b, w]. Sequence
-        parallelism divides s by tp, and context parallelism divides s by cp. The width w of the residual stream is
-        --hidden-size, unless the stream consists of several parallel streams. `context` is the micro-batch's
+        parallelism divides s by tp, and context parallelism divides s by cp. w is the width of the residual stream:
+        --hidden-size, or a multiple if the model has several parallel residual streams. `context` is the micro-batch's
         `megatron.core.batch.BatchContext`."""
 
 
@@ -99,7 +99,7 @@ class ResidualClass(Protocol):
     def leave(self, name: str, config: Section, ctx: object) -> nn.Module:
         """Build the module that converts the stream after the last layer to hidden states, [s, b, w] -> [s, b, h].
 
-        `name` is the parameter prefix of the norm that follows this module. Implement `leave` as a static method.
+        `name` is the parameter prefix of the norm that follows this module. This static method is called on the class.
         """
 
 
@@ -212,7 +212,7 @@ MOST_LAYERS = 10**6
 
 
 def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-    """Convert the text of a layer pattern to one bool per layer.
+    """Parse the text of a layer pattern, and return one bool per layer.
 
     The pattern is a period N, to which `of_period(layer, N)` is applied, or a list of 0 and 1 such as "([0]*3+[1]*58)".
     Raises ValueError if the text is invalid.
@@ -255,8 +255,9 @@ def all_but_last_of_each(layer: int, period: int) -> bool:
 
 
 def _value_of(text: str, otherwise: str) -> int | list[int]:
-    """Convert a text such as "4" or "([0]*3+[1])*2" to a number or a list of numbers. Raise ValueError if the text is
-    anything else. The error message is the text followed by `otherwise`, such as "is not a list of numbers"."""
+    """Convert a text such as "4" or "([0]*3+[1])*2" to a number or a list of numbers. Raise ValueError if the text does
+    not describe a number or a list. The error message is the text followed by `otherwise`, such as "is not a list of
+    numbers"."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, RecursionError, UnicodeEncodeError):

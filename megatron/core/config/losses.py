@@ -49,7 +49,7 @@ class LossClass(Protocol):
 
     def prepare(self, config: Section, batch: BatchT) -> BatchT:
         """Return the micro-batch, a `megatron.core.batch.Batch`. If the loss needs other labels or another loss mask,
-        replace them in the micro-batch. Implement `prepare` as a static method."""
+        replace them in the micro-batch. This static method is called on the class."""
 
 
 LOSSES = Registry("--loss-func", LossFacts, protocol=LossClass)
@@ -76,8 +76,8 @@ MOST_COST = 0.01
 
 WEIGHT_TOKENS = 320
 """Number of tokens for which the matrix products with a weight take as long as reading and writing the weight's fp32
-gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). On the other GPUs
-that the planner supports, fewer tokens or the same number are enough."""
+gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). The number for an
+H100 is the largest among the GPUs that the planner supports."""
 
 
 def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:

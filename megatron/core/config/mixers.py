@@ -38,7 +38,7 @@ class HeadWidths(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Properties of an attention module, a value of --attention-module. The default values are those of ordinary
+    """Properties of an attention module, a value of --attention-module. Fields that are not set describe ordinary
     self-attention. The functions among the fields receive the model's configuration, a
     `megatron.core.config.model.TransformerConfig`."""
 
@@ -76,7 +76,7 @@ class MixerFacts:
     the run."""
 
     described: Callable[..., str] = lambda config: ""
-    """Function that returns a short description of the mixer. Plans print it after the number and width of the
+    """Function that returns a short description of the mixer, which plans print after the number and width of the
     heads."""
 
     letter: str = ""

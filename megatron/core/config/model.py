@@ -113,8 +113,8 @@ class TransformerConfig(ModelFields):
         return max(8 * self.hidden_size // 192, 1) * 64 if self.gated else 4 * self.hidden_size
 
     def layer(self, number: int) -> LayerKind:
-        """Return the kind of layer `number`. Numbers from `num_layers` on are those of MTP modules. Raises ValueError
-        if a pattern is invalid."""
+        """Return the kind of layer `number`, or of MTP module `number - num_layers`. Raises ValueError for wrong
+        patterns."""
         return self._kinds[number]
 
     def of_layer(self, number: int) -> TransformerConfig:
@@ -382,7 +382,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def attention_output_size(self) -> int:
-        """Input width of attention's output projection: the value channels of all query heads."""
+        """Input width of the output projection of attention: the value channels of all query heads together."""
         return self.num_attention_heads * self.value_head_dim
 
     @property

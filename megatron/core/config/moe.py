@@ -124,8 +124,8 @@ class RouterValues(Collection[str]):
         return sum(1 for _ in self)
 
     def router(self, value: str) -> str:
-        """Return the name of the router that is registered for the choice `value`. Raises ValueError unless there is
-        exactly one such router."""
+        """Return the name of the router that is registered for the choice `value`. Raises ValueError unless exactly one
+        router is registered for `value`."""
         stating = [name for name in ROUTERS if value in self.stated(ROUTERS.facts(name))]
         if len(stating) != 1:
             raise ValueError(
@@ -176,8 +176,8 @@ class MoEConfig:
     """Width of a shared expert that processes every token; default: no shared expert."""
 
     moe_shared_expert_gate: bool = flag(False, no_effect_without="--moe-shared-expert-intermediate-size")
-    """Gate the shared expert: multiply its output by the sigmoid of a linear layer with one output per token
-    (Qwen2-MoE)."""
+    """Multiply the output of the shared expert by a gate, which is the sigmoid of a linear layer with one output per
+    token (Qwen2-MoE)."""
 
     moe_output_norm: bool = False
     """Normalize the sum of the outputs of the routed experts and the shared expert (A.X K1)."""
@@ -198,8 +198,8 @@ class MoEConfig:
     """Number of experts (k) to which each token is routed."""
 
     moe_router_num_groups: int | None = flag(None, no_effect_without="--moe-router-group-topk")
-    """Number of groups of equal size into which experts are divided. Each token is routed to --moe-router-group-topk of
-    the groups."""
+    """Number of groups of equal size into which experts are divided. The router sends each token to experts in
+    --moe-router-group-topk of the groups."""
 
     moe_router_group_topk: int | None = flag(None, needs=GROUPS)
     """Number of expert groups that each token may be routed to (device-limited routing in DeepSeek-V2, node-limited
@@ -254,8 +254,9 @@ class MoEConfig:
         ("aux_loss",), many=True, choices=BALANCINGS, training_only=True
     )
     """Load-balancing method. The auxiliary loss is computed over the tokens of one sequence (seq_aux_loss), or of all
-    samples of the global batch so far (aux_loss and global_aux_loss, which are the same here). Several losses are
-    added. sinkhorn balances the selection of experts within each sequence, without a loss."""
+    samples of the global batch so far (aux_loss and global_aux_loss, which are the same here). If several auxiliary
+    losses are given, their sum is used. sinkhorn instead balances the selection of experts within each sequence,
+    without a loss."""
 
     moe_aux_loss_coeff: tuple[float, ...] = flag((0.0,), many=True, at_least=0, training_only=True)
     """Coefficient of each auxiliary load-balancing loss; 1e-2 is common (Switch Transformer, Mixtral)."""
@@ -290,9 +291,9 @@ class MoEConfig:
     its experts (alltoall)."""
 
     moe_grouped_gemm: bool = flag(False, without_effect=True, training_only=True)
-    """Use one grouped matrix multiplication for all experts of a rank. For fp64, and for rows whose size is not a
-    multiple of 16 bytes, there is no grouped kernel. In these cases, each expert is multiplied separately, with the
-    same result."""
+    """Use one grouped matrix multiplication for all experts of a rank. Without a grouped kernel, which does not exist
+    for fp64 or for rows whose size is not a multiple of 16 bytes, each expert is multiplied separately, with the same
+    result."""
 
     moe_per_layer_logging: bool = flag(False, without_effect=True, training_only=True)
     """Log the load of each expert in each layer, in addition to the mean over layers."""

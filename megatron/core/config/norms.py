@@ -1,4 +1,4 @@
-"""Positions and kinds of a layer's norms. This module does not import torch.
+"""Configuration of norms: their kinds and their positions in a layer. This module does not import torch.
 
 To add a norm, register a class:
 

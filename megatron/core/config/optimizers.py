@@ -43,12 +43,12 @@ class OptimizerFacts:
     too."""
 
     fields: tuple[str, ...] = ()
-    """Configuration fields that determine the optimizer of a parameter. A run that loads a checkpoint must use the
-    checkpoint's values of these fields."""
+    """Configuration fields that determine the optimizer of a parameter, and must therefore have the same values in a
+    run and in the checkpoint that it loads."""
 
     product_dtypes: Callable[..., tuple[str, ...]] = _no_dtypes
-    """Function that returns the names of the dtypes in which the optimizer multiplies matrices. The arguments are the
-    `OptimizerConfig` and the name of the main dtype."""
+    """Function of the `OptimizerConfig` and the name of the main dtype that returns the names of the dtypes in which
+    the optimizer multiplies matrices."""
 
 
 class MakeChain(Protocol):

@@ -33,9 +33,8 @@ class HostFacts:
     pass completes them."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
-    """Function that returns the number and the size of the device slots through which gradients and parameters of
-    ranges in host memory are copied. The argument of the function is the list of the ranges' sizes. Only plans call
-    this function."""
+    """Function of the sizes of the ranges in host memory. It returns the number and the size of the device slots
+    through which gradients and parameters of these ranges are copied. Only plans call this function."""
 
     layers: Callable[..., int]
     """Function of the `ModelParallelConfig` that returns for how many layers at the start of each stage the store keeps
@@ -47,8 +46,8 @@ class HostFacts:
 
 
 class HostMemory(Protocol):
-    """Factory of two objects: one that keeps and updates optimizer states in host memory, and one that keeps saved
-    activations there."""
+    """Factory of two objects: the first keeps and updates optimizer states in host memory, and the second keeps saved
+    activations in host memory."""
 
     def update(
         self,
@@ -133,7 +132,7 @@ class StageSplit(Protocol):
         costs of the embedding and the output layer estimated from FLOPs alone."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
-        """Return the numbers of layers that the flags set explicitly, keyed by stage. Other stages are left out."""
+        """Return the numbers of layers for the stages for which the flags set this number. The keys are stages."""
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)
@@ -299,7 +298,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def nests_context(self) -> bool:
-        """True if the context-parallel ranks form two levels: groups of ranks, and the ranks within each group."""
+        """True if the context-parallel ranks are arranged in two levels: groups of ranks, and ranks within a group."""
         return CONTEXT_PARALLEL.facts(self.cp_comm_type).nested and self.context_parallel_size > 1
 
     @property

@@ -99,7 +99,8 @@ class ParameterRule:
         return ()
 
     def lines(self, metas: Collection[ParamMeta]) -> Iterable[str]:
-        """Return the lines that a plan prints about the rule, given the trained parameters of the whole model."""
+        """Return the lines that a plan prints about the rule. `metas` describes the trained parameters of the whole
+        model."""
         return ()
 
 

@@ -165,7 +165,7 @@ class DistributedDataParallel:
 
         If `overwrite` is True, gradients are not set to zero, but the first contribution to each `main_grad` overwrites
         it. Before the first contribution, or before a call of `zero_stale_grads`, `main_grad` contains the previous
-        step's gradient. Add all gradient contributions with `accumulate_weight_grad`.
+        step's gradient. Use `accumulate_weight_grad` to add any gradient to a `main_grad`.
         """
         assert self._started == 0, "the previous step's reductions have not been waited for"
         self._small_grads.enabled = overwrite and self.device.type == "cuda"
@@ -264,16 +264,16 @@ class DistributedDataParallel:
         """Wait for all-gathers of parameters. If only copies of some parameters in another format were gathered, gather
         these parameters too.
 
-        After this call, each rank has the updated values of all parameters, except of those that it gathers only for
-        the passes that use them. All data-parallel ranks must call this method.
+        After this call, the parameters on each rank have their updated values. With ZeRO-3, this excludes sharded
+        parameters, which are gathered only for passes. All data-parallel ranks must call this method.
         """
         self.wait_param_sync()
         for bucket in reversed(self._reduced_whole):
             bucket.gather_params_()
 
     def gather_params_(self) -> None:
-        """Call `finish_param_sync`, and gather sharded parameters, which stay whole until the next step. This method is
-        meant for tests and diagnosis."""
+        """Call `finish_param_sync`, and gather sharded parameters, which stay whole until the next step. Only tests and
+        diagnostic tools need this method."""
         self.finish_param_sync()
         for bucket in self.buckets:
             bucket.gather_params_()

@@ -36,7 +36,7 @@ def reduce_model_grads(
     tokens is zero. All ranks of the run must call this function.
 
     Args:
-        ddp: Buffers that contain this rank's gradients.
+        ddp: Owner of this rank's gradient buffers.
         total_tokens: The `global_token_count`.
         state: Process groups.
         seed: Initial gradient of every loss sum, which the factor divides out.

@@ -76,7 +76,7 @@ def wait_before_forward(
     """Make each module wait, before its forward pass, for the all-gather of the parameters that it reads.
 
     A layer, which is an entry of a ModuleList, waits for all its parameters, so that the layer may read them in any
-    order. A module outside of layers waits only for the parameters that it owns itself.
+    order. A module outside of layers waits only for its direct parameters, not for those of its submodules.
     """
     number = {id(param): i for i, param in enumerate(params)}
     bucket_of = bucket_numbers(buckets)

@@ -38,8 +38,8 @@ class Bucket:
     """
 
     on_host = False
-    """True if the rank keeps its part of the bucket in host memory, and copies it to the device only for the passes
-    that use it."""
+    """True if the rank keeps its part of the bucket in host memory, and copies this part to the device only for
+    passes."""
 
     before_sync: Callable[[Bucket], None] | None = None
     """Diagnostic hook that is called before each reduction, while `grads` still contains the gradients of this rank
@@ -76,8 +76,8 @@ class Bucket:
         return whole, whole[self.shard_range[0] - start : self.shard_range[1] - start]
 
     def gather_bytes(self) -> tuple[Tensor, Tensor]:
-        """Make all-gathers send parameters that have been cast to a one-byte format. Returns the uint8 memory of the
-        whole bucket, and this rank's part of this memory.
+        """Make all-gathers send parameters that have been cast to a one-byte format. Returns uint8 memory for the whole
+        bucket, and the part of this memory that belongs to the rank.
         """
         self._bytes = torch.zeros(self.params.shape, dtype=torch.uint8, device=self.params.device)
         return self._bytes, self._bytes.chunk(self.axis.size)[self.axis.rank]
@@ -222,7 +222,7 @@ class UnitStore:
 
 
 def have_values(params: Sequence[Tensor]) -> None:
-    """Check that no parameter remains to be initialized. Use this function if all parameters already have values."""
+    """`initialize` function for parameters that already have values: assert that `params` is empty."""
     assert not params, f"{params[0].meta.name} has no values"  # type: ignore[attr-defined]
 
 
@@ -294,8 +294,8 @@ class ParamAndGradBuffer:
         starts = [*(place.start for place in layout.params), layout.numel]
         gaps = [] if layout.by_unit else zip(ends, starts, strict=True)
         self.grad_gaps = [self.grad_data[stop:start] for stop, start in gaps if start > stop]
-        """Views of the padding between parameters in the gradient buffer. A buffer of units has no such views, because
-        whole gradients of units exist only during passes."""
+        """Views of the padding between parameters in the gradient buffer. The list is empty for a buffer of units,
+        whose whole gradients exist only during passes."""
 
     @property
     def on_host(self) -> bool:

@@ -117,8 +117,8 @@ class BufferLayout:
     by_unit: bool = False
     """True if each bucket contains the matrices of one unit.
 
-    Whole gradients (ZeRO-2), or whole gradients and parameters (ZeRO-3 and unit stores), then exist only while the unit
-    is computed.
+    If it is True, whole gradients (ZeRO-2), or whole gradients and parameters (ZeRO-3 and unit stores), exist only
+    while the unit is computed.
     """
 
     @property
@@ -199,8 +199,8 @@ def _fill_buckets(
     """Fill buckets of at least `bucket_size` elements. If `bucket_size` is None, make one bucket for each unit.
 
     Only the last bucket and buckets next to shared parameters may be smaller. A parameter shared by two stages has a
-    bucket that contains no other parameter. Each shard of such a bucket covers the same elements of the parameter on
-    both stages, so a rank can sum its shard over the stages.
+    bucket that contains no other parameter. Shards of the bucket therefore cover the same elements on both stages, and
+    can be summed over the two stages.
     """
     buckets: list[BucketLayout] = []
     filling: list[ParamRange] = []

@@ -42,7 +42,8 @@ from megatron.core.transformer.activation_store import tensors_in
 from megatron.core.transformer.recompute import computing_again
 
 WAIT_GATHERED, WAIT_REDUCED = "wait for parameters of a unit", "wait for reduced gradients of a unit"
-"""Names of the profiler ranges in which a rank waits without computing. On GPUs, the host's wait is not visible."""
+"""Names of the profiler ranges in which a rank waits without computing. On GPUs, they do not include waits of the
+host."""
 
 
 class UnitBucket(Bucket):
@@ -50,9 +51,9 @@ class UnitBucket(Bucket):
     only its shard of the gradients (ZeRO-2), and with ZeRO-3 only its shard of the parameters.
 
     Whole gradients exist from the first contribution of a micro-batch until they have been reduced and added to
-    `grad_shard`. Whole parameters exist from the unit's first `acquire` to its last `release`. The views of this memory
-    stay the same when it is freed and allocated again, so tensors that autograd saved are valid whenever a parameter is
-    whole."""
+    `grad_shard`. Whole parameters exist from the unit's first `acquire` to its last `release`. When parameter memory is
+    freed and allocated again, views of it stay the same, so tensors that autograd saved are valid whenever a parameter
+    is whole."""
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         super().__init__(layout, buffer)
@@ -98,7 +99,7 @@ class UnitBucket(Bucket):
             self.drop_params()
 
     def drop_params(self) -> None:
-        """Free the whole parameters, for example after their values have changed. Call it only between passes."""
+        """Free whole parameters, for example after their values have changed. This is allowed only between passes."""
         assert self.users == 0, "parameters in use"
         if self.shards_params and self.whole_params:
             self.finish_param_sync()
@@ -114,7 +115,7 @@ class UnitBucket(Bucket):
             super().start_param_sync()
 
     def open_grads(self) -> None:
-        """Allocate whole gradients. The first contribution to each parameter overwrites its memory."""
+        """Allocate whole gradients. The first gradient of a parameter overwrites the uninitialized memory."""
         self.finish_grad_sync()
         if not self.whole_grads:
             alloc_storage(self.grads)

@@ -29,7 +29,7 @@ class StoredPass(Protocol):
         gradient of the output is known."""
 
     def end(self) -> None:
-        """End the forward pass. Call this method after the last part."""
+        """Call this method at the end of the forward pass, after the last part."""
 
 
 class Pool(Protocol):
@@ -88,8 +88,8 @@ class Saver(Protocol):
 
 
 class _Now(threading.local):
-    """Store for the tensors that autograd saves in this thread. Interleaved passes of two micro-batches run in separate
-    threads."""
+    """Store for the tensors that autograd saves in this thread. The store is thread-local, because interleaved passes
+    of two micro-batches run in separate threads."""
 
     saver: Saver | None = None
 
@@ -108,7 +108,7 @@ def saving_by(saver: Saver | None) -> Iterator[None]:
 
 
 def nothing_saved() -> AbstractContextManager[None]:
-    """Disable the store within the block, for functions that will be recomputed."""
+    """Context manager that disables the store in its body, for functions that will be recomputed."""
     return saving_by(None)
 
 

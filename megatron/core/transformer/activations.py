@@ -1,7 +1,7 @@
 """Implementations of activation functions for MLPs and experts.
 
 Each activation function is built by a function with the arguments (name, config, ctx). An activation function with
-parameters is a module, and `name` is the prefix of its parameter names.
+parameters is a module, whose parameter names begin with `name`.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _bounded(x: Tensor, clamp: float | None, offset: float) -> Tensor:
 
 
 def _within(x: Tensor, clamp: float) -> Tensor:
-    """Return a mask of the elements within the bounds, which are those with a gradient."""
+    """Return a mask of the elements that are within the bounds of the clamp, and therefore have a gradient."""
     gate, up = x.chunk(2, dim=-1)
     return torch.cat((gate <= clamp, up.abs() <= clamp), dim=-1)
 
@@ -193,8 +193,8 @@ def _biased_forward(x: Tensor, bias: Tensor, kind: Kind) -> Tensor:
 
 
 def _biased_backward(x: Tensor, bias: Tensor, grad: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x and of the bias. The rows of x are arranged in groups, [groups, rows per group, f].
-    With this shape, torch.compile fuses both gradients into one kernel; with x [rows, f], it does not.
+    """Compute the gradients of x [groups, rows per group, f] and of the bias. If the rows of x are grouped in this way,
+    torch.compile fuses both gradients into one kernel; with x [rows, f], it does not.
     """
     dx = functions_of(kind)[1](x + bias, grad)
     wide = torch.promote_types(dx.dtype, torch.float32)

@@ -35,8 +35,8 @@ def recomputed(function: Callable[[*Arguments], T], *args: *Arguments) -> T:
 
 
 class _Running(threading.local):
-    """Depth of nested recomputations in this thread. Interleaved passes of two micro-batches run in separate
-    threads."""
+    """Depth of nested recomputations in this thread. The depth is thread-local, because interleaved passes of two
+    micro-batches run in separate threads."""
 
     depth = 0
 

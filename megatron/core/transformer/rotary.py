@@ -1,7 +1,7 @@
 """Rotary position embedding (arXiv:2104.09864). The embedding rotates pairs of channels. The two channels of a pair are
 half a head apart, or neighbours.
 
-Frequencies can be scaled as in Llama 3.1, scaled by YaRN, or computed for a wider head. Position interpolation is also
+Frequencies can be scaled as in Llama 3.1 or by YaRN, or computed for a wider head. Position interpolation is also
 supported.
 """
 

@@ -43,8 +43,8 @@ class BatchSizes:
         return cls(config.training.global_batch_size).resumed(config.past_batches)
 
     def resumed(self, past: Sequence[Point]) -> Self:
-        """Return the batch sizes of a run that resumes at the last position in `past`. The other positions in `past`
-        are those of earlier batch-size changes."""
+        """Return the batch sizes of a run that resumes at the last position in `past`. All positions before the last
+        one are those of batch-size changes."""
         if not past:
             return self
         begun = replace(self, past=tuple(past[:-1]) or START)

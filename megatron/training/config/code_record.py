@@ -1,12 +1,12 @@
 """Record of the code that each of a user's runs has used. Checkpoints and configurations of these runs may name the
 recorded code, although the command line does not name it again. This module does not import torch.
 
-Code runs only if the command line names it. Code is not run just because a checkpoint or configuration names it,
-because these files may come from anywhere. The only exception is a checkpoint or configuration in the --save folder of
-a run that the same user started. When a run starts, `record_code` stores the run's folder, and the names and content
-digests of the code that the run uses. The record is in the user's state folder, outside the folder of the run.
-`standing` compares the code that a file names with the record. No checkpoint can extend the record. Code that has
-changed since it was recorded may not run.
+Code runs only if the command line names it. Checkpoints and configurations may come from anywhere, so it is not enough
+that they name the code. The only exception is a checkpoint or configuration in the --save folder of a run that the same
+user started. When a run starts, `record_code` stores the run's folder, and the names and content digests of the code
+that the run uses. The record is in the user's state folder, outside the folder of the run. `standing` compares the code
+that a file names with the record. No checkpoint can extend the record. Code that has changed since it was recorded may
+not run.
 """
 
 from __future__ import annotations
@@ -134,8 +134,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 def _module_files(name: str) -> Iterator[Path]:
     """Return the files of a module and of its parent packages. All files of the innermost package are included, because
-    the module may import any of them. The module is searched for in the same folders as when it is imported as an
-    extension."""
+    the module may import any of them. A module is searched for in the same folders as an extension that is imported."""
     here, names = str(Path.cwd()), name.split(".")
     places = sys.path if here in sys.path else [here, *sys.path]
     package: list[str] = []

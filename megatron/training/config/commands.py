@@ -123,8 +123,8 @@ class CommandFacts:
 
 
 class ReadCommand(Protocol):
-    """Function that reads the options of a command. The function is imported only if the command line contains one of
-    the options."""
+    """Function that reads the options of a command, and that is imported only if the command line contains one of
+    them."""
 
     def __call__(self, given: GivenOptions, world_size: int | None) -> Command | None:
         """Return the command that the options select; None if they select no command. If the options are not valid, add

@@ -137,8 +137,7 @@ def dashed(field: str) -> str:
 
 
 Rules = Callable[[RunConfig, int], Iterable[Problem]]
-"""Function of (resolved configuration, world size) that returns the problems it finds. The function must not raise
-exceptions."""
+"""Function of (resolved configuration, world size) that returns the problems it finds, and raises no exceptions."""
 
 Resolve = Callable[[RunConfig], RunConfig]
 """Function that fills in the derived values of a configuration. The function must not raise exceptions."""
@@ -171,14 +170,12 @@ class ExtensionSection:
     part_of: str | None = None
     """Section of `RunConfig` to which the flags belong.
 
-    An extension's flags with `part_of="model"` describe the model. Like the fields of the section "model", they can be
-    read from a checkpoint, are compared with the checkpoint's values, and are converted with it. Flags with
-    `part_of="data"` select data.
-    """
+    An extension's flags with `part_of="model"` describe the model. Flags of the model can be read from a checkpoint,
+    are compared with the checkpoint's values, and are converted with the checkpoint. Flags with `part_of="data"` select
+    data."""
 
     def problems(self, given: RunConfig, config: RunConfig, world_size: int) -> Iterable[Problem]:
-        """Return the problems that the rules find in a resolved configuration. Return no problems if the flags are
-        unused."""
+        """Return the problems that the rules find in a resolved configuration; none if the flags are unused."""
         unused = given.options(self.cls) == config.options(self.cls) == self.cls()
         if self.rules is None or (unused and not self.always):
             return ()
@@ -370,7 +367,7 @@ def _values_of_sections(config: RunConfig) -> dict[str, object]:
 
 
 def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
-    """Create a configuration from the output of `values_by_section`. A field may have moved to another section.
+    """Create a configuration from the output of `values_by_section`. Fields may have moved between sections since.
 
     Fields that this program does not have are dropped. Missing fields get their defaults."""
     built = {}
@@ -402,7 +399,8 @@ def _fields_in_order(cls: type) -> list[Field]:
 
 @lru_cache(maxsize=1)
 def sections() -> dict[str, type]:
-    """Map each section to its dataclass. Keys are attributes of `RunConfig`, or titles of extensions' sections."""
+    """Map each section to its dataclass. The name of a section is an attribute of `RunConfig` or an extension's
+    title."""
     hints = get_type_hints(RunConfig)
     own = {field.name: hints[field.name] for field in fields(RunConfig) if "flag" not in field.metadata}
     return own | {title: section.cls for title, section in EXTENSION_SECTIONS.items()}

@@ -35,7 +35,7 @@ def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     """Return the resolved configuration for the world of this process.
 
     If there are problems, prints all of them and raises SystemExit with code 2. If the command line selects a command,
-    runs it and raises SystemExit with the command's exit code. Messages are printed by one rank only.
+    runs it and raises SystemExit with the command's exit code. Only one rank prints messages.
     """
     try:
         return _prepared(command, launch)
@@ -81,7 +81,7 @@ class _Loaded:
     config: RunConfig
     problems: list[Problem]
     inputs: list[Problem]
-    """Problems with input files. A run cannot start with these problems, but a command may ignore them."""
+    """Problems with input files, with which a run cannot start, but which a command may ignore."""
 
 
 def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Loaded:

@@ -54,7 +54,7 @@ class Problem:
     rule: str
     remedy: str
     harmless: bool = False
-    """True if the problem does not prevent the run from starting, because the flag only lacks an effect."""
+    """True if the problem is only that the flag has no effect, so that the run can start."""
 
     @classmethod
     def of_errors(cls, flag: str, value: object, error: Exception) -> list[Problem]:

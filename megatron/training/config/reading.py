@@ -48,7 +48,8 @@ class ForeignProgram(Protocol):
     results of both.
 
     @FOREIGN_PROGRAMS.register("Theirs")
-    class Theirs(ForeignProgram): ..."""
+    class Theirs(ForeignProgram): ...
+    """
 
     def spellings(self) -> Collection[str]:
         """Return the flags of the other program for which this program has no field."""
@@ -114,8 +115,7 @@ class FlagReader(GivenOptions):
     are read."""
 
     exchanges: list[Callable[[], None]] = field(default_factory=list)
-    """Functions to call after all sources are read. Each function applies a switch that replaces values from any
-    source."""
+    """Functions to call after all sources are read. Each applies a switch that replaces values from any source."""
 
     def raise_problems(self) -> None:
         """Raise ValueError with every problem, one per line."""
@@ -222,7 +222,7 @@ class FlagReader(GivenOptions):
 
     def set(self, flag: Flag, name: str, value: object) -> None:
         """Set the value of a flag's field. If a flag is given several times, the last value applies, because launch
-        scripts append overrides. If the values differ, add a note.
+        scripts append overrides. A note is added if the values differ.
 
         If a flag is repeatable, collect the values from all its occurrences."""
         if flag.spec.repeats and isinstance(value, tuple):
@@ -435,8 +435,7 @@ def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueEr
 
 
 def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
-    """Return the unsupported feature of another program that the flag selects with these values; None if there is
-    none."""
+    """Return the unsupported feature of another program that the flag selects with these values, or None."""
     return next(filter(None, (program.feature(flag.name, texts) for program in foreign_programs().values())), None)
 
 

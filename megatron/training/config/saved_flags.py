@@ -141,8 +141,8 @@ def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, list[str]]:
     """For fields whose default has changed, use the value in the checkpoint, unless `given` contains the field's flag.
-    Returns the new configuration and notes about the changes. Errors in the checkpoint are not reported here, but when
-    the checkpoint is loaded."""
+    Returns the resulting configuration and notes about changed fields. Errors in the checkpoint are not reported here,
+    but when the checkpoint is loaded."""
     load, table = config.checkpoint.load, spelling_table()
     spelled = {table[name][0].field for name in given if name in table}
     wanted = [flag for flag in all_flags() if flag.spec.keeps_saved and flag.field not in spelled]

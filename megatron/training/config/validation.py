@@ -47,8 +47,8 @@ MOCK_VOCAB_SIZE = 50257
 
 
 def validate(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return every problem that prevents `config` from running on `world_size` ranks. Derived values need not be filled
-    in."""
+    """Return every problem that prevents `config` from running on `world_size` ranks. `config` may lack derived
+    values."""
     return [problem for problem in findings(config, world_size) if not problem.harmless]
 
 
@@ -66,7 +66,7 @@ def findings(config: RunConfig, world_size: int, resolved: RunConfig | None = No
 
 
 def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, RunConfig | None]) -> list[Problem]:
-    """Return the problems and notices for a configuration, leaving out its training phases. `known` is a pair
+    """Return the problems and notices for a configuration. Training phases are not checked. `known` is a pair
     (configuration, its resolved form). If `config` is this configuration, its resolved form is reused."""
     problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}

@@ -38,8 +38,8 @@ class EmbeddingContext(AutogradContext):
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """Look up ids in a row-sharded embedding table. Each rank looks up the ids of its own rows and returns zeros for
-    all other ids. The results are then summed over the ranks.
+    """Look up ids in a row-sharded embedding table. Each rank looks up the ids of its own rows, and uses zeros for all
+    other ids. The embeddings are then summed over the ranks.
 
     The gradient is added to `weight.main_grad` row by row, which avoids a gradient tensor as large as the table.
     """
@@ -217,7 +217,7 @@ class Embedding(nn.Module):
         return self.dropout(self.vectors(tokens, context), context)
 
     def vectors(self, tokens: Tensor, context: BatchContext) -> Tensor:
-        """Return the embeddings before dropout. Arguments and shapes are the same as in `forward`."""
+        """Return the embeddings before dropout, for the same arguments and with the same shape as `forward`."""
         x = self.word_embeddings(tokens)
         x = self.layernorm(x if self.scale == 1 else x * self.scale)
         if self.position_embeddings is not None:

@@ -159,8 +159,7 @@ class GPTModel(nn.Module):
         if self.output_layer is not None and self.chunk_tokens:
             self.output_layer.backward_reads_parameters = False
         self.loss_watchers: list[Callable[[Tensor, Batch], None]] = []
-        """Functions that the last stage calls for each micro-batch. The arguments are the detached losses [s, b] and
-        the batch."""
+        """Functions of (detached losses [s, b], batch) that the last stage calls for each micro-batch."""
 
         self._refuse_equal_names()
         if weights.initialize:
@@ -265,8 +264,7 @@ class GPTModel(nn.Module):
         return self.decoder(hidden, context)
 
     def local_logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
-        """Return the logits [s, b, V/tp] of this rank's part of the padded vocabulary. The stage must be the last
-        one."""
+        """Return the logits [s, b, V/tp] of this rank's part of the padded vocabulary, if this is the last stage."""
         assert self.output_layer is not None, "only the last stage has logits"
         return self.output_layer(self.hidden_states(hidden, batch, cache))
 

@@ -56,9 +56,9 @@ class Head(OutputLayer):
     def forward(self, x: Tensor, use: Callable[[Tensor], T] | None = None) -> Tensor | T:
         """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp].
 
-        Without a bias, x is divided by the logit divisor instead of the logits, because x is smaller. If `use` is
-        given, the method returns `use(x)` instead of the logits. In this call, x is the input of the matrix
-        multiplication. Hooks that gather the parameters of this module run in both cases.
+        If the layer has no bias, x is divided by the logit divisor. This is cheaper than dividing the logits, because x
+        is smaller. If `use` is given, the method returns `use(x)` instead of the logits. In this call, x is the input
+        of the matrix multiplication. Hooks that gather the parameters of this module run in both cases.
         """
         x = x / self.divisor if self.divisor != 1 and self.bias is None else x
         return self.finished(super().forward(x)) if use is None else use(x)

@@ -152,7 +152,7 @@ class _Chunks:
         return enter((self.x[self._rows(number)].unsqueeze(1),), self.head.boundary, self.head.axis)
 
     def _chunk(self, number: int, x: Operand, dw: Tensor | None, overwrite: bool) -> Tensor:
-        """Compute a chunk: x [t * n, 1, h] -> losses [t, n]. If any gradients are needed, compute them too."""
+        """Compute the losses of a chunk, and all gradients that are needed: x [t * n, 1, h] -> losses [t, n]."""
         rows = self._rows(number)
         labels = self.labels[:, rows].reshape(-1, 1)
         with torch.set_grad_enabled(self.tracked):

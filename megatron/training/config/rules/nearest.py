@@ -90,7 +90,7 @@ def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -
 
 
 def _values(problem: Problem) -> list[int]:
-    """Return the nearest values that a problem suggests."""
+    """Return the values that the remedy of a problem suggests as the nearest."""
     found = NAMED.fullmatch(problem.remedy)
     return [] if found is None else [int(each) for each in (found["first"], found["second"]) if each and int(each)]
 

@@ -128,8 +128,8 @@ def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def loss_chunks(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check --loss-chunk-tokens. With this flag, the forward pass computes the output layer, the loss and their
-    gradients chunk by chunk."""
+    """Check --loss-chunk-tokens, with which the forward pass computes the output layer, the loss and their gradients in
+    chunks of tokens."""
     name = "--loss-chunk-tokens"
     size, loss = c.parallel.loss_chunk_tokens, c.model.loss_func
     if not size:

@@ -22,7 +22,7 @@ _JSON_NAMES = {
     dict: "an object",
 }
 LARGEST = 2**53
-"""Largest integer that the metadata of a checkpoint may contain. Flags have the same limit."""
+"""Largest integer that a checkpoint's metadata may contain, which is also the limit for flags."""
 
 
 class Finite(float):
@@ -177,8 +177,8 @@ def _fits(flag: Flag, value: object) -> bool:
 
 
 def _is_one(flag: Flag, value: object) -> bool:
-    """Return True if `value` has the type of the flag's value. If the flag accepts several values, `value` is one of
-    them. An integer may be written as a float."""
+    """Return True if `value` has the type of the flag's value, or of a single element if the flag accepts several
+    values. An integer may be written as a float."""
     if flag.kind is bool or isinstance(value, bool):
         return flag.kind is bool and isinstance(value, bool)
     if flag.kind is int:
@@ -200,5 +200,5 @@ def _json_name(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """Format a value for a message. Numbers are shown as they are. For other values, the name of the type is shown."""
+    """Format a value for a message. A number is shown as it is, and any other value by the name of its type."""
     return f"{value!r:.40}" if type(value) in (int, float) else _json_name(value)

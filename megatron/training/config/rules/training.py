@@ -25,7 +25,7 @@ def skipped_steps(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def samples_of_micro_batches(c: RunConfig, world_size: int) -> tuple[int, str]:
     """Return the number of samples in one micro-batch, summed over all replicas, and a text for messages that shows how
-    the number is computed. The number is 0 if the layout is invalid; other rules report that."""
+    the number is computed. If the layout is not valid, which other rules report, the number is 0."""
     micro, model = c.training.micro_batch_size, c.parallel.model_parallel_size
     dp = 0 if micro < 1 or model < 1 or world_size % model else world_size // model
     return micro * dp, f"--micro-batch-size {micro} * data-parallel size {dp} ="
@@ -101,8 +101,8 @@ def schedule(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _converted(c: RunConfig, value: int, to_samples: bool) -> str:
-    """Convert iterations to samples, or samples to iterations, and format the number for a message. If the batch size
-    varies, return an empty text."""
+    """Convert iterations to samples, or samples to iterations, and format the number for a message. Return an empty
+    text if the batch size varies, because the numbers are then not proportional."""
     size = c.training.global_batch_size
     if not size or size < 0 or batch_schedule(c):
         return ""
