@@ -249,8 +249,7 @@ class UnitSharding(WholeUnits):
     ) -> None:
         """Install the hooks.
 
-        `queue` holds back weight gradients of split backward passes. `casts` holds copies of weights in another
-        format."""
+        `queue` holds back weight gradients of split backward passes. `casts` holds weights in another format."""
         self.buckets = of_units = [bucket for bucket in buckets if isinstance(bucket, UnitBucket)]
         assert len(of_units) == len(buckets), "buckets of units have a different class"
         self.shards_params = shards_params
