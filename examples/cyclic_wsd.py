@@ -1,4 +1,5 @@
-"""Cyclic WSD (WSD-S, arXiv:2410.05192): constant learning rate that anneals and returns several times in a run.
+"""Cyclic WSD learning-rate schedule (WSD-S, arXiv:2410.05192). In each cycle, the learning rate is constant, anneals,
+and then returns to the constant value.
 
 python pretrain_gpt.py --extension examples/cyclic_wsd.py --lr-decay-style cyclic-wsd --lr-cycles 3 ...
 """

@@ -17,7 +17,8 @@ from megatron.training.hooks import Callback, RunView
 @dataclass(frozen=True)
 class EarlyStoppingConfig:
     patience: int = 3
-    """Evaluations without a lower validation loss after which the run saves and ends."""
+    """Number of consecutive evaluations without a lower validation loss after which the run saves a checkpoint and
+    ends."""
 
 
 @CALLBACKS.register("early stopping")

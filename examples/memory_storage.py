@@ -1,10 +1,10 @@
-"""A storage for URLs mem://HOST:PORT/NAME: a server that holds objects in its memory.
+"""Storage for URLs of the form mem://HOST:PORT/NAME, backed by a server that keeps objects in memory.
 
 python -m examples.memory_storage 127.0.0.1:5151 &
 RUN=mem://127.0.0.1:5151/run
 python pretrain_gpt.py --extension examples/memory_storage.py --save $RUN --load $RUN ...
 
-Like object stores of clouds, it has no renames, and writes each object whole.
+Like a cloud object store, the storage cannot rename objects, and writes every object as a whole.
 """
 
 import json

@@ -30,7 +30,7 @@ class MlpOutputs(Callback, Meter):
         self.of_step += torch.stack([output.detach().double().square().sum(), self.sums.new_tensor(output.numel())])
 
     def begin_step(self, step: Step) -> None:
-        self.of_step.zero_()  # what an evaluation has counted, or a step that runs again
+        self.of_step.zero_()  # discard counts of an evaluation or of a repeated step
 
     def end_step(self, skip: Tensor) -> None:
         self.sums += self.of_step * (1 - skip)

@@ -25,7 +25,7 @@ class MovingAverage(nn.Module):
         super().__init__()
         h = config.hidden_size
         self.layer = ctx.layer
-        # Each tensor-parallel rank has some of the channels: the value and the gate of one lie side by side.
+        # Each tensor-parallel rank holds some channels. The value and the gate of a channel are adjacent rows.
         self.in_proj = column_parallel(ColumnLinear(f"{name}.in_proj", h, (h, 2), False), ctx)
         decays = Init("uniform", low=0.0, high=4.0)
         self.decay = make_sharded_parameter(f"{name}.decay", (h,), ctx, role="vector", init=decays)

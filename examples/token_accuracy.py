@@ -49,7 +49,7 @@ class TokenAccuracy(Callback):
         return (Task("token accuracy", interval, self.measure, at_end=True, evaluates=True),)
 
     def measure(self) -> None:
-        """Measure the accuracy on the first batches of each validation set. All ranks call this method."""
+        """Measure the accuracy on the first batches of each validation set. All ranks must call this method."""
         run = self.run
         record: dict[str, object] = {"iteration": run.progress.iteration}
         with weights_to_evaluate(run):

@@ -5,9 +5,9 @@ backward passes of models with few layers. The two programs run in turns.
     python research/mixers.py --only mamba2 --compile --rounds 7
     python research/mixers.py --only deepseek_v32 --seq-length 8192
 
-The models have a small vocabulary so that the layers take most of the time. Our model is built from the configuration
-of the transformers model. The row "products" times only the GEMMs of our forward and backward passes, with the original
-shapes and strides of their operands.
+The models have a small vocabulary so that the layers take most of the time. This program's model is built from the
+configuration of the transformers model. The row "products" shows the time of the GEMMs alone in this program's forward
+and backward passes, with the same operand shapes and strides.
 """
 
 from __future__ import annotations

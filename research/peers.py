@@ -1,8 +1,8 @@
 """Models of other programs for research/speed.py, built as users of those programs build them.
 
 Each builder takes a style and a dtype, and returns the model and its loss function, `loss(run, tokens, labels)`. Tokens
-and labels are [b, s], and `run` is the model or its compiled form. `pip install -r research/requirements.txt` installs
-the programs; use a separate environment.
+and labels have the shape [b, s]. `run` is the model, or the model after torch.compile. `pip install -r
+research/requirements.txt` installs the programs; use a separate environment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def build_peer(name: str, style: Style, dtype: str) -> tuple[Any, Callable[..., 
     found = sum(parameter.numel() for parameter in model.parameters())
     if style.llama and found != style.parameters:
         raise ValueError(f"{name}'s model has {found} parameters, not {style.parameters}")
-    # `to` would convert complex rotary tables (torchtitan's) to real ones.
+    # `Module.to` would convert the complex rotary tables of torchtitan to real tensors.
     tables = [(part, key, x) for part in model.modules() for key, x in part.named_buffers(recurse=False)]
     model = model.to(kind).train()
     for part, key, x in tables:

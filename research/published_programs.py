@@ -3,7 +3,7 @@ of the published program.
 
 A plan assumes the kernels of this program. The programs that were published in 2021 and 2022 stored the attention
 scores, accumulated weight gradients in a separate kernel, and computed the loss in several passes over fp32 logits.
-Every difference is derived from the code of these programs; no difference is derived from their step times.
+All modeled differences come from the code of these programs, and none is fitted to their step times.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class ProgramCache(PlannerCache):
 
     program: Program = THIS
     made: dict[tuple[int, bool], tuple[PassEvents, PassEvents]] = field(default_factory=dict)
-    """Cache of converted events. A key consists of the id of a part, which stays alive, and a flag that is true if the
-    part includes the output layer."""
+    """Cache of converted events. A key is (`id(part)`, head), where head is true if the part includes the output layer.
+    The value keeps the part alive, so its id stays valid."""
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
         found = super().parts_of(batch, stages)

@@ -5,7 +5,7 @@
     python research/published_runs.py --memory --only zero-bubble --parts
 
 Prints each run's published and predicted step time and the error. Then prints the median and the 90th percentile of the
-errors, separately for runs that were used to fit constants and for held-out runs. The runs and their sources are in
+errors, separately for runs to which constants were fitted and for held-out runs. The runs and their sources are in
 research/published_runs.yaml.
 
 With --memory, prints the published and the planned peak memory of each run, on the rank that uses the most memory. Some
@@ -77,7 +77,7 @@ class PublishedRun:
     statistics."""
 
     differs: str
-    """Description of the published program's differences that no flag of this program expresses."""
+    """Description of differences from the published program that cannot be expressed with flags of this program."""
 
     keeps_scores: int
     """Bytes that the published program keeps per attention score."""
@@ -152,8 +152,8 @@ def published_runs(path: Path = RUNS) -> Iterator[PublishedRun]:
 
 @dataclass(frozen=True)
 class Compared:
-    """A run with its predicted step time in seconds, or with the planned memory in GiB of the rank that needs the
-    most."""
+    """Published and predicted figure of a run: the step time in seconds, or the peak memory in GiB of the rank that
+    uses the most memory."""
 
     run: PublishedRun
     published: float

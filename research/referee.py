@@ -3,9 +3,9 @@
     python research/referee.py megatron-core --site FOLDER   two gloo ranks: TP, sequence parallelism, experts, MTP
     python research/referee.py trainer                       transformers' Trainer with accumulated micro-batches
     python research/referee.py megatron-core --site FOLDER --fault norms    the same with a fault, see FAULTS
-megatron-core's package has the same name as this program's. Install megatron-core into a separate folder, which only
-the two processes of its step read: `pip install --no-deps --target FOLDER megatron-core==0.16.1`. The exit code is the
-exit code of tools/referee.py.
+megatron-core's package has the same name as this program's. Therefore, install megatron-core into a separate folder
+with `pip install --no-deps --target FOLDER megatron-core==0.16.1`. Only the two processes that run its step import from
+this folder. The exit code is the exit code of tools/referee.py.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ the same options. Each program needs its package: `pip install -r research/requi
 
 In single-process cells, the models of the other programs (research/peers.py) are trained with torch's fused AdamW and
 with gradient clipping. In bf16 cells, the other programs store and update their parameters in bf16, which is their
-fastest mode. This program keeps its fp32 main parameters and fp32 gradient sums. The TP, PP and DP cells compare this
-program with research/torch_parallel.py.
+fastest mode. This program still uses fp32 main parameters and accumulates gradients in fp32. The TP, PP and DP cells
+compare this program with research/torch_parallel.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    # replaces this folder, whose module names other packages use too
+    # Remove this folder from the path, because its module names clash with those of other packages.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from research.peers import ONLY_LLAMA, PEERS, build_peer

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.calibration.measure import Clock
 
 POINTS = 100
-"""Approximate number of measurements. Each may take an equal part of --seconds."""
+"""Approximate number of measurements. The time limit of each measurement is --seconds divided by this number."""
 
 STEPS = (
     "--mock-data --vocab-size 512 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --micro-batch-size 1 "

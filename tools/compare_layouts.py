@@ -131,7 +131,8 @@ def check_own_flags(args: argparse.Namespace) -> None:
 
 
 def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
-    """Return the two sides of the comparison. Raises ValueError with every problem of their flags, one per line."""
+    """Build the configurations of the two layouts to compare. Raises ValueError with one line for each problem with
+    their flags."""
     common = common_flags(args, flags)
     batch = _batch_flags(args, common)
     sides, problems = [], []

@@ -4,12 +4,12 @@
     python tools/compare_megatron_flags.py ~/Megatron-LM --branch dev --write "Megatron-LM dev 1a2b3c4d (2026-09-30)"
     python tools/compare_megatron_flags.py
 
-Prints the flags that are new, removed or changed since the version of megatron_flags/flags_of_head.txt, with the
-treatment of each new one: the same here, translated, no effect, refused, or unknown. Then prints the number of flags
-with each treatment, and the flag choices that this program does not recognize. The checkout's own code builds the
-parser in a separate process. --write replaces the branch in the table, with a line that names the version. The exit
-code is 1 if a flag or a choice is unknown. Without a checkout, the tool only updates how this program treats each flag
-in the table. Do this after adding a flag to this program.
+Prints the flags that are new, removed or changed since the version in the table megatron_flags/flags_of_head.txt. For
+each new flag, it prints how this program treats the flag: the same, translated, no effect, refused, or unknown. Then
+prints the number of flags with each treatment, and the flag choices that this program does not recognize. The
+checkout's own code builds the parser in a separate process. --write replaces the branch in the table, with a line that
+names the version. The exit code is 1 if a flag or a choice is unknown. Without a checkout, the tool only updates how
+this program treats each flag in the table. Do this after adding a flag to this program.
 """
 
 from __future__ import annotations

@@ -55,14 +55,14 @@ MODEL = (
     "--hidden-dropout 0 --untie-embeddings-and-output-weights --init-method-std 0.03 --position-embedding-type rope "
     "--normalization RMSNorm --disable-bias-linear"
 )
-"""Default flags of the model, which flags after `--` override."""
+"""Default flags of the model. Flags after `--` on the command line override them."""
 
 PARTS = ("embedding", "attention", "mlp", "stream", "logits")
-"""Measured parts: outputs of the embedding, of sublayers (as a mean over layers), of the last layer, and of the output
-layer."""
+"""Parts of the model whose outputs are measured: the embedding, the attention and MLP sublayers (averaged over layers),
+the last layer ("stream"), and the output layer."""
 
 Sizes = dict[str, list[float]]
-"""Root mean squares after 0, 1, ... steps, by part."""
+"""For each part of the model, the root mean squares after 0, 1, 2, ... steps."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Axis:
-    """Models that differ in a single size."""
+    """Series of models that differ only in width, or only in depth."""
 
     name: str
     sizes: Sequence[int]

@@ -206,8 +206,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def sampling_of(args: argparse.Namespace) -> Sampling:
-    """Return the sampling parameters. Decoding is greedy by default; --top-k, --top-p or --min-p alone samples at
-    temperature 1."""
+    """Return the sampling parameters. Decoding is greedy by default. If --top-k, --top-p or --min-p is set without
+    --temperature, the temperature is 1."""
     limited = args.top_k is not None or args.top_p is not None or args.min_p is not None
     default = 1.0 if limited else 0.0
     temperature = default if args.temperature is None else args.temperature

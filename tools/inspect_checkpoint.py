@@ -67,7 +67,7 @@ class ForeignWeights:
 
     def __init__(self, path: PurePath) -> None:
         from megatron.extensions.interop.conversion.convert import (
-            recognize,  # checkpoints of this program do not need it
+            recognize,  # not imported for checkpoints of this program
         )
         from megatron.extensions.interop.conversion.formats import Options
 
@@ -152,7 +152,7 @@ class Difference:
 
     key: str
     how: str
-    """Description of a difference in anything other than the values, such as the shape; empty if only values differ."""
+    """Description of a difference such as another shape or dtype; empty if only the values differ."""
 
     count: int = 0
     of: int = 0
@@ -198,8 +198,8 @@ def compared(one: Contents, two: Contents) -> set[str]:
 
 
 def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> Difference | None:
-    """Describe how two tensors of the same shape and dtype differ; None if they are equal. Equal bits are equal, even
-    for NaN."""
+    """Describe how two tensors of the same shape and dtype differ. Return None if they are equal bit for bit, which
+    also holds for equal NaN values."""
     flat_one, flat_two = one.reshape(-1), two.reshape(-1)
     bits_one, bits_two = (flat.view(torch.uint8).view(flat.numel(), -1) for flat in (flat_one, flat_two))
     differs = (bits_one != bits_two).any(dim=1)

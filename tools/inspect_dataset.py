@@ -163,8 +163,8 @@ def show_step(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
 
 
 def data_of_phases(args: argparse.Namespace, config: DatasetConfig) -> list[DatasetConfig]:
-    """Return the data that the flags select, and the data of each phase in --data-phases that changes the data. Raises
-    ValueError if the --data-phases file is invalid."""
+    """Return the data configuration that the flags select, followed by the configuration of each phase in --data-phases
+    that uses other data. Raises ValueError if the --data-phases file is invalid."""
     path = getattr(args, "data_phases", None)
     if path is None:
         return [config]
@@ -232,8 +232,8 @@ def dump(args: argparse.Namespace, tokenizer: Tokenizer | None) -> None:
 
 
 def sizes(args: argparse.Namespace, config: DatasetConfig) -> tuple[int | None, int | None, int | None]:
-    """Return the number of samples requested for each split. Raises ValueError if no number is given for a weighted
-    blend."""
+    """Return the number of samples requested for each split. Raises ValueError if a split is a weighted blend, but its
+    number of samples is not given."""
     found = (args.train_samples, args.valid_samples, args.test_samples)
     shares = parse_split(config.split)
     for number, split in enumerate(SPLITS):

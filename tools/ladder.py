@@ -96,7 +96,7 @@ def rung_command(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Se
 
 
 def extended(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """Return the target's flags, preceded by --extension for each extension passed to this program."""
+    """Prepend an --extension flag to `flags` for each extension that was passed to this tool."""
     return [*(word for name in args.extension for word in ("--extension", name)), *flags]
 
 
@@ -181,8 +181,8 @@ def report(ladder: Ladder, found: Sequence[Outcome], args: argparse.Namespace) -
 
 
 def picture(prediction: dict[str, Any], found: Sequence[Outcome]) -> Figure:
-    """Draw final losses, including the target's predicted loss, over compute on the left, and loss curves over tokens
-    on the right."""
+    """Draw two charts. The left chart shows final losses over compute, including the predicted loss of the target. The
+    right chart shows loss curves over tokens."""
     from matplotlib.ticker import LogFormatter
 
     from .pictures.drawing import new_figure

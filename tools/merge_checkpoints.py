@@ -103,7 +103,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _conflicts(args: argparse.Namespace) -> list[str]:
-    """Return the problems of flags that contradict each other or require another flag."""
+    """Return an error message for each combination of flags that contradict each other, and for each flag that requires
+    another flag."""
     rules = {
         "--last and --iterations both choose checkpoints; give one": args.last is not None and args.iterations,
         "--weights and --emulate-decay both give weights; give one": args.weights and args.emulate_decay,

@@ -2,9 +2,9 @@
 
     python tools/plot_loss.py runs/a runs/b --output loss.png
 
-A run is its --save folder, or its metrics.jsonl. Each run has a line for training loss and dots for validation loss,
-labelled with the name of the run's folder. If a resumed run has logged an iteration twice, the later record counts.
-Dashed lines mark phases.
+Each run is given as its --save folder or its metrics.jsonl. A line shows the training loss of a run, and dots show its
+validation loss. The label is the name of the run's folder. If a resumed run has logged an iteration twice, the later
+record counts. Dashed lines mark the beginnings of data phases.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ REPORTED_BAD_LINES = 100
 
 @dataclass
 class Summary:
-    """Counts of documents, tokens and bad lines."""
+    """Numbers of documents, tokens and bad lines, with other figures of a preprocessing run."""
 
     documents: int = 0
     tokens: int = 0
@@ -261,7 +261,7 @@ MEANINGLESS = {
 
 
 def check(args: argparse.Namespace) -> list[TextFile]:
-    """Return the input files. Raises ValueError with every problem with the flags."""
+    """Check all flags, and return the input files. Raises ValueError with one line for each problem."""
     args.shard = args.shard and Shard.of_text(args.shard)
     problems, inputs = too_small(args, workers=1, log_interval=1, max_bad_lines=0), list[TextFile]()
     if args.split_sentences:

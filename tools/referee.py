@@ -9,11 +9,11 @@
         --seq-length 4096 --train-iters 1000 --global-batch-size 8
 
 The model is a Hugging Face folder, a checkpoint of pretrain_gpt.py or a torch_dist checkpoint of Megatron-LM. This
-program runs its forward and backward pass in one process, first in fp64 and then in the other program's number format.
-A gradient of the other program may differ from the fp64 gradient by four times as much as this program's gradient in
-the other program's number format. The table lists the gradients that differ by more than this, in the order of the
-backward pass, and describes each difference. Examples are a factor such as 1/2 from an axis that was averaged twice, a
-missing sum over an axis, a difference in a single shard or expert, and swapped or transposed blocks.
+program runs a forward and a backward pass of the model in one process, first in fp64 and then in the number format of
+the other program. A gradient of the other program may differ from the fp64 gradient by four times as much as this
+program's gradient in the other program's number format. The table lists the gradients that differ by more than this, in
+the order of the backward pass, and describes each difference. Examples are a factor such as 1/2 from an axis that was
+averaged twice, a missing sum over an axis, a difference in a single shard or expert, and swapped or transposed blocks.
 
 The batch is an .npz file in one of two forms. In the first, it contains `tokens` and `labels` [samples, s], where label
 i follows token i, and optionally `loss_mask`. In the second, it contains the `input_ids` and optionally the `labels` of
@@ -24,8 +24,8 @@ run, and --iteration selects all samples of a step. The loss is the mean over al
 The gradients are in one of three forms: a .safetensors file or a folder of torch's DCP, under the names of transformers
 or of this program; a folder in a checkpoint format, with gradients in place of weights; or the folder `iter_XXXXXXX` of
 Megatron-LM's --save-wgrads-interval. Flags of pretrain_gpt.py after `--` supply values that the model's configuration
-lacks, such as the data. The exit code is 0 if all given gradients are equal (missing gradients are counted), 1 if a
-gradient differs, and 2 for wrong input.
+lacks, such as the data. The exit code is 0 if no given gradient differs, 1 if a gradient differs, and 2 for wrong
+input. Missing gradients are counted, but do not change the exit code.
 """
 
 from __future__ import annotations

@@ -156,7 +156,8 @@ def report(
 
 
 def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
-    """Return the run's memory plan by pipeline rank, or None and the reason why there is no plan."""
+    """Return the planned memory of each pipeline rank and an empty string. If no plan can be computed, return None and
+    the reason."""
     path, world_size = run.path / CONFIG, run.world_size
     if not path.is_file() or world_size is None:
         return None, "the configuration or the number of ranks is unknown"

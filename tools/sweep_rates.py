@@ -1,4 +1,5 @@
-"""Train configurations at several learning rates, and find the best rate of each.
+"""Train each of several configurations with several learning rates, and find the best learning rate for each
+configuration.
 
     python tools/sweep_rates.py --output runs/sweep --rates 1e-3 2e-3 4e-3 8e-3 --extend 3 \\
         --case "usual/64 --hidden-size 64" --case "usual/256 --hidden-size 256" -- --config base.yaml
@@ -10,8 +11,8 @@ run, delete its JSON file.
 
 The best rate is at the minimum of the parabola through the lowest loss and its two neighbours, over log2(rate). With
 --extend, a case whose lowest loss is at the first or last rate gets additional rates beyond that end, spaced by the
-ratio of the last two rates. Cases whose names are equal up to the last slash form a group. For each group, the last
-lines of the output show the range of the best learning rates.
+ratio of the last two rates. Cases form a group if their names are equal up to the last slash, such as usual/64 and
+usual/256. For each group, the last lines of the output show the range of the best learning rates.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
 Writes data/tokenizer.model, for --tokenizer-model, and data/tokenizer.vocab. Inputs are files, globs, folders and URLs.
 The suffixes .jsonl, .json, .csv, .tsv, .parquet and .arrow determine the format; all other files are plain text. Text
 formats may be compressed (.gz, .bz2, .xz, .zst). By default, the tokenizer is lossless: it does not normalize text, and
-it encodes characters outside the vocabulary as bytes. A note lists the text that a lossy tokenizer loses. Documents end
-with <EOD> under --tokenizer-type SentencePieceTokenizer, and with --eos-token under Llama2Tokenizer.
+it encodes characters outside the vocabulary as bytes. If the trained tokenizer is lossy, the tool prints which kinds of
+text it does not restore. Documents end with <EOD> under --tokenizer-type SentencePieceTokenizer, and with --eos-token
+under Llama2Tokenizer.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def sentences(files: Sequence[TextFile], keys: Sequence[str], bad: list[str]) ->
 
 
 def train(args: argparse.Namespace, inputs: Sequence[TextFile]) -> tuple[bytes, list[str]]:
-    """Return the bytes of the model file, and the problems with the input."""
+    """Train the tokenizer. Return the bytes of its model file, and a list of unreadable lines in the input."""
     import sentencepiece
 
     bad: list[str] = []

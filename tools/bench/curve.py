@@ -7,8 +7,8 @@ AdamW and the same initial weights, samples and learning rates.
 
 The first precision trains both programs step by step on the same batches; the others train only this program, from the
 same weights. Additional seeds for the initial weights show how much a curve varies on the same samples. transformers
-computes with bf16 autocast and fp32 weights. The text is --corpus, or the Python source code on this machine, tokenized
-into bytes.
+computes with bf16 autocast and fp32 weights. The training text is --corpus, or by default the Python source code on
+this machine. Each byte is a token.
 
 Writes one curve per line to curves.jsonl during training, and the picture curves.png at the end. If matplotlib is
 missing, run the tool again with --draw on a machine that has it. Prints the mean loss over the last tenth of the steps.
@@ -43,7 +43,7 @@ FIRST = 5
 """Number of first steps whose losses are compared one by one."""
 
 ROUNDING = {"bf16": 0.005, "fp8": 0.02}
-"""Largest relative difference of the first losses that rounding explains, by precision."""
+"""Largest relative difference between first losses that rounding can explain, keyed by precision."""
 
 PRECISIONS = {"bf16": "--bf16", "fp8": "--bf16 --fp8-format hybrid"}
 ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -161,7 +161,8 @@ def seen_batches(run: TrainingRun) -> Iterator[list[Any]]:
 
 
 def trained(run: TrainingRun, steps: int, ours: Curve, peer: Peer | None, theirs: Curve) -> Iterator[None]:
-    """Train both programs step by step, and append the losses to both curves."""
+    """Train with this program and, if `peer` is given, with transformers. After each step, append the losses to `ours`
+    and `theirs`, and yield."""
     from megatron.training.progress import Interval
     from megatron.training.train_step import train_step
 
@@ -207,8 +208,8 @@ def write(curves: Sequence[Curve], path: Path) -> None:
 
 
 def train(size: Size, steps: int, path: Path, plan: Sequence[tuple[str, int]], flags: str) -> None:
-    """Train each (precision, seed) pair and write the curves to `path`. For the first pair, train with transformers
-    too."""
+    """Train this program's model for each (precision, seed) pair in `plan`, and write the loss curves to `path`. For
+    the first pair, also train the model of transformers."""
     curves: list[Curve] = []
     for precision, seed in plan:
         peer = Peer(size, seed)

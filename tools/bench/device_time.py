@@ -1,5 +1,5 @@
-"""Timing on one device: device times of calls, upper limits on the speed of a step, and the breakdown of a profiled
-step.
+"""Measure device times of calls, upper limits on the speed of a training step, and the breakdown of a profiled step on
+one device.
 
 On GPUs, a profile contains kernels and copies. "Idle" is the part of the step in which no kernel or copy runs. On CPU,
 a profile contains torch operations. The time of an operation excludes the operations that it calls. A kernel of another
@@ -117,9 +117,9 @@ MOST_SPUN = 0.1
 
 
 def one_round(call: Call, calls: int, host: float, device: torch.device) -> tuple[float, float]:
-    """Return the milliseconds that a call takes on the device, and those that its launch takes on the host. The launch
-    takes about `host` seconds. The GPU is kept busy until all calls are launched, so that it never waits for the host
-    between short kernels."""
+    """Return the milliseconds that a call takes on the device, and those that its launch takes on the host. `host` is
+    the approximate time in seconds that the host needs to launch a call. The GPU is kept busy until all calls are
+    launched, so that it never waits for the host between short kernels."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -176,8 +176,9 @@ def linear_products(size: Size, dtype: torch.dtype, config: RunConfig | None, de
 
 
 def products_in_fp8(size: Size, config: RunConfig, device: torch.device) -> Call:
-    """Return a call that computes the three GEMMs of a linear layer from fp8 operands, in the layout that the kernel
-    requires. On CPU, this program's fp8 GEMM replaces torch's fp8 GEMM, which not every CPU supports."""
+    """Return a call that computes the three GEMMs of a linear layer (output, input gradient and weight gradient). The
+    operands are fp8 tensors in the layout that the kernel requires. On CPU, this program's fp8 GEMM replaces torch's
+    fp8 GEMM, which not every CPU supports."""
     (rows, out, size_in) = size
     one = torch.ones((), device=device)
     operands = list[tuple[Scaled, Scaled]]()

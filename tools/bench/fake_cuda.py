@@ -1,4 +1,5 @@
-"""Run a training step's CUDA path without a GPU: on fake `cuda` tensors, with Inductor generating code for the device.
+"""Run the CUDA path of a training step on a machine without a GPU. Tensors are fake `cuda` tensors, and Inductor
+generates code for the selected device.
 
     python tools/bench/fake_cuda.py --config llama-8b-layers --precision fp8 --fp8-recipe rowwise
 
@@ -140,7 +141,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute F.scaled_dot_product_attention with cuDNN's kernel, because torch's own choice would query the device."""
+    """Replacement of F.scaled_dot_product_attention that always uses the cuDNN kernel, because torch would query the
+    device to choose a kernel."""
     assert attn_mask is None and not dropout_p
     return cudnn_attention(query, key, value, None, True, 0.0, is_causal, False, scale=scale)[0]
 
@@ -249,7 +251,7 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
             for name, value in values.items():
                 stack.enter_context(replaced((target, name, value)))
 
-        # torch.cuda.is_available stays False: FakeTensorMode then does not query the driver.
+        # torch.cuda.is_available stays False, so that FakeTensorMode does not query the driver.
         patch(torch.cuda, **_of_torch_cuda(properties, capability))
         patch(CudaInterface, **_of_interface(properties, capability))
         target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
@@ -351,7 +353,7 @@ class _Generated(BaseException):
 
 
 def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> None:
-    """Generate Inductor's code for a graph, up to the source of its Triton kernels. Raises Inductor's errors."""
+    """Run Inductor on a graph until the source code of its Triton kernels is generated. Raises Inductor's errors."""
     from torch._inductor import config
     from torch._inductor.compile_fx import _InProcessFxCompile
     from torch._inductor.debug import DebugContext

@@ -142,10 +142,10 @@ def expert_product(matrix: tuple[int, int], kernel: str, evenly: bool, config: R
 
 
 def attention(config: RunConfig) -> Iterator[Part]:
-    """Yield forward and backward attention with each kernel for whole samples, for context-parallel tiles, and for one
-    document per sample (--reset-attention-mask). Attention with dropout is measured with the Triton kernel and with
-    unfused torch operations. The TFLOP figures count only the causal half. Both passes together count 3.5 times the
-    TFLOP of the forward pass."""
+    """Yield a part for the forward and backward pass of each attention kernel. The inputs are whole samples,
+    context-parallel tiles, or samples with document boundaries (--reset-attention-mask). Attention with dropout is
+    measured with the Triton kernel and with unfused torch operations. The TFLOP figures count only the causal half.
+    Both passes together count 3.5 times the TFLOP of the forward pass."""
     model = config.model
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     work = 3.5e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)
@@ -186,7 +186,7 @@ def attention_call(
 
 
 SELECTION = ("scores_of_keys", "largest_scores", "attended_weights", "divergence")
-"""Operations of sparse attention layers, which select keys, other than attention itself."""
+"""Operations with which a sparse attention layer selects keys. The list does not include attention itself."""
 
 
 def selected_keys(config: RunConfig) -> Iterator[Part]:
@@ -221,7 +221,7 @@ def selected_call(name: str, form: str, config: RunConfig, device: torch.device)
     return lambda: [run(*each) for each in operands]
 
 
-# A layer, forward and backward, compiled as in training
+# Forward and backward pass of a layer, compiled as in training
 
 
 def layer_tflop(config: RunConfig) -> float:

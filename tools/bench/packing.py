@@ -45,7 +45,7 @@ Lengths = NDArray[np.int64]
 
 
 def distributions(documents: int, seq_length: int) -> Iterator[tuple[str, Lengths]]:
-    """Yield the name and document lengths of each distribution."""
+    """Yield the name of each length distribution, and document lengths that are drawn from it."""
     random = np.random.default_rng(0)
     mean = np.log(seq_length / 8)
     yield "log-normal", random.lognormal(mean, 1.2, documents).astype(np.int64) + 2

@@ -1,5 +1,5 @@
-"""Predict the step times of the models in tools/bench/gpu.py, with all kernels and mechanisms of this revision and with
-each of them turned off.
+"""Predict the step times of the models in tools/bench/gpu.py: first with all kernels and mechanisms of this revision,
+and then with each of them turned off in turn.
 
     python tools/bench/planned_steps.py
     python tools/bench/planned_steps.py --only sparse --device h100 --json steps.json
@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 from tools.bench.side_by_side import bench_parser, machine, write_json
 
 LAYERS = {"llama-8b-layers": 8}
-"""Number of layers, for models that would otherwise use as many layers as fit."""
+"""Number of layers of models that tools/bench/gpu.py builds with as many layers as fit, keyed by model."""
 
 PLANS = {
     "sparse": ("sparse", "--bf16"),
@@ -106,7 +106,7 @@ def variants(model: str, device: str) -> Iterator[Row]:
     for flag in FLAGS:
         try:
             row = planned(model, device, flag)
-        except ValueError:  # the flag is not valid for this model
+        except ValueError:  # The model does not support this flag.
             continue
         if differs(row):
             yield row

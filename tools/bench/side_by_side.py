@@ -60,7 +60,7 @@ def positive(text: str) -> int:
 
 def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) -> argparse.ArgumentParser:
     """Return a parser with --json and a flag for each of `counts`, which maps the name of a positive number to a
-    default and a help text. If measurements are repeated, the parser also has --rounds, with the default `rounds`.
+    default and a help text. If `rounds` is not 0, the parser also has the flag --rounds, whose default is `rounds`.
     Loads the built-in extensions, as every program does before it reads flags."""
     from megatron.extensions import load  # contestants for other programs import this module without the library
 
@@ -98,8 +98,8 @@ def own_run(config: RunConfig) -> TrainingRun:
 
 def own_step(flags: Sequence[str]) -> Callable[[], None]:
     """Return a function that runs one training step of this program with the given flags. The step includes the
-    callbacks, as in a normal run. Call this function in a contestant's process, because it imports the program and sets
-    the number of threads. Raises ValueError if the flags are invalid."""
+    callbacks, as in a normal run. Call this function only in the process of a contestant, because it imports this
+    program and sets the number of threads. Raises ValueError if the flags are invalid."""
     from megatron.training.reliability.launch import choose_allocators
 
     choose_allocators(os.environ)
@@ -314,7 +314,7 @@ def say_rows(rows: Sequence[Row], head: str = "", unit: str = "tokens/s") -> Non
 
 
 def machine(*packages: str) -> dict[str, Any]:
-    """Return a description of the machine, and print the description in two lines."""
+    """Print a two-line description of the machine, and return the description."""
     from tools.common import processor_name  # contestants may have loaded another megatron
 
     versions = {name: _version(name) for name in ("torch", *packages)}

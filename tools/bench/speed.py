@@ -141,8 +141,8 @@ def ceiling(style: Style, dtype: str, steps: int) -> Round:
 
 
 def silent(argv: Sequence[str], tokens: int, steps: int) -> Round:
-    """Return a round in which each process trains alone on its part of the batch. The result is an upper bound for data
-    parallelism, because the processes do not communicate."""
+    """Return a round in which each process trains on its part of the batch without communicating. The speed is an upper
+    bound for data parallelism."""
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     return ours(argv, tokens, steps)
 
@@ -295,8 +295,8 @@ def mixed_lengths(seq_length: int) -> NDArray[np.int64]:
 
 
 def packed_step(argv: Sequence[str], seq_length: int, tokens: int, steps: int, folder: str) -> Round:
-    """Return a round that measures all ranks' tokens per second of this rank's processor time. The documents have mixed
-    lengths; the first process writes them to `folder`."""
+    """Return a round that trains on packed documents of mixed lengths, and returns the tokens of all ranks divided by
+    this rank's processor time. The first process writes the documents to `folder`."""
     import numpy as np
 
     from megatron.extensions.data.datasets.indexed_writer import IndexedDatasetBuilder
@@ -350,7 +350,8 @@ def kind_of(name: str) -> str:
 
 def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[str, Spread] | str:
     """Compare a contestant in another checkout of this program with the same contestant in this checkout. Returns the
-    figures before and after and the ratio after / before for each round, or an error message."""
+    spread of the results before and after, and of the ratio after / before, over all rounds. If a contestant fails,
+    returns its error message."""
     build = starts if contestant.build is starts else step_of
     sides = {"before": before.resolve(), "after": ROOT}
     found = interleaved(
@@ -364,11 +365,12 @@ def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[
 
 
 def step_of(argv: Sequence[str], tokens: int, steps: int, checkout: Path) -> Round:
-    """Return the result of `ours` in the checkout's version of this program. The checkout's modules replace all modules
-    of the program that this process has imported."""
+    """Return the same round as `ours`, but run the version of this program in `checkout`. Modules of this program that
+    were already imported are replaced with those of the checkout."""
     own = sys.modules[timed.__module__]
     forget("megatron", "tools")
-    # In an older revision, tools/ has no __init__.py, so a package later in the path would take precedence over it.
+    # The checkout comes first in the path. In older revisions, tools/ has no __init__.py, and any other package `tools`
+    # in the path would take precedence.
     sys.path.insert(0, str(checkout))
     import megatron
     import tools.bench.side_by_side as theirs
@@ -394,8 +396,8 @@ def run_cells(
 
     Args:
         about: description for `--help`.
-        cells: Function (threads, ranks, steps) -> cells by name.
-        argv: Arguments; None for the program's own.
+        cells: Function (threads, ranks, steps) -> dictionary of cells, keyed by name.
+        argv: Command-line arguments; None for `sys.argv[1:]`.
         packages: Packages whose versions are recorded.
     """
     parser = bench_parser(about, 5, ranks=(2, "processes for TP, PP and DP"), steps=(1, "steps per round of training"))

@@ -54,7 +54,7 @@ PICTURES = (".png", ".eps", ".jpg", ".pdf", ".svg", ".webp")
 
 
 class ToolParser(argparse.ArgumentParser):
-    """Parser that prints only the reason when it refuses flags, without a usage text."""
+    """Argument parser whose error messages contain the reason, but not the usage text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n--help lists the flags\n")
@@ -162,7 +162,8 @@ def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> Lo
 
 
 def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> None:
-    """Add --extension, whose files are imported immediately, so that their registrations apply to the other flags.
+    """Add --extension, and import its files immediately, so that the components that they register can be used in other
+    flags.
 
     If an extension cannot be loaded, the program prints a one-line error and exits with code 2."""
     text = "Python file, or package.module, that registers your own components; may be given more than once"

@@ -1,4 +1,5 @@
-"""Convert Megatron-LM's older ratios of attention and MLP layers to the layer pattern of a hybrid model."""
+"""Convert the ratios of attention and MLP layers, which older versions of Megatron-LM used, to the layer pattern of a
+hybrid model."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ PATTERNS = (PATTERN, "--hybrid-override-pattern")
 
 def pattern_of(layers: int, attention: float, mlp: float) -> str:
     """Return the layer pattern, with one letter per layer. Attention layers (*) are evenly spaced between Mamba layers
-    (M). After that, evenly spaced Mamba layers are replaced with MLP layers (-). Raises ValueError if the shares are
-    not fractions that add up to at most 1."""
+    (M). Then some of the Mamba layers, also evenly spaced, are replaced with MLP layers (-). Raises ValueError if the
+    shares are not fractions that add up to at most 1."""
     if layers < 1 or min(attention, mlp) < 0 or attention + mlp > 1:
         raise ValueError(f"{ATTENTION} {attention:g} and {MLP} {mlp:g}: must be shares that add up to at most 1")
     attentions, mlps = round(layers * attention), round(layers * mlp)

@@ -37,13 +37,14 @@ INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed)")
 
 @dataclass
 class Branch:
-    """State of an `if`, `case`, loop or group that is being read."""
+    """State of an `if`, `case`, loop or group while its commands are read."""
 
     live: float
-    """`YES` if the commands of the current branch run."""
+    """`YES` if the commands that are being read are executed, `NO` if they are skipped, and `UNSURE` if this is
+    unknown."""
 
     taken: float = NO
-    """`YES` if an earlier branch has run."""
+    """`YES` if an earlier branch of the same `if` or `case` has run."""
 
     subject: str = ""
     patterns: list[str] | None = None
@@ -85,7 +86,8 @@ class LaunchScript:
         self._run(self.text.replace("\r\n", "\n"))
 
     def flags(self) -> list[str]:
-        """Return the words after the training programs."""
+        """Return the arguments of the training program. If several commands start it, return the arguments of all of
+        them."""
         found = next((found for found in self.started.values() if found), [])
         return [word for words in dict.fromkeys(found) for word in words if word not in ALL_ARGUMENTS]
 
@@ -112,10 +114,10 @@ class LaunchScript:
             raise ValueError("a branch is not closed")
 
     def _chain(self, words: list[str], before: str, live: float) -> None:
-        """Run a command, and combine its result with the results of earlier commands in a chain of && and ||."""
+        """Interpret a command, and combine its result with those of earlier commands in the same chain of && and ||."""
         words = _calculations(words)
         for found in map(ASSIGNMENT.fullmatch, words if live == NO else ()):
-            if found and "--" in found[3]:  # flags that this run does not pass
+            if found and "--" in found[3]:  # variables with flags that this run does not pass
                 self.variables.values.setdefault(found[1], "")
         earlier, tested = self._result, words[0] in ("[", "[[", "test", "!") or words[0].startswith("((")
         result = YES if live == NO else self.variables.test(words) if tested else self._simple(words, live)
@@ -124,8 +126,8 @@ class LaunchScript:
         self._tested = tested
 
     def _reserved(self, words: list[str], guard: float) -> list[str]:
-        """Process the reserved words at the start of a command, which begin, switch and end branches. Return the other
-        words of the command."""
+        """Process the reserved words at the start of a command, which begin, switch and end branches. Return the
+        remaining words."""
         while words:
             word, *rest = words
             if word in ("if", "while", "until", "{"):
@@ -246,7 +248,8 @@ class LaunchScript:
 
 
 def _calculations(words: list[str]) -> list[str]:
-    """Convert assignments in `let` and `((...))` to shell assignments. Return all other commands unchanged."""
+    """Convert arithmetic assignments in `let` and `((...))` to shell assignments. Other commands are returned
+    unchanged."""
     inner = words[1:] if words[0] == "let" else [words[0][2:-2]] if words[0].startswith("((") else []
     texts = [text for each in inner for text in _between_commas(each.strip("'\""))]
     found = [CALCULATION.fullmatch(STEP.sub(_as_sum, text) if STEP.fullmatch(text) else text) for text in texts]

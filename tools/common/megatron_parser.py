@@ -1,10 +1,10 @@
-"""Print the flags of a Megatron-LM checkout's argument parser as JSON. This file runs as a separate program.
+"""Print the flags of a Megatron-LM checkout's argument parser as JSON. Run this file as a separate program.
 
     python tools/common/megatron_parser.py ~/Megatron-LM
 
-It runs the checkout's code, so that it also includes flags made from dataclasses. A missing module, such as
-transformer_engine, is replaced with a module in which every attribute is an empty class, because the parser needs only
-names.
+The program executes the code of the checkout, so its output also contains flags that the checkout generates from
+dataclasses. A missing module, such as transformer_engine, is replaced with a module in which every attribute is an
+empty class, because the parser needs only names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from types import ModuleType
 
 
 class _Absent(type):
-    """Type of all attributes of missing modules, and of the attributes of such attributes."""
+    """Metaclass of placeholder classes, which replace all attributes of missing modules. The attributes of a
+    placeholder class are again placeholder classes."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):

@@ -17,7 +17,7 @@ WITHOUT_DOCUMENTS = (
     "the samples of this step are not from documents: --mock-data or another --dataset-type made them, so they cannot "
     "be decoded; --sample-log has only their origins and checksums"
 )
-"""Message about samples that are in none of the given data sets and whose documents are not in the log."""
+"""Error message for samples that do not belong to a given data set, if the log does not list their documents either."""
 
 
 def record_of_step(log: Path, step: int) -> dict[str, Any]:

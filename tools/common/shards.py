@@ -55,7 +55,7 @@ class Shard(NamedTuple):
 
 
 def is_divided(file: TextFile) -> bool:
-    """Return True if a file may be divided among shards."""
+    """Return True if a file can be split between shards."""
     return file.compression == "" and file.format in (None, "jsonl")
 
 

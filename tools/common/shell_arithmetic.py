@@ -17,8 +17,8 @@ class UnknownNameError(ValueError):
 
 def evaluate(text: str, value_of: Callable[[str], str | None], depth: int = 0) -> int:
     """Return the value of an arithmetic expression. `value_of` maps the name of a variable to its text, which may be
-    another expression, or to None if the variable is unknown. Raises UnknownNameError, or ValueError if the text is not
-    a valid expression."""
+    another expression, or to None if the variable is unknown. Raises UnknownNameError if a variable is unknown, and
+    ValueError if the text is not a valid expression."""
     tokens, at = [], 0
     while at < len(text.rstrip()):
         found = TOKEN.match(text, at)

@@ -52,7 +52,8 @@ class Parameter:
         return not self.sign and not self.length and self.index in (None, "@", "*")
 
     def part(self, value: Value, number: Number) -> Value:
-        """Return the part of a variable's value that an index selects. Raises ValueError if the index is unknown."""
+        """Return the element of an array variable that the index selects, or the whole value if there is no index.
+        Raises ValueError if the index is unknown."""
         if self.index in (None, "@", "*"):
             return value
         values = [value] if isinstance(value, str) else value

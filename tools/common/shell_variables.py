@@ -69,7 +69,7 @@ class ShellVariables:
         return max(min(self._clause(clause, words[0] == "[[") for clause in part) for part in parts)
 
     def _clause(self, words: list[str], doubled: bool) -> float:
-        """Return the result of a single comparison, within double brackets or not."""
+        """Evaluate a single comparison of a test. `doubled` is true if the test uses double brackets."""
         match words:
             case ["!", *rest]:
                 return YES - self._clause(rest, doubled)
@@ -98,7 +98,8 @@ class ShellVariables:
             return UNSURE
 
     def _tested_fields(self, word: str) -> list[str]:
-        """Return the fields of a word within single brackets. An unquoted empty variable yields no field."""
+        """Return the fields of a word within single brackets. As in bash, a variable that is unquoted and empty expands
+        to no field."""
         found = NAME.fullmatch(word)
         absent = found and not self.values.get(name := found[1] or found[2]) and self._unset(name)
         return [] if absent else [self.tested_text(word)]

@@ -18,8 +18,8 @@ UNKNOWN = re.compile(r"\$[\w{(@*#?!]|`")
 
 def span_end(text: str, start: int, quoted: bool = False) -> int:
     """Return the end of the piece that begins at `start`: a quotation, a substitution, parentheses, or one character.
-    Within double quotes (`quoted`), only substitutions are longer than one character. Raises ValueError if the end of
-    the piece is missing."""
+    If `quoted` is true, the text is inside double quotes, where quotation marks and parentheses are ordinary
+    characters. Raises ValueError if the end of the piece is missing."""
     if text[start] == "\\":
         return min(start + 2, len(text))
     if name := PLAIN_VARIABLE.match(text, start):
@@ -100,7 +100,8 @@ def commands(text: str) -> Iterator[tuple[list[str], str, list[str]]]:
 
 
 def word_end(text: str, at: int) -> int:
-    """Return the end of the word that begins at `at`. Parentheses belong to the word after =, < and >."""
+    """Return the end of the word that begins at `at`. Parentheses that follow =, < or > belong to the word, as in `A=(1
+    2)`."""
     while at < len(text):
         nested = text[at] == "(" and text[at - 1] in "=<>"
         if text[at] in " \t\n;&|()<>" and not nested and text[at : at + 2] not in ("<(", ">("):

@@ -87,8 +87,8 @@ def _flops_per_second(run: RunFolder, record: Mapping[str, object]) -> float | N
 
 
 def along(points: Points, positions: Points) -> list[tuple[float, float]]:
-    """Convert points over iterations to points over used resources. Each point uses the last log line at or before its
-    iteration."""
+    """Convert points over iterations to points over used resources. `positions` gives the used resources at each logged
+    iteration. A point gets those of the last logged iteration that is not later."""
     at = [iteration for iteration, _ in positions]
     places = [(bisect_right(at, iteration) - 1, value) for iteration, value in points]
     return [(positions[place][1], value) for place, value in places if place >= 0]

@@ -414,7 +414,7 @@ def starts_and_ends(run: RunFolder) -> list[list[Any]]:
 
 def pauses(run: RunFolder, most: int = 10) -> list[list[Any]]:
     """Return [iteration, seconds] of the longest pauses between two log lines, such as evaluations, saves and restarts.
-    The length of a pause is the time between the log lines minus the time of the steps between them."""
+    The length of a pause is the time between two log lines minus the duration of the training steps in between."""
     timed = [(r["iteration"], number(r.get("time")), number(r.get("step_time"))) for r in run.records]
     known = [(at, time, step) for at, time, step in timed if time is not None and step is not None]
     found = []

@@ -191,7 +191,8 @@ def read_run(
 
 
 def _json_lines(run: RunFolder, path: Path, required: bool = True) -> Iterator[Record]:
-    """Yield the objects in a file that has one object per line. A line that is not an object is skipped and noted."""
+    """Yield the objects in a file that has one object per line. Lines that do not contain a JSON object are skipped and
+    counted in the run's notes."""
     if not path.is_file():
         if required:
             run.notes.append(f"{path.name}: is missing, so the run's metrics are unknown")
