@@ -30,7 +30,7 @@ class AdEMAMixConfig:
     rises linearly."""
 
     def at(self, step: Tensor, beta1: float) -> tuple[Tensor | float, Tensor | float]:
-        """alpha and beta3 of an update (section 3.1 of the paper)."""
+        """Return alpha and beta3 for the update number `step` (section 3.1 of the paper)."""
         alpha: Tensor | float = self.ademamix_alpha
         beta3: Tensor | float = self.ademamix_beta3
         if self.ademamix_alpha_warmup:

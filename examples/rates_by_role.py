@@ -36,7 +36,8 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 @dataclass(frozen=True)
 class RoleRates:
     role_lr: tuple[str, ...] | None = flag(None, many=True)
-    """ROLE=FACTOR of the learning rate, several of them; by default 1."""
+    """Learning-rate factors in the form ROLE=FACTOR, such as embedding=10. Roles that are not listed have the factor
+    1."""
 
 
 @PARAMETER_RULES.register("rates by role", when=lambda optimizer: optimizer.options(RoleRates).role_lr is not None)

@@ -26,7 +26,7 @@ from megatron.training.run import TrainingRun
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
     interval = config.options(AccuracyConfig).accuracy_interval
-    if interval and not config.training.eval_iters:  # there is no validation data then
+    if interval and not config.training.eval_iters:  # without --eval-iters, no validation data is loaded
         yield Problem("--accuracy-interval", interval, "needs --eval-iters above 0", "raise --eval-iters")
 
 
@@ -49,7 +49,8 @@ class TokenAccuracy(Callback):
         return (Task("token accuracy", interval, self.measure, at_end=True, evaluates=True),)
 
     def measure(self) -> None:
-        """Measure the accuracy on the first batches of each validation set. All ranks must call this method."""
+        """Measure the accuracy on the first --eval-iters batches of each validation set, and log it. All ranks must
+        call this method."""
         run = self.run
         record: dict[str, object] = {"iteration": run.progress.iteration}
         with weights_to_evaluate(run):

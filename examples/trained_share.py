@@ -19,6 +19,6 @@ class TrainedShare(Callback):
 
 
 def trained_share(step: StepView) -> tuple[Tensor, int]:
-    """Tokens whose loss counts, and all tokens."""
+    """Return the number of tokens whose loss is trained on, and the number of all tokens."""
     masks = [batch.loss_mask for batch in step.batches]
     return torch.stack([mask.sum() for mask in masks]).sum(), sum(mask.numel() for mask in masks)

@@ -49,7 +49,7 @@ RUN: dict[str, Any] = {
 
 
 class _Nothing:
-    """Stand-in for a CUDA stream or event."""
+    """Placeholder for a CUDA stream or event. Its methods do nothing."""
 
     def __init__(self, *args: object, **options: object) -> None: ...
 

@@ -17,7 +17,7 @@ from tools.bench.styles import Style
 
 
 def build_peer(name: str, style: Style, dtype: str) -> tuple[Any, Callable[..., Any]]:
-    """Return a program's model in training mode and its loss function.
+    """Build the model of another program. Return the model in training mode, and its loss function.
 
     Raises ValueError if the model does not have `style.parameters` parameters.
     """

@@ -101,7 +101,7 @@ def attention_with_scores(event: Attention) -> list[Event]:
 
 @dataclass
 class ProgramCache(PlannerCache):
-    """Parts of a stage as a published program computes them."""
+    """Planner cache that converts the parts of a pipeline stage to the events of a published program."""
 
     program: Program = THIS
     made: dict[tuple[int, bool], tuple[PassEvents, PassEvents]] = field(default_factory=dict)

@@ -117,7 +117,8 @@ class PublishedRun:
 
 
 def published_runs(path: Path = RUNS) -> Iterator[PublishedRun]:
-    """Yield the runs of a file. The file's families and models are added to those of published_runs.yaml."""
+    """Yield the runs that a YAML file describes. A run can refer to model families and models of the same file, and to
+    those of published_runs.yaml."""
     table, shared = yaml.safe_load(path.read_text()), yaml.safe_load(RUNS.read_text())
     families, models = ({**shared[kind], **table.get(kind, {})} for kind in ("families", "models"))
     for row in table["runs"]:
@@ -161,7 +162,7 @@ class Compared:
     about: str
     parts: str
     scores: float | None = None
-    """GiB of attention scores that the published program keeps in addition to the plan."""
+    """Size in GiB of the attention scores that the published program stores. The plan does not include them."""
 
     @property
     def error(self) -> float:

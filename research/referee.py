@@ -1,8 +1,9 @@
-"""Judge other programs: save one step of each and check the step with `tools/referee.py`.
+"""Run one training step of another program, save the step, and check its gradients with `tools/referee.py`.
 
     python research/referee.py megatron-core --site FOLDER   two gloo ranks: TP, sequence parallelism, experts, MTP
     python research/referee.py trainer                       transformers' Trainer with accumulated micro-batches
     python research/referee.py megatron-core --site FOLDER --fault norms    the same with a fault, see FAULTS
+
 megatron-core's package has the same name as this program's. Therefore, install megatron-core into a separate folder
 with `pip install --no-deps --target FOLDER megatron-core==0.16.1`. Only the two processes that run its step import from
 this folder. The exit code is the exit code of tools/referee.py.
@@ -61,8 +62,8 @@ def judged_megatron_core(folder: Path, args: argparse.Namespace) -> int:
 
 
 def run_ranks(commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
-    """Run the processes of a step. Ends all processes and raises SystemExit if one fails or if `LIMIT` seconds have
-    passed."""
+    """Run the processes of a training step, one for each command. If a process fails, or after `LIMIT` seconds, ends
+    all processes and raises SystemExit."""
     ranks = [subprocess.Popen(command, env=environment) for command in commands]
     end = time.monotonic() + LIMIT
     try:

@@ -1,4 +1,5 @@
-"""mkdocs hook that replaces links to files outside docs/ with the files' repository paths."""
+"""MkDocs hook for links to files outside docs/. Each such link is replaced with the path of the file in the
+repository."""
 
 from __future__ import annotations
 

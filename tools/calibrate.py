@@ -1,14 +1,14 @@
-"""Measure this machine, and write the device file from which step times are predicted.
+"""Measure the speed of this machine, and write a device file, from which the planner predicts step times.
 
-    python tools/calibrate.py --output mine.yaml one GPU; with --cpu one process torchrun --nproc-per-node 8
-    tools/calibrate.py --output mine.yaml a node with its links torchrun --nnodes 2 --nproc-per-node 8 ...
-    tools/calibrate.py --output mine.yaml and the network python pretrain_gpt.py ... --dry-run --device mine.yaml uses
-    the file
+    python tools/calibrate.py --output mine.yaml                                       one GPU; with --cpu one process
+    torchrun --nproc-per-node 8 tools/calibrate.py --output mine.yaml                  a node with its links
+    torchrun --nnodes 2 --nproc-per-node 8 ... tools/calibrate.py --output mine.yaml   several nodes and the network
+    python pretrain_gpt.py ... --dry-run --device mine.yaml                            predict step times from the file
 
 It measures GEMMs by shape, attention, copies, short steps of a small model, and collectives by size, within a node and
 between nodes. All ranks measure at the same time, because all ranks also compute at the same time in training. Launch
-as many ranks per node as a run has, on the same processors. The measurement takes about --seconds. --cpu measures
-processors and gloo. The GPU measurements have not been tested on a GPU yet.
+as many ranks per node as a run has, on the same processors. The measurement takes about --seconds. With --cpu, it
+measures the processors and gloo. The GPU measurements have not been tested on a GPU yet.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megatron.extensions.plan.planner.calibration.measure import Clock
 
 POINTS = 100
-"""Approximate number of measurements. The time limit of each measurement is --seconds divided by this number."""
+"""Approximate number of measurements, which together take about --seconds."""
 
 STEPS = (
     "--mock-data --vocab-size 512 --hidden-dropout 0 --attention-dropout 0 --lr 1e-3 --micro-batch-size 1 "

@@ -4,10 +4,10 @@
         --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 --lr 1e-3
 
 Both sides run on the CPU of this machine, in gloo worlds of as many ranks as their flags need. Tensors are compared in
-the order of computation, beginning with the initial weights. For each step, these are the outputs of the embedding and
-of every layer, the loss, the gradients from the last layer to the first, the gradient norm, the weights and the
-optimizer state. Replicas within a side are also compared. The exit code is 0 without a difference, 1 with a difference,
-2 for an invalid configuration, and 3 if a side failed with an error.
+the order of computation, beginning with the initial weights. In each step, the order is: outputs of the embedding and
+of every layer, the loss, gradients from the last layer to the first, the gradient norm, weights, and the optimizer
+state. Replicas within a layout are also compared. The exit code is 0 if the layouts agree, 1 if they differ, 2 for an
+invalid configuration, and 3 if training failed under a layout.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _joined(arguments: Sequence[str]) -> list[str]:
 
 
 def check_own_flags(args: argparse.Namespace) -> None:
-    """Raise ValueError with every problem with the flags before --, one per line."""
+    """Check the tool's own flags, which precede `--`. Raise ValueError with one line for each problem."""
     problems = too_small(args, steps=1, world_a=1, world_b=1, tolerance=0)
     for name, text in (("--a", args.a), ("--b", args.b)):
         try:
@@ -161,7 +161,8 @@ def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
 
 
 def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
-    """Return the flags that both sides have in common. Flags that are not given get defaults for a comparison."""
+    """Return the flags that both layouts use. If neither side sets a flag such as --train-iters, a default that suits a
+    comparison is added."""
     try:  # A flag in --a or --b gets no default either.
         config = parse_args([*flags, *shlex.split(args.a), *shlex.split(args.b)])
     except ValueError:

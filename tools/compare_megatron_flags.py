@@ -6,10 +6,11 @@
 
 Prints the flags that are new, removed or changed since the version in the table megatron_flags/flags_of_head.txt. For
 each new flag, it prints how this program treats the flag: the same, translated, no effect, refused, or unknown. Then
-prints the number of flags with each treatment, and the flag choices that this program does not recognize. The
-checkout's own code builds the parser in a separate process. --write replaces the branch in the table, with a line that
-names the version. The exit code is 1 if a flag or a choice is unknown. Without a checkout, the tool only updates how
-this program treats each flag in the table. Do this after adding a flag to this program.
+prints the number of flags with each treatment, and the flag choices that this program does not recognize. The tool runs
+the code of the checkout in a separate process to build its argument parser. --write updates the table for the given
+branch, and stores the given description of the version. The exit code is 1 if a flag or a choice is unknown. Without a
+checkout, the tool only updates how this program treats each flag in the table. Do this after adding a flag to this
+program.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def write_table(rows: Sequence[Row], versions: Mapping[str, str]) -> None:
 
 
 def flags_of(checkout: Path) -> list[TheirFlag]:
-    """Return the flags of a checkout's parser. Raises ValueError if the parser cannot be built."""
+    """Return the flags of a Megatron-LM checkout. Raises ValueError if the checkout's argument parser cannot be
+    built."""
     if not (checkout / "megatron" / "training" / "arguments.py").is_file():
         raise ValueError(f"{checkout}: has no megatron/training/arguments.py; give the folder of a checkout")
     built = subprocess.run([sys.executable, str(PARSER), str(checkout)], capture_output=True, text=True)

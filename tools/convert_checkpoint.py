@@ -4,10 +4,11 @@
     python tools/convert_checkpoint.py --input runs/llama/checkpoints --output exported --dtype bfloat16
     python tools/convert_checkpoint.py --input Qwen3-0.6B --output runs/qwen/start --check "The capital of France is"
 
-The format of the input is recognized. --to names the output format, by default ours, or Hugging Face's for an input in
-ours. Tensors are read, converted and written one at a time, without a GPU. No code from the input is executed: pickles
-are loaded with weights_only, and an extension that a checkpoint names runs only if --extension also names it, or if the
-run is the user's own (SECURITY.md). The output folder appears only when it is complete.
+The format of the input is detected. --to selects the output format. The default is this program's format, or the
+Hugging Face format if the input has this program's format. Tensors are read, converted and written one at a time,
+without a GPU. No code from the input is executed: pickles are loaded with weights_only, and an extension that a
+checkpoint names runs only if --extension also names it, or if the run is the user's own (SECURITY.md). The output
+folder appears only when it is complete.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
 
 
 def config_of(flags: Sequence[str], **sizes: int) -> RunConfig:
-    """Return the resolved configuration for given sizes. Raises ValueError with every problem of the flags."""
+    """Return the complete configuration of a model with the given sizes. Raises ValueError with one line for each
+    problem with the flags."""
     config = parse_args([*MODEL.split(), *flags])
     if (width := sizes.get("hidden_size")) is not None:
         config = with_named(config, {name: int(value) for name, value in scaled_widths(config, width).items()})

@@ -137,7 +137,8 @@ def run_jsonl(args: argparse.Namespace, model: LoadedModel, engine: Engine, defa
 
 
 def run_chat(args: argparse.Namespace, model: LoadedModel, engine: Engine, defaults: Request) -> int:
-    """Run a conversation on the terminal, or with the lines of standard input."""
+    """Run a conversation with the model. The user's messages are typed on the terminal, or are the lines of standard
+    input."""
     template = find_chat_template(model.tokenizer_config, args.chat_template)
     typed = sys.stdin.isatty()
     if typed:

@@ -6,10 +6,11 @@
 
 For a folder of checkpoints, the tool opens the checkpoint that a run would load: the latest, or the newest undamaged
 one. The tool reads every file and verifies its checksum. For Hugging Face folders and Megatron-LM checkpoints, the tool
-shows the parameters under this program's names. Compared checkpoints may have different layouts: whole tensors are
-compared bit by bit, one at a time. The tool prints a line for each tensor that differs. If more than 40 tensors differ,
-it prints one line for each tensor name, which covers all layers. The exit code is 0 if both checkpoints are equal, 1 if
-they differ, and 2 if a path is a damaged checkpoint or not a checkpoint."""
+shows the parameters under this program's names. Two checkpoints can be compared even if they were saved under different
+layouts, because the tool assembles each whole tensor and compares it bit by bit. The tool prints a line for each tensor
+that differs. If more than 40 tensors differ, it prints one line for each tensor name, which covers all layers. The exit
+code is 0 if both checkpoints are equal, 1 if they differ, and 2 if a path is a damaged checkpoint or not a
+checkpoint."""
 
 from __future__ import annotations
 

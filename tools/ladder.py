@@ -85,7 +85,7 @@ def train(ladder: Ladder, rung: Rung, args: argparse.Namespace, flags: Sequence[
         process = subprocess.Popen(command, stdout=screen, stderr=subprocess.STDOUT)
         try:
             return process.wait()
-        finally:  # let the rung save a checkpoint if this program is terminated
+        finally:  # If this tool is terminated, wait until the rung has saved a checkpoint.
             if process.poll() is None:
                 process.terminate()
                 process.wait()
@@ -138,8 +138,8 @@ def write(path: Path, text: str) -> None:
 
 
 def array_script(ladder: Ladder, args: argparse.Namespace, argv: Sequence[str], flags: Sequence[str]) -> str:
-    """Return the job-array script that --sbatch writes. Each task of the array runs this program with the same flags
-    and selects a rung with --rung."""
+    """Return the job-array script that --sbatch writes. Each task of the job array runs this tool with the same flags,
+    and trains the rung that --rung selects."""
     command = [
         sys.executable,
         str(Path(__file__).resolve()),
@@ -166,7 +166,7 @@ def swept_rates(found: Sequence[Outcome]) -> list[BestRate]:
 
 
 def report(ladder: Ladder, found: Sequence[Outcome], args: argparse.Namespace) -> None:
-    """Predict the loss, print the prediction, and write the files."""
+    """Predict the loss of the target. Print the prediction, and write ladder.json, rungs.csv and the picture."""
     from megatron.extensions.plan.ladder.prediction import lines, predict
 
     prediction = predict(ladder, found, swept_rates(found))

@@ -134,7 +134,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def short(action: Action) -> str:
-    """Format an action as kind, stage and microbatch: F0.3 or SEND_F0.3."""
+    """Format an action as its kind, its stage and its micro-batch, such as F0.3 or SEND_F0.3."""
     return f"{action.kind.value}{action.stage}.{action.microbatch}"
 
 
@@ -147,8 +147,8 @@ class Names:
     """Number of micro-batches per step in a schedule without flush."""
 
     def label(self, action: Action) -> str:
-        """Return an action's label, such as F3v1: the kind, the micro-batch, a letter for the chunk if a rank has
-        several chunks, and the weight version if there are several versions."""
+        """Return the label of an action, such as F3v1. It consists of the kind and the micro-batch, then a letter for
+        the model chunk if ranks have several chunks, and then the weight version if there are several versions."""
         layout, version = self.layout, ""
         chunk = chr(ord("a") + layout.chunk_of(action.stage) % 26) if layout.chunks > 1 else ""
         if self.per_step is not None:
@@ -156,7 +156,8 @@ class Names:
         return f"{action.kind.value}{action.microbatch}{chunk}{version}"
 
     def shade(self, action: Action) -> float:
-        """Return the opacity of an action. Later chunks, and every other weight version, are paler."""
+        """Return the opacity with which an action is drawn. Actions of later model chunks, and of every second weight
+        version, are paler."""
         if self.per_step is not None:
             return 1 - 0.5 * (version_of(action.microbatch, self.per_step) % 2)
         return 1 - 0.6 * self.layout.chunk_of(action.stage) / self.layout.chunks
@@ -202,7 +203,7 @@ def text_of(found: Simulation, names: Names) -> list[str]:
 
 
 def without_middle(lines: Sequence[str]) -> list[str]:
-    """Shorten the lines of a long schedule to the beginnings and ends, at the same columns."""
+    """Remove the middle of all lines if a schedule is long. The same columns are removed from each line."""
     longest = max(map(len, lines))
     if longest <= MOST_COLUMNS:
         return list(lines)

@@ -3,13 +3,13 @@
     python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model --append-eod --workers 8
 
-Writes data/corpus_text_document.bin and .idx, and the same for each of --json-keys. Inputs are files, globs, folders
-and URLs such as s3://bucket/folder: .jsonl, .json (lines or an array), .txt, .csv, .tsv, .parquet and .arrow. Text
-formats may be compressed (.gz, .bz2, .xz, .zst). Files with any other suffix are read as JSON lines. Documents keep
-their order for any number of workers. Memory use depends on the longest document, not on the size of the input. The
-output is renamed to its final name when it is complete. Existing output files are an error unless --overwrite is set.
-The prefix may be a URL, such as s3://bucket/corpus. PREFIX_KEY_document.sums.json contains the checksums that
-tools/inspect_dataset.py verifies.
+Writes data/corpus_text_document.bin and data/corpus_text_document.idx. With several --json-keys, writes two such files
+for each key. Inputs are files, globs, folders and URLs such as s3://bucket/folder: .jsonl, .json (lines or an array),
+.txt, .csv, .tsv, .parquet and .arrow. Text formats may be compressed (.gz, .bz2, .xz, .zst). Files with any other
+suffix are read as JSON lines. Documents keep their order for any number of workers. Memory use depends on the longest
+document, not on the size of the input. The output is renamed to its final name when it is complete. Existing output
+files are an error unless --overwrite is set. The prefix may be a URL, such as s3://bucket/corpus.
+PREFIX_KEY_document.sums.json contains the checksums that tools/inspect_dataset.py verifies.
 
 To use eight machines, run this program with --shard 1/8 on the first, --shard 2/8 on the second, and so on. All other
 flags must be the same, and all machines must be able to write to the prefix. The last machine to finish joins the
@@ -101,7 +101,7 @@ class Summary:
         return f"{self.documents_per_second:,.0f} documents/s, {self.megabytes_per_second:.2f} MB/s"
 
     def add(self, chunk: Chunk, encoded: Encoded) -> None:
-        """Count a chunk and report its bad lines."""
+        """Add the counts of a chunk of documents to this summary, and report the bad lines of the chunk."""
         for number, reason in encoded.bad:
             if self.num_bad < REPORTED_BAD_LINES:
                 print(f"{chunk.path}:{number}: {reason}; {chunk.unit} left out", file=sys.stderr)

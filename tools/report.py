@@ -6,9 +6,10 @@
 
 RUN is a --save folder, or its URL, for which --output is needed. The page needs neither a network nor scripts. The page
 shows the data that is available, so the tool also works for runs that crashed, are still running, or have damaged
-files. --against adds the curves of other runs and the differing flags. The page of several runs compares the runs, best
-first: losses over tokens, time and FLOPs, throughput, and differing values. Code that a run names is not executed. To
-plan a run with custom parts, pass the code with --extension.
+files. --against adds the curves of other runs and the differing flags. If several runs are given, the page compares
+them, in order of increasing loss. It shows losses over tokens, time and FLOPs, the throughput, and the configuration
+values that differ. Code that a run names is not executed. To plan a run with custom parts, pass the code with
+--extension.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _of_one_run(args: argparse.Namespace) -> list[str]:
-    """Return the problems with the flags for a page of several runs: flags that need a single run, and a missing output
-    file."""
+    """If several runs are given, return an error message for each flag that requires a single run, and for a missing
+    --output."""
     if len(args.runs) == 1:
         return []
     given = {"--against": args.against, "--metrics-file": args.metrics_file, "--trace": args.trace}

@@ -6,10 +6,10 @@
 
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "def read(self):", "max_tokens": 32}'
 
-It answers /v1/completions, /v1/chat/completions, /v1/models and /health. The server generates the texts of several
-requests in one batch. The text of a request does not depend on other requests. SIGTERM and SIGINT end the server.
-docs/generation.md describes the fields and the limits. To serve many users, convert the model to a Hugging Face folder
-and use a program designed for serving, such as vLLM.
+The server answers requests to /v1/completions, /v1/chat/completions, /v1/models and /health. The server generates the
+texts of several requests in one batch. The text of a request does not depend on other requests. SIGTERM and SIGINT end
+the server. docs/generation.md describes the fields and the limits. To serve many users, convert the model to a Hugging
+Face folder and use a program designed for serving, such as vLLM.
 """
 
 from __future__ import annotations

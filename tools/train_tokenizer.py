@@ -6,8 +6,8 @@ Writes data/tokenizer.model, for --tokenizer-model, and data/tokenizer.vocab. In
 The suffixes .jsonl, .json, .csv, .tsv, .parquet and .arrow determine the format; all other files are plain text. Text
 formats may be compressed (.gz, .bz2, .xz, .zst). By default, the tokenizer is lossless: it does not normalize text, and
 it encodes characters outside the vocabulary as bytes. If the trained tokenizer is lossy, the tool prints which kinds of
-text it does not restore. Documents end with <EOD> under --tokenizer-type SentencePieceTokenizer, and with --eos-token
-under Llama2Tokenizer.
+text it does not restore. The token that ends a document depends on --tokenizer-type: SentencePieceTokenizer uses <EOD>,
+and Llama2Tokenizer uses --eos-token.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ CHUNK_BYTES = 1 << 20
 # SentencePiece silently drops long sentences. Lines are therefore split into pieces of at most this many characters. A
 # character has up to 4 bytes.
 SENTENCE_CHARACTERS = 4096
-# The number of threads is fixed, because the last digits of unigram models depend on it.
+# The number of threads is fixed, because the rounding of scores in unigram models depends on it.
 THREADS = 8
 
 
 def sentences(files: Sequence[TextFile], keys: Sequence[str], bad: list[str]) -> Iterator[str]:
-    """Yield the lines of all documents, cut to lengths that SentencePiece accepts. Append unreadable lines to `bad`."""
+    """Yield the lines of all documents, split into pieces that SentencePiece accepts. Descriptions of unreadable lines
+    are appended to `bad`."""
     reading = Reading(tuple(keys), text_documents="line")
     for file in files:
         file = replace(file, format=file.format or "text")

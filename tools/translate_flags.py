@@ -50,8 +50,8 @@ LAUNCHER = re.compile(
 )
 
 TABLES = Path(megatron_flags.__file__).with_name("megatron_flags.toml")
-"""File of tables that describe Megatron-LM flags for which this program has no configuration field. The parser of the
-command line also reads these tables."""
+"""File of tables that describe Megatron-LM flags for which this program has no configuration field. The command-line
+parser of pretrain_gpt.py also reads these tables."""
 
 TASKS = re.compile(r"(--ntasks(-per-node)?|-n)\b")
 """sbatch options for the number of processes."""
@@ -126,8 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each flag or value that is translated, has no effect or is not supported, and for each
-    difference in results."""
+    """Yield one line for each Megatron-LM flag or value that is translated, has no effect, or is not supported. Then
+    yield one line for each difference in results."""
     yield "Translated to other flags ({} stands for the values):"
     yield from (f"  {flag} -> {ours}" for flag, ours in sorted((tables["usual"] | tables["replaced"]).items()))
     for flag, (option, before, after) in tables["exchanged"].items():

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megatron.training.run import TrainingRun
 
 FIRST = 5
-"""Number of first steps whose losses are compared one by one."""
+"""Number of steps at the beginning of training whose losses are compared one by one."""
 
 ROUNDING = {"bf16": 0.005, "fp8": 0.02}
 """Largest relative difference between first losses that rounding can explain, keyed by precision."""
@@ -230,7 +230,7 @@ def train(size: Size, steps: int, path: Path, plan: Sequence[tuple[str, int]], f
 
 
 def verdict(curves: Sequence[Curve]) -> tuple[list[str], bool]:
-    """Return lines about the curves, and whether the first losses agree."""
+    """Return lines of text that compare the curves, and True if the first losses of both programs agree."""
     theirs = next(curve for curve in curves if curve.program == THEIRS)
     own = [curve for curve in curves if curve.program == OURS]
     alike, lines = True, []

@@ -170,7 +170,7 @@ def _properties(device: DeviceFile) -> SimpleNamespace:
 
 
 class _Idle:
-    """Stream or event that never needs to wait."""
+    """Placeholder for a CUDA stream or event. Its methods return immediately."""
 
     device = torch.device("cuda", 0)
 
@@ -182,8 +182,8 @@ class _Idle:
 
 
 def _of_torch_cuda(properties: Any, capability: tuple[int, int]) -> dict[str, Any]:
-    """Return attributes of `torch.cuda` for one device. Operations on fake tensors run in program order, regardless of
-    the stream."""
+    """Return replacements for functions of `torch.cuda`, as on a machine with one device. Operations on fake tensors
+    run in program order, regardless of the stream."""
     stream = _Idle()
     return {
         "device_count": lambda: 1,

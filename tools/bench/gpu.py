@@ -10,8 +10,8 @@ FLOPs. Causal attention counts as half of full attention (docs/performance.md). 
 device's peak; in fp8, this is the fp8 peak. The tool selects the largest model that fits into free memory according to
 the dry run's plan: llama-8b-layers varies the number of layers, and other models vary the micro-batch size. Before the
 rounds, the tool measures upper limits of speed: an 8192 x 8192 x 8192 GEMM, the GEMMs of the model on random numbers,
-and a copy within device memory. Each `--compare FLAGS` also runs the model with these additional flags of
-pretrain_gpt.py. Each variant runs in a separate process with an equal part of the memory. The processes run their
+and a copy within device memory. Each `--compare FLAGS` adds a variant, which runs the model with these additional flags
+of pretrain_gpt.py. Each variant runs in a separate process with an equal part of the memory. The processes run their
 rounds in turns.
 """
 

@@ -144,8 +144,8 @@ def expert_product(matrix: tuple[int, int], kernel: str, evenly: bool, config: R
 def attention(config: RunConfig) -> Iterator[Part]:
     """Yield a part for the forward and backward pass of each attention kernel. The inputs are whole samples,
     context-parallel tiles, or samples with document boundaries (--reset-attention-mask). Attention with dropout is
-    measured with the Triton kernel and with unfused torch operations. The TFLOP figures count only the causal half.
-    Both passes together count 3.5 times the TFLOP of the forward pass."""
+    measured with the Triton kernel and with unfused torch operations. The TFLOP figures count only the unmasked half of
+    the causal scores. The backward pass counts 2.5 times as much as the forward pass."""
     model = config.model
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     work = 3.5e-12 * 2 * pairs * (model.head_dim + model.value_head_dim)
@@ -190,9 +190,10 @@ SELECTION = ("scores_of_keys", "largest_scores", "attended_weights", "divergence
 
 
 def selected_keys(config: RunConfig) -> Iterator[Part]:
-    """Yield attention to selected keys, and the selection of keys, with the kernels and in plain torch. The operands
-    are the last queries of a sequence, which a run also uses to compare kernels when it starts. The TFLOP figures for
-    attention count only the keys that each query attends to, and assume five GEMMs in the backward pass."""
+    """Yield parts for sparse attention: attention to selected keys, and the operations that select the keys. Each is
+    measured with its kernel and with plain torch operations. The operands are the last queries of a sequence. A run
+    compares kernels on the same operands when it starts. The TFLOP figures for attention count only the keys that each
+    query attends to, and assume five GEMMs in the backward pass."""
     from megatron.extensions.attention.sparse_attention.flags import sparse_shapes
     from megatron.extensions.attention.sparse_attention.kernels.attention import SAMPLED
 

@@ -1,5 +1,5 @@
-"""Compare five packing methods by padding, cut documents, and the balance of work between replicas and between
-context-parallel ranks.
+"""Compare five packing methods: the fraction of padding, the fraction of cut documents, and the balance of work between
+replicas and between context-parallel ranks.
 
     python tools/bench/packing.py                   both tables, of 20,000 documents of each distribution
     python tools/bench/packing.py --documents 2000  other numbers
@@ -80,8 +80,8 @@ def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
 
 
 def first_fit_of_torchtitan(lengths: Lengths, seq_length: int) -> float:
-    """Return the fraction of padding for first-fit with a few open samples. A document that fits into no open sample
-    closes all open samples."""
+    """Return the fraction of padding for first-fit with a few open samples. If a document fits into none of the open
+    samples, all of them are closed."""
     _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
     samples, room = 0, [seq_length] * OPEN
     for places in (sizes - 1).tolist():  # input tokens only, because the last token of a document is only a label

@@ -253,8 +253,8 @@ def _one_round() -> float:
 
 
 def _free_port() -> int:
-    """Return a port below the ephemeral range. A port in the ephemeral range could be assigned to another connection
-    before the contestant opens the port."""
+    """Return a port below the ephemeral range. The system could assign a port in the ephemeral range to another
+    connection before the contestant uses it."""
     for port in random.sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -344,8 +344,8 @@ def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any],
     """Write figures as JSON for other programs, if a file is given.
 
     Pass `ended=False` to write intermediate figures. The file is complete even if the program is killed at any time.
-    Print the figures before calling this function. If the file cannot be written, print an error that names the file.
-    The program then exits with code 1 if `ended` is true; otherwise, it continues.
+    Print the figures before calling this function, because it may exit. If the file cannot be written, print an error
+    that names the file. The program then exits with code 1 if `ended` is true; otherwise, it continues.
     """
     if path is None:
         return

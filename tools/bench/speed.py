@@ -9,8 +9,8 @@ revision.
 
 The contestants of a cell run in separate processes and take turns. research/speed.py adds other programs to the cells.
 
-Training in one process includes the optimizer step. The upper limit to its speed is the speed of only the GEMMs of the
-model's linear layers and output layer, forward and backward, in the same precision.
+Training in one process includes the optimizer step. Its speed is compared with an upper limit: a step that consists
+only of the forward and backward GEMMs of the linear layers and the output layer, in the same precision.
 
 The TP, PP and DP cells train 8 micro-batches of one sequence per step in float32 on single-threaded gloo processes.
 They are compared with one process that has as many threads as all of these processes together. Two rows show upper

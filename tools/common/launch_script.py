@@ -26,10 +26,10 @@ ALL_ARGUMENTS = ("$@", "$*", "${@}", "${*}")
 DECLARATIONS = ("export", "declare", "local", "readonly", "typeset")
 PRINTERS = ("echo", "printf")
 ENDS = ("&&", "||", "|", ";", "&", ">", ">>", "2>&1", "&>")
-"""Words that end a command stored in a variable."""
+"""Words after which the text of a variable no longer belongs to the command."""
 
 SETS_NONE = re.compile(r"conda|activate$|rc$|profile$")
-"""Names of scripts that prepare a shell but set no variables that a launch script tests."""
+"""Pattern for the names of scripts that a launch script may source, but that set no variables that it tests."""
 
 PROGRAM = re.compile(r"[^\s,:]*(?:\.py|pretrain\w*)")
 INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed)")
@@ -74,8 +74,8 @@ class LaunchScript:
     """Flags in branches whose condition is unknown."""
 
     choices: dict[str, list[str]] = field(default_factory=dict)
-    """Possible values of each variable that depends on an unknown test. In recorded commands, such a variable is
-    replaced with its last possible value."""
+    """Possible values of each variable whose assignment depends on an unknown test. In recorded commands, such a
+    variable is replaced with its last possible value."""
 
     _branches: list[Branch] = field(default_factory=list)
     _result: float = YES
@@ -225,7 +225,7 @@ class LaunchScript:
         assert found
         name, adds, raw = found.groups()
         if "$((" in raw and re.search(rf"\b{name}\b", raw) and any(branch.repeats for branch in self._branches):
-            self.variables.forget([name])  # the variable is a loop counter
+            self.variables.forget([name])  # A loop changes this counter, so its value is unknown.
         earlier = self.variables.values.get(name)
         value: str | list[str]
         if raw.startswith("("):

@@ -76,8 +76,8 @@ class Parameter:
 
 
 def _cut(value: Value, start: int, count: int | None = None) -> Value | None:
-    """Return a part of a string or an array. A negative start counts from the end, as does a negative end in a
-    string."""
+    """Return the part of a string or array that `${NAME:start:count}` selects. A negative `start` counts from the end.
+    For strings, a negative `count` is the position of the end, also counted from the end."""
     if start < -len(value):
         return value[:0]
     start += len(value) if start < 0 else 0

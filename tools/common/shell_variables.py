@@ -25,13 +25,13 @@ MOST = 500_000
 can double a variable."""
 
 NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
-"""Arithmetic operator of each numeric comparison in brackets."""
+"""Arithmetic operator for each numeric comparison operator of a shell test."""
 
 NO = 0.0
 UNSURE = 0.5
 YES = 1.0
-"""Truth value of a test that succeeds; `NO` is the value of a test that fails. In tests, `!` is 1 - x, `&&` is the
-minimum, and `||` is the maximum."""
+"""Truth value of a test that succeeds; `NO` is the value of a test that fails. The operators of tests are computed on
+these values: `!` is 1 - x, `&&` is the minimum, and `||` is the maximum."""
 
 
 class ExpansionError(Exception):
@@ -50,7 +50,7 @@ class ShellVariables:
     """Variables set by loops and by `read`."""
 
     sources: bool = False
-    """True if a script that this script calls may have set variables."""
+    """True if this script sources another script, which may have set variables."""
 
     _expanded: int = 0
     """Number of characters to which variables have expanded so far."""

@@ -100,8 +100,8 @@ def commands(text: str) -> Iterator[tuple[list[str], str, list[str]]]:
 
 
 def word_end(text: str, at: int) -> int:
-    """Return the end of the word that begins at `at`. Parentheses that follow =, < or > belong to the word, as in `A=(1
-    2)`."""
+    """Return the position of the end of the word that begins at position `at`. Parentheses that follow =, < or > belong
+    to the word, as in `A=(1 2)`."""
     while at < len(text):
         nested = text[at] == "(" and text[at - 1] in "=<>"
         if text[at] in " \t\n;&|()<>" and not nested and text[at : at + 2] not in ("<(", ">("):

@@ -58,7 +58,7 @@ LOOK = {
     "axes.spines.top": False,
     "axes.spines.right": False,
 }
-"""Settings that keep text as text, so that a run's name with a $ is not a formula."""
+"""Matplotlib settings of all pictures. Text is not parsed as a formula, so that names of runs may contain a $."""
 
 IDS = re.compile(r'(\bid="|href="#|url\(#)')
 _numbers = count()
@@ -149,8 +149,8 @@ def curves(
 
 
 LARGEST = 1e60
-"""Largest drawn value. Largest magnitude that charts show. Larger values, and nonzero values below the inverse of this
-number, are omitted, because matplotlib's ticks would overflow."""
+"""Largest magnitude that charts show. Larger values, and nonzero values below 1 / LARGEST, are omitted, because
+matplotlib's ticks would overflow."""
 
 
 def is_drawable(value: float) -> bool:
@@ -158,7 +158,8 @@ def is_drawable(value: float) -> bool:
 
 
 def draw_marks(axes: Axes, marks: Marks) -> None:
-    """Draw vertical lines where a run was restarted, and where a phase begins, with the phase's name."""
+    """Draw a vertical line at each restart of a run, and a line with the name of the phase at the beginning of each
+    data phase."""
     first, last = axes.get_xlim()
     for mark in marks.restarts:
         if first <= mark <= last:

@@ -92,7 +92,7 @@ def planned_step(trace: Trace, step: MeasuredStep) -> MeasuredStep | None:
 
 
 def told(trace: Trace, step: MeasuredStep) -> str:
-    """Describe times and bubbles in words."""
+    """Return a sentence with the planned and the measured time and bubble of a step."""
     lines = [f"measured: {time_text(step.makespan)}, bubble {step.bubble:.1%}"]
     plan = planned_step(trace, step)
     if plan is not None and plan.makespan:

@@ -35,7 +35,8 @@ IN_SIGHT = 20
 
 
 def cell_look(value: Any) -> str:
-    """Return the CSS class of a table cell. Short text stays on one line, and only a long word may be broken."""
+    """Return the CSS class of a table cell. The class "short" keeps text on one line, and "long" allows a line break
+    within a long word."""
     words = str(value).split()
     return "short" if len(str(value)) <= 22 else "long" if max(map(len, words), default=0) > 24 else ""
 
@@ -426,7 +427,7 @@ def pauses(run: RunFolder, most: int = 10) -> list[list[Any]]:
 
 
 def configuration(run: RunFolder, others: Sequence[RunFolder]) -> Markup:
-    """List all configuration values, and those that differ between runs."""
+    """Return a table of all configuration values. If there are other runs, a table of differing values precedes it."""
     if not run.config:
         return html.paragraph(f"{CONFIG} is missing or cannot be read.")
     text = differences([run, *others]) if others else ""

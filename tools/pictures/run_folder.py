@@ -1,4 +1,4 @@
-"""Read the --save folder of a run; missing and damaged files are noted and skipped.
+"""Read the files in the --save folder of a run. Missing and damaged files are skipped and listed in `notes`.
 
 This module does not import torch.
 """
@@ -38,18 +38,18 @@ Record = dict[str, Any]
 
 @dataclass
 class RunFolder:
-    """Readable data of a run. `notes` lists what could not be read."""
+    """Data of a run that could be read from its folder. `notes` describes files that could not be read."""
 
     path: Path
     records: list[Record] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
-    """Flags by name, without leading dashes, including derived values."""
+    """Value of each flag and of each derived setting. The keys are flag names without leading dashes."""
 
     events: list[Record] = field(default_factory=list)
     outcome: dict[str, str] = field(default_factory=dict)
     checkpoints: list[Record] = field(default_factory=list)
     stacks: dict[str, str] = field(default_factory=dict)
-    """Beginning of each stack dump, by file."""
+    """First part of each stack dump, keyed by file name."""
 
     trace_path: Path | None = None
     trace: Trace | None = None
