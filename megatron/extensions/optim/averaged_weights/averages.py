@@ -1,9 +1,9 @@
-"""Moving averages of the weights, updated from the main parameters of this rank's shard after one or several steps.
+"""Moving averages of the weights. Each rank averages the main parameters of its shard, every --ema-interval steps.
 
-With rounding to nearest, a bf16 average would lose all changes smaller than half the distance between two adjacent
-numbers. If the decay is above 0.998, rounding to nearest would lose every change. The average is therefore rounded
-stochastically. The random bits are a hash of the operands and the iteration. A resumed run computes the same bits, and
-an average of constant weights converges to the weights.
+With rounding to nearest, a bf16 average would lose all changes smaller than half the distance between two adjacent bf16
+numbers. With a decay above 0.998, all changes are that small. The average is therefore rounded stochastically. The
+random bits of this rounding are a hash of the operands and the iteration. A resumed run computes the same bits, and an
+average of constant weights converges to the weights.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ random bits."""
 
 
 class MovingAverages(Callback):
-    """Callback that keeps averages of the main parameters, in fp32 under --bf16 and --fp16. A skipped step counts as a
-    step that does not change the weights."""
+    """Callback that updates the moving averages of the main parameters. By default, the averages are in fp32 under
+    --bf16 and --fp16. The averages treat a skipped step like a step that does not change the weights."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -116,7 +116,8 @@ class MovingAverages(Callback):
 
 
 def _move_(averages: list[Tensor], weights: list[Tensor], share: float, iteration: int) -> None:
-    """Move averages towards the weights by a fraction of the distance, in place."""
+    """Update each average in place: average += share * (weight - average). `iteration` seeds the stochastic rounding of
+    bf16 averages."""
     if averages[0].dtype != torch.bfloat16:
         foreach_lerp_(averages, [weight.to(averages[0].dtype) for weight in weights], share)
         return

@@ -1,9 +1,10 @@
-"""Factors of muP and CompleteP: how a parameter's hyperparameters change with the model's width and depth. This module
-does not import torch.
+"""Factors by which muP and CompleteP scale a parameter's hyperparameters when the model becomes wider or deeper. This
+module does not import torch.
 
 The factors follow table 8 of muP (arXiv 2203.03466), which also permits tied embeddings, and table 1 of CompleteP
-(arXiv 2505.01618). The logits are multiplied by 1 / width. The outputs of routers and gates have no factor. The weights
-of routers and gates therefore follow table 3, an equivalent parametrization without output factors.
+(arXiv 2505.01618). The logits are multiplied by 1 / width. The outputs of routers and gates are not multiplied by a
+factor. The weights of routers and gates therefore follow table 3 of muP, an equivalent parametrization without output
+factors.
 
 The scaling rules of all optimizers follow from two numbers, `change` and `gradient`, both relative to the base model.
 `change` is the size of a weight update, per element, that changes a layer's output as much as in the base model.
@@ -32,7 +33,7 @@ class Widths:
     """Input and output sizes of a parameter, divided by the sizes in the base model."""
 
     inputs: float
-    """Growth factor of the number of terms summed per output."""
+    """Ratio of input sizes: the number of terms in the sum for one output, divided by that number in the base model."""
 
     outputs: float
 
@@ -74,7 +75,7 @@ def factors(meta: ParamMeta, width: float, depth: float, own: Widths | None = No
 
 def usual_widths(meta: ParamMeta, width: float) -> Widths:
     """Return the ratios of a parameter's sizes to those in the base model, derived from the parameter's role. `width`
-    is the ratio of all widths of the model to those of the base model."""
+    is the model's width divided by the base model's width."""
     if meta.width_kind == "hidden":
         return Widths(width, width)
     if meta.role in ("router", "gate"):
@@ -83,7 +84,8 @@ def usual_widths(meta: ParamMeta, width: float) -> Widths:
 
 
 def _of_widths(meta: ParamMeta, widths: Widths) -> tuple[float, float, float]:
-    """Return the parts of `std`, `change` and `gradient` that depend on width, before the scaling with depth."""
+    """Return the factors `std`, `change` and `gradient` for the model's width. The caller then applies the factors for
+    depth."""
     inputs, outputs = widths.inputs, widths.outputs
     if meta.width_kind == "hidden":
         return inputs**-0.5, 1 / inputs, 1 / outputs
@@ -99,7 +101,7 @@ def widens(meta: ParamMeta) -> bool:
 
 
 def in_block(meta: ParamMeta) -> bool:
-    """Return True if a parameter belongs to a sublayer, whose output is added to the residual stream."""
+    """Return True if a parameter belongs to a transformer layer, also within a module for multi-token prediction."""
     return meta.layer is not None or ".transformer_layer." in meta.name
 
 

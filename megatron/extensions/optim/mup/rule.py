@@ -47,10 +47,10 @@ class MupRule(ParameterRule):
         )
 
     def initial(self, meta: ParamMeta, init: Init) -> Init:
-        """Scale the initial values of the parameter's role.
+        """Return `init` with the standard deviation multiplied by the parameter's factor.
 
-        Values from a module's own initialization are not scaled, because that initialization already depends on the
-        module's widths.
+        If the module defines its own initialization for the parameter, `init` is returned unchanged, because that
+        initialization already depends on the module's widths.
         """
         std = self.factors(meta).std
         if meta.init is not None or std == 1:
@@ -77,7 +77,7 @@ class MupRule(ParameterRule):
             yield f"muP, {role}: {row}; {len(members)} parameters, {elements:,} elements"
 
     def _row(self, meta: ParamMeta) -> str:
-        """Return text for the log that lists a parameter's factors, relative to training without muP."""
+        """Return the part of a log line that lists a parameter's factors relative to training without muP."""
         group = self.group(ParamGroup(wd_mult=1.0), meta)
         std = self.factors(meta).std if meta.init is None or meta.init.std else 1.0
         return (

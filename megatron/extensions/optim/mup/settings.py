@@ -62,8 +62,8 @@ def with_multipliers(c: RunConfig) -> RunConfig:
 
 
 def score_factor(model: TransformerConfig) -> float | None:
-    """Return the factor of attention scores that muP sets as --softmax-scale. If the user has passed --softmax-scale,
-    return the user's value."""
+    """Return the value of --softmax-scale under muP. Attention scores are multiplied by this value. If the user has
+    passed --softmax-scale, return the user's value."""
     own = model.options(MupFlags)
     if model.softmax_scale is not None or not any(layer.attends for layer in model.layers):
         return model.softmax_scale

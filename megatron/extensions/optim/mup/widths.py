@@ -3,8 +3,8 @@
 By default, all widths grow by the ratio of the hidden sizes. --mup-base-widths lists widths that grow by a different
 ratio, such as an expert width that stays constant while the hidden size grows. If a width of a matrix is in
 --mup-base-widths, the factors of this matrix are computed from the shapes of the matrix in both models. Table 8 of
-arXiv 2203.03466 likewise uses the fan-in of each matrix. Only `own_ratios` imports torch, and only if some parameters
-may have their own ratios.
+arXiv 2203.03466 likewise uses the fan-in of each matrix. Only `own_ratios` imports torch, and only if the ratios of
+some parameters may differ from the default.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ CHANNELS = ("kv_channels", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
 def given_widths(options: MupFlags) -> dict[str, int]:
-    """Parse --mup-base-widths to field values of the base model. Raises ValueError if an entry is not NAME=NUMBER."""
+    """Parse --mup-base-widths into a mapping from configuration fields to the base model's values. Raises ValueError if
+    an entry is not NAME=NUMBER."""
     found = {}
     for entry in options.mup_base_widths or ():
         name, _, value = entry.partition("=")
@@ -74,11 +75,11 @@ def base_sizes(c: RunConfig) -> dict[str, int]:
 
 
 def own_ratios(c: RunConfig) -> tuple[str, ...]:
-    """Return NAME=INPUTS,OUTPUTS for each parameter whose inputs or outputs grow differently from the default of the
-    parameter's role.
+    """Return an entry NAME=INPUTS,OUTPUTS for each parameter whose size ratios differ from those that `usual_widths`
+    derives from the parameter's role.
 
-    INPUTS and OUTPUTS are ratios to the sizes in the base model. NAME contains no layer number, because it applies to
-    all layers. Raises ValueError if `base_sizes` does.
+    INPUTS and OUTPUTS are the parameter's sizes divided by the sizes in the base model. NAME contains no layer number,
+    because an entry applies to all layers. Raises ValueError in the same cases as `base_sizes`.
     """
     own = c.model.options(MupFlags)
     latent = named_value(c, "q_lora_rank") is not None  # the latent norm has the same name as a norm within heads

@@ -31,8 +31,8 @@ from megatron.extensions.optim.optimizers.flags import MuonFlags, product_dtypes
 from megatron.extensions.optim.optimizers.newton_schulz import Coefficients, coefficients
 
 EPS = 1e-15
-"""Minimum of the norm by which a matrix is divided before the iteration, as in Emerging-Optimizers since 0.4.0. The
-minimum is so small that the size of updates does not depend on the size of gradients.
+"""Lower bound on the norm by which a matrix is divided before the iteration, as in Emerging-Optimizers since 0.4.0. The
+bound is so small that the size of updates does not depend on the size of gradients.
 """
 
 
@@ -72,8 +72,8 @@ class Muon(FusedTransform):
         return MuonKernel(options, plain_shards(shards), exchange)
 
     def flops(self, meta: ParamMeta) -> int:
-        """Return the FLOPs of a parameter's Newton-Schulz iterations. Each matrix is counted once, whatever the
-        parallel layout and the batch size are."""
+        """Return the FLOPs of a parameter's Newton-Schulz iterations. Each matrix is counted once, regardless of the
+        parallel layout and the batch size."""
         boxes = linear_maps(meta, meta.fused is not None and splits_of(self.options)(meta.fused.name))
         return 2 * self.options.muon_num_ns_steps * sum(Matrix(meta, *box).cost for box in boxes)
 
@@ -128,7 +128,8 @@ class MuonKernel(ShardUpdate):
 
 
 def _held(flat: Tensor, part: Part) -> Tensor:
-    """Return the values that a shard's flat tensor contains for a part of a matrix."""
+    """Return a view of the elements of `flat` (a flat tensor of an optimizer shard) that belong to `part` (a
+    rectangular part of a matrix)."""
     return flat[part.start : part.stop].view(part.held)[part.within]
 
 

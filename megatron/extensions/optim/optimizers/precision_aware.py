@@ -1,7 +1,7 @@
 """Adam with moments and main parameters stored in fewer bits than fp32 (--use-precision-aware-optimizer).
 
-Each update converts part of the states to fp32, applies Adam in fp32, and rounds the results. With compiled regions, an
-update consists of a few kernels that read and write only the stored bytes.
+Each update converts the states to fp32, applies Adam in fp32, and rounds the results. With compiled regions, an update
+consists of a few kernels that read and write only the stored bytes.
 
 If parameters are bf16, the optimizer stores only the lower 16 bits of each fp32 main parameter. The bf16 parameter
 holds the upper 16 bits, so no bit is lost (Megatron-LM's --store-param-remainders).
@@ -105,12 +105,12 @@ class StoredState:
         return self.codes.nbytes + self.exponents.nbytes
 
     def tensors(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return a view of the codes and a view of the scale exponents for elements [start, stop), which must be whole
+        """Return views of the codes and the scale exponents of elements [start, stop), which must be whole scale
         blocks."""
         return self.codes[start:stop], self.exponents[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)]
 
     def read(self, codes: Tensor, exponents: Tensor) -> Tensor:
-        """Return the values of `tensors`, in fp32 or the main dtype."""
+        """Decode the tensors that `tensors` returns, to fp32 or the main dtype."""
         if not self.rounds:
             return codes
         if not self.format.scaled:
@@ -144,7 +144,7 @@ class StoredState:
         return on_host(self.codes.numel(), self.format.exported, lambda *part: self.read(*self.tensors(*part)))
 
     def take_up(self, values: Tensor) -> None:
-        """Load the checkpoint contents from the tensor that `exported` returned."""
+        """Store the values of a checkpoint, which `exported` returned when the checkpoint was saved."""
         if not self.format.scaled:
             return
         for start, stop in chunks(self.codes.numel()):
@@ -240,8 +240,8 @@ class PackedShard(Shard):
         plan, options = config.state_plan, config.options(PrecisionAwareFlags)
         self.kind = plan.main_kind(config, *names, on_host=self.on_host)
         self.as_remainders = plan.main_kind(config, *names) == "remainders"
-        """True if parameters are rounded with ties away from zero. The rounding is the same whether the states of this
-        shard are on the device, where remainders are stored, or on the host."""
+        """True if parameters are rounded with ties away from zero, as `split_master` does. This is also true on the
+        host, where remainders are not stored, so that host and device round alike."""
         self.remainders = self.zeros(numel if self.kind == "remainders" else 0, torch.int16)
         stored = {"stored": numel, "fp16": numel}.get(self.kind, 0)
         name = "fp16" if self.kind == "fp16" else "fp32"
@@ -299,8 +299,8 @@ class PackedShard(Shard):
 
 
 class Part(NamedTuple):
-    """Views of one range of elements in a shard's tensors. A tensor is empty if the kind of main parameters does not
-    use the tensor. Each optimizer state is a pair (codes, scale exponents).
+    """Views of one range of elements in a shard's tensors. Tensors that this kind of main parameters (`main_kind`) does
+    not use are empty. Each optimizer state is a pair (codes, scale exponents).
     """
 
     grads: Tensor

@@ -1,4 +1,5 @@
-"""QK-clip (MuonClip): attention logits are bounded by scaling the query and key projections after an update.
+"""QK-clip (MuonClip): after an update, scale down the query and key projections of each head whose largest attention
+logit exceeds a threshold.
 
 Kimi K2 (arXiv 2507.20534), section 2.1, algorithm 1. The largest logit of each head is taken over all samples of a
 step, across micro-batches, data- and context-parallel ranks. If the largest logit S of a head exceeds the threshold
@@ -26,8 +27,8 @@ from megatron.training.run import TrainingRun
 
 
 class QKClip:
-    """QK-clip on one rank: reads the largest logits of the rank's attention layers, and scales the rank's shard of the
-    parameters."""
+    """QK-clip on one rank. The class reads the largest logits of the rank's attention layers, and scales the rank's
+    shard of the parameters."""
 
     def __init__(
         self,
@@ -59,7 +60,8 @@ class QKClip:
         return list(joined.split([len(logits.values) for logits in self.logits]))
 
     def after_update(self, skip: Tensor) -> None:
-        """Apply QK-clip to the main parameters of query and key projections that this rank owns, unless `skip` is 1."""
+        """Scale the query and key projections by their QK-clip factors, in this rank's shard of the main parameters.
+        Does nothing if `skip` is 1."""
         factors: dict[str, Tensor] = {}
         for layer, largest in zip(self.layers, self.largest(), strict=True):
             above = (largest > self.threshold) & (skip == 0)
@@ -87,8 +89,9 @@ class ClipsLogits(Callback):
 
 
 def clip_factors(rows: HeadRows, eta: Tensor, alpha: float) -> Tensor:
-    """Return factors [groups/tp, rows] for the rows of a projection. Together, the factors of queries and keys multiply
-    the logits of each head by the head's eta [heads/tp] or less.
+    """Return factors [groups/tp, rows] for the rows of a projection. `eta` [heads/tp] contains, for each head, the
+    factor (at most 1) that reduces its largest logit to the threshold. Together, the factors of queries and keys
+    multiply the logits of a head by its eta or less.
 
     Queries are multiplied by eta^alpha, and keys by eta^(1 - alpha). All heads in a query group use the smallest eta
     among these heads. A key that all heads share is not scaled, so its queries are multiplied by eta.

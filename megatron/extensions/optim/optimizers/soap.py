@@ -174,8 +174,8 @@ def followed(power: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
 def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     """Find the columns that are linearly independent of all independent columns before them.
 
-    A single QR decomposition identifies only the first dependent column reliably. The basis for later columns would
-    contain a direction that consists of the first dependent column's rounding errors.
+    A single QR decomposition identifies only the first dependent column reliably. That column adds to the basis a
+    direction that consists of rounding errors, and later columns are then compared with this wrong basis.
 
     Args:
         columns: Vectors [n, count].
@@ -188,7 +188,7 @@ def independent(columns: Tensor, noise: float) -> tuple[Tensor, Tensor]:
     left = torch.arange(columns.shape[1], device=columns.device)
     while len(left):
         rest = columns[:, left]
-        for _ in range(2):  # twice: one projection leaves rounding errors proportional to the part that it removes
+        for _ in range(2):  # project twice, because one projection leaves rounding errors
             rest = rest - basis @ (basis.mT @ rest)
         distant = rest.norm(dim=0) > noise
         left, rest = left[distant], rest[:, distant]

@@ -1,8 +1,8 @@
 """Decayed branches. A branch is a run that continues from another run's checkpoint and decays the learning rate until
 it ends.
 
-A branch is an ordinary run whose schedule has two pieces: the first piece holds the checkpoint's learning rate, and the
-second piece decays it.
+Apart from this, a branch is an ordinary run. Its schedule has two pieces: the first piece holds the checkpoint's
+learning rate, and the second piece decays it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def with_branch(config: RunConfig) -> RunConfig:
 
 
 def _with_any_length(config: RunConfig, options: BranchFlags) -> RunConfig:
-    """Set an arbitrary schedule length if a branch cannot start, because a missing length would be reported as a second
-    error."""
+    """Set an arbitrary schedule length for a branch that cannot start. Without a length, other rules would report a
+    second error that has the same cause."""
     values = _of_branch(config, _samples(config, max(1, options.decay_tokens or 1)), None)
     return with_named(config, values | {"lr_decay_style": config.optimizer.lr_decay_style})
 
@@ -115,7 +115,8 @@ def _values(config: RunConfig, options: BranchFlags) -> dict[str, object]:
 
 
 def _samples(config: RunConfig, tokens: int) -> int:
-    """Convert tokens to samples, rounded to whole steps if the batch size is known."""
+    """Convert a number of tokens to a number of samples. If the batch size is known, the result is rounded up to whole
+    steps."""
     samples, size = -(-tokens // max(1, config.model.seq_length)), config.training.global_batch_size
     return samples if not size or size < 0 else -(-samples // size) * size
 
@@ -144,7 +145,7 @@ class BranchOrigin(Callback):
         super().__init__(config)
         self.origin: dict[str, object] = {}
         self.before: object = None
-        """State of this callback in the loaded checkpoint."""
+        """State of this callback that the loaded checkpoint contains; None if no state was loaded."""
 
     def on_start(self, run: RunView) -> None:
         folder = located(run.progress.loaded_from or "")

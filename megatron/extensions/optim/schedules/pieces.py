@@ -65,11 +65,12 @@ class Piece:
     ends at --min-lr."""
 
     exponent: float | None = None
-    """For `power`: exponent of the number of samples consumed since the start of the run."""
+    """For `power`: exponent e of the power law, in which the learning rate is proportional to n^e after n consumed
+    samples."""
 
     after: Length | None = None
-    """For `power`: position at which the power law starts. Before the start of the power law, the learning rate is
-    constant. If None, the power law starts at the beginning of this schedule piece."""
+    """For `power`: number of samples from the start of the run to the start of the power law. Until then, the learning
+    rate is constant. If None, the power law starts at the beginning of this schedule piece."""
 
     def __str__(self) -> str:
         words = [self.shape, str(self.length)]
@@ -220,7 +221,8 @@ def _after(piece: Piece, rate: float, place: tuple[float, float, float], total: 
 
 
 def absolute(text: str) -> Iterator[str]:
-    """Yield the pieces that contain a length in samples or tokens, which does not scale with the schedule."""
+    """Yield the pieces that contain a length in samples or tokens. Unlike percentages, such lengths do not scale with
+    the length of the schedule."""
     for piece in parse(text):
         if any(length is not None and length.unit in ("samples", "tokens") for length in (piece.length, piece.after)):
             yield str(piece)

@@ -1,8 +1,8 @@
 """16-bit matrix products computed in fp32, for CPUs that lack 16-bit matrix instructions.
 
 Without these instructions, torch's own 16-bit kernels take up to fifty times as long as an fp32 product. Operands are
-cast to fp32 and results are rounded once, as in torch's kernels. This module replaces operators of torch, so that
-layers, their backward passes, compiled regions and extensions stay unchanged.
+cast to fp32 and results are rounded once, as in torch's kernels. This module replaces operators of torch, so that the
+code of layers, backward passes, compiled regions and extensions stays unchanged.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def _replace_operators() -> Library:
 
 
 def _in_fp32(own: Kernel, product: Kernel, operands: int, in_place: bool) -> Kernel:
-    """Return a kernel that computes `product` in fp32 for dtypes in `_replaced`, and calls `own` for others."""
+    """Return a kernel that casts operands to fp32 and calls `product` if their dtype is in `_replaced`. Otherwise, the
+    kernel calls `own`, torch's kernel."""
 
     def run(keys: object, *args: Tensor, **kwargs: Tensor | None) -> Results:
         dtype, out = args[0].dtype, args[0] if in_place else kwargs.get("out")
@@ -91,7 +92,7 @@ def _in_fp32(own: Kernel, product: Kernel, operands: int, in_place: bool) -> Ker
             return out.resize_(found.shape).copy_(found)
         if isinstance(found, Tensor):
             return found.to(dtype)
-        # This is attention over [b, heads, n, d]; the log-sum-exps [b, heads, n] stay in fp32.
+        # Attention returns outputs [b, heads, n, d] and log-sum-exps [b, heads, n]. The log-sum-exps stay in fp32.
         return tuple(x.to(dtype) if x.ndim == 4 else x for x in found)
 
     return run
@@ -102,8 +103,9 @@ def _few_rows(x: Tensor, matrix: Tensor) -> bool:
 
 
 def choose_products(dtypes: Iterable[torch.dtype], device: torch.device, world: Axis) -> list[str]:
-    """Compute products of 16-bit `dtypes` in fp32 if the CPU of any rank lacks instructions for them. All ranks make
-    the same choice, because replicas must stay equal. Returns the lines to log. Collective over `world`."""
+    """For each 16-bit dtype, compute matrix products in fp32 if the CPU of any rank lacks matrix instructions for the
+    dtype. All ranks make the same choice, because replicas must stay equal. Returns the lines to log. Collective over
+    `world`."""
     lines = []
     for dtype in dtypes:
         if device.type != "cpu" or dtype not in (torch.bfloat16, torch.float16):

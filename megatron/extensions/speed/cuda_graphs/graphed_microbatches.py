@@ -4,7 +4,7 @@ Launching the kernels of a small model one by one takes longer than running them
 and replays the recorded kernels on the recorded memory addresses. The inputs of each micro-batch are therefore copied
 to the recorded addresses before the replay, and the loss is copied from its recorded address after the replay.
 Parameters and gradient sums are in flat buffers that never move. Dropout depends only on the sample indices, which are
-inputs. `flags.py` lists the features that CUDA graphs do not support.
+among the copied inputs. `flags.py` lists the features that CUDA graphs do not support.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Recorder(Protocol):
 class CudaRecorder:
     """Recorder that uses torch's CUDA graphs on the current stream, which must not be the default stream.
 
-    Recordings share their memory, except for tensors that are still referenced, so only one recording may be replayed
+    Recordings share memory, except for tensors that are still referenced. Only one recording may therefore be replayed
     at a time. During a recording, other threads may read data and pin memory, because only the calls of the recording
     thread are captured. Garbage collection runs first, because device memory must not be freed during a recording.
     """
@@ -65,12 +65,14 @@ class CudaRecorder:
 
 
 class GraphedMicrobatches:
-    """Run micro-batches one after another: eagerly in the first `warm_up_steps` steps, then from a recording.
+    """Run micro-batches one after another. The first `warm_up_steps` steps run eagerly, and later steps replay a
+    recording.
 
     `run(batch, seed)` computes the loss sum in a forward pass, runs the backward pass of `seed` times the loss sum, and
-    returns the loss sum. All micro-batches must have the same shape. Recording computes nothing, so the first replay
-    adds the gradients of the recorded batch. With fp8, the first micro-batch of a step has a separate recording, which
-    also casts the weights. The other micro-batches of the step reuse the casts of the first."""
+    returns the loss sum. All micro-batches must have the same shape. Recording does not execute kernels. The recorded
+    batch is therefore also replayed once, which adds its gradients. With fp8, there are two recordings. The recording
+    for the first micro-batch of a step also casts the weights to fp8, and the recording for all other micro-batches
+    reuses these casts."""
 
     def __init__(
         self,
@@ -90,8 +92,8 @@ class GraphedMicrobatches:
         self._steps = 0
         self._inputs: Batch | None = None
         self._recordings: dict[bool, tuple[Tensor, Replay]] = {}
-        """Mapping from recordings to their loss tensors and replay functions. The key is True for the recording that
-        also casts the weights to fp8."""
+        """Loss tensor and replay function of each recording. The key is True for the recording that also casts the
+        weights to fp8."""
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
         """Return the loss sum of each micro-batch of a step."""
@@ -136,7 +138,7 @@ def _copy_into(inputs: Batch, batch: Batch) -> None:
 class GraphedPipeline(Pipeline):
     """Pipeline that trains micro-batches by replaying their recorded CUDA graphs."""
 
-    may_overwrite = False  # because the first micro-batch uses a different recording
+    may_overwrite = False  # because later micro-batches may replay the recording of the first
 
     def __init__(
         self,
