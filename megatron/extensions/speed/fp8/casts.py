@@ -6,7 +6,7 @@ and Inf are not lost, because they propagate to the scale and therefore to the r
 
 A cast by rows has the shape of the matrix, [n, k]. A cast by columns has the transposed shape [k, n], because fp8 GEMMs
 sum along the last dimension of both operands. One pass over the matrix computes both the cast by rows and the cast by
-columns. Before the casts, collectives reduce the amax over the ranks.
+columns. If a matrix is sharded, collectives reduce its amax over the ranks before the casts.
 """
 
 from __future__ import annotations

@@ -41,8 +41,9 @@ GROUPED_CAPABILITIES = ((9, 0), (10, 0))
 
 
 def has_grouped_fp8_kernel(recipe: str, device: torch.device) -> bool:
-    """Return True if one kernel computes the fp8 products of all experts and reads the experts' numbers of rows on the
-    device. torch's grouped kernel does so, and so does a registered replacement unless it has been turned off."""
+    """Return True if a single kernel computes the fp8 products of all experts, so that the experts' numbers of rows are
+    not copied to the host. Such kernels are torch's grouped kernel and, unless it is turned off, the registered kernel
+    "grouped_scaled_mm"."""
     if device.type != "cuda" or ("grouped_scaled_mm" in KERNELS and "grouped_scaled_mm" not in LEFT_OUT):
         return True
     return recipe != "blockwise" and torch.cuda.get_device_capability(device) in GROUPED_CAPABILITIES
@@ -58,8 +59,8 @@ def torch_groups(a: Scaled, in_one_kernel: bool) -> bool:
 @operation
 @torch_function
 def grouped_scaled_mm(a: Scaled, b: Scaled, segments: Segments, out_dtype: torch.dtype, in_one_kernel: bool) -> Tensor:
-    """Compute an fp8 GEMM for each expert: a [n, k], b [experts, m, k] -> a_e b_eᵀ [n, m]. Rows that belong to no
-    expert are 0.
+    """Compute an fp8 GEMM for each expert: a [n, k], b [experts, m, k] -> a_e b_eᵀ [n, m]. Rows of the result that
+    belong to no expert are 0.
 
     Args:
         a: Rows [n, k], sorted by expert.
@@ -131,7 +132,7 @@ def tiles_for(rows: int, experts: int) -> int:
 
 @operation
 def cast_along_tokens(x: Tensor, ends: Tensor, tile_ends: Tensor, compiled: bool) -> ExpertTiles:
-    """Cast x [n, k] by tiles along tokens.
+    """Cast x [n, k] to e4m3 by tiles of 128 rows (tokens) of the same expert. Each column of a tile has its own scale.
 
     Args:
         x: Rows [n, k], sorted by expert.
@@ -178,8 +179,8 @@ def add_products_of_tiles_(out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_en
 
 
 def rows_of_tiles(tiles: ExpertTiles, dtype: torch.dtype) -> Tensor:
-    """Dequantize the tiles of a cast. Returns the rows [128 * tiles, k]. The rows are exact in 16 bits, because e4m3
-    has fewer bits."""
+    """Dequantize the tiles of a cast. Returns the rows [128 * tiles, k]. 16-bit dtypes represent these rows exactly,
+    because e4m3 has fewer mantissa bits and the scales are powers of two."""
     scale = tiles.scale.to(dtype).repeat_interleave(TILE, dim=0)
     return tiles.values.t().to(dtype) * scale
 
@@ -191,9 +192,9 @@ AddWeightGrad = Callable[[Tensor, Tensor, Tensor, Segments], None]
 class Fp8GroupedGemms:
     """fp8 products of a grouped linear layer: y = x Wᵀ, dX = dY W and dW = dYᵀ X, with W [experts, ..., in].
 
-    `cuts` states which features are sharded over `expt_tp`. If rows are sharded, scales are still computed from whole
-    rows. If `in_one_kernel` is True, GPUs multiply all experts in one kernel (`has_grouped_fp8_kernel`); otherwise,
-    they multiply one expert after another.
+    `cuts` states which features are sharded over `expt_tp`. If the features of a row are sharded, its scale is still
+    computed from the whole row. If `in_one_kernel` is True, GPUs multiply all experts in one kernel
+    (`has_grouped_fp8_kernel`); otherwise, they multiply one expert after another.
 
     The weight gradient sums over tokens. The operands of the weight gradient are therefore cast by tiles, which consist
     of 128 rows of an expert. The parallel layout determines which tokens share a tile, but has little effect on the
@@ -240,8 +241,8 @@ class Fp8GroupedGemms:
         add_fp8_products_grouped_(out, of_dy, of_x, tile_ends)
 
     def _rows(self, x: Tensor, cut: bool) -> Scaled:
-        """Cast x [n, k] by rows, or by tiles of 128 values. The compiled cast has dynamic shapes, because the number of
-        rows differs from call to call."""
+        """Cast x [n, k] with one scale for each row or, under the blockwise recipe, for each 128 values of a row. The
+        compiled cast has dynamic shapes, because the number of rows differs from call to call."""
         x = x.detach()
         if self.in_blocks:
             return region(cast_by_blocks, self.compiled and x.shape[1] % TILE == 0)(x, 1, E4M3)

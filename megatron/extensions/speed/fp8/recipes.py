@@ -55,7 +55,7 @@ class GatheredWeight:
     """Weight that is cast by rows and all-gathered over the data-parallel ranks (`weight_gather.py`)."""
 
     values: Tensor
-    """e4m3 values [out, in], stored in the memory of the all-gathers."""
+    """e4m3 values [out, in]: a view of the all-gather's output buffer."""
 
     amax: Tensor
     """Largest absolute value of each block, fp32 [row blocks, column blocks]."""
@@ -96,8 +96,8 @@ class Fp8Gemms(nn.Module):
 
     A tensor is cast once for all GEMMs that read it: by rows for GEMMs that sum over the columns of the tensor, and by
     columns for GEMMs that sum over its rows. Inputs are saved for the backward pass as casts by columns, with one byte
-    per element. With sequence parallelism, each rank instead saves its own part of the input, in the form in which it
-    sends this part to the other ranks. The backward pass gathers the input again, and then casts it by columns.
+    per element. With sequence parallelism, each rank instead saves its shard of the input in the form that it sends to
+    other ranks (`cast_to_gather`). The backward pass gathers the input again, and then casts it by columns.
     """
 
     adds_residual = False
@@ -107,7 +107,7 @@ class Fp8Gemms(nn.Module):
     """See `LinearGemms`."""
 
     gathers_weights = False
-    """True if a weight's casts by rows and by columns share their scales, so that either yields the other."""
+    """True if a weight's casts by rows and by columns have the same scales. One is then the other's transpose."""
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
         super().__init__()
@@ -207,13 +207,13 @@ class Fp8Gemms(nn.Module):
 
 
 def _as_operands(made: list[Scaled], tokens: tuple[int, ...]) -> Operands:
-    """Return the casts of an activation [*tokens, n] as operands: by rows and, if it exists, by columns."""
+    """Return the casts `made` of an activation [*tokens, n] as `Operands`. The cast by columns is optional."""
     rows, *columns = made
     return Operands((rows.values.view(*tokens, -1), rows.scale), tuple(columns[0]) if columns else ())
 
 
 def given_operands(pair: CastPair, tokens: tuple[int, ...]) -> Operands:
-    """Convert casts from a fused kernel to the form that `cast_input` and `cast_grad` return for [*tokens, n]."""
+    """Convert a fused kernel's casts of x [*tokens, n] to the form that `cast_input` and `cast_grad` return."""
     return _as_operands(_scaled(pair, Wanted(pair.rows is not None, pair.columns is not None)), tokens)
 
 
@@ -227,8 +227,8 @@ def _scaled(pair: CastPair, wanted: Wanted) -> list[Scaled]:
 
 
 class PerTensorGemms(Fp8Gemms):
-    """Recipe with one scale per tensor, so the cast by columns is the transposed cast by rows. Ranks gather layer
-    inputs in fp8."""
+    """Recipe with one scale per tensor. The cast by columns is therefore the transpose of the cast by rows. Ranks cast
+    layer inputs before they gather them."""
 
     adds_residual = gathers_weights = splits_tokens = True
 
@@ -269,7 +269,7 @@ class TensorwiseGemms(PerTensorGemms):
     """Tensorwise recipe: scale each tensor by its amax, which requires one more pass over the tensor."""
 
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
-        x = x.detach()  # compile each region only for tensors without gradients
+        x = x.detach()  # without gradients, so that regions are compiled only once
         amax, cuts = region(amax_of, self.compiled, static=True)(x), self.cuts
         sequence = cuts.sequence or cuts.tokens
         cut = (sequence or cuts.inputs, cuts.inputs or cuts.outputs, cuts.outputs or cuts.tokens)[which]
@@ -291,8 +291,8 @@ class DelayedGemms(PerTensorGemms):
     """Delayed recipe: scale each tensor by the amax history of earlier steps, so that a cast needs no preceding pass
     over the tensor.
 
-    In training, each rank records its amax of the current step. At the end of the step, `DelayedScaling` reduces the
-    recorded values over the ranks, and sets the multipliers of the next step.
+    In training, each rank records the amax that it observes in the current step. At the end of the step,
+    `DelayedScaling` reduces the recorded values over the ranks, and sets the multipliers of the next step.
     """
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
@@ -315,7 +315,7 @@ class DelayedGemms(PerTensorGemms):
         return _scaled(cast_transpose_noting_amax(x.detach(), self._order(which, wanted), self.compiled), wanted)
 
     def input_order(self, needs_dw: bool) -> CastOrder:
-        """Return a request for casts of this layer's input, for the kernel that computes the input."""
+        """Return a `CastOrder` for the kernel that computes this layer's input: the casts that this layer needs."""
         return self._order(INPUT, BOTH if needs_dw and not self.cuts.sequence else ROWS)
 
     def given_input(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
@@ -328,7 +328,7 @@ class DelayedGemms(PerTensorGemms):
         return Operands(local, local)
 
     def grad_order(self, needs_dw: bool) -> CastOrder:
-        """Return a request for casts of the output gradient, for the kernel that computes this gradient."""
+        """Return a `CastOrder` for the kernel that computes the output gradient: the casts that this layer needs."""
         return self._order(GRAD, BOTH if needs_dw else ROWS)
 
     def given_grad(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
@@ -367,7 +367,7 @@ class RowwiseGemms(Fp8Gemms):
     def cast(self, x: Tensor, which: int, wanted: Wanted) -> list[Scaled]:
         x, cuts = x.detach(), self.cuts
         by_rows, by_columns = amax_of_rows_and_columns(x, wanted, self.compiled)
-        # Weight gradients sum over tokens. Every rank holds all tokens, except in layers whose weight is not sharded.
+        # A cast by columns needs the amax over all tokens. Each rank holds all tokens unless `cuts.tokens` is True.
         self._amax_over_ranks(by_rows, (cuts.inputs, cuts.inputs, cuts.outputs)[which])
         self._amax_over_ranks(by_columns, (cuts.tokens, cuts.outputs, cuts.tokens)[which])
         return _scaled(cast_transpose(x, by_rows, by_columns, self.format_of(which), self.compiled), wanted)

@@ -34,7 +34,7 @@ def gemms_of_weights(modules: Sequence[nn.Module]) -> dict[int, Fp8Gemms]:
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a flattened weight that this rank updates: elements [start, start + len(values))."""
+    """The part of a weight that this rank updates: elements [start, start + len(values)) of the flattened weight."""
 
     weight: GatheredWeight
     gemms: Fp8Gemms
@@ -76,8 +76,8 @@ class Part:
 
 
 class WeightGather:
-    """All-gather of the fp8 casts of `weights` over the ranks of `axis`. Each rank casts only its own parts of the
-    weights. The order of the weights is the same on all ranks of the axis."""
+    """All-gather of the fp8 casts of `weights` over the ranks of `axis`. Each rank casts only `parts`, the parts of the
+    weights that it updates. The order of the weights is the same on all ranks of the axis."""
 
     def __init__(self, weights: Sequence[tuple[GatheredWeight, Fp8Gemms]], parts: Sequence[Part], axis: Axis) -> None:
         self.weights = weights
@@ -110,8 +110,8 @@ class WeightGather:
 
 
 def build_gather(ddp: DistributedDataParallel) -> WeightGather | None:
-    """Prepare the fp8 gather of each bucket that contains only weights of fp8 layers. Return None if there is no such
-    bucket."""
+    """Prepare the fp8 gather of each bucket that contains only weights of fp8 layers. Return None if no bucket consists
+    only of such weights."""
     gemms, axis = gemms_of_weights(ddp.modules), ddp.state.shard_axis("dp_cp")
     weights: dict[int, tuple[GatheredWeight, Fp8Gemms]] = {}
     parts: list[Part] = []

@@ -37,9 +37,9 @@ class InputCast(NamedTuple):
         return self.gemms.input_order(self.needs_dw)
 
     def stand_in(self, pair: CastPair, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a placeholder for the layer's input. The placeholder carries the casts to the layer. In the backward
-        pass, the gradient of the placeholder is the gradient of the input. The placeholder is a NaN tensor [s, b, h]
-        that is expanded from a single element. Only a layer that reads `given_input` accepts this placeholder as
+        """Return a placeholder for the layer's input: a NaN tensor [s, b, h] that is expanded from a single element.
+        The casts are attached to it as an attribute, from which the layer reads them (`given_input`). Other layers must
+        not receive the placeholder. In the backward pass, the gradient of the placeholder is the gradient of the
         input."""
         found = self.gemms.no_value(dtype).expand(shape)
         found.given_casts = self.gemms.given_input(pair, shape[:-1])  # type: ignore[attr-defined]
@@ -62,8 +62,8 @@ class DropoutMask(NamedTuple):
         return cls(p, *mask_bits(x, key, sample_index, seq_offset))
 
     def applied(self, x: Tensor) -> Tensor:
-        """Apply dropout to x [s, b, h] within a region: dropped elements are 0, and the other elements are multiplied
-        by 1 / (1 - p)."""
+        """Apply dropout to x [s, b, h] within a compiled region: dropped elements are 0, and the other elements are
+        multiplied by 1 / (1 - p)."""
         return drop_at_once(x, *self)
 
 
@@ -156,7 +156,7 @@ class FusedRMSNorm(FusedLayerNorm, RMSNorm):
 def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = None) -> tuple[Tensor, Tensor]:
     """Return the residual sum and the norm of this sum. If the norm supports the fusion, the forward pass is one
     kernel, and so is the backward pass. If the only layer that reads the norm requests a `cast`, the returned norm may
-    be a placeholder.
+    be a placeholder that carries only the fp8 casts (`InputCast.stand_in`).
 
     After the call, use the returned sum instead of `stream.x`, even if there is no update. In the backward pass, the
     norm kernel then adds the gradient of the returned sum to the gradient through the norm.
@@ -171,20 +171,20 @@ def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = 
 def fused_norm(
     x: Tensor, update: Tensor | None, norm: Norm, mask: DropoutMask | None = None, cast: InputCast | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (x + update, norm of x + update over the last dim), or (x, norm of x) if there is no update. After the
-    call, use the returned residual stream instead of the argument x. The backward kernel of the norm then adds the
-    gradient of this residual stream to the gradient through the norm.
+    """Return the residual stream x + update and its norm over the last dimension. If there is no update, return x and
+    the norm of x. After the call, use the returned residual stream instead of the argument x. The backward kernel of
+    the norm then adds the gradient of this residual stream to the gradient through the norm.
 
     Args:
         x: Residual stream [..., h].
-        update: Addend [..., h]; None: no addition.
+        update: Tensor [..., h] to add to x; None: no addition.
         norm: Norm of the sum. 16-bit operands are normalized in fp32.
         mask: Dropout mask of the update, for x [s, b, h].
-        cast: Request of the next layer for fp8 casts of the norm. If there is no dropout mask, the second result is a
-            placeholder that carries the casts.
+        cast: fp8 casts of the norm that the next layer requests. If there is no dropout mask, the second result is a
+            placeholder that carries these casts (`InputCast.stand_in`).
 
-    The update, or x if there is no update, may be the output of a linear layer. Without a dropout mask, the backward
-    pass then also computes the casts and sums of the output gradient that the linear layer needs.
+    The update, or x if there is no update, may be the output of a linear layer. In this case, and without a dropout
+    mask, the backward pass also casts and sums the layer's output gradient, as the layer's own backward pass requires.
     """
     output = x if update is None else update
     cast, of_update = (cast, gradient_of_output(output)) if mask is None else (None, None)
@@ -254,8 +254,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _with_casts_and_sum(of_update: OutputGradient, operands: NormBackward) -> tuple[Tensor | None, ...]:
-    """Compute `_backward_of_both` if there is no dropout mask. The linear layer that computed the update receives the
-    update's gradient as fp8 casts and as a sum over rows."""
+    """Compute the same gradients as `_backward_of_both`, for a norm without a dropout mask. In addition, pass the
+    update's gradient, as fp8 casts and as a sum over rows, to the linear layer that computed the update."""
     total, of_total, of_normed, weight, statistics, one_plus = operands
     of_sum = None if of_total is None else _rows(of_total)
     of_rows = tuple(part.view(-1, 1) for part in statistics)
@@ -274,7 +274,7 @@ def _added_and_normalized(x: Tensor, update: Tensor, mask: DropoutMask | None, n
 
 
 def _backward_of_both(mask: DropoutMask | None, *operands: *NormBackward) -> tuple[Tensor | None, ...]:
-    """Compute `_backward`, and insert the gradient of the update as the second result. Without dropout, the second
-    result is None, because this gradient equals the gradient of x."""
+    """Compute the results of `_backward`, and insert the gradient of the update as the second result. Without dropout,
+    the second result is None, because this gradient equals the gradient of x."""
     dx, *of_parameters = _backward(*operands)
     return dx, None if mask is None else mask.applied(dx), *of_parameters

@@ -1,5 +1,5 @@
-"""Choose the fastest kernels for GEMMs that add their product to existing values. The kernels are timed at the model's
-shapes. torch needs more than one pass over memory for such an addition.
+"""Choose the fastest kernels for GEMMs that add their product to an existing tensor. The kernels are timed at the
+model's shapes. torch needs more than one pass over memory for such an addition.
 
 For fp8 weight gradients, the cuBLASLt and Triton kernels read and write the gradient once. torch's kernel writes a
 product in fp32, and then a separate addition reads the product and the gradient, and writes the gradient.
@@ -49,15 +49,16 @@ GEMM, NORM = "GEMM", "norm"
 """Names of the operations that can compute the residual addition."""
 
 SIZES = 16
-"""`residual_gemm` requires that the numbers of input and output features are multiples of this number. fp8 products
-need such multiples, and they keep rows aligned."""
+"""`residual_gemm` requires that the numbers of input and output features are multiples of this number. fp8 GEMMs
+require this, and it keeps the rows of matrices aligned."""
 
 CHECKED = 64
 """Number of rows and number of columns that are compared at each corner of a result."""
 
 TOLERANCES = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
-"""Allowed error for each result dtype: the norm of the error, divided by the norm of the sums. For 16-bit results, the
-tolerance is twice the rounding error of one sum. For fp32 weight gradients, the tolerance is the same as for bf16."""
+"""Allowed error for each result dtype: the norm of the error, divided by the norm of the correct result. For 16-bit
+results, the tolerance is twice the rounding error of one element. For fp32 weight gradients, the tolerance is the same
+as for bf16."""
 
 Run = Callable[[], object]
 
@@ -84,13 +85,14 @@ class ProductShape:
 
 @dataclass
 class WeightGradKernel:
-    """Weight gradient kernel chosen by `choose_weight_grads` for each shape; other shapes use Triton's kernel."""
+    """Weight gradient operation that runs, for each shape, the kernel that `choose_weight_grads` selected. For other
+    shapes, it runs the Triton kernel."""
 
     chosen: dict[ProductShape, str] = field(default_factory=dict)
 
     def suits(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> bool:
         fits = runs_triton(out) and out.dtype == torch.float32 and out.is_contiguous()
-        # kernels were timed with aligned gradient sums, but gradient sums in a buffer may be unaligned
+        # timings used aligned gradient sums, but gradient sums in a gradient buffer may be unaligned
         if self._kernel(out, dy) == "cublaslt":
             fits = fits and out.data_ptr() % cublaslt.ALIGNMENT == 0
         return fits and self._kernel(out, dy) != TORCH
@@ -360,9 +362,9 @@ def _row_parallel(modules: Iterable[nn.Module]) -> list[RowParallelLinear]:
 
 
 def residual_runs(shape: ResidualShape, dtype: torch.dtype, device: torch.device) -> dict[str, Run]:
-    """Return two functions that compute a GEMM and a residual addition on random operands. The first function runs a
-    GEMM with an addend. The second function runs a GEMM without an addend, and then a pass over memory for the addition
-    in the norm."""
+    """Return two functions to time. Both compute a GEMM and a residual addition on random operands. The first function
+    runs a GEMM with an addend. The second function runs a GEMM without an addend, and then a pass over memory for the
+    addition in the norm."""
     generator = torch.Generator(device).manual_seed(0)
 
     def made(*size: int) -> Tensor:

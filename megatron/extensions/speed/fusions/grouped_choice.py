@@ -2,10 +2,11 @@
 is known only on the device. torch's grouped GEMM computes the forward pass and the input gradients. torch's grouped
 GEMM cannot add weight gradients to fp32 sums, and leaves rows that belong to no expert uninitialized.
 
-There are two kernels for weight gradients. One kernel uses a single list of tiles for all experts, and has several
-tilings (`grouped_triton.py`). The other kernel runs one program for each tile, which suits small numbers of rows. The
-kernel with one program per tile also supports outputs that are not in fp32. If kernels are not timed, as in
-deterministic runs, the first kernel with correct results is used.
+There are two kernels for weight gradients. A tile is a block of an expert's gradient matrix. One kernel distributes the
+tiles of all experts as a single list over its programs, and has several tile sizes (`grouped_triton.py`). The other
+kernel runs one program for each tile, which suits small numbers of rows. The kernel with one program per tile also
+supports outputs that are not in fp32. If kernels are not timed, as in deterministic runs, the first kernel with correct
+results is used.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ TILES = "tiles"
 """Name of the kernel that runs one program for each tile."""
 
 LISTS = ("wide", "tall", "small")
-"""Names of the tilings (`grouped_triton.TILINGS`) of the kernel that uses a single list of tiles for all experts."""
+"""Names of the tile sizes (`grouped_triton.TILINGS`) of the kernel whose programs share a single list of the tiles of
+all experts."""
 
 TOLERANCE = 2.0**-12
 """Allowed error of a kernel's sums: the norm of the error, divided by the norm of the sums. The tolerance is small,
-because products of 16-bit numbers are exact in fp32 and all kernels sum in fp32. A missing step or tile would cause an
-error of more than 2^-6."""
+because products of 16-bit numbers are exact in fp32 and all kernels sum in fp32. A kernel that omits a loop step or a
+tile would have an error of more than 2^-6."""
 
 CHECKED = 64
 """Number of rows and number of columns that are compared at each corner of an expert's gradient."""
@@ -50,8 +52,8 @@ _add_in_list = gpu_operator(
     "(Tensor(a!) out, Tensor dy, Tensor x, Tensor ends, str tiling) -> ()",
     no_result,
 )
-"""Operator with the same result as `_add_products`, for `out` in fp32. The kernel of this operator uses a single list
-of tiles."""
+"""Operator with the same result as `_add_products`, for `out` in fp32. In its kernel, all programs share a single list
+of tiles (`grouped_triton.py`)."""
 
 _add_products = gpu_operator(
     "kernels.products_triton:add_grouped_products_",
@@ -60,7 +62,8 @@ _add_products = gpu_operator(
 )
 """Operator that computes out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e, summed in fp32 for all dtypes.
 
-out [experts, o, i], dy [n, o], x [n, i], contiguous. Expert e has the rows from ends[e - 1] to ends[e] (int32)."""
+The arguments are contiguous: out [experts, o, i], dy [n, o] and x [n, i]. Expert e has the rows from ends[e - 1] to
+ends[e] (int32)."""
 
 _clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tensor(a!) x, Tensor ends) -> ()", no_result)
 """Operator that zeroes the rows of a contiguous x [n, width] from row ends[-1] (int32) on."""
@@ -89,7 +92,7 @@ class GroupedWeightGrad:
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)
-    """Timings of each shape (outputs, inputs), for the log."""
+    """Timings of the kernels for each shape (outputs, inputs). The log prints them."""
 
     def suits(self, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> bool:
         return runs_triton(x)
@@ -135,11 +138,11 @@ def _untimed(run: Callable[[], object]) -> float:
 def weight_grad_runs(
     shapes: RunShapes, outputs: int, inputs: int, operands: tuple[Tensor, Tensor, Tensor, Segments]
 ) -> dict[str, Callable[[], object]]:
-    """Return a mapping from the names of all kernels and of torch's implementation to functions that run them on the
+    """Return functions to time, keyed by name. Each function runs one kernel, or torch's implementation, on the
     operands.
 
-    The first run of a kernel checks its sums, once with equal and once with unequal numbers of rows per expert, and
-    raises RuntimeError if they are wrong.
+    The first call for a kernel also checks the kernel's sums, once with equal and once with unequal numbers of rows per
+    expert. It raises RuntimeError if the sums are wrong.
 
     Args:
         shapes: Shapes of the run.
@@ -169,8 +172,8 @@ def _checked_first(check: Callable[[], None], run: Callable[[], object]) -> Call
 
 
 def _check(kernel: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
-    """Add the products twice, and raise RuntimeError unless the corners of each expert's sums equal those of fp32
-    products."""
+    """Add the same products twice to zeros, and compare two corners of each expert's sums with products in fp64. Raises
+    RuntimeError if the error exceeds `TOLERANCE`."""
     for counts in (even(shapes), uneven(shapes)):
         out, dy, x, segments = operands_of(shapes, outputs, inputs, counts)
         for _ in range(2):
@@ -204,8 +207,8 @@ def uneven(shapes: RunShapes) -> list[int]:
 def operands_of(
     shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Segments]:
-    """Return zero sums, random output gradients and inputs, and the segments of the experts. Spare rows follow the rows
-    of the experts.
+    """Return zero sums, random output gradients and inputs, and the segments of the experts. The rows of the experts
+    are followed by spare rows, which belong to no expert.
 
     Args:
         shapes: Shapes of the run.

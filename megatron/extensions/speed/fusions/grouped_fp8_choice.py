@@ -1,8 +1,8 @@
 """fp8 expert kernels. At the start of a run, the kernels are timed at the run's shapes, and the fastest are used (see
-`grouped_choice.py`). Either torch or a Triton kernel with a single list of tiles computes the products of rows, y = x
-Wᵀ and dX = dY W. torch uses its grouped kernel if the GPU supports this kernel for the recipe. Otherwise, torch
-computes one product for each expert. The operands of weight gradients are cast with one scale per tile of tokens.
-Triton's kernel multiplies these operands in fp8, and torch multiplies the same values in 16 bits.
+`grouped_choice.py`). The products of rows, y = x Wᵀ and dX = dY W, are computed by torch or by a Triton kernel whose
+programs share a single list of tiles. torch uses its grouped kernel if the GPU supports this kernel for the recipe.
+Otherwise, torch computes one product for each expert. The operands of weight gradients are cast with one scale per tile
+of tokens. Triton's kernel multiplies these operands in fp8, and torch multiplies the same values in 16 bits.
 """
 
 from __future__ import annotations
@@ -82,12 +82,12 @@ _multiply = gpu_operator(
 
 @dataclass
 class ExpertKernel(Generic[*Operands]):
-    """Expert operation that uses the fastest kernel for each shape (outputs, inputs) of the run. For shapes that were
-    not timed, the operation uses the tiling `ANY`."""
+    """Operation on the rows of experts. For each shape (outputs, inputs) of the run, it uses the fastest kernel. For
+    shapes that were not timed, the operation uses the tiling `ANY`."""
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)
-    """Timings of each shape (outputs, inputs), for the log."""
+    """Timings of the kernels for each shape (outputs, inputs). The log prints them."""
 
     @abstractmethod
     def runs(self, shapes: RunShapes) -> Iterator[tuple[tuple[int, int], dict[str, Run]]]:
@@ -170,12 +170,13 @@ class Fp8WeightGrads(ExpertKernel[Tensor, ExpertTiles, ExpertTiles, Tensor]):
 
     @staticmethod
     def add(tiling: str, out: Tensor, dy: ExpertTiles, x: ExpertTiles, tile_ends: Tensor) -> None:
-        """Add expert products with one tiling of the kernel. The other arguments are the same as for
-        `add_fp8_products_grouped_`."""
+        """Run the kernel for weight gradients with the given tiling, a key of `grouped_fp8_triton.TILINGS`. The other
+        arguments are the same as for `add_fp8_products_grouped_`."""
         _add(out, *dy[:2], *x[:2], tile_ends, tiling)
 
     def check(self, tiling: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
-        """Add the products twice, and raise RuntimeError unless the corners of each expert's sums are correct."""
+        """Add the same products twice to zeros, and raise RuntimeError unless two corners of each expert's sums are
+        correct."""
         for counts in (even(shapes), uneven(shapes)):
             out, dy, x, tile_ends = tiles_of(shapes, outputs, inputs, counts)
             for _ in range(2):
@@ -220,12 +221,12 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
 
     @staticmethod
     def multiply(tiling: str, a: Scaled, b: Scaled, segments: Segments) -> Tensor:
-        """Compute expert products with one tiling of the kernel. The other arguments are the same as for
-        `grouped_scaled_mm`."""
+        """Run the kernel for products of rows with the given tiling, a key of `grouped_fp8_triton.ROW_TILINGS`. The
+        other arguments are the same as for `grouped_scaled_mm`."""
         return _multiply(*a, *b, segments.ends, torch.bfloat16, tiling)
 
     def check(self, tiling: str, shapes: RunShapes, outputs: int, inputs: int) -> None:
-        """Raise RuntimeError if the first or last results of an expert are wrong."""
+        """Raise RuntimeError if an expert's results are wrong in its first or its last row."""
         for counts in (even(shapes), uneven(shapes)):
             a, b, segments = rows_of(shapes, outputs, inputs, counts)
             y = self.multiply(tiling, a, b, segments)
@@ -244,7 +245,7 @@ class Fp8RowProducts(ExpertKernel[Scaled, Scaled, Segments, torch.dtype, bool]):
 
 
 def _part(tiles: ExpertTiles, start: int, stop: int, columns: slice) -> ExpertTiles:
-    """Return the tiles [start, stop), restricted to a range of columns."""
+    """Return the tiles [start, stop) with only the given range of columns."""
     values, rows = tiles.values[columns, TILE * start : TILE * stop], TILE * (stop - start)
     return ExpertTiles(values, tiles.scale[start:stop, columns], rows)
 
@@ -273,7 +274,7 @@ def tiles_of(
     shapes: RunShapes, outputs: int, inputs: int, counts: Sequence[int]
 ) -> tuple[Tensor, ExpertTiles, ExpertTiles, Tensor]:
     """Return zero weight gradients, random output gradients and inputs, and the end of each expert's tiles. The output
-    gradients and the inputs are cast to fp8 in tiles along the token dimension.
+    gradients and the inputs are cast with `cast_along_tokens`.
 
     Args:
         shapes: Shapes of the run.

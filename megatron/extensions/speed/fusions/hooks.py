@@ -57,9 +57,9 @@ TORCH = "auto", "flash", "unfused"
 
 
 def choose_gemms(config: RunConfig, runtime: Runtime, stages: Mapping[int, GPTModel]) -> None:
-    """On GPUs, choose the kernels for fp8 weight gradients and for the residual addition. In a deterministic run, in
-    which no choice may depend on timings, the next norm computes the addition. Collective over the ranks of a pipeline
-    stage."""
+    """On GPUs, choose the kernels for fp8 weight gradients and for the residual addition. In a deterministic run, no
+    choice may depend on timings. The residual addition is therefore always computed by the next norm. Collective over
+    the ranks of a pipeline stage."""
     parallel = config.parallel
     if runtime.device.type != "cuda":
         return

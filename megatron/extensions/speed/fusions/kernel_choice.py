@@ -1,6 +1,6 @@
 """Compare kernels with plain torch at the shapes of a run. Slower kernels are turned off.
 
-The largest error and the slowest time of all ranks decide, so that all ranks use the same kernels.
+All ranks make the same choice, because a kernel is judged by its largest error and its longest time on any rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Choice:
-    """Result of a comparison of kernels: the seconds that each kernel takes. The time is infinite if a kernel does not
+    """Result of a comparison of kernels: the time of each kernel in seconds. The time is infinite if a kernel does not
     support the shape or is not installed. `errors` maps the names of kernels that failed on this rank to their
     errors."""
 
@@ -160,9 +160,9 @@ class FusedKernel(Generic[*Operands, R]):
     """Allowed error of the tensors that the kernel returns or overwrites: the norm of the error, divided by the norm of
     the correct tensor."""
     planned: Callable[..., R] | None = None
-    """Function that describes a launch of the kernel for a plan. The function is called with the plan's `Launches`
-    (`plan/planner/as_on_gpus.py`) and the operands, and returns tensors with the shapes of the results. None if a plan
-    counts the torch operations of `plain` instead."""
+    """Function that a dry run calls instead of the kernel. It records the launch in its first argument, a `Launches`
+    (`plan/planner/as_on_gpus.py`), and returns tensors with the shapes of the results. The operands follow as further
+    arguments. If None, a dry run counts the torch operations of `plain` instead."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plain", getattr(self.plain, "__wrapped__", self.plain))
@@ -181,7 +181,7 @@ class FusedKernel(Generic[*Operands, R]):
 
 @cache
 def fused_kernels() -> dict[str, FusedKernel[*tuple[object, ...], object]]:
-    """Return the kernels that replace torch functions, by name."""
+    """Return all registered kernels that replace torch functions, keyed by name."""
     return {name: kernel for name in KERNELS if isinstance(kernel := KERNELS[name], FusedKernel)}
 
 
@@ -193,8 +193,7 @@ def operations() -> dict[Callable[..., object], str]:
 
 @cache
 def planned_kernels() -> dict[str, Callable[..., object]]:
-    """Map kernel names to `FusedKernel.planned`. The mapping omits kernels for which a plan counts the operations of
-    plain torch instead."""
+    """Return a mapping from kernel names to `FusedKernel.planned`, without the kernels for which this field is None."""
     return {name: kernel.planned for name, kernel in fused_kernels().items() if kernel.planned is not None}
 
 
@@ -231,7 +230,8 @@ def _lost(
     world: Axis,
     clock: Clock | None,
 ) -> str | None:
-    """Return the reason why a kernel is turned off; None if it is used."""
+    """Compare a kernel with plain torch on `operands`. Return the reason why the kernel is turned off; None if it is
+    used."""
     failed = "raises an error on another rank"
     try:
         error = _error(kernel, operands) if kernel.suits(*operands) else 0.0
@@ -253,8 +253,8 @@ def _lost(
 
 
 def _error(kernel: FusedKernel[*Operands, R], operands: tuple[*Operands]) -> float:
-    """Return the largest relative error of the kernel's results and written operands. The error is the norm of the
-    difference from torch's value, divided by the norm of torch's value."""
+    """Return the largest relative error of the tensors that the kernel returns or overwrites. The error of a tensor is
+    the norm of its difference from torch's tensor, divided by the norm of torch's tensor."""
     mine, theirs = (copied(operands) for _ in range(2))
     results, expected = (kernel(*mine), mine), (kernel.plain(*theirs), theirs)
     pairs = zip(tensors_in(results), tensors_in(expected), strict=True)
@@ -286,7 +286,7 @@ def compare(runs: dict[str, Callable[[], object]], clock: Clock, device: torch.d
         runs: Functions to time, keyed by kernel name. Each function is removed from the mapping after it is timed, so
             that its operands are freed.
         clock: Function that times a run.
-        device: Device of the reduction.
+        device: Device on which the ranks' times are reduced.
         world: Axis of all ranks.
     """
     names, errors = list(runs), dict[str, str]()
@@ -349,8 +349,8 @@ def no_result(*operands: object) -> None:
 def gpu_operator(
     place: str, schema: str, fake: Callable[P, R], package: str = __name__.rpartition(".")[0]
 ) -> Callable[P, R]:
-    """Register the operator `megatron::NAME` for GPUs, so that fake tensors, plans and profilers treat the kernel as a
-    single operator.
+    """Register the operator `megatron::NAME` for GPUs, so that fake tensors, dry runs and profilers treat the kernel as
+    a single operator.
 
     Args:
         place: Function that computes the operator, given as "module:NAME". The module may import Triton, and is

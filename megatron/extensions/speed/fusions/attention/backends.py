@@ -2,10 +2,10 @@
 choices. flash3 is FlashAttention-3 for Hopper GPUs (arXiv 2407.08608), and requires the module `flash_attn_interface`.
 The public functions of `flash_attn_interface` are autograd functions. The adapter instead calls the module's internal
 forward and backward functions, because tiles need a backward pass that starts from a merged output and log-sum-exp. The
-names of the window and causality arguments differ between versions. cuDNN computes tiles
-(`megatron.core.attention.tile_kernels`) in 16 bits. cuDNN builds an execution plan for each shape, which takes longer
-than a training step. Therefore, cuDNN computes only the tiles of context parallelism, which have few shapes. For
-documents and windows, whose lengths differ from batch to batch, FlashAttention is used instead.
+names of the arguments for the window and the causal mask differ between versions of `flash_attn_interface`. cuDNN
+computes tiles (`megatron.core.attention.tile_kernels`) in 16 bits. cuDNN builds an execution plan for each shape, which
+takes longer than a training step. Therefore, cuDNN computes only the tiles of context parallelism, which have few
+shapes. For documents and windows, whose lengths differ from batch to batch, FlashAttention is used instead.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Choose the attention kernel on GPUs (FlashAttention-2, FlashAttention-3 or cuDNN) by timing the kernels at the
 model's shape.
 
-If attention has dropout, the fused kernel with dropout (triton) is used wherever it runs. The plain-torch kernel stores
-the scores in memory and takes many times as long.
+If attention has dropout, the fused kernel with dropout (triton) is used wherever it is supported. The plain-torch
+kernel stores the scores in memory and takes many times as long.
 
 The fastest kernel depends on the GPU, the head size and the library version, so a fixed rule would be wrong in some
-cases. The slowest time of all ranks decides, and all ranks use the same kernel.
+cases. All ranks use the same kernel: the kernel whose time on the slowest rank is the shortest.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def attention_run(shape: AttentionShape, device: torch.device, backend: str) -> 
 
 
 def use(winner: str) -> None:
-    """Disable all other attention kernels in torch. For cuDNN, the memory-efficient kernel is disabled too, because
-    torch prefers it to cuDNN."""
+    """Make torch use the attention kernel `winner`, by disabling torch's other attention kernels. If `winner` is cuDNN,
+    the memory-efficient kernel is disabled too, because torch would prefer it to cuDNN."""
     if winner in OF_TORCH:
         torch.backends.cuda.enable_cudnn_sdp(winner == "cudnn")
         torch.backends.cuda.enable_flash_sdp(winner == "flash")
@@ -171,8 +171,8 @@ def use(winner: str) -> None:
 
 def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | None:
     """Return the shape of this rank's attention. Returns None if there are no kernels to compare, because no layer has
-    attention, or because attention runs in plain torch or in 32 bits. A deterministic run without dropout compares no
-    kernels, because its results must not depend on timings."""
+    attention, or because attention runs in plain torch or in 32 bits. Also returns None in a deterministic run without
+    dropout, because the results of such a run must not depend on timings."""
     model = config.model
     parallel = config.parallel
     dtype = getattr(torch, config.parallel.params_dtype)
@@ -223,5 +223,5 @@ def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     choice = choose_kernel(shape, runtime.device, runtime.state.world, None if asked == "auto" else asked)
     kernel = f"attention kernel: {choice.winner or 'torch default'} (forward and backward of a layer: {choice.times})"
     runtime.say(f" {kernel}{'' if asked == 'auto' else ', as --attention-backend says'}")
-    # Evaluation has no dropout, and therefore uses torch's default kernel.
+    # If there is no winner, use torch's default kernel. Evaluation has no dropout, and then also uses the default.
     return choice.winner or "auto"

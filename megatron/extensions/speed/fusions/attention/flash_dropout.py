@@ -172,8 +172,8 @@ class FlashDropoutKernel:
 
 
 class _AtOnce:
-    """Adapter of the dropout kernel for `PackedAttention`. A single launch computes attention for all of a rank's
-    queries."""
+    """Adapter through which `PackedAttention` calls the dropout kernel. A single launch computes attention for all
+    queries of a rank."""
 
     def __init__(self, kernel: FlashDropoutKernel) -> None:
         self.kernel = kernel
@@ -192,8 +192,7 @@ class _AtOnce:
 
 
 def _whole(part: Tensor, x: Tensor, tile: Tile) -> Tensor:
-    """Return a tensor with the shape of x that contains the gradient of the tile's key rows, and zeros in all other
-    rows."""
+    """Return the gradient of x. The rows of the tile's keys contain `part`, and all other rows are zero."""
     if len(part) == len(x):
         return part
     whole = torch.zeros(x.shape, dtype=part.dtype, device=part.device)

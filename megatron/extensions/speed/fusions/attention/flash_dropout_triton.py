@@ -56,8 +56,9 @@ ROWS = 64
 
 @triton.jit
 def _add_keys(sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Update the running results of query rows with a block of keys. `sums` contains the sum of values weighted after
-    dropout, the sum of the weights, and the largest score."""
+    """Add a block of keys to the online softmax of query rows. `sums` contains three running results for each row: the
+    sum of the values times their attention weights after dropout, the sum of the weights before dropout, and the
+    largest score."""
     acc, total, top = sums
     q, row_bits = own
     k, k_row, v, v_row, column_bits, m = other

@@ -72,9 +72,9 @@ class FlashCPUKernel(TorchKernel):
 
     needs_places, most_queries = False, None
     longest_diagonal = 128
-    """Maximum number of queries in a tile on the causal diagonal. Larger tiles are halved, because torch's kernel
-    computes masked pairs of up to 512 keys. For 512 tokens and 16 heads with 192 query channels and 128 value channels,
-    this reduces the time of the forward and backward pass by a quarter."""
+    """Maximum number of queries in a tile on the causal diagonal. Larger tiles are halved, because torch's kernel also
+    computes masked query-key pairs, within blocks of up to 512 keys. For 512 tokens and 16 heads with 192 query
+    channels and 128 value channels, this reduces the time of the forward and backward pass by a quarter."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> Iterator[tuple[Tile, Outputs]]:
         return super().forward(q, k, v, halved(tuple(tiles), self.longest_diagonal))
@@ -142,7 +142,7 @@ class FlashCUDAKernel:
             yield from zip(group, zip(dqs, dks, dvs, strict=True), strict=True)
 
     def lengths(self, tiles: Sequence[Tile], q: Tensor) -> Lengths:
-        """Return the row at which each tile begins in the packed sequence."""
+        """Return the `Lengths` of the packed sequences: one sequence for each tile and sample."""
         of_queries, of_keys = [], []
         for tile in tiles:
             samples = q.shape[1] if tile.sample is None else 1

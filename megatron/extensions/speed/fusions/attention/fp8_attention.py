@@ -5,10 +5,10 @@ Queries, keys and values are cast to e4m3. All heads of a group in a sample shar
     S = scale * (q8 sq) (k8 sk)ᵀ    P = exp(S - largest of the row)    out = round(256 P) (v8 sv) / (256 rowsum(P))
 
 The softmax is in fp32, and its sums use the unrounded P. P is at most 1, so the factor of 256 lets P use most of the
-range of e4m3, as in FlashAttention-3 (arXiv 2407.08608). Rounded operands are exact in 16 bits, because their scales
-are powers of two. The backward pass converts the saved casts back to 16 bits, so that its scores and log-sum-exp equal
-those of the forward pass. Only the rounding of P uses a straight-through gradient. The forward pass saves the fp8 casts
-instead of the 16-bit operands, which halves the memory for saved tensors.
+range of e4m3, as in FlashAttention-3 (arXiv 2407.08608). 16-bit dtypes represent the rounded operands exactly, because
+their scales are powers of two. The backward pass converts the saved casts back to 16 bits, so that its scores and
+log-sum-exp equal those of the forward pass. Only the rounding of P uses a straight-through gradient. The forward pass
+saves the fp8 casts instead of the 16-bit operands, which halves the memory for saved tensors.
 
 For normally distributed operands, outputs and gradients differ from attention in fp64 by 3 to 6 % of their norm. Each
 rounding to e4m3 contributes 2.6 %. Compared with fp64 attention on the rounded operands, outputs differ by 2 %, and
@@ -54,12 +54,12 @@ class CastHeads(NamedTuple):
     """Queries, keys and values in e4m3, with the fp32 scales that undo the multipliers."""
 
     q: Tensor
-    """[n, b, heads, d]"""
+    """Queries [n, b, heads, d]."""
     k: Tensor
-    """[n, b, groups, d]"""
+    """Keys [n, b, groups, d]."""
     v: Tensor
-    """Values [b, groups, dv, n]. In 8-bit operands of tensor cores, the dimension of the sum must be the last
-    dimension."""
+    """Values [b, groups, dv, n]. The sequence is the last dimension, because tensor cores sum 8-bit operands along
+    their last dimension."""
     scales: Tensor
     """Scales [3, b, groups] of q, k and v."""
 
@@ -190,7 +190,7 @@ _forward = gpu_operator(
 
 
 class Launches(Protocol):
-    """Interface of an object that records attention launches for a plan (`plan/planner/as_on_gpus.py`)."""
+    """Interface of the object in which a dry run records attention launches (`plan/planner/as_on_gpus.py`)."""
 
     def attention(
         self, pairs: float, width: int, value_width: int, length: int, backward: bool, *, backend: str
@@ -198,8 +198,8 @@ class Launches(Protocol):
 
 
 class PlannedKernels:
-    """Attention kernels that only record launches for a plan, under the kernel name `name`. These kernels return
-    tensors that have the shapes of the results."""
+    """Attention kernels for a dry run, which estimates a GPU run without a GPU. These kernels record their launches
+    under the kernel name `name`, and return uninitialized tensors with the shapes of the results."""
 
     def __init__(self, name: str, launches: Launches) -> None:
         self.name, self.launches = name, launches
@@ -254,18 +254,18 @@ class Fp8Attention(nn.Module):
         self.kernels = kernels
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads, dv]"""
+        """Compute attention: q [s, b, heads, d], k [s, b, groups, d], v [s, b, groups, dv] -> [s, b, heads, dv]."""
         out: Tensor = _Fp8Attention.apply(q, k, v, self.kernels, self.compiled)
         return out
 
     def planned(self, launches: Launches) -> Fp8Attention:
-        """Return a version of this module for plans of a run on GPUs. The kernels of this version only record their
-        launches."""
+        """Return a version of this module whose kernels only record their launches, for a dry run."""
         return Fp8Attention(self.name, PlannedKernels(self.name, launches), compiled=True)
 
 
 class Fp8Backend(FlashBackend):
-    """Backend for plain causal attention in fp8. Tiles use torch's FlashAttention in 16 bits."""
+    """Backend that computes plain causal attention in fp8. Attention in tiles, as for documents, windows and context
+    parallelism, uses torch's FlashAttention in 16 bits."""
 
     name = "fp8"
 
@@ -274,7 +274,7 @@ class Fp8Backend(FlashBackend):
         return Fp8Attention(self.name, self.on_gpus() if on_gpu else Twin(self.scale), compiled=on_gpu)
 
     def on_gpus(self) -> Kernels:
-        """Return the kernels that GPUs use if `choice.py` has not chosen a backend."""
+        """Return the kernels that this backend uses on GPUs."""
         return Flash3Kernels(self.scale) if find_spec(MODULE) is not None else TritonKernels(self.scale)
 
 
@@ -299,7 +299,8 @@ scales the weights by a row's maximum over the keys so far, and `Twin` by the ma
 
 
 def error_beside_twin(kernels: Kernels, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> float:
-    """Return the largest relative error of the outputs and gradients of `kernels`, for q [n, b, heads, d], k and v."""
+    """Compute attention for q, k and v with `kernels` and with `Twin`. Return the largest relative difference of an
+    output or gradient. q: [n, b, heads, d]."""
     twin, grad = Twin(scale), torch.ones_like(qkv[0][..., :1]) * qkv[2][:, :, :1]
     found, expected = (_with_gradients(Fp8Attention("", each, compiled=False), qkv, grad) for each in (kernels, twin))
     errors = ((a.float() - b.float()).norm() / b.float().norm() for a, b in zip(found, expected, strict=True))

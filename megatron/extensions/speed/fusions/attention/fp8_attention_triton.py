@@ -29,8 +29,8 @@ BLOCKS = {64: (128, 128, 8, 3), 128: (128, 128, 8, 3)}
 def _add_keys(
     sums, q, k, k_row, v, start, i, n, to_log2, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Update the running results of query rows with a block of keys. `sums` contains the sum of values weighted with
-    the rounded weights, the sum of the weights, and the largest score."""
+    """Add a block of keys to the online softmax of query rows. `sums` contains three running results for each row: the
+    sum of the values times their rounded attention weights, the sum of the unrounded weights, and the largest score."""
     acc, total, top = sums
     j = start + tl.arange(0, BLOCK)
     d = tl.arange(0, q.shape[1])

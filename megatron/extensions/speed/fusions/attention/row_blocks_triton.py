@@ -82,8 +82,8 @@ def of_head(x, sample, head):
 
 @triton.jit
 def load_rows(x, start, stride, i, in_i, d, WIDTH: tl.constexpr, MASKED: tl.constexpr):
-    """Load the rows of x [., WIDTH] that have the indices start + i. Rows for which in_i is False, and channels beyond
-    WIDTH, are loaded as 0."""
+    """Load the rows start + i of a matrix with WIDTH channels. x points to the matrix, and `stride` is the distance
+    between its rows. Rows for which in_i is False, and channels d >= WIDTH, are loaded as 0."""
     at = x + tl.full([], 1, tl.int64) * start * stride + i[:, None] * stride + d[None, :]
     if MASKED or d.shape[0] != WIDTH:
         return tl.load(at, mask=in_i[:, None] & (d < WIDTH)[None, :], other=0.0)
@@ -92,8 +92,8 @@ def load_rows(x, start, stride, i, in_i, d, WIDTH: tl.constexpr, MASKED: tl.cons
 
 @triton.jit
 def store_rows(x, values, row, inside, WIDTH: tl.constexpr):
-    """Store `values` in the given rows of the contiguous tensor x [., WIDTH]. Rows for which `inside` is False are not
-    stored."""
+    """Store `values` in rows `row` of the contiguous matrix x, which has WIDTH channels. Rows for which `inside` is
+    False are not stored."""
     d = tl.arange(0, values.shape[1])
     at = x + row[:, None] * WIDTH + d[None, :]
     tl.store(at, values.to(x.dtype.element_ty), mask=inside[:, None] & (d < WIDTH)[None, :])
@@ -101,7 +101,7 @@ def store_rows(x, values, row, inside, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_bounds(bounds, sample, i, in_i):
-    """For the rows with indices i, load the bounds of the ranges [first, stop) to which these rows attend."""
+    """Load the ranges of the rows i of a sample. Returns `first` and `stop`: each row attends to [first, stop)."""
     at = bounds.data + sample * bounds.sample + i
     return tl.load(at, mask=in_i, other=0), tl.load(at + bounds.stop, mask=in_i, other=0)
 
@@ -110,7 +110,7 @@ def load_bounds(bounds, sample, i, in_i):
 def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
     """Divide the keys or queries to which the rows attend into blocks. Each row attends to a range [first, stop).
     Returns five numbers: the start of the first block, the start and the end of the blocks to which all rows attend,
-    the number of blocks before them, and the number of blocks after them."""
+    and the numbers of blocks before this start and after this end."""
     begin = tl.min(tl.where(inside, first, size)) // BLOCK * BLOCK
     end = tl.maximum(tl.max(tl.where(inside, stop, 0)), begin)
     end = begin + (end - begin + BLOCK - 1) // BLOCK * BLOCK
