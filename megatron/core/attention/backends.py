@@ -91,8 +91,8 @@ class ContextAttention(Protocol):
 @dataclass(frozen=True)
 class ContextParallelFacts:
     by_heads: bool = False
-    """True if the attention divides heads among context-parallel ranks, so that each rank computes some of the heads
-    for the whole sequence."""
+    """True if the attention divides heads among context-parallel ranks: each rank computes some of the heads for the
+    whole sequence."""
 
     nested: bool = False
     """True if this attention arranges neighbouring context-parallel ranks in groups (`Axis.levels`). The ranks of a

@@ -71,8 +71,8 @@ def sinks_metas(name: str, config: TransformerConfig, init: Init | None = None) 
 
 
 def build_sinks(config: TransformerConfig, ctx: TPContext, metas: Sequence[ParamMeta]) -> Tensor | None:
-    """Build the attention sinks [heads/tp] for --softmax-type. Sinks are a learned parameter with the metadata `metas`,
-    zeros (off-by-one), or None if there are no sinks."""
+    """Build the attention sinks [heads/tp] for --softmax-type: a learned parameter if there is a `ParamMeta` in
+    `metas`, zeros for off-by-one, and None for vanilla."""
     for meta in metas:
         return make_parameter(meta, ctx)
     if config.softmax_type == "vanilla":
@@ -87,8 +87,8 @@ def alibi_slopes(heads: int) -> list[float]:
     no parameters and no maximum sequence length.
 
     If the number of heads is a power of two, the slopes form the geometric sequence from 2^(-8 / heads) to 2^-8
-    (section 3). For any other number of heads, let n be the next lower power of two: the slopes for n heads are
-    followed by every other slope for 2n heads.
+    (section 3). For any other number of heads, the slopes are those for n heads, where n is the next lower power of
+    two, followed by every other slope for 2n heads.
     """
     power = 1 << (heads.bit_length() - 1)
     below = [2 ** (-8 * number / power) for number in range(1, power + 1)]

@@ -79,7 +79,7 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class Causal:
-    """Causal mask, together with the kernel that computes attention under this mask."""
+    """Description of a causal mask, and the kernel that computes attention with the mask."""
 
     kernel: Kernel
     documents: Documents | None = None

@@ -93,7 +93,7 @@ def sequence_divisor(context_parallel: int, tensor_parallel: int, sequence_paral
 
 
 Documents = tuple[tuple[int, ...], ...]
-"""Start positions of the documents in each sample. The first start position of a sample is 0."""
+"""Start positions of the documents in each sample. The first document of a sample starts at 0."""
 
 
 class DividesSequences(Protocol):
@@ -144,8 +144,8 @@ class Tile:
     """Position of the first key; the positions of the keys are consecutive."""
 
     diagonal: bool
-    """True if the queries and keys of the tile are the same tokens, so that it needs a causal mask. If False, all keys
-    of the tile precede all of its queries."""
+    """True if the queries and keys of the tile are the same tokens, so that it needs a causal mask. In a tile that is
+    not diagonal, all keys precede all queries."""
 
     window: int | None = None
     """Number of keys visible to a query, including the key at its position; None if the window masks no key of the
@@ -161,8 +161,8 @@ class Tile:
 def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, window: int | None) -> tuple[Tile, ...]:
     """Return the tiles of queries at positions `queries` with keys at positions `keys`, diagonal tiles first.
 
-    A diagonal tile contains queries and keys at the same positions. If `keys` covers all positions in `queries`, each
-    query is in exactly one diagonal tile.
+    A diagonal tile contains queries and keys at the same positions. Each query is in exactly one diagonal tile if
+    `keys` contains its position.
     """
     found = list(_unwindowed_tiles(queries, keys, documents))
     if window is not None:
@@ -274,8 +274,8 @@ def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: i
 
 
 def _windowed(tile: Tile, window: int) -> Iterator[Tile]:
-    """Yield the parts of a tile that are inside the sliding window. No pair in the first part is masked. In the second
-    part, the window masks some pairs."""
+    """Yield the parts of a tile that are inside the sliding window: first a part without masked pairs, then a part in
+    which the window masks some pairs."""
     if tile.diagonal:
         yield replace(tile, window=window) if len(tile.queries) > window else tile
         return

@@ -23,8 +23,8 @@ Lengths = tuple[Tensor, Tensor, int, int]
 longest query sequence, length of the longest key sequence."""
 
 Window = tuple[int, int]
-"""Numbers of keys to the left and to the right of a query that the query sees; -1 for all keys. The position of the
-last query is that of the last key."""
+"""Numbers of keys to the left and to the right of a query that the query sees; -1 for all keys. Positions are aligned
+so that the last query is at the last key."""
 
 
 class PackedKernel(Protocol):
@@ -57,7 +57,7 @@ def packed_attention(
     samples, sinks [heads] -> [s, b, heads, dv]."""
     length, samples = q.shape[:2]
     settings = _lengths(documents or ((0,),) * samples, length, q.device), (-1 if window is None else window - 1, 0)
-    # Pack the samples one after the other. If the batch has a single sample, nothing is copied.
+    # Pack the samples one after the other. This copies nothing if the batch has a single sample.
     packed = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     rows: Tensor = PackedAttention.apply(*packed, sinks, kernel, *settings)
     return rows.unflatten(0, (samples, length)).transpose(0, 1)

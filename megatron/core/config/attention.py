@@ -191,4 +191,5 @@ class SelfAttentionConfig:
     """Apply the attention temperature in all layers, with the factor 1 + a ln(1 + floor(p / N)) (Ministral 3)."""
 
     attention_temperature_floor: int = flag(8192, no_effect_without="--attention-temperature-coeff")
-    """N in the formula for --attention-temperature-coeff. Queries at positions below N - 1 are not scaled."""
+    """The number N in the formula for --attention-temperature-coeff. Queries at positions below N - 1 are not
+    scaled."""

@@ -37,7 +37,7 @@ class FlagSpec:
     """Command-line properties of a configuration field, other than its name and type."""
 
     name: str | None = None
-    """Name of the flag, if it is not `--field-name`. If the field is a bool that defaults to True, this flag turns it
+    """Name of the flag, if it is not `--field-name`. For a bool that defaults to True, this is the flag that turns it
     off."""
 
     aliases: tuple[str, ...] = ()
@@ -64,8 +64,8 @@ class FlagSpec:
     """Kind of an output path, "folder" or "file". At its start, the run checks that this path can be written."""
 
     names_code: Callable[[str], bool] | None = None
-    """Predicate that decides whether a value of the flag names files with code that the run executes. The flag accepts
-    such a value only on the command line, or from a configuration file of a recorded run of the same user."""
+    """Predicate that decides whether a value of the flag names code that the run executes. The flag accepts such a
+    value only on the command line, or from a configuration file of a recorded run of the same user."""
 
     effective: str | None = None
     """Name of the property with the effective value, if another field may override the value of this field. When a
@@ -120,7 +120,7 @@ class FlagSpec:
     """Conditions that permit the flag. The flag is refused if none of these conditions is met."""
 
     excludes: Conditions = ()
-    """Conditions that conflict with the flag. The flag is refused if any of them is met."""
+    """Conditions that conflict with the flag. The flag is refused if at least one of these conditions is met."""
 
     def broken_bound(self, value: float) -> str | None:
         """Return the rule that `value` violates; None if `value` is within the bounds of the flag."""
@@ -145,8 +145,8 @@ class FlagSpec:
 def flag(default: Any, *aliases: str, **spec: Any) -> Any:
     """Return a dataclass field that carries a `FlagSpec` with these aliases and fields.
 
-    Some `FlagSpec` fields, such as `needs`, hold a tuple of `Condition`s. For these fields, `spec` may also contain a
-    single condition, and strings such as "--fp16" instead of `Condition`s."""
+    Some `FlagSpec` fields, such as `needs`, hold a tuple of `Condition`s. In `spec`, such a field may also be a single
+    condition, and each condition may be a string such as "--fp16"."""
     for name in ("no_effect_without", "off_without", "needs", "excludes"):
         if name in spec:
             spec[name] = conditions(spec[name])

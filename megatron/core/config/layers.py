@@ -228,8 +228,8 @@ def layer_pattern(text: str, num_layers: int, of_period: Callable[[int, int], bo
 def layer_numbers(text: str, num_layers: int | None, least: int = 1) -> tuple[int, ...]:
     """Parse a list of numbers, one for each layer, such as "([64]*3+[96]*9)".
 
-    No number may be below `least`. If `num_layers` is None, the list may have any length. Raises ValueError if the text
-    is invalid.
+    The numbers in the list must be at least `least`. If `num_layers` is None, the list may have any length. Raises
+    ValueError if the text is invalid.
     """
     value = _value_of(text, "is not a list of numbers")
     if isinstance(value, int):

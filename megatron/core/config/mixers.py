@@ -90,8 +90,8 @@ class MixerFacts:
     """True if the mixer extends the model's attention, and therefore uses its flags and positions."""
 
     of_layer: Callable[..., LayerKind] = lambda config, number, kind: kind
-    """Function that returns the `LayerKind` of a layer with this mixer. The arguments are the configuration, the number
-    of the layer, and the `LayerKind` that the model's flags describe."""
+    """Function of (configuration, layer number, `LayerKind` according to the model's flags) that returns the
+    `LayerKind` of a layer with this mixer."""
 
     recomputed: str = ""
     """Name by which --recompute-modules selects the part of the mixer that can be recomputed; empty if no part can."""

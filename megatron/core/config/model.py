@@ -59,7 +59,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def attention_mixer(self) -> MixerFacts:
-        """Properties of the attention sublayer that every kind of mixer has."""
+        """`MixerFacts` of the attention sublayer, which are the properties that every kind of mixer has."""
         return MIXERS.facts(self.attention)
 
     @property
@@ -252,7 +252,7 @@ class TransformerConfig(ModelFields):
         return found
 
     def _pattern(self, present: bool, text: str | None, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-        """Return one bool per layer, as the pattern `text` specifies. If `text` is None, the bool is `present` for all
+        """Return one bool per layer, as the pattern `text` specifies. Without a pattern, return `present` for all
         layers."""
         if not present or text is None:
             return (present,) * self.num_layers

@@ -281,8 +281,8 @@ class ModelFields(
     """Dropout probability of embeddings and of the output of each sublayer."""
 
     init_method_std: float = flag(0.02, at_least=0, training_only=True)
-    """Standard deviation of initial weights. For output projections, this value is divided by sqrt(2 * num-layers), or
-    by sqrt(num-layers) if layers have a single sublayer."""
+    """Standard deviation of initial weights. The initial weights of output projections have this standard deviation
+    divided by sqrt(2 * num-layers), or by sqrt(num-layers) if layers have a single sublayer."""
 
     embedding_init_method_std: float | None = flag(None, training_only=True, effective="embedding_init_std")
     """Standard deviation of initial word and position embeddings; default: init-method-std."""

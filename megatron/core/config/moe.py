@@ -213,8 +213,8 @@ class MoEConfig:
     moe_router_score_function: str = flag("softmax", choices=SCORE_FUNCTIONS)
     """Score function of the router. sigmoid (DeepSeek-V3) and sqrtsoftplus, the square root of the softplus
     (DeepSeek-V4): scores are divided by the sum of the selected scores. sparsemixer (Phi-3.5-MoE): experts are selected
-    one after the other. The weight of each is a softmax over the experts that are not selected yet and that have logits
-    near the largest."""
+    one after the other, and the weight of an expert is its softmax among the experts that are not selected yet and
+    whose logits are near the largest."""
 
     moe_router_topk_normalization: bool = flag(
         True, name="--no-moe-router-topk-normalization", no_effect_without=OWN_SCORES

@@ -98,7 +98,7 @@ class OptimizerConfig(Section):
 
     weight_decay_on: tuple[str, ...] = flag(("matrices", "embeddings"), many=True, choices=DECAYING)
     """Kinds of parameters to which weight decay applies. Vectors that are neither norm weights nor biases, such as
-    attention sinks, count as biases. The output layer's weight counts as a matrix, not as an embedding."""
+    attention sinks, count as biases. The weight of the output layer belongs to "matrices", not to "embeddings"."""
 
     apply_wd_to_qk_layernorm: bool = False
     """Apply weight decay to the norms of queries and keys, too."""

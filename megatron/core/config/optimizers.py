@@ -43,8 +43,8 @@ class OptimizerFacts:
     too."""
 
     fields: tuple[str, ...] = ()
-    """Configuration fields that determine the optimizer of a parameter, and must therefore have the same values in a
-    run and in the checkpoint that it loads."""
+    """Configuration fields that determine the optimizer of a parameter. A run must therefore keep the values that these
+    fields have in its checkpoint."""
 
     product_dtypes: Callable[..., tuple[str, ...]] = _no_dtypes
     """Function of the `OptimizerConfig` and the name of the main dtype that returns the names of the dtypes in which
@@ -82,9 +82,9 @@ class StatePlan:
         """Return the way in which main parameters are stored, such as "aliased". `params_dtype` and `main_dtype` are
         the names of the parameters' and the main parameters' dtype.
 
-        "aliased" means that the main parameters are the parameters themselves. "stored" means that they are a copy in
-        the main dtype. If `on_host` is True, the main parameters are in host memory and therefore always "stored".
-        Extensions may define other kinds of storage.
+        "aliased" means that the main parameters are the parameters themselves. "stored" means that the main parameters
+        are a copy in the main dtype. If `on_host` is True, the main parameters are in host memory and therefore always
+        "stored". Extensions may define other kinds of storage.
         """
         return "aliased" if params_dtype == main_dtype and not on_host else "stored"
 

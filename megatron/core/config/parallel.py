@@ -27,10 +27,9 @@ class HostFacts:
     memory."""
 
     ranges: Callable[..., Mapping[tuple[int, int], Sequence[range]]]
-    """Function that returns the ranges of a rank's elements whose states are in host memory, keyed by bucket. The
-    arguments of the function are the `OptimizerConfig` and the number of elements that the rank owns in each bucket. A
-    bucket is identified by (buffer number, bucket number in the buffer). Buckets are in the order in which the backward
-    pass completes them."""
+    """Function of the `OptimizerConfig` and the number of elements that the rank owns in each bucket. The function
+    returns the ranges of these elements whose states are in host memory, keyed by bucket. A bucket is identified by
+    (buffer number, bucket number in the buffer). Buckets are in the order in which the backward pass completes them."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
     """Function of the sizes of the ranges in host memory. It returns the number and the size of the device slots
@@ -219,7 +218,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, excludes="--num-virtual-stages-per-pipeline-rank", same_setting_as="num_virtual_stages_per_pipeline_rank"
     )
-    """Average number of layers per stage, instead of num-virtual-stages-per-pipeline-rank."""
+    """Average number of layers per pipeline stage. This flag replaces num-virtual-stages-per-pipeline-rank."""
 
     microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     """Interleaved schedule: number of micro-batches that pass through one stage of a rank before the rank's next stage;
@@ -321,7 +320,7 @@ class ModelParallelConfig(PrecisionConfig, Section):
 
     @property
     def smallest_world_size(self) -> int:
-        """Smallest world size on which this layout can run. If --dp is given, it includes that number of replicas."""
+        """Smallest world size on which this layout can run, with --dp replicas if --dp is given."""
         dense = self.model_parallel_size * (self.data_parallel_size or 1)
         experts = self.pipeline_model_parallel_size * self.expert_model_parallel_size * self.expert_tp
         return lcm(max(1, dense), max(1, experts))

@@ -94,8 +94,8 @@ class ParameterRule:
         return init
 
     def errors(self, metas: Collection[ParamMeta]) -> Iterable[str]:
-        """Check whether the rule suits a model, given the metadata of all parameters of the model. Return an error
-        message for each reason why it does not suit the model."""
+        """Return an error message for each reason why the rule does not suit the model. `metas` describes all
+        parameters of the model."""
         return ()
 
     def lines(self, metas: Collection[ParamMeta]) -> Iterable[str]:

@@ -189,7 +189,7 @@ class DistributedDataParallel:
             mark_stale(param, False)
 
     def _mark_all_stale(self) -> None:
-        """Mark all gradients as stale, so that the first contribution of the next step overwrites them.
+        """Mark all gradients as stale, so that the first contributions in the next step overwrite the gradients.
 
         The padding between gradients is set to zero, because gradient norms include the padding. Gradient shards of
         units are set to zero, because the sum of each micro-batch is added to these shards.
@@ -204,8 +204,8 @@ class DistributedDataParallel:
         return (self.params[place.index] for bucket in buckets for place in bucket.layout.params)
 
     def zero_stale_grads(self, bucket: int | None = None) -> None:
-        """Zero the gradients to which this step has added nothing, in one bucket or in all buckets. Before that, add
-        the small gradients that were held back.
+        """Add the small gradients that were held back. Then zero the gradients to which this step has added nothing, in
+        one bucket or in all buckets.
         """
         self._small_grads.flush()
         buckets = self._reduced_whole if bucket is None else self._reduced_whole[bucket : bucket + 1]
@@ -215,8 +215,8 @@ class DistributedDataParallel:
                 param.main_grad.zero_()  # type: ignore[attr-defined]
 
     def start_grad_sync(self, bucket: int | None = None) -> None:
-        """Start the reductions of the buckets up to and including `bucket`, if they have not started yet. By default,
-        start the reductions of all buckets.
+        """Start the reductions of all buckets up to and including `bucket` that have not started yet. By default, start
+        the reductions of all buckets.
 
         All data-parallel ranks must call this method. No gradient may be added to these buckets until the step ends.
         """
@@ -261,11 +261,11 @@ class DistributedDataParallel:
             bucket.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait for all-gathers of parameters. If only copies of some parameters in another format were gathered, gather
-        these parameters too.
+        """Wait for all-gathers of parameters. Also gather parameters of which only copies in another format have been
+        gathered.
 
-        After this call, the parameters on each rank have their updated values. With ZeRO-3, this excludes sharded
-        parameters, which are gathered only for passes. All data-parallel ranks must call this method.
+        After this call, all parameters that each rank keeps whole between passes have their updated values. All
+        data-parallel ranks must call this method.
         """
         self.wait_param_sync()
         for bucket in reversed(self._reduced_whole):

@@ -5,10 +5,10 @@ Losses are sums over tokens. The gradients of these sums are divided only once, 
 global batch. `reduce_model_grads` returns the factor that performs this division. The result therefore does not depend
 on how the batch is split over micro-batches and over data-, context- and pipeline-parallel ranks.
 
-Gradients are first summed over data-parallel ranks. The data-parallel sums may have started during the backward pass.
-After they end, each rank has the sums of only its shards. Two other kinds of sums remain: gradients that are partial
-sums over a model axis such as tensor parallelism, and gradients of parameters that two pipeline stages share. Gradients
-can be summed over axes in any order, so each rank sums only its shards over the model axes and over the two stages.
+Gradients are first summed over data-parallel ranks, partly during the backward pass. Afterwards, each rank has the sums
+of only its shards. Two other kinds of sums remain: gradients that are partial sums over a model axis such as tensor
+parallelism, and gradients of parameters that two pipeline stages share. Gradients can be summed over axes in any order,
+so each rank sums only its shards over the model axes and over the two stages.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def _sum_shared_grads(ddp: DistributedDataParallel, state: ParallelState) -> Non
 
 
 def all_reduce_flat_(tensors: Sequence[Tensor], axis: Axis, device: torch.device) -> None:
-    """Sum each tensor in place over the axis, in one collective on `device`. Tensors may be in host memory."""
+    """Sum each tensor in place over the axis, in one collective on `device`. The tensors themselves may be in host
+    memory."""
     if axis.size == 1 or not tensors:
         return
     here = [tensor.to(device) for tensor in tensors]

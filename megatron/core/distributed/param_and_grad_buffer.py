@@ -153,8 +153,8 @@ class Bucket:
 
 class WholeUnits:
     """Hooks that run before and after the passes of units (transformer layers, and modules outside of layers).
-    In the class `WholeUnits`, the hooks do nothing, because gradients and parameters are whole at all times. Sharding
-    strategies derive from this class.
+    In the class `WholeUnits`, the hooks do nothing, because gradients and parameters are whole at all times. Strategies
+    that shard them derive from `WholeUnits`.
     """
 
     buckets: Sequence[Bucket] = ()
@@ -175,7 +175,7 @@ class WholeUnits:
         """Discard whole gradients."""
 
     def zero_sums(self) -> None:
-        """Make the next micro-batch start a new gradient sum."""
+        """Set the gradient sums to zero, so that the next micro-batch starts new sums."""
 
     def sharded_params(self) -> Iterator[OptimizerPiece]:
         """Yield a live view of this rank's shard of each sharded parameter. A view is empty if the rank holds no
@@ -248,8 +248,8 @@ class ParamAndGradBuffer:
     The constructor moves the parameters `params` into this memory. `params` must have the same order as when the layout
     was planned. Values, shapes and the Parameter objects stay the same. For parameters that have no memory yet,
     `initialize` sets the values, one bucket at a time. `param.data` becomes a view of this memory, and
-    `param.main_grad` becomes a view of zeroed gradients. `copies` is the axis of ranks that hold the same shards. Once
-    per step, gradient shards are summed over the axis `copies`. `store` is the unit store, which creates the buckets.
+    `param.main_grad` becomes a view of zeroed gradients. Once per step, gradient shards are summed over `copies`, the
+    axis of ranks that hold the same shards. The unit store `store` creates the buckets.
     """
 
     def __init__(
@@ -322,8 +322,8 @@ class SmallGrads:
     def __init__(self) -> None:
         self.enabled = False
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
-        """Pairs of parameter and gradient, keyed by the parameter's id. If a parameter gets a second gradient, the
-        first is added to its `main_grad` before the second is held back."""
+        """Pairs of parameter and gradient, keyed by the parameter's id. Before a second gradient of a parameter is held
+        back, all gradients in this mapping are added to their `main_grad`s."""
 
     def takes(self, param: Tensor, grad: Tensor) -> bool:
         """Return True if a gradient can be held back. The gradient must be small, no callback may wait for it, and

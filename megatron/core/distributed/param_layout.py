@@ -11,8 +11,8 @@ that the first buckets are ready first. If gradients or parameters are sharded t
 matrices contains one unit: a transformer layer, or a module outside of layers. Norms and biases, about 0.1 % of the
 elements, remain in ordinary buckets and are whole on every rank.
 
-Parameters start at multiples of `ALIGNMENT` elements, because GEMM kernels need aligned operands. Buckets are padded so
-that their shards are equal in size and also aligned. All padding contains zeros.
+Parameters start at multiples of `ALIGNMENT` elements, because GEMM kernels need aligned operands. Buckets are padded
+with zeros so that their shards are equal in size and also aligned.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class BufferLayout:
     by_unit: bool = False
     """True if each bucket contains the matrices of one unit.
 
-    If it is True, whole gradients (ZeRO-2), or whole gradients and parameters (ZeRO-3 and unit stores), exist only
+    In such a buffer, whole gradients (ZeRO-2), or whole gradients and parameters (ZeRO-3 and unit stores), exist only
     while the unit is computed.
     """
 
@@ -149,8 +149,8 @@ def plan_buffers(
 ) -> tuple[BufferLayout, ...]:
     """Plan the buffers of one rank.
 
-    Ranks whose parameters have the same shapes have the same layout. A parameter that is replicated over tp therefore
-    has the same shard ranges on every tp rank.
+    Ranks whose parameters have the same shapes have the same layout. For example, a parameter that is replicated over
+    tp has the same shard ranges on every tp rank.
 
     Args:
         params: (meta, local shape) of the rank's parameters, in registration order.
@@ -159,8 +159,8 @@ def plan_buffers(
         bucket_size: Minimum number of elements in a bucket. Parameters are added to a bucket until it has this size.
         group_of: Function that returns the optimizer's group of a parameter.
         whole_roles: Roles of the matrices that the optimizer updates as whole matrices, not element by element.
-        linears_apart: Whether to put the weights of linear layers in separate buffers. Weights in such buffers can be
-            all-gathered in another number format.
+        linears_apart: Whether to put the weights of linear layers in separate buffers, for all-gathers in another
+            number format.
         unit_ranks: Minimum number of reduction ranks for which the matrices of each unit form a separate bucket.
     """
     names = [meta.name for meta, _ in params]

@@ -12,7 +12,7 @@ The order of units is learned from the previous step, because a schedule uses th
 with the same number of micro-batches. This includes recomputation. All ranks of a group therefore gather and reduce in
 the same order. In the first step and during evaluation, no unit is gathered early.
 
-If a backward pass is split (I and W), weight gradients are reduced after W. W needs no parameters.
+If a backward pass is split into I and W, weight gradients are reduced after W, for which no parameters are gathered.
 """
 
 from __future__ import annotations
@@ -274,8 +274,8 @@ class UnitSharding(WholeUnits):
                 after.takes_pending = True  # type: ignore[attr-defined]
                 module.register_forward_hook(after, always_call=True)
         self._last_users: dict[UnitBucket, int] = {}
-        """For each bucket, the number of its first unit in forward order. After the backward pass of this unit, the
-        gradients of the bucket are complete."""
+        """For each bucket, the number of its first unit in forward order. The gradients of a bucket are complete after
+        the backward pass of this first unit."""
 
     def begin_step(self, microbatches: int) -> None:
         self.order.begin(microbatches)
@@ -348,7 +348,7 @@ class UnitSharding(WholeUnits):
         input is known. Autograd first runs the operations that were recorded last, so no operation of the unit remains
         at that point. If no operation produced the input, the unit's backward pass ends with the whole backward pass. A
         layer that returns a `Pending` stream has two outputs, one of which was computed in the middle of the layer.
-        The backward pass of a unit starts with its first output gradient and ends with its last input gradient."""
+        Its first output gradient and its last input gradient then delimit the pass."""
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:
             return

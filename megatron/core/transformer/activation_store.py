@@ -17,8 +17,8 @@ class StoredPass(Protocol):
     """Forward pass of one micro-batch through the layers of a stage."""
 
     def part(self, stored: bool, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Return the context manager for the forward pass of one part of a stage. A part is a layer, or several layers
-        that are recomputed together.
+        """Return the context manager for the forward pass of one part of a stage. Such a part is a layer, or several
+        layers that are recomputed together.
 
         If `stored` is True, the tensors that the part saves for the backward pass are stored outside of the device,
         except for its `parameters`.
@@ -113,8 +113,9 @@ def nothing_saved() -> AbstractContextManager[None]:
 
 
 def packed(x: Tensor) -> Tensor | Stored:
-    """Return the object that the current `Saver` saves instead of x; without a saver, return x. Saved-tensor hooks that
-    are nested in those of a saver must call this function, because autograd calls only the innermost hooks."""
+    """Return the object that the current `Saver` saves instead of x, or x itself if there is no saver. Saved-tensor
+    hooks that are nested in those of a saver must call this function, because autograd calls only the innermost
+    hooks."""
     return x if _now.saver is None else _now.saver.pack(x)
 
 

@@ -89,8 +89,8 @@ class TransformerLayer(nn.Module):
     def build_mlp(self, name: str, config: TransformerConfig, ctx: TPContext) -> nn.Module:
         """Build the MLP of a layer without experts.
 
-        The module is called with x [s, b, h] and the context, and returns [s, b, h]. Under sequence parallelism, input
-        and output are [s/tp, b, h]. A subclass may override this method to use another module.
+        The MLP is called with x [s, b, h] and the context, and returns [s, b, h]. Under sequence parallelism, s/tp
+        replaces s. A subclass may override this method to use another module.
         """
         return MLP(name, config, ctx)
 
@@ -130,8 +130,8 @@ class TransformerLayer(nn.Module):
         return self._scaled(self.attention_dropout(attended, context) + self.mlp_dropout(mixed, context))
 
     def _of_norm(self, norm: nn.Module, x: Tensor, sublayer: Callable[..., Tensor], context: BatchContext) -> Tensor:
-        """Compute sublayer(norm(x)). With --recompute-modules layernorm, the output of the norm is not saved, but
-        recomputed in the backward pass."""
+        """Compute sublayer(norm(x)). With --recompute-modules layernorm, the backward pass recomputes the output of the
+        norm, which is not saved."""
         if self.recompute_norms and self.training:
             return with_input_recomputed(norm, x, sublayer, context)
         return sublayer(norm(x), context)

@@ -33,7 +33,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, context: BatchContext | None = None, addend: Tensor | None = None) -> Tensor:
         """Run the MLP: x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism.
 
-        An `addend` [s, b, h] is added to the result if the last layer `takes_addend`.
+        If `addend` [s, b, h] is given, it is added to the result. This requires `takes_addend` of the last linear
+        layer.
         """
         return recomputed(self._run, x, addend) if self.recompute and self.training else self._run(x, addend)
 
@@ -51,8 +52,8 @@ class MLP(nn.Module):
 
 
 def mlp_linears(name: str, config: TransformerConfig, ffn: int) -> tuple[ColumnLinear, RowLinear]:
-    """Return the linear layers `linear_fc1` and `linear_fc2`. A gated fc1 stacks gate and up as [2, ffn, h], each
-    sharded over the ranks."""
+    """Return the linear layers `linear_fc1` and `linear_fc2`. If the MLP is gated, `linear_fc1` stacks gate and up as
+    [2, ffn, h], each sharded over the ranks."""
     hidden, bias = config.hidden_size, config.add_bias_linear or config.add_mlp_bias
     out_dims, shard_dim = ((2, ffn), 1) if config.gated else ((ffn,), 0)
     fused = Fused("gate_up", 0, (1, 1)) if config.gated else None

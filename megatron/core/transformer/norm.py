@@ -63,7 +63,7 @@ class RMSNorm(LayerNorm):
 
 
 def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMeta:
-    """Return the metadata of the weight of a query or key norm that has separate weights for each head. The shape is
+    """Return the `ParamMeta` of the weight of a query or key norm whose weight is not shared by the heads. The shape is
     [heads * channels] for one norm over the channels of all heads, or [heads, channels] for a separate norm in each
     head. Heads are sharded.
     """
@@ -161,7 +161,7 @@ def build_norm(
 ) -> nn.Module:
     """Build the model's norm over `size` channels.
 
-    The default of `partial_over` is right for norms of hidden states between linear layers (`sequence_partial`).
+    The default value of `partial_over` suits norms of hidden states between linear layers (`sequence_partial`).
 
     Args:
         name: Prefix of the parameter names.

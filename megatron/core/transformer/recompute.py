@@ -72,8 +72,8 @@ def with_input_recomputed(produce: Callable[[Input], Results], x: Input, consume
     """Compute consume(produce(x), *args), and save x instead of produce(x), which may be one tensor or several.
 
     Use this function if `produce` is cheap and its input is saved anyway; for example, `produce` may be a norm or an
-    activation function. When the backward pass of `consume` needs a result that is no longer in memory, only `produce`
-    runs again. If `produce` returns several tensors, they must not share memory.
+    activation function. When the backward pass of `consume` needs a result of `produce` that is no longer in memory,
+    only `produce` runs again. If `produce` returns several tensors, they must not share memory.
     """
     return with_recomputed(_tuple(produce(x)), produce, x, consume, *args)
 
@@ -144,8 +144,8 @@ class Segment:
 
 
 def recompute_segments(config: TransformerConfig, num_layers: int, offloaded: int = 0) -> list[Segment]:
-    """Divide the layers of a stage into the segments that the backward pass recomputes as a whole. Segments that start
-    in the first `offloaded` layers offload their activations.
+    """Divide the layers of a stage into the segments that the backward pass recomputes as a whole. A segment that
+    starts in one of the first `offloaded` layers offloads its activations.
 
     The method "uniform" saves only the input of each group of `recompute_num_layers` layers. The method "block" saves
     only the inputs of the first `recompute_num_layers` layers, but all activations of the other layers.

@@ -38,8 +38,8 @@ def rotary_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
 
 
 def _proportional_frequencies(config: TransformerConfig, rotation: Rotation) -> Tensor:
-    """Return the frequencies of all channel pairs of a head as if the whole head were rotated. The frequency of pairs
-    that are not rotated is 0."""
+    """Return the frequencies of all channel pairs of a head, spaced as if the whole head were rotated, but 0 for pairs
+    that are not rotated."""
     channels = config.rotated_channels(replace(rotation, percent=1))
     pairs = torch.arange(channels // 2, dtype=torch.float32)
     frequencies = 1.0 / (rotation.base ** (2 * pairs / channels))

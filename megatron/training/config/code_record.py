@@ -102,9 +102,9 @@ def code_digest(name: str) -> str | None:
     """Return a digest of the paths and contents of the files to which a name refers.
 
     A name may refer to a Python file, to a module, or to a folder. For a module, the digest covers all files of its
-    package and of its parent packages. For a folder, it covers the Python and YAML files. For a YAML file, the digest
-    is that of the folder that contains the file. Nothing is imported. Returns None if the name refers to no file or to
-    more than `MOST_FILES` files.
+    package and of its parent packages. For a folder, it covers the Python and YAML files. The digest of a YAML file is
+    the digest of the folder that contains the file. Nothing is imported. Returns None if the name refers to no file or
+    to more than `MOST_FILES` files.
     """
     try:
         files = list(islice(_code_files(_whole(name)), MOST_FILES + 1))

@@ -32,7 +32,7 @@ class StandInError(ValueError):
 
 
 def parse_int(text: str) -> int:
-    """Parse an integer: `1000000`, `1_000_000`, `1e6` and `1000000.0` are all accepted. Raises ValueError."""
+    """Parse an integer in any of the forms `1000000`, `1_000_000`, `1e6` and `1000000.0`. Raises ValueError."""
     try:
         value = int(text)
     except ValueError:
@@ -164,8 +164,8 @@ class ExtensionSection:
     """Function that fills in values of other flags, given directly or as "module:function"."""
 
     reads: Resolve | str | None = None
-    """Function, or its location "module:function", that reads the files which these flags name. The files contain
-    values of other flags. The function raises ValueError with the flag's name if a file cannot be read."""
+    """Function, or its location "module:function", that reads values of other flags from the files which these flags
+    name. The function raises ValueError with the flag's name if a file cannot be read."""
 
     part_of: str | None = None
     """Section of `RunConfig` to which the flags belong.
@@ -183,7 +183,7 @@ class ExtensionSection:
         return found
 
     def resolved(self, config: RunConfig) -> RunConfig:
-        """Return the configuration. If any of these flags is given, derived values are filled in."""
+        """Return the configuration, with derived values filled in if any flag of this section is given."""
         return self._filled(config, self.resolve)
 
     def with_files(self, config: RunConfig) -> RunConfig:
@@ -324,7 +324,7 @@ def run_of(model: TransformerConfig) -> RunConfig:
 
 
 def with_fields(model: TransformerConfig, values: Mapping[str, object]) -> TransformerConfig:
-    """Return the model configuration with the fields in `values` replaced. `values` may contain fields of
+    """Return the model configuration with the values in `values`, which is keyed by field and may contain fields of
     extensions."""
     return with_named(run_of(model), values).model
 
@@ -352,7 +352,7 @@ def _without_credentials(flag: Flag, value: Any) -> Any:
 
 
 def without_credentials(config: RunConfig) -> RunConfig:
-    """Return the configuration with hidden credentials in its URLs. This process can still use them."""
+    """Return the configuration with hidden credentials in its URLs. This process can still use the credentials."""
     values = {flag.field: value_of(config, flag) for flag in all_flags() if flag.spec.path == "url"}
     return with_named(config, {name: _without_credentials(field_table()[name], each) for name, each in values.items()})
 
@@ -367,7 +367,8 @@ def _values_of_sections(config: RunConfig) -> dict[str, object]:
 
 
 def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
-    """Create a configuration from the output of `values_by_section`. Fields may have moved between sections since.
+    """Create a configuration from the output of `values_by_section`. Fields that have moved to another section are
+    found.
 
     Fields that this program does not have are dropped. Missing fields get their defaults."""
     built = {}

@@ -55,19 +55,19 @@ class ForeignProgram(Protocol):
         """Return the flags of the other program for which this program has no field."""
 
     def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        """Translate a flag of the program for `reader`. Returns False if the program lacks this flag or value."""
+        """Translate a flag of the other program for `reader`. Returns False if that program lacks the flag or value."""
 
     def feature(self, flag: str, texts: Sequence[str]) -> str | None:
         """Return the unsupported feature that the flag selects with these values; None if the feature is supported."""
 
     def examples(self, tokens: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-        """Return files in examples/ that register unknown flags, each with one such flag."""
+        """Map each file in examples/ that registers unknown flags to one of them."""
 
     def differences(self, config: RunConfig, given: Collection[str]) -> Iterable[str]:
         """Yield lines that describe in what respects the results of this program, for a resolved configuration, differ
         from those of the other program.
 
-        `given` contains all given flags, each alone and with its first value. Flags that have no field are included."""
+        `given` contains all given flags, each alone and with its first value. It includes flags without a field."""
 
 
 FOREIGN_PROGRAMS: Registry[ForeignProgram, NoFacts, []] = Registry("program", NoFacts, protocol=ForeignProgram)
@@ -86,7 +86,7 @@ def foreign_spellings() -> set[str]:
 
 
 def foreign_examples(unknown: Sequence[tuple[str, list[str]]]) -> dict[str, str]:
-    """Return files in examples/ that register unknown flags, each with one such flag."""
+    """Map each file in examples/ that registers unknown flags to one of them."""
     return dict(chain(*(program.examples(unknown).items() for program in foreign_programs().values())))
 
 

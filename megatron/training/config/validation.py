@@ -67,7 +67,7 @@ def findings(config: RunConfig, world_size: int, resolved: RunConfig | None = No
 
 def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, RunConfig | None]) -> list[Problem]:
     """Return the problems and notices for a configuration. Training phases are not checked. `known` is a pair
-    (configuration, its resolved form). If `config` is this configuration, its resolved form is reused."""
+    (configuration, its resolved form), which is reused if `config` is the same configuration."""
     problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}
     same, resolved = known
@@ -115,7 +115,7 @@ def switched_off(c: RunConfig) -> Iterator[tuple[str, object, Problem]]:
 
 def _is_dense(c: RunConfig) -> bool:
     """Return True if each layer has a single expert that is equivalent to a dense MLP, because the softmax of a single
-    logit is 1. Command lines for Megatron-DeepSpeed describe dense models by --num-experts 1."""
+    logit is 1. In Megatron-DeepSpeed, --num-experts 1 describes a dense model."""
     m = c.model
     own = m.moe_ffn_hidden_size not in (None, m.ffn_hidden_size) or m.moe_shared_expert_intermediate_size is not None
     weighted = "softmax" not in m.moe_router_scores or m.moe_router_topk_scaling_factor not in (None, 1.0)

@@ -1,8 +1,8 @@
 """Reader for untrusted YAML that accepts only plain values of bounded size. This module does not import torch.
 
-Arbitrary YAML is dangerous. A few lines can represent billions of values through aliases of aliases, a list that
-contains itself, or Python objects. The reader refuses everything that settings files do not need, and reports the line
-number.
+Arbitrary YAML is dangerous. For example, a few lines can represent billions of values by aliases of aliases, lists that
+contain themselves, or Python objects. The reader refuses everything that settings files do not need, and reports the
+line number.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ class SinusoidalEmbedding(nn.Module):
 
 
 def positions_of(x: Tensor, context: BatchContext, shard: int) -> Tensor:
-    """Return the positions [n, 1 or b] of the tokens x [n, b, h]. These tokens are one of the equal shards of the
-    context-parallel rank's tokens; `shard` is the number of the shard."""
+    """Return the positions [n, 1 or b] of the tokens x [n, b, h], which are shard number `shard` of the tokens of a
+    context-parallel rank."""
     if context.position_ids is None:
         return context.places_of(x, shard).unsqueeze(1)
     return context.position_ids[:, shard * x.shape[0] : (shard + 1) * x.shape[0]].t()

@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 def output_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
-    """Return the `ParamMeta` of the output layer's weight. In models with tied embeddings, this weight is a replica of
-    the word embeddings."""
+    """Return the `ParamMeta` of the output layer's weight, which is a replica of the word embedding weight in models
+    with tied embeddings."""
     if config.tied_embeddings:
         return word_embedding_meta(config, tied_stages)
     return ParamMeta("output_layer.weight", (config.padded_vocab_size, config.hidden_size), {"tp": 0}, role="output")
@@ -64,8 +64,8 @@ class Head(OutputLayer):
         return self.finished(super().forward(x)) if use is None else use(x)
 
     def finished(self, logits: Tensor) -> Tensor:
-        """Apply the soft cap to the logits. Before that, divide them by the divisor, unless `forward` has already
-        divided x by it."""
+        """Divide the logits by the divisor, unless `forward` has already divided x by it, and then apply the soft
+        cap."""
         logits = logits / self.divisor if self.divisor != 1 and self.bias is not None else logits
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 

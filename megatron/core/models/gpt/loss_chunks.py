@@ -40,7 +40,7 @@ class Chunking(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The tokens of a micro-batch for which losses are computed."""
+    """Labels, mask and gradient of the tokens for which a chunked loss is computed."""
 
     labels: Tensor
     """[s, b]"""
@@ -184,7 +184,7 @@ class _Chunks:
             x: Input of the output layer for the tokens of the chunk.
             dy: Gradient of the logits [n, 1, V/t].
             dw: Tensor to which the weight gradient is added; None if it is not needed.
-            overwrite: Whether to overwrite `dw` instead of adding the gradient to `dw`.
+            overwrite: Whether the weight gradient overwrites `dw` instead of being added to it.
         """
         if self.dx is not None:
             dx = self.head.boundary.enter_adjoint(PLAIN.input_grad((dy,), self.head.weight), self.head.axis)

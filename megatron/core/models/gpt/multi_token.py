@@ -54,7 +54,7 @@ def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear
 class MultiTokenLayer(nn.Module):
     """Multi-token prediction module of one depth. `depth` is the index of the module, starting at 0.
 
-    The layer of the module is an MoE layer if the last layer of the model is one. --mtp-layer-kind selects the window
+    The module contains an MoE layer if the last layer of the model is an MoE layer. --mtp-layer-kind selects the window
     and the rotary embedding of the module's layer.
     """
 

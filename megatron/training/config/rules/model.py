@@ -132,7 +132,8 @@ def norms(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _activation(m: TransformerConfig) -> Iterator[Problem]:
-    """Check that there is a single activation function, and that it supports the flags for operand bounds."""
+    """Check that the flags select only one activation function, and that this function supports the given flags for
+    operand bounds."""
     short = ["--" + name.replace("_", "-") for name in m.activation_flags]
     if m.activation_func is not None and short:
         yield Problem.exclusive("--activation-func", m.activation_func, " and ".join(short))

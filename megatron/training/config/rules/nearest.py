@@ -96,7 +96,7 @@ def _values(problem: Problem) -> list[int]:
 
 
 def _step(problem: Problem) -> int:
-    """Estimate the distance between the legal values of a rule from the values that the problem suggests."""
+    """Estimate the step between values that a rule accepts, given the values that a problem suggests."""
     values = _values(problem)
     return abs(values[-1] - (values[0] if len(values) > 1 else 0)) or 1 if values else 1
 

@@ -73,8 +73,8 @@ def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def tokens_for_latents(c: RunConfig) -> Iterator[Problem]:
-    """Check that the number of tokens per rank meets the alignment of replicated layers that project to attention or
-    expert latents."""
+    """Check that each rank's number of tokens is a multiple of the number that replicated layers need if they project
+    to latents of attention or experts."""
     m, p = c.model, c.parallel
     tp = p.tensor_model_parallel_size
     name = linear_format(p)

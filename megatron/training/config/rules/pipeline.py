@@ -78,7 +78,7 @@ def _own_schedule(c: RunConfig, layout: PipelineLayout) -> Iterator[Problem]:
 
 
 def rule_of(message: str) -> str:
-    """Return the rule in a message of the form `--flag value: rule; remedy`."""
+    """Extract the rule from a message of the form `--flag value: rule; remedy`."""
     return message.partition(":")[2].partition(";")[0]
 
 

@@ -52,8 +52,8 @@ class SavedSeed(TypedDict, total=False):
 
 
 class SavedMetadata(TypedDict, total=False):
-    """Types of a checkpoint's metadata. The entries `config` and `model_of_run` are checked separately, because they
-    contain configuration fields."""
+    """Types of a checkpoint's metadata. The entries `config` and `model_of_run` contain configuration fields, which are
+    checked separately."""
 
     format_version: int
     torch_version: str
@@ -90,8 +90,8 @@ def metadata_problem(values: Mapping[str, object]) -> str | None:
 
 
 def _faults(value: object, hint: object, where: str) -> Iterator[str]:
-    """Yield a description of each element of `value`, at any depth, that does not match the type hint. Values of any
-    type match the type hint `object`."""
+    """Yield a description of each element of `value`, at any depth, that does not match the type hint. The type hint
+    `object` matches any value."""
     choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if object in choices or (value is None and type(None) in choices):
         return
