@@ -130,8 +130,8 @@ class Batch:
         )
 
     def local_to(self, cp: Axis, divide: DividesSequences | None = None) -> Batch:
-        """Return the shard of a context-parallel rank: [b, s] -> [b, s/cp]. If there are `document_ids`, the host reads
-        them and waits for the device."""
+        """Return the shard of a context-parallel rank: [b, s] -> [b, s/cp]. If the batch has `document_ids`, the host
+        reads the ids and therefore waits for the device."""
         documents = self.documents
         if documents is None and self.document_ids is not None:
             documents = document_starts(self.document_ids.tolist())

@@ -28,7 +28,7 @@ def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, out_dtype: torch.dtype) -
     Both operands are first rounded to `dtype`. If `dtype` has 16 bits, sums are in fp32, and `out_dtype` must be fp32
     or `dtype`. Otherwise, `out_dtype` must be `dtype`. Let u be the unit roundoff of `dtype` (2^-8 in bf16). Rounding
     an operand changes each element of the result by up to u |a| |b|. Rounding the result adds a relative error of up to
-    u. The gradients are computed from the rounded operands and the rounded output gradient. They have the dtypes of the
+    u. The gradients are computed from the rounded operands and the rounded output gradient, and have the dtypes of the
     operands.
     """
     out: Tensor = _Multiply.apply(a, b, dtype, out_dtype)

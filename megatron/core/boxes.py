@@ -66,8 +66,9 @@ def boxes_of_flat_range(
 def overlap(
     a_offset: Sequence[int], a_shape: Sequence[int], b_offset: Sequence[int], b_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the intersection of two rectangular blocks of a tensor. The result is a pair: the slices of the first
-    block and the slices of the second block that select the intersection. None if the blocks do not overlap."""
+    """Return the intersection of two rectangular blocks of a tensor. The result is a pair of slice tuples: the slices
+    that select the intersection within the first block, and those within the second block. The result is None if the
+    blocks do not overlap."""
     in_a, in_b = [], []
     for a, a_length, b, b_length in zip(a_offset, a_shape, b_offset, b_shape, strict=True):
         start, stop = max(a, b), min(a + a_length, b + b_length)

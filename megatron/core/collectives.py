@@ -11,7 +11,7 @@ of the axis.
 
 On CPU, a reduce-scatter is an all-to-all followed by a local sum, because gloo's reduce-scatter is slower. Either way,
 each rank sends (t-1)/t of the operand. In a small all-reduce between two ranks, the ranks exchange their operands and
-each rank adds them. The exchange takes one message in each direction, whereas gloo's all-reduce takes two. The
+each rank adds them. An exchange needs one message in each direction, whereas gloo's all-reduce needs two. The
 all-to-all with a local sum and the exchange of operands both add the terms in rank order.
 """
 

@@ -33,8 +33,8 @@ class CompiledRegion(Generic[K, R]):
 
     @cached_property
     def twin(self) -> Callable[K, R]:
-        """Compiled version of the function. It is created when it is first needed, because loading the compiler takes a
-        second."""
+        """Compiled version of the function. The version is created only when it is first needed, because loading the
+        compiler takes a second."""
         raise_recompile_limit(RECOMPILE_LIMIT)
         if self.static:
             return torch.compile(self.function, dynamic=False, options={"deterministic": True})
@@ -63,8 +63,7 @@ def torch_function(function: Callable[K, R]) -> Callable[K, R]:
 
 
 def region(function: Callable[K, R], compiled: bool, static: bool = False) -> Callable[K, R]:
-    """Return `function` or, if `compiled` is True, a compiled version of it. The version is compiled when it first
-    runs.
+    """Return `function` or, if `compiled` is True, a compiled version of it. The first call compiles the function.
 
     If shapes change, torch recompiles the function for dynamic shapes. With `static`, torch compiles a separate version
     for each shape, whose kernels load several elements per instruction. Use `static` only for tensors that have the

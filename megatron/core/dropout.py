@@ -152,7 +152,7 @@ def _mix_(x: Tensor) -> Tensor:
     """Hash int32 numbers to int32 numbers in place. The mixing function is that of MurmurHash3, with the constants of
     "lowbias32".
 
-    The last xor-shift of the mixer is omitted. It would change only the lower 16 bits, but the comparison with the
+    The last xor-shift of the mixer is omitted, because it would change only the lower 16 bits. The comparison with the
     dropout threshold depends almost only on the upper bits.
     """
     x.bitwise_xor_(_shift_right(x, 16, 32)).mul_(0x7FEB352D)
@@ -182,8 +182,8 @@ def _shift_right(x: Tensor, by: int, bits: int) -> Tensor:
 
 
 def _signed(constant: int, bits: int) -> int:
-    """Reinterpret an unsigned constant as a signed integer with the same bits. Both give the same bits in products that
-    overflow."""
+    """Reinterpret an unsigned constant as a signed integer with the same bits. In a product that overflows, both
+    integers give the same bits."""
     return constant - (1 << bits) if constant >= 1 << (bits - 1) else constant
 
 

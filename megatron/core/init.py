@@ -40,9 +40,9 @@ class Block:
     index: int
     length: int
     copies: list[tuple[slice, tuple[int, ...], Index, Index]]
-    """The block is divided into rectangular parts. Each part has an entry with four elements: the slice of the block's
-    elements that fill the part, the shape of the part, the index within the part of its intersection with the shard,
-    and the index of this intersection within the shard."""
+    """The block is divided into rectangular parts. Each part has an entry (elements, shape, in_part, in_shard).
+    `elements` is the slice of the block that fills the part, and `shape` is the shape of the part. `in_part` and
+    `in_shard` select the overlap of part and shard within the part and within the shard."""
 
 
 def alloc_storage(tensor: Tensor) -> None:

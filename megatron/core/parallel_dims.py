@@ -139,7 +139,7 @@ class ParallelDims:
         return [ranks[i : i + size] for ranks in self.groups(*axes) for i in range(0, len(ranks), size)]
 
     def copy_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
-        """Return groups of corresponding ranks: the first ranks of all instances, the second ranks of all instances,
-        and so on. `instance_groups` returns the instances themselves."""
+        """Return groups that contain one rank of each instance: the first ranks of all instances, the second ranks of
+        all instances, and so on. `instance_groups` returns the groups within the instances."""
         size = self.size(*axes) // (parts or self.instances)
         return [ranks[i::size] for ranks in self.groups(*axes) for i in range(size)]

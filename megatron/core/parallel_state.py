@@ -2,7 +2,8 @@
 
 `initialize_model_parallel` builds the groups once and returns a `ParallelState`. Library code receives the `Axis` it
 needs as an argument and never reads a global. This file defines one global `ParallelState`, which only entry points
-use. They access it through the functions at the end of this file, which have the same names as in Megatron-LM.
+use. Entry points access this global through the functions at the end of this file, which have the same names as in
+Megatron-LM.
 """
 
 from __future__ import annotations
@@ -235,8 +236,8 @@ def get_parallel_state() -> ParallelState:
 
 
 def _readers(axis: str) -> tuple[Callable[[], int], Callable[[], int], Callable[[], dist.ProcessGroup | None]]:
-    """Return three functions without arguments for the group of this rank along an axis. They return this rank's index
-    in the group, the size of the group, and the group itself."""
+    """Return three functions without arguments for the group of this rank along an axis. The functions return this
+    rank's index in the group, the size of the group, and the group itself."""
     return (
         lambda: get_parallel_state().axis(axis).rank,
         lambda: get_parallel_state().axis(axis).size,

@@ -138,10 +138,11 @@ class ParamMeta:
     """True for an expert parameter, whose gradient is reduced over "expt_dp" instead of "dp" and "cp"."""
 
     role: Role = field(kw_only=True)
-    """Role of the parameter in the model. It determines the initial values, the learning rate and the weight decay."""
+    """Role of the parameter in the model. The role determines the initial values, the learning rate and the weight
+    decay."""
 
     fan_in: int = field(default=0, kw_only=True)
-    """Number of terms in the sum for one output. If it is not given, it is the size of the last dimension for a weight
+    """Number of terms in the sum for one output. The default of `fan_in` is the size of the last dimension for a weight
     [..., out, in] or a convolution [..., taps], and 1 for embeddings, norm weights, biases and other vectors."""
 
     to_residual: bool = field(default=False, kw_only=True)
@@ -180,7 +181,7 @@ class ParamMeta:
     @property
     def fan_out(self) -> int:
         """Number of outputs to which an input contributes, analogous to `fan_in`. If the parameter stacks several
-        matrices, this is the number for one matrix."""
+        matrices, `fan_out` is the number for one matrix."""
         if self.role == "embedding":
             return self.global_shape[-1]
         return self.numel // prod(self.global_shape[: self.stacked]) // self.fan_in
@@ -252,8 +253,7 @@ class InitRule(Protocol):
     """Rule that changes the initial values of parameters, such as `megatron.core.config.param_groups.ParameterRule`."""
 
     def initial(self, meta: ParamMeta, init: Init) -> Init:
-        """Return the initial values of a parameter. `init` contains the initial values that the parameter has without
-        this rule."""
+        """Return the initial values of a parameter under this rule. `init` contains the values without this rule."""
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,8 @@ class InitPolicy:
     """Standard deviation of weights and sinks."""
 
     residual_std: float = 0.02
-    """Standard deviation of weights whose output is added to the residual stream. It is smaller in models with more
-    layers."""
+    """Standard deviation of weights whose output is added to the residual stream. This deviation is smaller in models
+    with more layers."""
 
     embedding_std: float = 0.02
     """Standard deviation of word and position embeddings."""

@@ -43,8 +43,8 @@ def imported(where: Any) -> Any:
 
 
 def _unwritten(part: Any) -> str:
-    """Return the names of the methods in a base class's `must_write` if the part overrides none of these methods.
-    Return an empty string if the part overrides at least one of them."""
+    """Return the names of the methods in a base class's `must_write` if the part overrides none of these methods;
+    otherwise, return an empty string."""
     base = next((base for base in getattr(part, "__mro__", ()) if "must_write" in vars(base)), None)
     if base is None or any(getattr(part, name) is not getattr(base, name) for name in base.must_write):
         return ""
@@ -77,8 +77,8 @@ def _call_form(protocol: type) -> str | None:
 
 
 def _refused(form: str, part: object) -> str:
-    """Check that a part can be called with the arguments of `form`. Returns an empty string if it can, and otherwise
-    the violated rule and a remedy."""
+    """Check that a part can be called with the arguments of `form`. Returns an empty string if the part conforms, and
+    otherwise the violated rule and a remedy."""
     words = form.split(", ")
     taken = f"a {type(part).__name__}"
     if callable(part):
@@ -96,8 +96,8 @@ def _refused(form: str, part: object) -> str:
 
 
 def _refused_methods(protocol: type, part: type) -> str:
-    """Check that a class defines the methods of `protocol` with the same arguments. Returns an empty string if it does,
-    and otherwise an error text with the wrong methods and a remedy."""
+    """Check that a class defines the methods of `protocol` with the same arguments. Returns an empty string if the
+    class conforms, and otherwise an error text with the wrong methods and a remedy."""
     if unwritten := sorted(getattr(part, "__abstractmethods__", ())):
         return f"has no {', '.join(f'{name}()' for name in unwritten)} of its own; define it, or correct its spelling"
     for name in _members(protocol):
@@ -203,7 +203,7 @@ class Registry(Collection[str], Generic[P, F, K]):
         self._substitutes.setdefault(name, []).append((part, when))
 
     def build(self, name: str, *args: Any) -> Any:
-        """Call the part `name`. If a substitute is registered whose condition is true for these arguments, call the
+        """Call the part `name` with `args`. If the condition of a registered substitute is true for `args`, call the
         first such substitute instead."""
         for part, when in self._substitutes.get(name, ()):
             if when(*args):

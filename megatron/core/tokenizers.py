@@ -45,8 +45,8 @@ class NullTokenizer:
 
 
 class ByteTokenizer:
-    """Tokenizer whose tokens are the UTF-8 bytes 0 to 255, and EOD 256. It encodes any text without loss and reads no
-    file."""
+    """Tokenizer whose tokens are the UTF-8 bytes 0 to 255, and EOD 256. The tokenizer encodes any text without loss and
+    reads no file."""
 
     vocab_size = 257
     eod = eos = 256

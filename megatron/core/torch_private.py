@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class AttentionOutputs(Protocol):
-    """Forward pass of an attention kernel. It returns the output, the log-sum-exp, and further values for the backward
-    pass."""
+    """Forward pass of an attention kernel. The function returns the output, the log-sum-exp, and further values for the
+    backward pass."""
 
     def __call__(self, *operands: object, **options: object) -> tuple[Tensor, Tensor, *tuple[Tensor, ...]]: ...
 

@@ -39,8 +39,8 @@ class Row:
     ranks: int
     flags: str = ""
     verdict: str = "equal"
-    """Verdict of the test. It is "trained" for the row `one-process`, and "equal", "differs", "crashed" or "refused"
-    for the other rows."""
+    """Verdict of the test. The verdict is "trained" for the row `one-process`, and "equal", "differs", "crashed" or
+    "refused" for the other rows."""
 
     difference: float | None = None
     """Largest relative difference between the compared tensors; None if the row compares no tensors."""

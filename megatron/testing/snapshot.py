@@ -77,8 +77,8 @@ class Snapshot:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     differing_replicas: dict[str, str] = field(default_factory=dict)
-    """Error message for each tensor whose replicas differ between ranks, keyed by the tensor's key. The message names
-    the place."""
+    """Dict from the key of each tensor whose replicas differ between ranks to an error message, which says where they
+    differ."""
 
     @property
     def replica_errors(self) -> list[str]:

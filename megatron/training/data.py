@@ -263,8 +263,8 @@ def _splits(plan: RunPlan, phase: Phase, demands: Demands, sources: SourceNames)
 
 
 def check_same_data(fingerprints: list[tuple[int, str]], world: Axis) -> None:
-    """Raise ValueError on every rank if ranks found different training data under the same paths. This happens if hosts
-    have copies of different versions of the data. Collective over `world`.
+    """Raise ValueError on every rank if ranks found different training data under the same paths. The data differ, for
+    example, if hosts have copies of different versions. Collective over `world`.
     """
     first = on_first_rank(lambda: fingerprints, world)
     if different := ranks_without([tuple(each) for each in first] == fingerprints, world):

@@ -110,7 +110,7 @@ def summed_loss(
         steps: Number of batches.
         split: "valid" or "test".
         name: Name of the validation set.
-        metric: Function whose values are summed instead of the loss. It is called like a loss
+        metric: Function whose values are summed instead of the loss. The function is called like a loss
             (`megatron.core.models.gpt.loss.TokenLoss`): logits [s, b, V/tp], labels [s, b] -> values [s, b], equal on
             all tensor-parallel ranks. If `metric` is given, the meters ignore the evaluation.
     """

@@ -127,8 +127,8 @@ def extension_flags(
             function raises ValueError with the flag's name if a file cannot be read.
         part_of: "model" if the flags describe a model. The values of model flags are read from the loaded checkpoint,
             like those of built-in model flags. "data" if the flags select training data. None for other flags.
-        always: True to call `rules` in every run, even if none of these flags is set. Use it for a part that other
-            flags select.
+        always: True to call `rules` in every run, even if none of these flags is set. Use `always` for a part that
+            other flags select.
     """
 
     def add(cls: type[T]) -> type[T]:
@@ -255,9 +255,8 @@ def _import_file(path: Path) -> str:
 
 
 def problem_in_extension(error: BaseException) -> Problem | None:
-    """Convert an error from the code of an extension to a problem with the text `file:line: Kind: message`. The
-    extension must have raised the error, or one of its causes, after the import of the extension. Returns None for any
-    other error."""
+    """Convert an error from the code of an extension to a problem with the text `file:line: Kind: message`. The error,
+    or one of its causes, must have been raised by the extension after its import. Returns None for any other error."""
     if (found := place_in_extension(error)) is None:
         return None
     cause, place = found
@@ -267,7 +266,7 @@ def problem_in_extension(error: BaseException) -> Problem | None:
 
 def place_in_extension(error: BaseException) -> tuple[BaseException, str] | None:
     """Find the line of an extension that raised `error` or one of the causes of `error`. Returns the raised exception,
-    and the line as `file:line`. Returns None if no extension raised any of them."""
+    and the line as `file:line`. Returns None if no extension raised one of these exceptions."""
     own = tuple(_own_code())
     cause: BaseException | None = error
     while cause is not None:

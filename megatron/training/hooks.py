@@ -234,7 +234,7 @@ class Task:
     evaluates: bool = False
     """True if the task evaluates the model. A run with --skip-train performs the task once."""
     before_step: bool = False
-    """True if the task runs before each step, not after it. `counts` still determines whether this is step time."""
+    """True if the task runs before each step, not after it. Only with `counts` is the task's time step time."""
     ends_interval: bool = False
     """True to write a log line before the task, so that no log line averages over steps before and after the task."""
     at_finish: bool = False

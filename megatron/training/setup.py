@@ -87,8 +87,8 @@ def host_threads(device: torch.device) -> int:
 
 
 def _is_elsewhere(plan: RunPlan, progress: Progress) -> bool:
-    """Return True if the run resumes at another position than its plan assumes. This happens if the newest checkpoint
-    is damaged, or if the checkpoint was not read during planning.
+    """Return True if the run resumes at another position than its plan assumes. The position differs if the newest
+    checkpoint is damaged, or if the checkpoint was not read during planning.
     """
     at = progress.iteration, progress.consumed_samples
     return bool(progress.past_batches) and (plan.sizes.past[-1] > at or plan.sizes.points(*at) != progress.past_batches)

@@ -34,8 +34,7 @@ class TrainStep:
     Extensions may override parts of the step in a subclass (`megatron.training.step_parts`)."""
 
     sums: Sums
-    """Loss sum and number of tokens of the current step. Meters that correct the gradient before the update read
-    them."""
+    """Loss sum and number of tokens of the current step, which meters use to correct the gradient before the update."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.run = run

@@ -66,8 +66,8 @@ def batch_of_run(source: Source, config: RunConfig, chosen: Chosen) -> Batch:
     """Read samples of the training data. The model's configuration and the flags name these data.
 
     If the model comes from a run's checkpoint, the checkpoint also determines how many samples the run has consumed,
-    and at which batch sizes. This does not apply if flags name other data. Raises ValueError if no data are named, if
-    they cannot be read, or if they do not contain the chosen samples.
+    and at which batch sizes. If flags name other data, the run's consumed samples are ignored. Raises ValueError if no
+    data are named, if they cannot be read, or if they do not contain the chosen samples.
     """
     other = config.data != source.config.data
     config = in_one_process(without_callbacks(config))

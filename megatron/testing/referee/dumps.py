@@ -56,10 +56,10 @@ class Dump:
 
 
 def open_dump(path: Path, model: Source, flag: str = "--gradients") -> Dump:
-    """Open gradients that another program has written. `path` is the value of `flag`. It may be a `.safetensors` file,
-    or a folder written by torch.distributed.checkpoint, with parameter names of this program or of transformers. It may
-    also be a checkpoint that contains gradients in place of weights, or a folder written with --save-wgrads-interval.
-    Raises ValueError for names and shapes that do not fit the model.
+    """Open gradients that another program has written. `path` is the value of `flag`. `path` may be a `.safetensors`
+    file, or a folder written by torch.distributed.checkpoint, with parameter names of this program or of transformers.
+    Other possible paths are a checkpoint that contains gradients in place of weights, and a folder written with
+    --save-wgrads-interval. Raises ValueError for names and shapes that do not fit the model.
     """
     try:
         dump = _opened(path, model)
@@ -104,7 +104,7 @@ def _opened(path: Path, model: Source) -> Dump:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor in a folder that torch.distributed.checkpoint has written. Slicing reads it."""
+    """Tensor in a folder that torch.distributed.checkpoint has written. The tensor is read when it is sliced."""
 
     reader: IndexReader
     key: str

@@ -29,8 +29,8 @@ LEAST_ALLOWED = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 to be exact in this program would allow no difference."""
 
 PARTS = (2, 4, 8)
-"""Numbers of ranks tried for gradients that contain only one rank's part of a sum. Long sequences are divided into as
-many blocks as the largest of these numbers."""
+"""Numbers of ranks tried for gradients that contain only one rank's part of a sum. The largest number in `PARTS` is
+also the number of blocks into which a long sequence is divided."""
 
 MOST_SAMPLES = 16
 """Largest batch size for which the gradients of single samples are computed too."""
@@ -96,7 +96,7 @@ def judgement_of(model: Model, batch: Batch, dump: Dump, loss: float | None) -> 
     """Judge the gradients that another program computed on a batch.
 
     Args:
-        model: The model. Its number format is that in which the gradients in the dump were computed.
+        model: The model, with the number format in which the other program computed its gradients.
         batch: The batch on which the other program computed its gradients.
         dump: The gradients.
         loss: The other program's mean loss, if known.
@@ -246,7 +246,7 @@ def _places(length: int, count: int, chosen: Sequence[int]) -> str:
 
 
 def sequence_parts(count: int) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Yield pairs (blocks of a sequence, remark) for sets of blocks that one rank may hold. These are equal shards,
+    """Yield pairs (blocks of a sequence, remark) for sets of blocks that one rank may hold. The sets are equal shards,
     pairs of shards as in zig-zag context parallelism, and all ranges of consecutive blocks."""
     seen = {tuple(range(count))}
     shards = [parts for parts in PARTS if count % parts == 0]
@@ -268,8 +268,8 @@ def sequence_parts(count: int) -> Iterator[tuple[tuple[int, ...], str]]:
 
 
 def sample_parts(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield groups of samples that one data-parallel replica may have processed. These are the groups that result if
-    micro-batches are assigned to replicas in turn, and all ranges of consecutive samples."""
+    """Yield groups of samples that one data-parallel replica may have processed. The function yields the groups that
+    result if micro-batches are assigned to replicas in turn, and all ranges of consecutive samples."""
     found: dict[tuple[int, ...], None] = {}
     for replicas in range(2, count + 1):
         for size in (size for size in range(1, count) if count % (replicas * size) == 0):

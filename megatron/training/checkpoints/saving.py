@@ -121,7 +121,7 @@ class RunSaver:
             record_event(self.options.save, "save", iteration=report.iteration, seconds=seconds, **error)
 
     def _export(self, iteration: int) -> None:
-        """Pass a complete checkpoint to the exporters. Only the first rank does so."""
+        """Pass a complete checkpoint to the exporters, which run on the first rank."""
         root = self.options.save_root
         assert root is not None
         for exporter in self.exporters if self._runtime.state.world.first else ():

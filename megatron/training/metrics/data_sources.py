@@ -28,7 +28,7 @@ class SourceNames:
 
     def sized(self) -> tuple[list[str], list[int]]:
         """Return two lists for all sources: names, and numbers of tokens per epoch. Both lists are empty if the data
-        have no epochs. The number for a source that is not used for training is 1."""
+        have no epochs. A source that is not used for training counts as one token."""
         if not self.tokens:
             return [], []
         return self.names, [self.tokens.get(number, 1) or 1 for number in range(len(self.names))]

@@ -49,8 +49,8 @@ class ExpertLoad(Meter):
         the first of each pipeline stage, so that a sum over all ranks counts every token once."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """Return the micro-batches. Each gets its number (`Batch.number`) and the factor for auxiliary gradients
-        (`Batch.aux_scale`)."""
+        """Return the micro-batches. Each micro-batch gets its number (`Batch.number`) and the factor for auxiliary
+        gradients (`Batch.aux_scale`)."""
         if not self.totals.shape[0]:
             return batches
         for balance in self.balances:

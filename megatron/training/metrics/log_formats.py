@@ -8,7 +8,7 @@ from megatron.core.registry import NoFacts, Registry
 
 
 class LogFormat(Protocol):
-    """Class that formats console lines. It is created with the arguments (config, train_iters), like
+    """Class that formats console lines. The class is created with the arguments (config, train_iters), like
     `megatron.training.metrics.console.LogLines`."""
 
     def progress(self, record: dict[str, object]) -> str: ...

@@ -21,7 +21,7 @@ class Tallies(Meter):
     """Meter that sums the tallies of this rank's modules over the steps of a log interval.
 
     `tallies` are tensors of equal shape, to which the modules add their counts. All tensor-parallel ranks have equal
-    tallies. Only one of them reports its tallies; `counts` is True on this rank.
+    tallies. Only the tensor-parallel rank on which `counts` is True reports its tallies.
     """
 
     def __init__(self, tallies: Sequence[Tensor], rows: int, counts: bool, device: torch.device) -> None:

@@ -28,9 +28,9 @@ removed or changes its meaning. Adding a key does not change the version."""
 class RunLog:
     """Write records and progress on the first rank, and nothing on other ranks.
 
-    The constructor also creates the --save folder and writes the resolved configuration into it. It does not do so in a
-    run that only evaluates a checkpoint in that folder. All files are closed when `resources` is closed, or when the
-    process ends after a failure.
+    The constructor also creates the --save folder and writes the resolved configuration into it, except in a run that
+    only evaluates a checkpoint in that folder. All files are closed when `resources` is closed, or when the process
+    ends after a failure.
     """
 
     def __init__(self, run: TrainingRun, resources: ExitStack) -> None:

@@ -198,7 +198,7 @@ class RecordsUntil:
         """Number of lines that are not records."""
 
         self.last = set[bytes]()
-        """Records of iteration `iteration`, the last iteration to keep. Their times are removed (`_without_time`)."""
+        """Records of iteration `iteration`, the last iteration to keep, without their times (`_without_time`)."""
 
     def of(self, lines: Iterable[str]) -> Iterator[str]:
         """Yield the lines to keep. If the last line has no line break, the process that wrote it was killed, and the

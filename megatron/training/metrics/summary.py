@@ -34,8 +34,8 @@ PEAK_TFLOPS_16BIT = {
 sheets."""
 
 OTHER_MODELS = r"(?! (?:Ti|D|SUPER|Laptop)\b)"
-"""Regular expression that follows a model name from the table. It refuses device names that continue with a word such
-as "Ti", because these are different models."""
+"""Regular expression that must match after a model name from the table. Device names that continue with a word such as
+"Ti" do not match, because they denote different models."""
 
 
 def summarize(run: TrainingRun) -> Record:
@@ -103,8 +103,8 @@ def peak_tflops(
     config: LoggingConfig, device: torch.device, dtype: torch.dtype, linear: str | None = None
 ) -> float | None:
     """Return the peak TFLOP/s of one device; None if it is unknown. The peak is the value of --peak-tflops if it is
-    set. Otherwise, it is the peak of the number format in `LINEAR_FORMATS` that the run uses, or the data sheet's peak
-    for 16-bit training.
+    set. Otherwise, the peak is that of the number format in `LINEAR_FORMATS` that the run uses, or the data sheet's
+    peak for 16-bit training.
     """
     if config.peak_tflops is not None:
         return config.peak_tflops

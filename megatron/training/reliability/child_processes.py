@@ -28,7 +28,7 @@ def end_daemons(grace: float = DAEMON_GRACE) -> None:
     if multiprocessing is None:  # this process has no children
         return
     own = [each for each in multiprocessing.active_children() if getattr(each, "_parent_pid", None) == os.getpid()]
-    daemons = [child for child in own if child.daemon]  # a forked process inherits the list of its parent's children
+    daemons = [child for child in own if child.daemon]  # a forked process inherits its parent's list of children
     for child in daemons:
         child.terminate()
     limit = time.monotonic() + grace

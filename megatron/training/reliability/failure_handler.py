@@ -1,5 +1,5 @@
-"""End all ranks after one fails. The first failed rank writes one report for all ranks. The other ranks send it their
-positions and exit.
+"""End all ranks after one fails. The first failed rank writes one report for all ranks. The other ranks send their
+positions to this rank, and exit.
 
 If a rank's error may be due to another rank's error, the rank first waits for a report of the other error. Every public
 method of `FailureHandler` except `connect` ends the process.

@@ -123,7 +123,7 @@ class Failure:
 
     def text(self, others: dict[int, str] | None = None, stacks: Path | None = None) -> str:
         """Return the printed report. `others` contains the places in the code at which the other ranks are. The report
-        of a configuration error omits them."""
+        of a configuration error omits these places."""
         if self.code == ExitCode.BAD_CONFIGURATION:
             return visible(f"This configuration cannot run ({self.phase}):\n  " + self.what.replace("\n", "\n  "))
         lines = [RULE, f"RUN FAILED: {self.who}", f"phase: {self.phase}", self.what.rstrip()]
@@ -134,7 +134,7 @@ class Failure:
         return visible("\n".join([*lines, f"what to do{unless}: {self.advice}", RULE]))
 
     def line(self) -> str:
-        """Return the line that ranks print if they end because of this failure, which is another rank's."""
+        """Return the line that the other ranks print when they end because of this failure."""
         return visible(f"ended because {self.who} failed ({self.phase}): {self.title}")
 
 
@@ -215,7 +215,7 @@ def _more_open_files() -> str:
 
 
 def is_users(error: BaseException) -> bool:
-    """Return True if a wrong value from the user caused the error. This is the case if code of this package raised a
+    """Return True if a wrong value from the user caused the error, that is, if code of this package raised a
     ValueError."""
     if not isinstance(error, ValueError):
         return False

@@ -30,8 +30,8 @@ NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$
 comma-separated part."""
 
 START = "START_IN_JOB"
-"""Environment variable that counts the starts of a rank from 0. It is set if the process that the launcher started
-restarts its rank itself."""
+"""Environment variable that counts the starts of a rank from 0. The variable is set only if a starter restarts the
+rank, in a child of the process that the launcher started."""
 
 BEGAN = "JOB_BEGAN"
 """Environment variable with the `time.monotonic()` value at which the rank was started for the first time."""
@@ -82,7 +82,8 @@ class Launch:
     """True if the launcher has started ranks on several hosts or simulates several hosts."""
 
     def name(self, host: str, rank: int | None = None) -> str:
-        """Return the name of a rank in messages, such as `rank 3 of 8 on HOST`. The default is this rank."""
+        """Return the name of a rank in messages, such as `rank 3 of 8 on HOST`. By default, the name is that of this
+        rank."""
         return f"rank {self.rank if rank is None else rank} of {self.world_size} on {host}"
 
     @classmethod
@@ -148,7 +149,7 @@ class Launch:
 
 
 def hold_ignored_signals() -> None:
-    """Block the signals that this process has inherited as ignored from its launcher. They stay blocked until
+    """Block the signals that this process has inherited as ignored from its launcher. The signals stay blocked until
     `SignalListener.start`, so that signals which arrive earlier are kept.
 
     A script that launches ranks may itself ignore signals that are meant for the ranks. The ranks inherit this setting,

@@ -73,8 +73,8 @@ def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here
 
     torchrun's store outlives the ranks that torchrun restarts, so each start uses its own keys. If rank 0 opens the
     store, each start has a separate port and store. Raises NoStoreError if there is no store within `timeout`, if rank
-    0 cannot open the store, or if the store belongs to another run. `run` is the `identity` of this run. If it is
-    empty, the store's run is not checked."""
+    0 cannot open the store, or if the store belongs to another run. `run` is the `identity` of this run. If `run` is
+    empty, the run to which the store belongs is not checked."""
     if launch.world_size == 1:
         return dist.HashStore()
     has_one = launcher_has_store()
@@ -402,8 +402,8 @@ class Board:
         return self.read(f"ask/{number}", _parse_request)
 
     def agreed(self, number: int) -> int | None:
-        """Return the tick after which a request is carried out. Rank 0 computes it: the latest tick that any rank has
-        begun."""
+        """Return the tick after which a request is carried out. Rank 0 computes this tick, which is the latest tick
+        that any rank has begun."""
         found = self.read(f"agreed/{number}", parse_integer)
         if found is None and self.launch.rank == 0:
             positions = self.read_all(f"at/{number}", parse_integer)

@@ -87,7 +87,7 @@ class Outcome:
 @contextmanager
 def early_end_told(launch: Launch) -> Iterator[None]:
     """Write the status file if an error in the flags ends the run before it starts. One process on every host writes
-    it, because OUTCOME_FILE may be on a local disk."""
+    the file, because OUTCOME_FILE may be on a local disk."""
     try:
         yield
     except SystemExit as ended:

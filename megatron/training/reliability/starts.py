@@ -16,8 +16,8 @@ Attempt = Callable[[RunConfig, Launch], int]
 
 
 class Starter(Protocol):
-    """Function that runs a rank of the training. It may start the rank several times, for example again after a
-    failure."""
+    """Function that runs a rank of the training. The function may start the rank several times, for example again after
+    a failure."""
 
     def __call__(self, config: RunConfig, launch: Launch, attempt: Attempt) -> int:
         """Call `attempt` once or several times. Each call runs in a separate process, with a rank and a world of its

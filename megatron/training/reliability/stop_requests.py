@@ -3,8 +3,8 @@
 If a rank notices a signal, a time limit or a request file, it puts a request into the rank store. A tick is a step or
 an evaluation batch; all ranks perform the same ticks. Each rank answers a request with the number of ticks that the
 rank has begun, and begins no further tick until all answers are known. The highest of these numbers is the agreed tick,
-after which all ranks carry out the request. If there is no request, a tick only tests a flag. It needs no collective
-and does not wait for the device. Signals arrive on a socket, so that a thread receives them while the main thread is
+after which all ranks carry out the request. If there is no request, a tick only tests a flag, without a collective and
+without waiting for the device. Signals arrive on a socket, so that a thread receives them while the main thread is
 inside a collective.
 """
 

@@ -1,7 +1,7 @@
 """Explain why the ranks' store cannot be reached. This module does not import torch.
 
-A rank that cannot reach the store can observe only the state of the store's port. On the host of the rank that opens
-the store, it can also read the failure that this rank recorded.
+A rank that cannot reach the store can observe only the state of the store's port. If the rank that opens the store is
+on the same host and has failed, its recorded failure explains why.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Parser of messages from a socket or the rendezvous store. The messages are not trusted, because any process that can
-reach the port can send some.
+reach the port can send messages.
 
 Malformed messages are counted and ignored, and the first one is reported. This module does not import torch.
 """

@@ -31,8 +31,8 @@ _URLS: dict[str, str] = {}
 """URLs as given, keyed by the same URLs without credentials."""
 
 _SECRETS: set[str] = set()
-"""Credentials from all URLs that the user has passed. Output never shows these credentials, not even outside a URL,
-because libraries may print them separately."""
+"""Credentials from all URLs that the user has passed. They are removed from all output, even outside a URL, because
+libraries may print them separately."""
 
 SHORTEST = 6
 """Minimum length of secrets that are also replaced outside URLs; shorter secrets could be ordinary words."""
@@ -88,6 +88,7 @@ def _hidden(text: str) -> str:
 
 
 def _is_secret(user: re.Match[str]) -> bool:
-    """Return True if the part of a URL before the `@` is secret. It is secret if it contains a password, or if the URL
-    is a web address, in which it may be a token. In abfs://container@account, it is not secret."""
+    """Return True if the part of a URL before the `@` is secret. This part is secret if it contains a password, or if
+    the URL is a web address, because the part may then be a token. The container in abfs://container@account is not
+    secret."""
     return ":" in user["secret"] or user["scheme"].lower() in ("http", "https")

@@ -55,8 +55,8 @@ class Watchdog:
         """Message of the exception that a callback raised after the end of the run; empty if no callback raised one."""
 
         self.save_guards: list[Callable[[], None]] = []
-        """Functions that extensions add. On the first rank, each function raises OSError while the run must not write
-        to --save."""
+        """Checks that extensions add. Each check runs on the first rank, and raises OSError while the run must not
+        write to --save."""
 
         self.failures = FailureHandler(self.launch, self.status, self.stacks, self.signals, self.outcome)
         self.board: Board | None = None
@@ -78,8 +78,8 @@ class Watchdog:
         """Start the watchdog's thread. Call this method on the main thread, after `connect`.
 
         `signals` is True if the watchdog must handle signals such as SIGTERM, which end the run. `deadlines` contains
-        requests to stop or save at a given time. It maps the reason of each request to a pair (`time.monotonic()` value
-        of the deadline, kind of the request).
+        requests to stop or save at a given time. The dict maps the reason of each request to a pair (`time.monotonic()`
+        value of the deadline, kind of the request).
         """
         assert self.board is not None, "connect first"
         self._deadlines = deadlines
