@@ -54,8 +54,7 @@ class ShardedBoxes(Tensor):
     __torch_function__ = disabled_torch_function
 
     @classmethod
-    # Type: ignore[override].
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:  # type: ignore[override]
         raise TypeError(f"{func} on ShardedBoxes, which only locates data and supports no computation")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
