@@ -1,4 +1,4 @@
-"""Separate Python processes for tests that cannot run in a fork of the pytest process."""
+"""Run test code in separate Python processes, for tests that cannot run in a fork of the pytest process."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def losses_in(metrics: Path) -> list[float]:
-    """Return the training losses in a metrics file."""
+    """Read a metrics file, and return the training loss of each logged step."""
     return [record["lm_loss"] for record in read_records(metrics) if "lm_loss" in record]

@@ -31,8 +31,8 @@ EXTENSIONS = Path(extensions.__file__).parents[1] / "extensions"
 share_gloo_devices()
 load()  # before a fixture can remove registered extensions
 
-# torch looks up the name of each address that it connects to. A name server that drops requests would delay each
-# connection, and every other one to the same store, by ten seconds.
+# torch looks up the name of each address that it connects to. If a name server drops requests, connections to a store
+# would take ten seconds longer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # Tests start many programs, so compiled bytecode is kept: their imports, such as torch, are large.
@@ -48,8 +48,8 @@ os.environ.setdefault("HF_DATASETS_CACHE", f"{tempfile.gettempdir()}/datasets-{g
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
 
-    # The duration of an example depends on the machine, not on the code. Every run uses the same examples, so that only
-    # a code change can cause a failure; --hypothesis-profile default draws other examples.
+    # Examples have no deadline, because their duration depends on the machine. Every run uses the same examples, so
+    # that only a code change can cause a failure; --hypothesis-profile default draws other examples.
     slow = [HealthCheck.too_slow]
     settings.register_profile("repeatable", deadline=None, derandomize=True, suppress_health_check=slow)
     settings.load_profile("repeatable")
@@ -187,7 +187,7 @@ def _forgetting() -> Iterator[None]:
     yield
     library = str(Path(extensions.__file__).parents[1])
     for table in registry_tables():
-        if id(table) not in before:  # a module that was imported in the meantime keeps its built-in entries
+        if id(table) not in before:  # for a registry in a newly imported module, keep only built-in entries
             before[id(table)] = {name: entry for name, entry in table.items() if entry.where.startswith(library)}
             tables.append(table)
     for table in tables:

@@ -1,5 +1,5 @@
 """pytest plugin (`-p tests.failure_lines`) that prints the reason for each failure immediately, in the form of pytest's
-summary. If pytest is killed, it never prints a summary."""
+summary. Without the plugin, the reasons would be lost if pytest is killed before it prints the summary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class FailureLines:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         reporter = self.plugins.get_plugin("terminalreporter")
-        if not report.failed or reporter is None:  # a worker of pytest-xdist has no terminal reporter
+        if not report.failed or reporter is None:  # pytest-xdist's worker processes have no terminal reporter
             return
         crash = getattr(report.longrepr, "reprcrash", None)
         reason = str(report.longrepr if crash is None else crash.message).strip().splitlines()

@@ -1,5 +1,5 @@
-"""Programs and ranks of `pretrain_gpt.py` that are forked from the test process. They replace processes started by a
-shell or a launcher, and save the two seconds that importing torch takes.
+"""Programs and ranks of `pretrain_gpt.py` that are forked from the test process. The forks are used in place of
+processes that a shell or a launcher starts, which saves the two seconds that importing torch takes.
 
 Each rank reads its rank and world size from the environment variables that torchrun sets.
 """
@@ -40,8 +40,8 @@ def run_program(
     *argv: object, cwd: Path = ROOT, code: int | None = None, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script, or `-m MODULE`, as `python ARGV...` does in the folder `cwd`. `environ` adds environment variables,
-    and variables of launchers are removed. Returns the exit code and both outputs. Asserts that the exit code is
-    `code`, unless `code` is None.
+    and variables of launchers are removed. Returns the exit code and both outputs. If `code` is not None, assert that
+    the exit code is `code`.
 
     Modules that the test process has imported are already imported in the program. To test that a script finds its
     modules, use a separate process.
@@ -82,8 +82,8 @@ def _program(words: list[str], cwd: Path, environ: Mapping[str, str], out: Path,
 
 
 def _print_to(out: Path, err: Path) -> None:
-    """Redirect both standard outputs, logging and warnings of this process, which pytest has replaced, so that they
-    behave as in a new process."""
+    """Redirect standard output, standard error, logging and warnings, which pytest has replaced, so that they behave as
+    in a new process."""
     for standard, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), standard)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
@@ -106,8 +106,8 @@ def forked_ranks(
     main: Callable[[list[str]], int] = pretrain_gpt.main,
 ) -> Iterator[list[Any]]:
     """Fork processes that run `pretrain_gpt.py`, or another program's `main`, with `argv`, and yield them. The output
-    of all processes goes to the file `screen`. Each process first calls `prepare(rank)`. Processes that are still
-    running at the end are killed."""
+    of all processes goes to the file `screen`. Each forked process calls `prepare(rank)` before it runs the program.
+    Processes that are still running at the end are killed."""
     screen.write_text("")
     port, context = next(PORTS), mp.get_context("fork")
     arguments = (world_size, port, list(argv), screen, prepare, main)
@@ -205,7 +205,8 @@ def _rank(
 def _ports() -> Iterator[int]:
     """Yield ports on which nothing listens. The ports are below the system's ephemeral ports and below those of SLURM
     jobs and daemons, which begin at 20,000. Each test process uses a separate range of a hundred ports, so that no
-    other process takes a port before rank 0 opens it. Otherwise, ranks would connect to the rank 0 of another world."""
+    other process takes a port before rank 0 opens it. If another process took the port, ranks could connect to rank 0
+    of a different world."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     wanted = worker % 10 * 10 + os.getpid() % 10
     for hundred in [*range(wanted, 100), *range(wanted)]:

@@ -17,7 +17,7 @@ class SharedDeviceGloo(dist.ProcessGroupGloo):
     """gloo process group that uses this process's device."""
 
     _device: tuple[int, dist.ProcessGroupGloo.Device] | None = None
-    """The device, and the id of the process that created it, because a fork needs a new device."""
+    """Id of the process that created the device, and the device. A fork needs a new device."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         if SharedDeviceGloo._device is None or SharedDeviceGloo._device[0] != os.getpid():

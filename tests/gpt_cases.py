@@ -63,14 +63,14 @@ def random_batch(config: TransformerConfig, samples: int = 3, seed: int = 0, **m
 
 
 def token_losses(model: GPTModel, batch: Batch) -> torch.Tensor:
-    """Return the loss of each token [b, s], computed by the last stage."""
+    """Return the losses [b, s] of all tokens, computed by a model that includes the last pipeline stage."""
     assert model.loss is not None and model.output_layer is not None
     return model.loss(model.output_layer(model.hidden_states(None, batch)), batch.labels.t()).t()
 
 
 def logits_in_parts(model: GPTModel, tokens: torch.Tensor, lengths: Sequence[int]) -> tuple[torch.Tensor, Any]:
-    """Return the logits of tokens [b, s], computed part by part with a cache of the earlier parts, and the cache. Skips
-    the test if the generation extension is deleted."""
+    """Return the logits of tokens [b, s], computed part by part with a cache of the earlier parts, and the cache. If
+    the extension for text generation is deleted, the calling test is skipped."""
     kv_cache = pytest.importorskip(
         "megatron.extensions.use.inference.generation.kv_cache", reason="inference is deleted"
     )
@@ -92,7 +92,8 @@ def check_documents_apart(model: GPTModel, packed: Batch) -> None:
 
 
 def packed_documents(config: TransformerConfig, samples: int = 3) -> dict[str, torch.Tensor]:
-    """Return position and document ids of samples with three documents each, cut at different places in each sample."""
+    """Return position ids and document ids for samples that consist of three documents each. The document boundaries
+    differ from sample to sample."""
     document_ids = torch.zeros(samples, config.seq_length, dtype=torch.int64)
     position_ids = torch.zeros_like(document_ids)
     for sample in range(samples):

@@ -1,7 +1,7 @@
 """Time limits for all operations that tests wait for.
 
-A limit ends a hang but never judges speed. Each limit is far above the time that a slow, busy machine needs. Tests that
-must wait for a timeout of the library set that timeout to a short time instead.
+Limits only end tests that hang. No test fails because it is slow. Each limit is far above the time that a slow, busy
+machine needs. Tests that must wait for a timeout of the library set that timeout to a short time instead.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ HANG = 600.0
 
 
 def wait_for(condition: Callable[[], Any], ranks: Sequence[Any] = (), screen: Callable[[], str] = lambda: "") -> Any:
-    """Return the value of `condition()` as soon as it is true. Asserts that the condition becomes true within `HANG`
-    seconds, and that the processes `ranks` run until then. `screen()` returns the output of these processes."""
+    """Return the value of `condition()` as soon as it is true. Assert that `condition()` becomes true within `HANG`
+    seconds and that the processes `ranks` do not exit before then. `screen()` returns the output of these processes."""
     limit = time.monotonic() + HANG
     while not (found := condition()):
         assert time.monotonic() < limit and all(rank.is_alive() for rank in ranks), screen()

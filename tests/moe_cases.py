@@ -134,7 +134,8 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
 
 
 def in_groups(config: TransformerConfig, scores: list[float]) -> list[int]:
-    """Return the experts of a token's best groups, or all experts if there are no groups."""
+    """Return the numbers of the experts in the best groups for a token, or all expert numbers if routing does not use
+    groups."""
     groups, best, k = config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_topk
     if groups is None or best is None:
         return list(range(len(scores)))

@@ -1,9 +1,9 @@
 """Tables of configuration rules: flags, and the problems that validation reports for them.
 
 Each unindented line is one test case. The flags of a case are added to the flags of the last line that begins with
-`base:`. They follow `N ranks:` if the case has several ranks, and `[EXTENSION]` if the case needs an extension. Each
-indented line below a case is the beginning of a problem or notice, or `... ` and a part of one. A case without indented
-lines is a valid configuration.
+`base:`. A case with several ranks begins with `N ranks:`, and a case that needs an extension begins with `[EXTENSION]`.
+Each indented line below a case is the expected beginning of a problem or notice. If the line begins with `... `, the
+rest may occur anywhere in the problem or notice. A case without indented lines is a valid configuration.
 """
 
 from __future__ import annotations

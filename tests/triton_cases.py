@@ -19,9 +19,9 @@ from tests.apart import python_apart
 
 
 def apart(interpret: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test in a separate process: Triton decides only once per process whether to interpret, and it keeps the
-    conversions of the first GPU for which it compiles. The test's parameters must be values that can be recreated from
-    their repr."""
+    """Run a test in a separate process. Triton decides only once per process whether to interpret kernels, and it keeps
+    the conversions of the first GPU for which it compiles. The test's parameters must be values that can be recreated
+    from their repr."""
 
     def decorated(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
@@ -38,8 +38,8 @@ def apart(interpret: bool) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def end_loops_at_loaded_numbers() -> None:
-    """Make the interpreter accept an array of one element as a loop bound, as a GPU does. Since numpy 2.5, such an
-    array does not count as an integer."""
+    """Make the interpreter accept an array of one element as a loop bound, as a GPU does. Since numpy 2.5, Python does
+    not accept an array of one element as an integer."""
     from triton.runtime import interpreter
 
     theirs = interpreter._patch_lang_tensor
@@ -75,7 +75,8 @@ def round_to_fp8_as_torch() -> None:
 
 
 def multiply_bf16() -> None:
-    """Make the interpreter multiply bf16 matrices, whose bits it would otherwise treat as integers."""
+    """Make Triton's interpreter multiply bf16 matrices correctly. By default, the interpreter treats the bits of bf16
+    numbers as integers."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -97,7 +98,8 @@ def compiled(
     kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], capability: int, **options: int
 ) -> Any:
     """Compile a kernel for a GPU. Pointers and integer arguments are assumed to be multiples of 16, as in large layers.
-    An operand may be a tuple of types. None and numbers are constants."""
+    The type of an operand may be a tuple of types. If None or a number is given in place of a type, it is a
+    compile-time constant."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -141,8 +143,8 @@ def stack_tool() -> str | None:
 
 
 def stack_of(built: Any) -> int:
-    """Return the stack bytes per thread of a compiled kernel. In a kernel without arrays, these are spilled
-    registers."""
+    """Return the stack bytes per thread of a compiled kernel. If a kernel has no arrays, its stack contains only
+    spilled registers."""
     tool = stack_tool()
     assert tool is not None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

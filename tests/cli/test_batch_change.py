@@ -15,7 +15,7 @@ FLAGS = f"{TINY} --train-iters 8 --lr-decay-style WSD --lr-wsd-decay-iters 3 --l
 
 
 def records(folder: Path) -> list[tuple[int, int, float]]:
-    """Return (iteration, consumed samples, learning rate) of each step."""
+    """Return one tuple (iteration, consumed samples, learning rate) per step."""
     found = [record for record in read_records(folder / "metrics.jsonl") if "lm_loss" in record]
     return [(record["iteration"], record["consumed_samples"], record["learning_rate"]) for record in found]
 

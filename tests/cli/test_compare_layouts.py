@@ -1,4 +1,5 @@
-"""tools/compare_layouts.py: correct layouts agree, and the tool finds a planted bug and names its layer."""
+"""tools/compare_layouts.py reports no difference between correct layouts. If a layout has a planted bug, the tool names
+the layer with the bug."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""tools/bench/fake_cuda.py: steps on fake CUDA tensors. Needs torch's CUDA build, without a GPU."""
+"""tools/bench/fake_cuda.py runs training steps on fake CUDA tensors. This requires a CUDA build of torch, but no
+GPU."""
 
 from __future__ import annotations
 

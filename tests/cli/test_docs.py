@@ -3,8 +3,9 @@
 One shell runs all blocks fenced as bash in order, in a copy of the tree. Long commands are fenced as text, and only
 their flags are validated. Blocks that must not run, such as an sbatch line, are fenced without a language.
 
-Code blocks fenced as python are executed too. A comment before a Python fragment contains the program around it: a line
-`<!-- python`, the program with a line BLOCK in place of the fragment, and a line `-->`.
+Code blocks fenced as python are executed too. If a Python block is only a fragment, a comment before it contains the
+rest of the program. The comment consists of a line `<!-- python`, the program with a line BLOCK in place of the
+fragment, and a line `-->`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def test_the_getting_started_page_runs(clone: Path) -> None:
 RUN = [page for page in PAGES if blocks(page) and page not in CHECKED]
 LONG_PAGES = "conversion data evaluation extending mixture_of_experts multi_token_prediction planner"
 LONG = {f"docs/{page}.md" for page in LONG_PAGES.split()}
-"""Pages whose commands run only with --whole, because other tests run the same programs."""
+"""Documentation pages whose commands are only executed with --whole, because other tests run the same programs."""
 
 
 @pytest.mark.grid("page", [page for page in RUN if page not in LONG], RUN)

@@ -202,7 +202,7 @@ def test_a_signal_ends_the_command_and_writes_the_page(tmp_path: Path, number: s
 
 
 def alive(pid: int) -> bool:
-    """Return True if a process is alive. A zombie does not count, as nothing may reap it here."""
+    """Return True if a process is alive. A zombie does not count as alive, because its parent may never reap it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -74,7 +74,8 @@ def test_srun_starts_one_task_per_rank(tmp_path: Path) -> None:
 )
 def test_the_first_host_of_a_node_list_is_found(nodes: str, first: str, tmp_path: Path) -> None:
     assert first_host(nodes) == first
-    if shutil.which("scontrol") and not nodes.endswith("-ib"):  # only newer versions support suffixes after ranges
+    # only newer versions of scontrol accept a suffix after a range
+    if shutil.which("scontrol") and not nodes.endswith("-ib"):
         (tmp_path / "slurm.conf").write_text("ClusterName=x\nSlurmctldHost=localhost\n")
         environ = os.environ | {"SLURM_CONF": str(tmp_path / "slurm.conf")}
         names = subprocess.run(["scontrol", "show", "hostnames", nodes], env=environ, capture_output=True, text=True)

@@ -19,7 +19,8 @@ def test_steps_without_kernels_are_longer() -> None:
     deterministic = planned_steps.planned("sparse", "h200", "--deterministic-mode")
     unfused = planned_steps.planned("sparse", "h200", "--no-fusions")
     assert without_kernel.milliseconds > 1.02 * whole.milliseconds
-    assert deterministic.milliseconds >= whole.milliseconds  # equal if the faster kernels add in a fixed order
+    # the times are equal if the faster kernels are also deterministic
+    assert deterministic.milliseconds >= whole.milliseconds
     assert unfused.milliseconds > 2 * whole.milliseconds and before == LEFT_OUT
 
 

@@ -64,7 +64,7 @@ class Fault:
     """True if the run must continue without a restart."""
 
     early: bool = False
-    """True if the fault strikes while the hosts rendezvous."""
+    """True if the fault strikes during a rendezvous of the hosts."""
 
 
 FAULTS = [
@@ -124,8 +124,8 @@ class Run:
         return max((world for text in self.since(before) for world in _worlds_with_steps(text)), default=0)
 
     def wait(self, condition: Callable[[], bool], what: str) -> float:
-        """Wait until a condition is true, and return the elapsed seconds. Raises TimeoutError if the hosts stop
-        printing."""
+        """Wait until a condition is true, and return the elapsed seconds. Raises TimeoutError if the hosts print
+        nothing for too long."""
         began = heard = time.monotonic()
         said = self.marks()
         while not condition():

@@ -69,7 +69,7 @@ def _agent(box: Box, host: int, ranks: int, argv: list[str], log: Path, main: Ca
     try:
         elastic_launch(config, _rank)(argv, main)
         code = 0
-    except ChildFailedError as error:  # torchrun also prints it
+    except ChildFailedError as error:  # torchrun also prints this error
         print(error)
     finally:
         sys.stdout.flush()

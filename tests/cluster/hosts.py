@@ -1,4 +1,4 @@
-"""Hosts of a cluster on one machine: Linux namespaces, joined by veth cables to a bridge.
+"""Simulated cluster on one machine. Each host is a set of Linux namespaces, connected to a bridge by a veth pair.
 
     with hosts(2, rate="100mbit") as box:
         processes = [box.start(host, ["bash", "scripts/train_gpt_elastic.sh", *FLAGS]) for host in range(2)]
@@ -118,7 +118,7 @@ class Box:
         self.names = [f"host{number}" for number in range(count)]
         self.addresses = [f"10.77.0.{number + 1}" for number in range(count)]
         self.folder = Path(tempfile.mkdtemp(prefix="box-", dir="/tmp"))
-        """Folder that contains the disks, the logs and the host name files of this box."""
+        """Folder for the hosts' disks, logs and host name files."""
 
         self.disk = disk
         """Path of each host's own disk: an initially empty folder that no other host sees."""
@@ -267,7 +267,7 @@ class Box:
         return dict.fromkeys(names, "eth0") | {"OMP_NUM_THREADS": "1", "PATH": SEARCHED, "BOX_HOST": str(host)}
 
     def disk_of(self, host: int) -> Path:
-        """Return the path on this machine of a host's own disk."""
+        """Return the folder on this machine in which a host's disk is stored."""
         return self.folder / f"disk{host}"
 
     def close(self) -> None:

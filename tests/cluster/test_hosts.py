@@ -1,5 +1,6 @@
-"""Training on two hosts equals one process. If the hosts share no disk, each host builds index files once, and whole
-copies of a checkpoint load. Runs that need a shared folder, or the same data on each host, are refused at startup."""
+"""Training on two hosts equals one process. If the hosts share no disk, each host builds its index files once, and a
+checkpoint loads from a complete copy on each host. Runs that need a shared folder, or the same data on each host, are
+refused at startup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A spare host under scripts/train_gpt_elastic.sh, and a spare task under srun, take over the ranks of a lost one."""
+"""A spare host under scripts/train_gpt_elastic.sh takes over the ranks of a lost host. A spare task under srun takes
+over the rank of a lost task."""
 
 from __future__ import annotations
 

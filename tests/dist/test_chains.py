@@ -149,7 +149,8 @@ def compare_with_one_process(rank, world, dims, distributed, kind):
 @pytest.mark.parametrize("kind", EXAMPLES)
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
 def test_updates_match_one_process(dims, kind, distributed):
-    """Adafactor's updates of matrices equal torch's, and the states on each rank have the planned size in bytes."""
+    """Under every layout, the updates equal those of the reference optimizer in one process. The states on each rank
+    have the planned size in bytes."""
     run_world(dims.world_size, compare_with_one_process, dims, distributed, kind)
 
 

@@ -1,5 +1,5 @@
-"""Files that a save writes under any layout, and files that remain after an interrupted save.
-tests/parity/test_reshard.py tests loading."""
+"""Tests of the files that saving a checkpoint writes under any layout, and of the files that an interrupted save leaves
+behind. tests/parity/test_reshard.py tests loading."""
 
 from __future__ import annotations
 

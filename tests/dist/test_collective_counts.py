@@ -2,10 +2,10 @@
 
 The forward and backward passes of a layer together have 4 all-reduces of s*b*h elements. With sequence parallelism,
 there are 4 all-gathers and 4 reduce-scatters of the same size instead. Each column-parallel layer needs another
-all-gather of its input for the weight gradient. In a ring of t ranks, an all-reduce sends 2 (t-1)/t times its operand.
-An all-gather and a reduce-scatter each send (t-1)/t of the whole tensor. Both variants therefore send the same number
-of bytes (arXiv 2205.05198, section 4.2.2). On CPU, reduce-scatters are implemented as all-to-alls, which send the same
-number of bytes.
+all-gather of its input for the weight gradient. In a ring of t ranks, an all-reduce sends 2 (t-1)/t times the size of
+its operand. An all-gather and a reduce-scatter each send (t-1)/t of the whole tensor. Both variants therefore send the
+same number of bytes (arXiv 2205.05198, section 4.2.2). On CPU, reduce-scatters are implemented as all-to-alls, which
+send the same number of bytes.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def test_collectives_of_a_sequence_parallel_layer(size: int, style: str, dtype: 
 def test_collectives_of_the_embedding_and_the_output_layer(sp: bool) -> None:
     """The embedding and the output layer each have one collective, either in the forward or in the backward pass. With
     sequence parallelism, both have one collective in each pass, and the output layer gathers its input again. The loss
-    gathers three numbers per token. No collective carries the logits."""
+    gathers three numbers per token. The logits are never communicated."""
     size, sbh = 2, S * B * H * 4
     ((forward, backward), _) = run_world(size, run_model, 0, sp, "gpt", "fp32")
     loss = ("all_gather", size * 3 * S * B * 4)

@@ -17,7 +17,8 @@ from tests.dist.toy import build, run_step
 
 
 def trained(dtype: str, compiled: bool, clip: float) -> list[Tensor]:
-    """Return parameters, main parameters and moments after several steps, one of which has a NaN gradient."""
+    """Take several optimizer steps, one of them with a NaN gradient, and return the parameters, main parameters and
+    moments."""
     state, adam = ParallelState(), {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-6}
     ddp, optimizer = build(state, dtype=dtype, compiled=compiled, clip_grad=clip, **adam)
     ((kernel,),) = (chain.kernels for chain in optimizer.chains)

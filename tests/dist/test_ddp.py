@@ -24,7 +24,7 @@ ROLES = dict(zip(SHAPES, ("embedding", "hidden", "bias"), strict=True))
 
 
 class Model(nn.Module):
-    """Model with an embedding, a linear layer, and the embedding again as the output layer, so that the embedding
+    """Model with a linear layer and tied embeddings. The output layer reuses the embedding weight, so the weight
     receives two gradients."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from tests.harness import run_world, running, train_in_world
 from tests.tiny import TINY
 
 CASES = [("1f1b", 4, 1, 8), ("interleaved", 4, 2, 7), ("zb-h1", 3, 1, 7), ("zb-v", 4, 2, 7), ("zb-h2", 4, 1, 8)]
-CASES += [("1f1b", 1, 1, 3), ("gpipe", 2, 1, 20)]  # 20 exceeds the number of micro-batches that may be in flight
+CASES += [("1f1b", 1, 1, 3), ("gpipe", 2, 1, 20)]  # 20 micro-batches exceed the limit of micro-batches in flight
 
 
 def flags_of(schedule: str, p: int, m: int) -> list[str]:

@@ -36,12 +36,12 @@ HOST_ONLY = (
 )
 VERDICT = Counter({"host_to_device.py:read tolist": 1})
 """The only expected read in a step: the outcome of the previous step. The outcome consists of four numbers, which are
-copied to the host at the end of that step and read while the gradients of the current step are computed. The host waits
-only for the event of that copy."""
+copied to the host at the end of the previous step. The host reads them while the gradients of the current step are
+computed, and waits only for the event of the copy."""
 
 
 def waits(rank: int, world_size: int, flags: str) -> Counter[str]:
-    """Return the number of host waits of the third step, by place."""
+    """Return how often the host waits for the device in the third step, keyed by place in the code."""
     return Counter(watched_step(rank, world_size, flags)[0])
 
 

@@ -29,9 +29,9 @@ def resident(field: str) -> int:
 
 
 def give_back_pages() -> None:
-    """Make the allocator return all freed buffers to the kernel now, and later ones as soon as they are freed. By
-    default, glibc raises its mmap threshold when a large buffer is freed and then keeps buffers below the threshold on
-    its heap, whose holes count as resident."""
+    """Make the allocator return all freed buffers to the kernel now, and return later buffers as soon as they are
+    freed. By default, glibc raises its mmap threshold when a large buffer is freed and then keeps buffers below the
+    threshold on its heap, whose holes count as resident."""
     libc = ctypes.CDLL(None)
     assert libc.mallopt(MMAP_THRESHOLD, 1 << 16) == 1
     libc.malloc_trim(0)

@@ -34,7 +34,7 @@ def records(layout: str, folder: Path, flags: str) -> list[dict[str, Any]]:
 
 
 def test_load_and_losses_are_logged_alike_under_every_layout(tmp_path: Path) -> None:
-    """The logged values include the multi-token prediction layers, and samples consist of several documents."""
+    """The logged values also cover the multi-token prediction layers. Each sample consists of several documents."""
     flags = f"{SIGMOID} --fp64 --log-interval 2 --moe-expert-capacity-factor 0.8 --moe-per-layer-logging "
     flags += "--vocab-size 12 --mtp-num-layers 2 --mtp-loss-scaling-factor 0.7 --tokenizer-type NullTokenizer "
     flags += "--reset-attention-mask --reset-position-ids --eod-mask-loss"
@@ -52,7 +52,7 @@ def test_load_and_losses_are_logged_alike_under_every_layout(tmp_path: Path) -> 
         )
         assert 0 < record["moe_dropped"] < 1
         assert record["moe_z_loss"] > 0
-    assert all(0.9 < record["moe_aux_loss"] < 2 for record in first)  # 1 if loads are balanced, also in the first step
+    assert all(0.9 < record["moe_aux_loss"] < 2 for record in first)  # it would be 1 for balanced loads
     for (world_size, _), (record, _) in zip(LAYOUTS.values(), (first, *others), strict=True):
         flops_of_token = world_size * record["tflops_per_device"] / record["tokens_per_second"]
         assert flops_of_token == pytest.approx(first[0]["tflops_per_device"] / first[0]["tokens_per_second"])

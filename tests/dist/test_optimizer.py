@@ -115,7 +115,7 @@ def bad_step(rank, world, distributed, dtype, kind, bad_rank, name):
 
 IN_A_SHARD = (3, "decoder.layers.0.mlp.linear_fc2.weight")
 THAT_NO_NORM_COUNTS = (1, "decoder.layers.1.mlp.linear_fc2.bias")
-"""Parameter of a replica that is not part of the gradient norm."""
+"""Rank and name of a replicated parameter. This rank does not count the parameter in the gradient norm."""
 
 
 @pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])

@@ -1,4 +1,5 @@
-"""Process groups in real worlds: the members of each group, and the creation of groups by all ranks together."""
+"""Process groups of several processes. The tests check the members of each group, and that all ranks take part in
+creating each group."""
 
 from unittest import mock
 

@@ -19,7 +19,8 @@ S, B, V = 5, 3, 32
 
 
 def example(dtype: torch.dtype, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, labels (including the last token of the vocabulary) and loss weights, one of which is zero."""
+    """Return random logits, labels and loss weights. One label is the last token of the vocabulary, and one loss weight
+    is zero."""
     generator = torch.Generator().manual_seed(4)
     logits = 3 * torch.randn(S, B, V, dtype=torch.float64, generator=generator)
     labels = torch.randint(0, vocab_size, (S, B), generator=generator)

@@ -1,7 +1,7 @@
-"""Weight gradients: the precision of accumulation, and the queue for deferred weight gradients. Also tests token ids
-that no rank owns.
+"""Weight gradients: the precision of accumulation, and the queue for deferred weight gradients. The tests also cover
+token ids that are outside the vocabulary shards of all ranks.
 
-tests/parity/test_matrix.py shows that the layers compute the same as one process.
+tests/parity/test_matrix.py compares the outputs and gradients of the layers with those of one process.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Collectives in adjoint pairs A and A', which satisfy <Ax, y> = <x, A'y>, and the fast path for one rank.
-tests/parity/test_matrix.py checks their values."""
+"""The backward pass of each collective A is its adjoint A', for which <Ax, y> = <x, A'y>. The fast path for one rank is
+also tested. tests/parity/test_matrix.py checks their values."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ class Watch:
 
 
 def steps(rank: int, world_size: int, flags: str) -> dict[str, Any]:
-    """Return the collectives of the second step, the largest number of unsharded units, and the memory in use after the
-    step."""
+    """Run two steps. Return the collectives of the second step, the largest number of units that were unsharded at
+    once, and the memory in use after the step."""
     with local_run(config(flags, world_size), rank, world_size) as run:
         train_step(run)
         watch = Watch(run)
@@ -129,7 +129,8 @@ def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
 
 
 def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
-    """Return the events of `Watch` in the third step, and ("begin" or "end", unit) for each pass of a unit's module."""
+    """Return the events that `Watch` records in the third step. For each pass of a unit's module, there are also two
+    events ("begin", unit) and ("end", unit)."""
     with local_run(config(flags, world_size), rank, world_size) as run:
         found = Watch(run).events
         for unit in run.ddp.units.units:
@@ -152,8 +153,8 @@ def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
 
 
 def test_collectives_are_launched_while_another_unit_computes() -> None:
-    """The test checks the order of events, not their times. Each gather except the first of a step starts during the
-    pass before the one that needs it, forward and backward. Each reduction except the last is in flight while the next
+    """The test checks the order of events, not their times. In both forward and backward passes, each gather except the
+    first of a step starts while the preceding unit computes. Each reduction except the last is in flight while the next
     unit computes."""
     flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads_params')}"
     first, second = run_world(2, events, flags)

@@ -165,7 +165,8 @@ def finalize_model_grads(ddp, total_tokens, state, seed=1.0):
 
 
 def run_step(ddp, optimizer, state, step, tokens=10, seed=1.0):
-    """Run one step as a training loop does; each data-parallel rank has `tokens` plus its rank valid tokens."""
+    """Run one step as the training loop does. The number of valid tokens on a data-parallel rank is `tokens` plus the
+    rank number."""
     ddp.zero_grad_buffer()
     add_gradients(ddp, state, step)
     if seed != 1.0:

@@ -10,7 +10,7 @@ from megatron.extensions import BUILT_IN
 
 
 def installed(extension: str | None) -> bool:
-    """Return True if this built-in extension is installed, or if the name is empty."""
+    """Return True if the built-in extension `extension` is installed, or if `extension` is None."""
     return extension is None or any(built_in.name == extension for built_in in BUILT_IN)
 
 

@@ -19,7 +19,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-10}
 
 
 def documents(length: int) -> Tensor:
-    """Return the document numbers [s, 2] of two samples. Documents begin with the sample or later, have one token, or
+    """Return the document numbers [s, 2] of the tokens in two samples. Some documents have a single token, and some
     span several chunks."""
     starts = torch.zeros(length, 2, dtype=torch.int64)
     for sample, places in enumerate(((0, 3, 4, 15, 16, 17, 40), (5, 31, 32))):
@@ -71,7 +71,8 @@ def check_strong_decay(chunks: Rule, steps: Rule, operands: list[Tensor]) -> Non
 
 
 def mixer_flops(config: TransformerConfig, letter: str, **more: Any) -> int:
-    """Return the FLOPs of the products in a mixer layer, without attention, in a model with a gated MLP."""
+    """Return the GEMM FLOPs per token of one mixer layer. They are the difference between a model with the mixer layer
+    and a model with only a gated MLP."""
     one = with_fields(config, {"num_layers": 1, "hybrid_layer_pattern": letter, **more})
     mlp = model_flops(with_fields(one, {"hybrid_layer_pattern": "-"})).matmul - 6 * 3 * one.hidden_size * one.ffn_size
     assert model_flops(one).attention == 0

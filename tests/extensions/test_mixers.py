@@ -1,5 +1,5 @@
-"""Tiny models with mixers instead of attention: recomputation, packed documents, and 16 bits. test_kv_cache tests the
-mixers' caches in generation."""
+"""Tests of recomputation, packed documents and 16-bit precision, for tiny models with mixers instead of attention.
+test_kv_cache tests the mixers' caches in generation."""
 
 from __future__ import annotations
 

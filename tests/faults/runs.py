@@ -19,7 +19,7 @@ MODEL = (
 ).split()
 TIMEOUT = ("--distributed-timeout-minutes", "0.1")
 HANGS = ("stop", "slow", "other_collective", "other_size")
-"""Faults after which ranks wait for each other until collectives time out."""
+"""Faults that make ranks wait for each other until a collective times out."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Ended:
 def run_with_fault(
     kind: str, folder: Path, *flags: str, rank: int = 2, step: int = 3, processes: int = 4, max_restarts: int = 0
 ) -> Ended:
-    """Start `processes` ranks under torchrun and break one of them. If torchrun may restart the ranks, the fault
-    strikes only once."""
+    """Launch `processes` ranks under torchrun, and inject a fault into one rank. If torchrun may restart the ranks, the
+    fault strikes only once."""
     file = folder / "fault"
     environ = os.environ | {
         "FAULT": f"{kind}:{rank}:{step}",

@@ -1,4 +1,4 @@
-"""Real ranks under torchrun, one of which is broken: all ranks exit, and the output ends with the root cause."""
+"""One of several ranks under torchrun fails. All ranks must exit, and the output must end with the root cause."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Race:
 
 
 def race(prefix: Path, cache: Path | None, seeds: list[int], user: int | None = None) -> Race:
-    """Run one process per seed as user `user`, all released at the same moment."""
+    """Start one process per seed as user `user`, and let all processes begin to build at the same moment."""
     barrier, results, stored = FORK.Barrier(len(seeds)), FORK.Queue(), FORK.SimpleQueue()
 
     def run(seed: int) -> None:

@@ -4,9 +4,9 @@ layout.
 The model has the features that make DeepSeek-V3 hard to distribute: multi-latent attention, a dense layer before the
 expert layers, sigmoid scores with a bias, expert groups, a shared expert and multi-token prediction. The run saves in
 the background and keeps the last two checkpoints. At a random moment, a random rank receives SIGKILL. The other ranks
-are either killed too or left to exit on their own. The next start uses another layout and sharding strategy, and must
-load the newest complete checkpoint. In fp64, every logged loss and gradient norm and every tensor of the final
-checkpoint must equal those of a run on one process to within 1e-9 of the largest value.
+are either killed too or left to exit on their own. The run then starts again with a different layout and sharding
+strategy, and must load the newest complete checkpoint. In fp64, every logged loss and gradient norm and every tensor of
+the final checkpoint must equal those of a run on one process to within 1e-9 of the largest value.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def check_kills(folder: Path, size: tuple[int, int, int], data: Sequence[str], m
 
     Args:
         folder: contains the folders save and alone of the two runs.
-        size: iterations, ranks and kills. The first kill comes after a checkpoint; others may come during start-up.
+        size: iterations, ranks and kills. The first kill happens after the first checkpoint. Later kills may happen
+            during startup.
         data: flags of the data.
         more: names of further metrics to compare.
     """
@@ -116,7 +117,7 @@ def check_kills(folder: Path, size: tuple[int, int, int], data: Sequence[str], m
             if runs:
                 os.kill(processes[victim].pid, signal.SIGKILL)
             if not runs or (steps and number % 2):
-                join(processes)  # the other ranks notice the loss on their own
+                join(processes)  # the other ranks must detect the lost rank and exit
         assert_resumed(screen.read_text(), latest)
         latest = read_latest(save) or 0
         assert latest >= newest > 0

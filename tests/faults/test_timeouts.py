@@ -69,7 +69,7 @@ def test_another_program_at_the_port_is_reported_in_time(tmp_path: Path) -> None
             os.environ["OUTCOME_FILE"] = str(tmp_path / "outcome")
             if rank == 1:
                 (tmp_path / "started").touch()
-            else:  # rank 0 imports nothing, so it waits here; otherwise, it could fail before rank 1 exists
+            else:  # rank 0 waits here, because it could otherwise fail before rank 1 exists
                 wait_for((tmp_path / "started").exists)
 
         flags = [*MODEL, "--pp", "1", "--startup-timeout-minutes", "30"]
@@ -116,7 +116,8 @@ def test_the_program_at_the_port_of_the_store_is_described() -> None:
 
 
 def test_only_a_failure_of_this_start_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failures of an earlier start or another launcher, and files of other programs, do not count."""
+    """Only a recorded failure of this start counts. Failures of earlier starts or other launchers are ignored, and so
+    are the files of other programs."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert left_failure("host", 1) is None
     leave_failure("host", 1, "taken")

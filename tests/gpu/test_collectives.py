@@ -53,7 +53,7 @@ def ring(x: Tensor, axis: Axis) -> Tensor:
 
 
 def computed(rank: int, size: int, device: str) -> dict[str, Tensor]:
-    """Return this rank's results of every collective as CPU tensors."""
+    """Run every collective, and return the results of this rank as CPU tensors, keyed by collective."""
     axis = Axis(dist.group.WORLD, rank, size, tuple(range(size)), dist.get_backend() != "nccl")
     found = dict[str, Tensor]()
     for dtype in DTYPES:
@@ -89,8 +89,8 @@ def computed(rank: int, size: int, device: str) -> dict[str, Tensor]:
 
 
 def _in_flight(part: Tensor, axis: Axis) -> Tensor:
-    """Launch sums one after another while GEMMs run, on a side stream if there is a GPU, and wait for the sums in a
-    different order."""
+    """Launch all-reduces one after another while GEMMs run, and wait for the all-reduces in a different order. On a
+    GPU, this happens on a side stream."""
     square = torch.eye(512, dtype=part.dtype, device=part.device)
     side = torch.cuda.Stream() if part.is_cuda else None
     if side is not None:
@@ -143,7 +143,7 @@ def expected(rank: int, size: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("ranks", [GLOO, SHARED_GPU, NCCL], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
 def test_collectives_match_their_definitions(ranks: Ranks, size: int, request: pytest.FixtureRequest) -> None:
-    """Ranks whose results must be equal get bit-identical results."""
+    """If a collective gives the same result on several ranks, the results are bit-identical."""
     here = ranks_of(request, ranks)
     results = run_world(size, computed, here.device, backend=here.backend)
     for rank, found in enumerate(results):

@@ -1,5 +1,5 @@
-"""Gated delta rule on a GPU: the chunked form in torch, and flash-linear-attention's kernels if installed, are compared
-with the recurrence in fp64."""
+"""Gated delta rule on a GPU. The chunked form in torch is compared with the recurrence in fp64.
+flash-linear-attention's kernels, if installed, are also compared with the recurrence."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def losses(metrics: Path) -> list[float]:
 
 
 def model_of(flags: str) -> list[str]:
-    """Return those flags of a layout that also change the model."""
+    """Return the flags in `flags` that change the model, not only the layout."""
     untied = ["--untie-embeddings-and-output-weights"] if "--untie-embeddings-and-output-weights" in flags else []
     return [*untied, *(EXPERTS.split() if EXPERTS in flags else [])]
 

@@ -1,4 +1,5 @@
-"""GPU kernels for attention to selected keys: comparison with plain torch in fp32, and the order of additions."""
+"""GPU kernels for attention to selected keys are compared with plain torch in fp32. The order of their additions is
+also tested."""
 
 from __future__ import annotations
 

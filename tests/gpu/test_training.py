@@ -28,7 +28,7 @@ def losses(metrics: Path, processes: int, *flags: str) -> list[float]:
 
 
 def gradient_norms(metrics: Path, *flags: str) -> dict[str, float]:
-    """Return the gradient norms of the first step by parameter name."""
+    """Train one step, and return the gradient norm of each parameter, keyed by name."""
     found, _ = records(metrics, 1, *flags, "--train-iters", "1", "--log-layer-stats", "1")
     return {name: values["grad_norm"] for name, values in found["parameters"].items()}
 

@@ -1,5 +1,5 @@
-"""python -m tests.gpu.watched_step FLAGS: run four training steps on one GPU. The first two steps compile regions and
-choose kernels. In the last two steps, torch raises an error wherever the host would wait for the device."""
+"""Run four training steps on one GPU with `python -m tests.gpu.watched_step FLAGS`. The first two steps compile regions
+and choose kernels. In the last two steps, torch raises an error wherever the host would wait for the device."""
 
 from __future__ import annotations
 

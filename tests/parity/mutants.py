@@ -109,7 +109,7 @@ def _codes(code: CodeType) -> list[CodeType]:
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """Plant a mutant in the library within the context."""
+    """Edit the library's functions as a mutant specifies, and restore them when the context exits."""
     places = [(*function_of(path), edits) for path, edits in mutant.edits.items()]
     kept = [(found, function, function.__code__) for found, function, _ in places]
     try:

@@ -139,8 +139,8 @@ SCHEDULE = "--lr-warmup-iters 2 --weight-decay-incr-style linear --start-weight-
 
 
 def expected_rates(updates: list[int]) -> list[Any]:
-    """Return the expected rates after the given numbers of updates: a warm-up over two updates, a linear decay until
-    update 40, and a ramp of the weight decay."""
+    """Return the expected learning rates and weight decays after the given numbers of updates. The learning rate warms
+    up over two updates and then decays linearly until update 40. The weight decay increases linearly."""
     lrs = [1e-2 * (n / 2 if n <= 2 else (40 - n) / 38) for n in updates]
     return [pytest.approx((lr, 0.4 * n / 40, 8), rel=1e-12) for lr, n in zip(lrs, updates, strict=True)]
 

@@ -38,7 +38,7 @@ class Records(list[dict[str, Any]]):
 
 
 def smoothed(rank: int, world_size: int, vocabulary: int, divisor: int) -> tuple[Tensor, Tensor]:
-    """Return the losses of given logits, and this rank's gradient of their weighted sum."""
+    """Return the losses for given logits, and this rank's part of the gradient of the weighted sum of the losses."""
     load_extensions(EXTENSIONS)
     flags = f"{FLAGS} --vocab-size {vocabulary} --make-vocab-size-divisible-by {divisor} --tp {world_size}"
     smoothing = "--loss-func label_smoothing --label-smoothing 0.2"
@@ -54,7 +54,7 @@ def smoothed(rank: int, world_size: int, vocabulary: int, divisor: int) -> tuple
 
 
 def given(vocabulary: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits [s, b, V], labels [s, b] and a factor of each loss."""
+    """Return logits [s, b, V], labels [s, b], and loss weights [s, b]."""
     generator = torch.Generator().manual_seed(1)
     logits = 3 * torch.randn(8, 2, padded, generator=generator, dtype=torch.float64)
     labels = torch.randint(vocabulary, (8, 2), generator=generator)
@@ -145,7 +145,7 @@ def test_the_accuracy_needs_validation_data() -> None:
 
 
 def lookups(rank: int, world_size: int, flags: str, split: str, name: str) -> tuple[list[str], str]:
-    """Return the names of the sets, and the message of a lookup."""
+    """Return the names of the evaluation sets of a split, and the error message for looking up an unknown name."""
     with running(f"{TINY} {flags}".split(), rank, world_size) as run:
         sets = run.data.evaluated(split)
         with pytest.raises(ValueError, match="; ") as error:

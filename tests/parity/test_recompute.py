@@ -1,5 +1,5 @@
-"""Recomputation changes no bit of the results, for any choice of modules and under schedules that defer weight
-gradients."""
+"""Results with recomputation are bit-identical to those without. This holds for every choice of modules, and under
+schedules that defer weight gradients."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ TABLE = yaml.safe_load(Path(__file__).with_name("reshard.yaml").read_text())
 MODELS: dict[str, str] = TABLE["models"]
 LAYOUTS: dict[str, dict[str, tuple[int, str]]] = TABLE["layouts"]
 STATES = {"sgd": ["momentum_buffer"], "own": ["exp_avg", "exp_avg_sq", "exp_avg_slow"]}
-"""States of optimizers other than Adam and Muon."""
+"""Names of optimizer states, keyed by optimizer, for optimizers other than Adam and Muon."""
 
 
 @pytest.mark.parametrize("family", list(MODELS))
 def test_checkpoints_load_under_other_layouts(tmp_path: Path, family: str, pytestconfig: pytest.Config) -> None:
-    """Each layout loads the checkpoint of the previous layout. The first layout loads the checkpoint of the last
-    layout. With --whole, every layout loads every checkpoint."""
+    """Each layout loads the checkpoint of the previous layout. The first layout in the list loads the checkpoint that
+    the last layout saved. With --whole, every layout loads every checkpoint."""
     whole, checkpoints = pytestconfig.getoption("--whole"), Checkpoints(tmp_path)
     names = list(LAYOUTS[family])
     names = names if whole or len(names) < 3 else names[::3]

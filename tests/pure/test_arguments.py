@@ -78,8 +78,8 @@ def _extension_of(place: str) -> str | None:
 
 
 def test_the_set_of_flags_is_frozen() -> None:
-    """User scripts rely on the names of flags. `python -m tests.pure.test_arguments` accepts a change; record it in the
-    changelog."""
+    """User scripts rely on the names of flags. To accept a change of flags, run `python -m tests.pure.test_arguments`
+    and record the change in the changelog."""
     installed = {None, *(extension.name for extension in extensions.BUILT_IN)}
     lines = GOLDEN.read_text().splitlines(keepends=True)
     assert surface() == "".join(line for line in lines if home_of(line.split()[0]) in installed)

@@ -1,4 +1,4 @@
-"""Batch size over the course of a run, compared with a step-by-step simulation."""
+"""The batch sizes during a run are compared with a step-by-step simulation."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ STATE = ParallelState()
 
 @dataclass
 class Run:
-    """Model and optimizer whose steps use artificial gradients."""
+    """Model and optimizer of a run. Optimizer steps use artificial gradients."""
 
     config: RunConfig
     callbacks: Sequence[Callback] = ()
@@ -194,7 +194,7 @@ def test_a_run_restarts_with_its_moments(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"finetune": True}, {"load_optim": False}], ids=["finetune", "no-load-optim"])
 def test_only_weights_are_loaded_on_request(tmp_path: Path, options: dict[str, bool]) -> None:
-    """The weights include the expert biases, which are part of the model although no gradient updates them."""
+    """The loaded weights include the expert biases, which belong to the model although they have no gradients."""
     one = Run(config(tmp_path, parallel=BF16, model=DEEPSEEK, save_optim=False))
     one.step(0)
     one.save(Progress(5, 40))

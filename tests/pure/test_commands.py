@@ -93,7 +93,7 @@ def test_problems_of_a_command_are_reported_with_all_other_problems(capsys: pyte
 def test_a_run_without_a_batch_size_is_one_problem(
     flags: str, problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The rules for files still apply. The batch size is one sample."""
+    """The rules for input files still apply. The commands use a batch size of one sample."""
     assert ended(flags) == 2
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  ")]
     assert said.startswith(f"  {problem}")

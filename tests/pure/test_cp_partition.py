@@ -102,7 +102,7 @@ def test_tiles_cover_the_visible_keys(seed: int) -> None:
 
 
 def assert_on_diagonal_first(tiles: tuple[Tile, ...]) -> None:
-    """Assert that the diagonal tile of a query comes before the query's other tiles."""
+    """Assert that the diagonal tile of each query precedes all other tiles of the query."""
     own = {(tile.sample, row) for tile in tiles if tile.diagonal for row in tile.queries}
     for tile in tiles:
         if tile.diagonal:

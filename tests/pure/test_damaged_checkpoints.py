@@ -34,7 +34,8 @@ def save_at(root: Path, iteration: int, elements: int = 400) -> Path:
 
 
 def load(root: Path) -> tuple[int | None, list[str]]:
-    """Load a checkpoint, check the loaded tensor, and return (iteration, messages)."""
+    """Load the newest intact checkpoint, and check its tensor. Return the iteration of the checkpoint and the printed
+    messages."""
     said: list[str] = []
     checkpoint = choose_checkpoint(root, Axis(), said.append)
     if checkpoint is None:

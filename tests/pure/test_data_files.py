@@ -1,5 +1,5 @@
-"""Checkpoint data files are byte-identical to those of torch.save, although torch pickles and unpickles only a few of
-many similar tensors."""
+"""Checkpoint data files are byte-identical to files that torch.save writes. Of many similar tensors, only a few are
+actually pickled and unpickled by torch."""
 
 from __future__ import annotations
 

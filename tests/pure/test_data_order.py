@@ -222,7 +222,7 @@ def test_a_longer_plan_keeps_the_order_and_appends_to_it(tmp_path: Path) -> None
     assert inputs(longer, len(begun)) == inputs(begun, len(begun)) and len(longer) >= 90
     again = order_of(indexed, tmp_path).view(SampleFormat(4), [30, 90, 70])
     assert inputs(again, len(begun)) == inputs(begun, len(begun))
-    # All tokens except those at the end of each segment occur equally often. There are 100 tokens, and 24 or 49 samples
-    # of 4 tokens.
+    # All tokens except those at the end of each segment occur equally often. The data has 100 tokens. A segment of one
+    # epoch has 24 samples of 4 tokens, and a segment of two epochs has 49.
     counts = Counter(inputs(longer, len(longer)))
     assert set(counts.values()) <= {len(inputs(longer, len(longer))) // 100 + n for n in (-1, 0, 1)}

@@ -104,7 +104,7 @@ def test_a_second_thread_ends_a_hanging_process(tmp_path: Path, monkeypatch: pyt
         handler.unreachable(FAILURE, [1])
 
     assert ended(tmp_path, hang, end).count("RUN FAILED: rank 1 of 2\n") == 1
-    assert (tmp_path / "closed").exists()  # the file exists although an earlier function hangs
+    assert (tmp_path / "closed").exists()  # the second function ran even though the first function hangs
 
 
 @pytest.mark.parametrize("what", ["a report", "an error in it"])

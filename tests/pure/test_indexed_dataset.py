@@ -177,7 +177,7 @@ def test_verify_finds_a_wrong_offset(tmp_path):
     ],
 )
 def test_an_index_is_checked_at_every_start(tmp_path, place, format, value, message):
-    """Damage is detected even if index files of an earlier run exist."""
+    """A damaged .idx file is detected even if an earlier run has cached the indices that are built from the file."""
     prefix = write_documents(tmp_path / "x", DOCUMENTS)
     config = DatasetConfig(data_path=(prefix,), split="1,0,0")
     rest = {"seq_length": 2, "seed": 0, "sizes": (1, 0, 0), "eod": None, "vocab_size": None}

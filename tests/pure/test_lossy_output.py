@@ -1,4 +1,4 @@
-"""Lines that cannot be written are dropped and counted; they do not end the run."""
+"""If output lines cannot be written, they are dropped and counted, and the run continues."""
 
 from __future__ import annotations
 

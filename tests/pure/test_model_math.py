@@ -83,7 +83,7 @@ SPANS = [*(Span(window=tokens) for tokens in (1, 7, 31, 32)), *(Span(chunk=token
 
 @pytest.mark.parametrize("span", SPANS, ids=str)
 def test_spans_count_visible_keys(span: Span) -> None:
-    """The approximate mean number of visible keys equals the exact number up to half a token, as in causal attention,
-    where half of the matrix counts."""
+    """The approximation of the mean number of visible keys differs from the exact number by at most half a token. For
+    causal attention, the approximation is half the sequence length."""
     exact = sum(min(i % (span.chunk or 32) + 1, span.window or 32) for i in range(32)) / 32
     assert span.mean(32) == pytest.approx(exact, abs=0.5) and Span().mean(32) == 16

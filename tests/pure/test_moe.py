@@ -64,7 +64,8 @@ def test_the_layer_matches_its_plain_implementation(case: str, dispatcher: str) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_spare_rows_are_left_out(dtype: torch.dtype) -> None:
-    """The values of spare rows do not matter: no GEMM and no gradient uses these rows, and the outputs are finite."""
+    """The values of spare rows must not affect the results. No GEMM and no gradient uses spare rows, and all outputs
+    are finite."""
     x, weight = torch.randn(11, 16, dtype=dtype), torch.randn(3, 24, 16, dtype=dtype)
     x[8:] = torch.nan
     segments, exact = Segments.of_counts(torch.tensor([3, 0, 5]), True), Segments.of_sizes((3, 0, 5), x.device)
@@ -114,8 +115,8 @@ def test_a_step_updates_the_bias_and_logs_the_load() -> None:
 
 
 def router_gradient(layer: MoELayer, batches: list[Tensor]) -> Tensor:
-    """Return the router's gradient from the auxiliary loss alone. All forward passes precede all backward passes, as in
-    GPipe."""
+    """Return the gradient of the router weights that comes from the auxiliary loss alone. All forward passes precede
+    all backward passes, as in GPipe."""
     layer.router.balance.begin_step()
     layer.zero_grad()
     outputs = [layer(x, context(x.shape[1], SCALE, number)) for number, x in enumerate(batches)]
@@ -139,8 +140,8 @@ def test_the_loss_acts_within_its_step(kind: str) -> None:
 
 
 def test_the_loss_uses_running_means_for_any_micro_batch_size() -> None:
-    """The loads for sample n include samples 0 to n. With one sample per micro-batch, these loads are Megatron-LM's
-    running mean."""
+    """The expert loads for sample n include samples 0 to n. With one sample per micro-batch, these expert loads equal
+    the running mean that Megatron-LM uses."""
     layer = build_layer(AUXILIARY)
     x = torch.cat([random_input(AUXILIARY, seed).detach() for seed in range(2)], dim=1)  # six samples
     logits = x @ layer.router.weight.T

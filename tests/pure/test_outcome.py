@@ -70,7 +70,7 @@ def test_an_early_exit_is_reported(
 ) -> None:
     file = tmp_path / "outcome"
     monkeypatch.setenv(VARIABLE, str(file))
-    # Ranks of the second host write the file too.
+    # Ranks on the second host also write the file.
     with pytest.raises(SystemExit), early_end_told(Launch(2 + local_rank, 4, local_rank)):
         raise SystemExit(code)
     assert (lines(file)[0] if file.exists() else None) == (name and f"name={name}")

@@ -67,7 +67,7 @@ def test_a_file_without_room_is_named_and_standard_output_is_not_blamed(tmp_path
 
 
 class FullDevice(io.BytesIO):
-    """Full device that cannot be truncated after half a line, unlike a file."""
+    """Simulated full device. Unlike a file, a device cannot be truncated after an incomplete line."""
 
     name = "full"
 

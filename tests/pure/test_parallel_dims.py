@@ -1,4 +1,4 @@
-"""Rank order and group membership, computed with integers."""
+"""Tests of rank order and group membership. No process group is created."""
 
 import pytest
 from hypothesis import given

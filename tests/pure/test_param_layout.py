@@ -1,4 +1,4 @@
-"""Buffers, buckets and shards of any size cover every element exactly once."""
+"""Buffers, buckets and shards of any size contain each parameter element exactly once."""
 
 from __future__ import annotations
 

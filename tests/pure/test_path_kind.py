@@ -58,8 +58,8 @@ def test_a_file_of_a_model_is_refused_with_its_folder(tmp_path: Path, monkeypatc
 
 @pytest.mark.usefixtures("forget_extensions_at_once")
 def test_an_extension_adds_kinds(tmp_path: Path) -> None:
-    """Path kinds that an extension adds are tried in their registered order. The error for another kind lists the kinds
-    that --load accepts."""
+    """Path kinds that an extension adds are tried in their registered order. If a path has a kind that --load does not
+    accept, the error lists the kinds that --load accepts."""
     their = {"about": "is a model of theirs", "convert": "theirs {path}"}
     PATH_KINDS.register("theirs", lambda path: (Path(path) / "theirs").exists(), order=35, **their)
     PATH_KINDS.register("their_file", lambda path: path.endswith(".theirs"), about="", order=25, loaded_as="their file")

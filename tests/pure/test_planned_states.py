@@ -67,7 +67,7 @@ def test_each_element_has_one_owner(dims: ParallelDims, distributed: bool) -> No
 
 
 def held(plan, param, state, place):
-    """Return the flat ranges of a state that a rank holds: those of its part of the parameter, or the whole state."""
+    """Return the flat ranges of a state that are stored on a rank. The ranges depend on the kind of the state."""
     if state.kind == ELEMENTS:
         return [param.part_within(*plan.owned_range(param, place))]
     if state.kind == MATRICES:

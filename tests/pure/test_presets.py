@@ -63,7 +63,7 @@ ONE_GPU = sorted((CONFIGS[0].parent / "one_gpu").glob("*.yaml"), key=lambda path
 
 
 def planned_gib(path: Path) -> float:
-    """Return the planned memory of a preset that runs on one rank."""
+    """Return the memory in GiB that the planner computes for a one-rank preset."""
     memory_of_ranks = pytest.importorskip("megatron.extensions.plan.planner.memory").memory_of_ranks
     config = resolve(command_line(["--config", str(path), "--dry-run", "--world-size", "1"]).config, 1)
     (rank,) = memory_of_ranks(config, 1)
@@ -117,7 +117,7 @@ def check_suggestions(own: list[str], ranks: int) -> None:
     for config in configs:
         pasted = resolve(parse_args([*own, *run.flags(config)]), ranks)
         assert validate(pasted, ranks) == [], run.flags(config)
-        # recompute_modules has no effect without selective recomputation.
+        # Ignore recompute_modules, which has no effect without selective recomputation.
         if pasted.model.recompute_granularity != "selective":
             pasted = replace(pasted, model=replace(pasted.model, recompute_modules=config.model.recompute_modules))
         assert replace(pasted, given=config.given) == config

@@ -103,7 +103,8 @@ def test_constants_are_filled_and_unknown_kinds_refused() -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Record the size of the largest tensor that any operator creates, apart from `known` tensors."""
+    """Dispatch mode that records the size of the largest tensor that an operator creates. Tensors that share storage
+    with `known` tensors are ignored."""
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()
@@ -211,7 +212,7 @@ def test_masks_match_exact_integer_arithmetic(chunk: int, monkeypatch: pytest.Mo
         return x ^ x >> 31
 
     def dropped(row: int, column: int, p: float) -> bool:
-        # Both halves and the threshold are shifted by 2**31 to become signed numbers.
+        # Adding 2**31 to the signed hash makes it unsigned, so that it can be compared with p * 2**32.
         x = (row + absorb(0, column) + 2**32) % 2**32
         x = (x ^ x >> 16) * 0x7FEB352D % 2**32
         x = (x ^ x >> 15) * 0x846CA68B % 2**32

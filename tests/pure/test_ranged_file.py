@@ -1,4 +1,4 @@
-"""Stored files that are read in ranges, and the bytes that a load fetches."""
+"""Tests of files in object storage that are read in byte ranges, and of the bytes that loading a checkpoint fetches."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ ROOT = located("counted://bucket/run")
 
 @pytest.fixture
 def objects() -> Counted:
-    """Empty the storage of counted://, and return it. The storage reads ahead like an object storage."""
+    """Return the storage for counted:// URLs after deleting its files. This storage reads ahead, as an object store
+    does."""
     found = storage_of(ROOT)
     assert isinstance(found, Counted)
     found.files, found.reads, found.read_ahead = {}, [], 16 << 20

@@ -79,7 +79,7 @@ def experts_of(x: Tensor, compiled: bool) -> Tensor:
 
 
 def heads_by_position(x: Tensor, compiled: bool) -> Tensor:
-    """Apply a norm without weights and the attention temperature to queries."""
+    """Normalize queries without a norm weight, and scale them by the attention temperature of their positions."""
     q, scales = x.unflatten(-1, (4, 10)), torch.linspace(1, 2, 5)[:, None, None, None]
     q = region(_divided_by_root_mean_square, compiled)(q, 1e-3)
     return region(scaled_queries, compiled)(q, scales).flatten(2)

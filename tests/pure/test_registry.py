@@ -248,7 +248,8 @@ def test_protocols_describe_registered_parts() -> None:
     ],
 )
 def test_a_storage_without_all_its_methods_is_refused(left_out: str, changed: dict[str, Any], said: str) -> None:
-    """The check runs at registration, because otherwise only a save would detect the missing method."""
+    """A storage class is checked when it is registered. Otherwise, a missing method would only be detected when a
+    checkpoint is saved."""
     methods = {name: getattr(LocalStorage, name) for name in ("names", "size", "read", "write", "remove")} | changed
     methods.pop(left_out, None)
     with pytest.raises(ValueError, match=said):

@@ -1,4 +1,4 @@
-"""Parameter roles, and the initial values that depend on these roles."""
+"""Tests of parameter roles, and of initial values that depend on a parameter's role."""
 
 from __future__ import annotations
 

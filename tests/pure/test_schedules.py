@@ -154,7 +154,7 @@ def test_interleaved_order_is_megatrons_where_p_divides_m():
 
 @given(st.integers(1, 20), st.none() | st.integers(0, 20), st.integers(1, 100))
 def test_groups_have_the_requested_size_unless_the_rest_is_too_small(p, more, m):
-    """Unless a group size is requested, groups have p micro-batches."""
+    """The default group size is p micro-batches."""
     group = p + (more or 0)
     groups = groups_of(m, p, None if more is None else group)
     sizes = [len(part) for part in groups]

@@ -19,7 +19,7 @@ from megatron.core.parallel_state import Axis
 
 @st.composite
 def shards(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], int, int]:
-    """Draw (global shape, offset and shape of a local box, start and stop of a flat range in the box)."""
+    """Draw a global shape, the offset and shape of a local box, and the start and stop of a flat range in the box."""
     shape = draw(st.lists(st.integers(1, 5), max_size=5))
     offset = [draw(st.integers(0, 3)) for _ in shape]
     whole = [o + n + draw(st.integers(0, 2)) for o, n in zip(offset, shape, strict=True)]

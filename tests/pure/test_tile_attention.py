@@ -1,4 +1,4 @@
-"""Tiled attention equals attention with the dense mask for every kernel."""
+"""For every kernel, tiled attention gives the same result as attention with a dense mask."""
 
 from __future__ import annotations
 

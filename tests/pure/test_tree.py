@@ -63,7 +63,7 @@ def test_every_folder_of_the_library_is_a_package() -> None:
 
 
 def test_pytest_enters_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
-    """pytest's default would skip folders with names such as dist and build."""
+    """The default of pytest's norecursedirs would skip folders with names such as dist and build."""
     folders = {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert "dist" in folders
     assert [f for f in folders for pattern in pytestconfig.getini("norecursedirs") if fnmatch(f, pattern)] == []
@@ -78,7 +78,8 @@ def test_ruff_checks_every_folder() -> None:
 
 
 def modules() -> dict[str, Path]:
-    """Return the file of every library module by dotted name. The names of packages do not end with `__init__`."""
+    """Return the files of all library modules, keyed by the dotted name of the module. The names of packages do not end
+    with `__init__`."""
     files = [path for path in (ROOT / "megatron").rglob("*.py") if path.name != "__init__.py"]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
 
@@ -223,8 +224,8 @@ def test_the_library_names_no_flag_of_an_extension() -> None:
 
 
 def test_only_tests_replace_attributes_with_mocks() -> None:
-    """Behaviour that varies, such as the device of a plan, must be an argument. Only `megatron.training.foreign`
-    replaces functions of other libraries."""
+    """Library code must not use mocks to vary its behaviour. Variable behaviour, such as the device of a plan, must be
+    an argument. Only `megatron.training.foreign` replaces functions of other libraries."""
     files = [path for folder in ("megatron", "tools", "research") for path in (ROOT / folder).rglob("*.py")]
     importing = re.compile(r"^\s*(from|import) (unittest|mock)\b", re.MULTILINE)
     assert len(files) > 400

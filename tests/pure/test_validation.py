@@ -1,5 +1,5 @@
-"""Configuration rules that a table cannot express (test_rules.py tests the tables), and defaults that are derived from
-other values."""
+"""Tests of configuration rules that a table cannot express, and of defaults that are derived from other values.
+test_rules.py tests the tables of rules."""
 
 from __future__ import annotations
 

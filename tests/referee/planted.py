@@ -71,7 +71,7 @@ class Found(NamedTuple):
     """One of `VERDICTS`."""
 
     first: str
-    """First gradient that the verdict names, or the reason for a missing dump."""
+    """First wrong gradient according to the verdict. If the run wrote no step dump, the reason."""
 
     cause: str = ""
     explained: bool = False

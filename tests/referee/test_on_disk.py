@@ -1,4 +1,4 @@
-"""Memory use of the referee: tensors that do not fit into memory are kept in files."""
+"""The referee uses bounded memory, because it keeps tensors that do not fit into memory in files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tools/referee.py on models of transformers with faults planted in their backward passes."""
+"""tools/referee.py judges transformers models whose backward passes contain planted faults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Other:
     model: PreTrainedModel
     folder: Path
     by_files: bool = False
-    """True to write gradients to a folder in the same format as weights."""
+    """Whether gradients are written as a folder of files, in the same format as weights."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """Additional inputs for the model and the batch file besides tokens and labels."""

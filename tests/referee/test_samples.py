@@ -63,7 +63,8 @@ def train(rank: int, world_size: int, config: RunConfig) -> None:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> str:
-    """Create documents of 3 to 9 tokens, each of which ends with the end-of-document token."""
+    """Create a corpus of documents with 3 to 9 tokens each. The last token of each document is the end-of-document
+    token."""
     random = np.random.default_rng(1)
     documents = ([*random.integers(0, 63, size=random.integers(2, 9)), 63] for _ in range(80))
     return write_documents(tmp_path / "corpus", documents)

@@ -11,7 +11,8 @@ from research.published_runs import MEMORY, compare, plan_peaks, published_runs
 
 
 def test_cheap_published_runs_are_predicted_within_their_error() -> None:
-    """For the whole table, which takes a minute, run python research/published_runs.py."""
+    """This test covers a few published runs. `python research/published_runs.py` computes the whole table in about a
+    minute."""
     every = list(published_runs())
     assert len(every) > 60 and sum(run.fit for run in every) == 13
     some = [run for run in every if run.model == "llama3.1-8b" and run.gpus == 8 and not run.other]

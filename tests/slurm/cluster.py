@@ -34,7 +34,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 @dataclass(frozen=True)
 class Job:
-    """Job on the test's SLURM cluster, with its folder."""
+    """SLURM job on the test cluster, and the folder of the job."""
 
     id: str
     folder: Path
@@ -122,7 +122,7 @@ class Cluster:
 @contextmanager
 def running_cluster() -> Iterator[Cluster]:
     """Start a SLURM cluster in a temporary folder. All SLURM commands of this process connect to this cluster."""
-    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # the path of a socket must be short
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # socket paths must be short
     script, before = str(ROOT / "tests/slurm/start_slurm.sh"), os.environ.get("SLURM_CONF")
     try:
         subprocess.run(["bash", script, "start", f"{folder}/run"], check=True, timeout=HANG)

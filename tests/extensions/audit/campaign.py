@@ -1,5 +1,5 @@
-"""Audits of many steps. In correct steps, no audit may raise an alarm; in the others, a random bit flips on a random
-rank.
+"""Audit many training steps. In correct steps, no audit may raise an alarm. In all other steps, a random bit is flipped
+on a random rank.
 
     python -m tests.extensions.audit.campaign --steps 1000              correct steps of each layout
     python -m tests.extensions.audit.campaign --flips 40 --seed 1       flips in runs of each layout
@@ -31,8 +31,8 @@ KINDS = ("bucket", "reduced", "message", "product")
 
 
 def flips_of(draw: random.Random, count: int, ranks: int, bf16: bool, messages: bool) -> list[Flip]:
-    """Return random faults, one in each audited step. The faults flip only bits of the upper half, because the effect
-    of other bits may be smaller than rounding."""
+    """Return a list of random faults. Each fault strikes in a different audited step. The faults flip only bits of the
+    upper half, because the effect of other bits may be smaller than rounding."""
     kinds = KINDS if messages else tuple(kind for kind in KINDS if kind != "message")
     found = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""Audits detect a flipped bit and name the rank and the tensor; a correct run raises no alarm."""
+"""Audits detect a flipped bit and report the rank and the tensor. In a correct run, audits raise no alarm."""
 
 from __future__ import annotations
 

@@ -72,13 +72,14 @@ MORE_LAYOUTS = {
 
 FP32 = [(layout, "--fp32") for layout in LAYOUTS | MORE_LAYOUTS]
 BF16 = [(layout, "--bf16") for layout in LAYOUTS]
-"""Cases with averages of main parameters, some of them with sharded optimizer states (zero1) or sharded weights
+"""Cases in which the main parameters are averaged. Some cases shard the optimizer states (zero1) or the weights
 (zero3)."""
 
 
 @pytest.mark.grid(("layout", "precision"), [*FP32, ("zero1", "--bf16"), ("zero3", "--bf16")], [*FP32, *BF16])
 def test_averages_match_their_definition_under_every_layout(layout: str, precision: str, tmp_path: Path) -> None:
-    """The averages equal those computed in fp64 from the main parameters in the checkpoints after each step."""
+    """The expected averages are computed in fp64. They use the main parameters from checkpoints that are saved after
+    each step."""
     ranks, flags = (LAYOUTS | MORE_LAYOUTS)[layout]
     run = trained(tmp_path / "run", ranks, f"{precision} {AVERAGES} {flags}")
     weights = [main_params(checkpoint(run, step)) for step in range(1, STEPS + 1)]
@@ -142,8 +143,8 @@ def test_averages_do_not_change_a_bit_of_training(tmp_path: Path) -> None:
 
 
 def losses(rank: int, world_size: int, config: RunConfig) -> tuple[float, float]:
-    """Return the validation losses of the averaged and of the trained weights, and check that the states have the
-    planned size in bytes."""
+    """Return two validation losses: one with the averaged weights, and one with the trained weights. Also check that
+    the states have the planned size in bytes."""
     with local_run(config, rank, world_size) as run:
         (average,) = [callback for callback in run.callbacks if isinstance(callback, MovingAverages)]
         callbacks, records = run.callbacks, list[dict[str, float]]()

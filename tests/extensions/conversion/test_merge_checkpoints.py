@@ -44,7 +44,8 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return checkpoints 1 to 8 of a run in fp32, with a warm-up of one step and a decay in the last step."""
+    """Run eight fp32 steps, with learning rate warmup in the first step and decay in the last step. Return the folder
+    with the checkpoints of all eight steps."""
     folder = tmp_path_factory.mktemp("runs")
     run_forked(1, [*MODEL, *RUN, "--save", str(folder / "fp32")], folder / "screen")
     return folder / "fp32"
@@ -355,7 +356,8 @@ def test_a_record_has_no_credentials() -> None:
 
 
 def test_expert_biases_are_merged(tmp_path: Path) -> None:
-    """Expert biases are states, not parameters; the test merges those of a run and those in Megatron-LM's format."""
+    """Expert biases are states, not parameters. The test merges the biases of a run's checkpoints and the biases of
+    checkpoints in Megatron-LM's format."""
     experts = "--num-experts 4 --moe-router-topk 2 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     flags = [*MODEL, *RUN, *experts.split(), "--train-iters", "3", "--save", str(tmp_path / "run")]
     run_forked(1, flags, tmp_path / "screen")

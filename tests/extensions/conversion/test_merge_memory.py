@@ -43,7 +43,7 @@ def save_llama(folder: Path, seed: int) -> None:
 
 
 def peak(rank: int, world_size: int, inputs: list[Path], output: Path, to: str) -> int:
-    """Return the peak bytes that a merge adds to the memory of the process."""
+    """Merge checkpoints, and return how many bytes the merge adds to the peak memory of the process."""
     give_back_pages()
     CLEAR.write_text("5")
     before = resident("VmRSS")

@@ -85,7 +85,8 @@ MODEL += "--attention-dropout 0 --hidden-dropout 0 "
 
 
 def trained(rank: int, world_size: int, flags: str, without: int | None) -> tuple[str, set[torch.dtype]]:
-    """Return (output, dtypes that are multiplied in fp32) of a world in which one rank's CPU lacks the instructions."""
+    """Train ranks, one of which pretends that its CPU lacks instructions for half-precision GEMMs. Return the printed
+    output and the dtypes whose GEMMs are computed in fp32."""
     printed = io.StringIO()
     with (
         mock.patch.object(cpu_half, "has_products_of", return_value=rank != without),

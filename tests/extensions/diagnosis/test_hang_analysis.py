@@ -77,7 +77,8 @@ def test_all_to_all_sizes_may_differ() -> None:
 
 
 def test_the_missing_rank_is_named() -> None:
-    """Rank 2 is in no collective. Rank 1 waits for 0, rank 0 waits for 2, and rank 3 waits for a message from 1."""
+    """Rank 2 is in no collective. Rank 1 waits for rank 0, rank 0 waits for rank 2, and rank 3 waits for a message from
+    rank 1."""
     found = blame(with_rank_2(4, 6, 4))
     assert found is not None and found.ranks == (2,) and found.title.startswith("did not reach the point")
     assert "rank 2 was at line_of_2" in found.why

@@ -32,7 +32,8 @@ from tests.parity.test_bad_steps import MODEL, SAMPLE, config_of, plant, same, s
 
 
 def fail(rank: int, world_size: int, config: RunConfig, kind: str) -> tuple[str, bool]:
-    """Return (message of the step that ends the run, True if weights and moments are those before the step)."""
+    """Run until a non-finite step ends the run. Return the error message, and whether the weights and moments are the
+    same as before the step."""
     with local_run(config, rank, world_size) as run:
         plant(kind, run)
         if kind != "weight gradient":
@@ -40,7 +41,7 @@ def fail(rank: int, world_size: int, config: RunConfig, kind: str) -> tuple[str,
         before = tensors(run)
         train_step(run)
         with pytest.raises(BadStepError) as error:
-            train_step(run)  # raises before it uses the gradients
+            train_step(run)  # the error is raised before the gradients are used
         return str(error.value), same(before, tensors(run))
 
 
@@ -73,7 +74,8 @@ def test_module_and_sample_are_named_and_replayed_in_one_process(kind: str, tmp_
 
 
 def message_of(rank: int, world_size: int, config: RunConfig, plant: Callable[[TrainingRun], Any]) -> tuple[str, Any]:
-    """Return the message that ends a run with a non-finite first step, and the result of `plant`."""
+    """Plant a fault that makes the first step non-finite. Return the error message that ends the run, and the result of
+    `plant`."""
     with local_run(config, rank, world_size) as run:
         planted = plant(run)
         train_step(run)
@@ -83,7 +85,7 @@ def message_of(rank: int, world_size: int, config: RunConfig, plant: Callable[[T
 
 
 def poison(run: TrainingRun) -> int:
-    """Make a row of the embedding NaN; return the first sample that reads it."""
+    """Set one row of the embedding to NaN, and return the index of the first sample that uses the row."""
     table = run.stages[0].embedding.word_embeddings.weight
     readers = {token: sample for sample in range(7, -1, -1) for token in run.data.train.dataset[sample]["tokens"]}
     token, sample = max(readers.items(), key=lambda item: item[1])

@@ -39,7 +39,7 @@ class Bug:
     the iteration at which the bug takes effect."""
 
     names: str
-    """Text that an alarm must contain."""
+    """Text that an alarm must contain to count as a detection of the bug."""
 
 
 class EachStep(Callback):
@@ -88,7 +88,7 @@ def scaled_lookup(run: TrainingRun, first: int) -> None:
         own = args[0].t().chunk(tp.size)[tp.rank]
         return out * torch.where(own >= table.vocab_rows // tp.size, SCALE, 1.0)[..., None]
 
-    # This hook runs before the statistics hook, so the statistics include the multiplication.
+    # The hook is prepended to run before the statistics hook, so that the statistics see the scaled output.
     table.register_forward_hook(scaled, prepend=True)
 
 

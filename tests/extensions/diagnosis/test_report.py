@@ -39,8 +39,8 @@ TRACED = CONFIG.replace("tensor-model-parallel-size: 2", "tensor-model-parallel-
 
 
 def page_of(folder: Path, *flags: str) -> tuple[str, str]:
-    """Return (text, source) of a report after checking that the report is well-formed, has all sections, loads no
-    resources and runs no code."""
+    """Write a report, and check that it is well-formed, has all sections, loads no resources and runs no code. Return
+    the text and the HTML source of the report."""
     assert main([str(folder), "--no-plan", *flags]) == 0
     source = (folder / "report.html").read_text(encoding="utf-8")
     elements = list(ElementTree.fromstring(source).iter())
@@ -67,8 +67,8 @@ def write_metrics(folder: Path, count: int, **more: Any) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Create a run that crashed once. The run has a trace, a checkpoint, and hostile text wherever the report shows
-    text from a run."""
+    """Create the files of a run that crashed once. The run has a trace, a checkpoint, and hostile text wherever the
+    report shows text from a run."""
     folder = tmp_path / "a <b>run"
     write_metrics(folder, 40, layer_alarms=[ATTACK], audits=3)
     with (folder / "metrics.jsonl").open("a") as file:

@@ -18,7 +18,7 @@ from tests.harness import local_run, run_world
 from tests.parity.test_bad_steps import config_of
 
 DELAY = 0.5
-"""Delay per micro-batch in seconds, much longer than delays of a process on a busy machine."""
+"""Delay of the slow rank per micro-batch, in seconds. The delay is much longer than a busy machine delays a process."""
 
 
 def slow_down(rank: int, world_size: int, config: RunConfig, slow: dict[str, int]) -> Record:

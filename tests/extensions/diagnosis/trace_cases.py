@@ -1,4 +1,4 @@
-"""Traces of simulated runs: slices of pipeline actions as ranks would record them."""
+"""Simulated traces with the same slices of pipeline actions that ranks record in a real run."""
 
 from __future__ import annotations
 

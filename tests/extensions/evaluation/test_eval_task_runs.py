@@ -27,7 +27,8 @@ def scores(folder: Path) -> dict[str, float]:
 
 
 def nearly(resps: Any, relative: float) -> Any:
-    """Wrap answers, including log-likelihoods, so that they compare equal up to rounding."""
+    """Replace all floats in nested results with `pytest.approx`, so that log-likelihoods compare equal up to
+    rounding."""
     if isinstance(resps, list | tuple):
         return type(resps)(nearly(each, relative) for each in resps)
     return pytest.approx(resps, rel=relative) if isinstance(resps, float) else resps

@@ -44,7 +44,7 @@ FORMATS = [E4M3, E5M2]
 
 
 def spread(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return random values of many magnitudes."""
+    """Return random values that span many orders of magnitude."""
     return (torch.randn(shape) * torch.exp(3 * torch.randn(shape))).to(dtype)
 
 
@@ -55,7 +55,8 @@ def by_amax(x: Tensor, amax: Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def by_multiplier(x: Tensor, multiplier: Tensor, dtype: torch.dtype) -> tuple[Scaled, Tensor]:
-    """Cast x, but not its transpose, with the given multiplier. Return the cast and the recorded amax."""
+    """Cast x, but not its transpose, with the given multiplier. Return the result of the cast and the amax that the
+    cast recorded."""
     noted = torch.zeros(())
     pair = cast_transpose_noting_amax(x, CastOrder(multiplier, noted, ROWS, dtype), False)
     assert pair.rows is not None and pair.row_scale is not None
@@ -94,8 +95,8 @@ def fp64(scaled: Scaled) -> Tensor:
 
 
 class Exact:
-    """Exact product a bᵀ + bias [n, m] in fp64 for a [n, k] and b [m, k], and the largest error of an fp32 sum in any
-    order."""
+    """Product a bᵀ + bias [n, m], computed in fp64 for a [n, k] and b [m, k]. Also holds an error bound for sums in
+    fp32 in any order."""
 
     def __init__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
         added = torch.zeros(b.shape[0], dtype=torch.float64) if bias is None else bias.double()

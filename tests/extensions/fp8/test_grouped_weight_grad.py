@@ -19,7 +19,8 @@ from tests.extensions.fp8.test_gemms import in_blocks, spread
 CPU = torch.device("cpu")
 OUT, IN = 24, 40
 COUNTS = ([3, 0, 300, 128], [0, 0, 0, 0], [129, 1], [256])
-"""Numbers of rows of the experts in each case: several tiles, whole tiles, and experts without rows."""
+"""Row counts of the experts in each case. The cases include several tiles, exactly full tiles, and experts without
+rows."""
 
 
 def gemms() -> Fp8GroupedGemms:
@@ -28,7 +29,8 @@ def gemms() -> Fp8GroupedGemms:
 
 
 def operands(counts: list[int], spare: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a gradient sum, and operands dY and X whose spare rows have the largest values."""
+    """Return an accumulated gradient and the operands dY and X. The spare rows of dY and X contain huge values, which
+    must not affect the result."""
     torch.manual_seed(sum(counts))
     rows = sum(counts) + spare
     dy, x = spread(rows, OUT), spread(rows, IN)
@@ -57,8 +59,8 @@ def test_gemms_match_rows_rounded_by_tiles_of_each_expert(counts: list[int], on_
 
 
 def distance_of_divisions() -> float:
-    """Return the distance between two weight gradient sums: over the rows of two ranks at once, and over the rows of
-    each rank in turn."""
+    """Compute a weight gradient in two ways: from the rows of two ranks at once, and by adding up the gradients of each
+    rank's rows. Return the distance between the two results."""
     torch.manual_seed(0)
     dy, x = torch.randn(200, OUT).bfloat16(), torch.randn(200, IN).bfloat16()
     at_once, by_rank = torch.zeros(1, OUT, IN), torch.zeros(1, OUT, IN)
@@ -69,7 +71,8 @@ def distance_of_divisions() -> float:
 
 
 def test_the_assignment_of_tokens_to_tiles_changes_only_tiny_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The multipliers are powers of two, because other multipliers would change every value."""
+    """The scales are powers of two. With other scales, a different assignment of tokens to tiles would change every
+    value."""
     assert distance_of_divisions() <= 1e-5
     monkeypatch.setattr(grouped, "power_of_two", lambda multiplier: multiplier)
     assert distance_of_divisions() >= 1e-2

@@ -36,7 +36,8 @@ from tests.harness import run_world, tp_context
 
 B, H = 2, 16
 SIZES = {"blockwise": (128, 256)}
-"""Sequence length and inner features for recipes that need more than the default, so that no tile spans two ranks."""
+"""Sequence length and number of inner features, keyed by recipe. These recipes need larger sizes than the default, so
+that no tile spans two ranks."""
 NORMAL = Init("normal", 0.3)
 
 
@@ -196,7 +197,8 @@ def test_each_row_is_multiplied_by_the_matrix_of_its_expert(recipe: str) -> None
 
 
 def test_only_some_gpus_have_a_grouped_fp8_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel is torch's, which supports only some GPUs and recipes, or a replacement."""
+    """The grouped fp8 kernel is either torch's kernel, which supports only some GPUs and recipes, or a replacement for
+    it."""
     gpu = torch.device("cuda", 0)
     for capability, found in (((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)

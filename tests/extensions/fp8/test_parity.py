@@ -1,9 +1,10 @@
-"""Parity of fp8 training. Each layout is compared with one process. Pipeline schedules are compared with each other. A
-resumed run is compared with an uninterrupted run.
+"""Parity of fp8 training. Each layout is compared with one process. All pipeline schedules are compared with each
+other. A resumed run is compared with an uninterrupted run.
 
 All layouts cast the operands of a layer alike (`test_layers.py`), but activations between layers are bf16. Tensor
 parallelism adds rounded partial sums, after which one value in a few hundred is rounded to a different fp8 number, 2^-4
-away. The bounds therefore allow for fp8 rounding; they are tight for layouts that split no sum.
+away. The error bounds therefore allow for fp8 rounding. They are tight for layouts that do not split any sum over
+ranks.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def test_recomputation_changes_no_bit(recipe: str, how: str) -> None:
 
 
 def states(run: TrainingRun) -> dict[str, Tensor]:
-    """Return the weights and amax histories of this rank's stages."""
+    """Return all parameters of this rank's pipeline stages, including amax histories, keyed by name."""
     run.optimizer.finish_param_sync()
     found = {}
     for model in run.stages.values():
@@ -208,7 +209,8 @@ GATHER = "--fp8-param-gather"
 
 def third_step(recipe: str, world_size: int, layout: str) -> Snapshot:
     """Return a snapshot of the third step. The weights of the first two steps are not read, because reading gathers
-    them in bf16. The snapshot excludes the gradient norm, which is summed in a different order and clips nothing."""
+    them in bf16. The snapshot excludes the gradient norm, because layouts sum it in different orders. Gradients are not
+    clipped."""
     found = train_in_world(world_size, flags_of(recipe, f"{layout} --clip-grad 0"), 1, unseen=2)
     assert not found.replica_errors
     kept = {key: value for key, value in found.tensors.items() if not key.endswith("grad_norm")}

@@ -110,7 +110,7 @@ class Package:
             ("_flash_attn_backward", backward, (*OPERANDS[1], *BACKWARD, "is_causal" if today else "causal")),
         ):
             function: Any = function_of(run, (*names, *WINDOWS[version]))
-            if today:  # a torch custom operation is an object that holds its function
+            if today:  # as in a torch custom operation, the function is an attribute of an object
                 methods = {"_init_fn": staticmethod(function), "__call__": staticmethod(function)}
                 function = type("Operation", (), methods)()
             setattr(module, name, function)

@@ -36,7 +36,7 @@ SHAPE = AttentionShape(16, 2, 4, 2, 8, 8, torch.float32)
 
 
 class Operands:
-    """Placeholder for tensors that a measurement keeps in memory."""
+    """Placeholder for the operand tensors that a timed kernel keeps in memory."""
 
 
 def missing() -> None:
@@ -123,7 +123,7 @@ TIMED = [
 
 @pytest.mark.parametrize(("shape", "rows"), TIMED, ids=["whole", "window", "context", "dropout"])
 def test_every_timed_kernel_runs(shape: AttentionShape, rows: int) -> None:
-    """CPU kernels replace the GPU kernels."""
+    """On the CPU, CPU kernels run in place of the GPU kernels."""
     gradients = attention_run(shape, CPU, "unfused")()
     assert [tuple(x.shape) for x in gradients] == [(rows, 2, 4, 8), (16, 2, 2, 8), (16, 2, 2, 8)]  # type: ignore[attr-defined]
     varlen = shape.window is not None

@@ -1,5 +1,5 @@
-"""Attention with dropout in one kernel: bands are compared with tiles, and interpreted Triton kernels with plain
-torch."""
+"""Attention with dropout in a single kernel. Bands are compared with tiles, and Triton kernels in Triton's interpreter
+are compared with plain torch."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Case(NamedTuple):
     window: int | None = None
     ranks: int = 1
     gathered: bool = False
-    """True if the rank has gathered the keys of all ranks."""
+    """True if keys are gathered from all ranks before attention."""
     sinks: bool = False
     dtype: torch.dtype = torch.float32
 
@@ -183,8 +183,8 @@ def test_interpreted_kernels_match_their_twin(cases: str) -> None:
 
 
 def compare_masks() -> None:
-    """Check which weights are dropped. All scores are equal and each value marks its key, so the outputs show the
-    dropped weights."""
+    """Check which attention weights are dropped. All scores are equal and each value identifies its key, so the outputs
+    show which weights are zero."""
     n, samples, heads = 16, 2, 2
     q, k = torch.zeros(n, samples, heads, 16), torch.zeros(n, samples, heads, 16)
     masks = Dropout(0.4, 2**62 + 999, 7, torch.tensor([2**33, 5]))
@@ -272,7 +272,7 @@ def test_kernels_compile_to_tensor_core_instructions(
         constants = {"WIDTHS": (width,) * 4, "BLOCKS": (block_n, block_m)}
         built = compiled(kernel, types, constants, capability, num_warps=warps, num_stages=stages)
         ptx = built.asm["ptx"]
-        # Compile the kernel with and without a mask.
+        # The code contains each GEMM twice, once with a mask and once without.
         assert ptx.count("wgmma.mma_async.sync") + ptx.count("mma.sync") >= 2 * products, (name, width, capability)
         assert "cp.async" in ptx or stages == 1, (name, width, capability)
         assert built.metadata.shared <= {80: 163, 90: 227}[capability] * 1024

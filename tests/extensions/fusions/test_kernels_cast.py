@@ -1,5 +1,5 @@
-"""Triton kernels that cast to fp8, including SwiGLU and its gradient: bit-for-bit comparison with their twins in torch,
-and their compiled GPU code."""
+"""Tests of Triton kernels that cast to fp8, including SwiGLU and its gradient. The kernels are compared bit for bit
+with plain-torch twins, and their compiled GPU code is checked."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def matrices() -> Iterator[Tensor]:
 @pytest.mark.grid("stride", [5], [1])
 @apart(interpret=True)
 def test_interpreted_casts_match_their_twins(stride: int) -> None:
-    """Only this test runs the operators on CPU tensors. Every fifth case is tested. These cases still cover each
-    matrix, and each format in each orientation."""
+    """No other test runs these operators on CPU tensors. Every fifth case is tested. The remaining cases cover each
+    matrix, and each combination of a format and an orientation."""
     from megatron.extensions.speed.fusions.kernels import casts, casts_triton
 
     round_to_fp8_as_torch()
@@ -111,7 +111,7 @@ def assert_cast(pair: CastPair, of: Tensor, order: CastOrder, share: float = 0.0
 
 
 def casts_of(fp8: str) -> Any:
-    """Return Triton's pointer types of the fields of `Casts`."""
+    """Return a `Casts` object in which each field is the Triton pointer type of the field."""
     from megatron.extensions.speed.fusions.kernels.casts_triton import Casts
 
     return Casts(f"*{fp8}", f"*{fp8}", "*fp32", "*fp32", "*i32", "*fp32")  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def test_casts_compile_to_wide_loads_and_stores() -> None:
     tile = {"TILE": kernels.TILE}
     for capability, name in product((80, 90), ("fp8e4nv", "fp8e5")):
         if capability == 80 and name == "fp8e4nv":
-            continue  # Triton supports this format, and torch its GEMMs, on Ada and later
+            continue  # Triton and torch support this format only on Ada and later GPUs
         outputs = {"rows": f"*{name}", "columns": f"*{name}", "casts": casts_of(name)}
         for by_amax, by_vector in ((False, False), (True, False), (True, True)):
             kernel = kernels.cast_tiles if by_amax else kernels.noting_tiles
@@ -160,7 +160,8 @@ def swiglu_operands() -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def swiglu(x: Tensor, grad: Tensor | None) -> Tensor:
-    """Return SwiGLU, or the gradient of x by autograd, computed in fp32 and rounded."""
+    """Return SwiGLU of x, or autograd's gradient of x if `grad` is given. The result is computed in fp32 and then
+    rounded."""
     wide = x.float().clone().requires_grad_()
     gate, up = wide.chunk(2, dim=-1)
     y = F.silu(gate) * up

@@ -1,5 +1,5 @@
-"""Losses whose gradients replace the logits: the definition is compared with torch, and the Triton kernels with the
-definition."""
+"""Tests of losses that overwrite the logits with gradients. The plain-torch definition is compared with torch's loss,
+and the Triton kernels are compared with the definition."""
 
 from __future__ import annotations
 

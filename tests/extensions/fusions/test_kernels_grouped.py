@@ -90,7 +90,7 @@ CASES = (
 
 
 ON_GPUS = (*CASES, ([0, 5000, 3, 9000], 300, 520), ([900] * 40, 272, 264))
-"""Cases for GPUs, including partial tiles of the tile size that GPUs use."""
+"""Cases for GPUs. Some sizes are not multiples of the tiles that GPUs use."""
 
 
 def check_list(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny") -> None:

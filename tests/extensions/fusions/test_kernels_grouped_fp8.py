@@ -27,7 +27,7 @@ from tests.triton_cases import apart, compiled, round_to_fp8_as_torch, same_bits
 SHAPES = (
     ([3, 0, 300, 1], 24, 40),
     ([0, 0, 0, 0], 16, 24),
-    ([0, 17 * TILE], 16, 24),  # one tile, whose sum is split into parts
+    ([0, 17 * TILE], 16, 24),  # there is one output tile, and its sum is split into parts
     ([129, 128], 40, 24),
 )
 """Each case: rows of each expert, outputs and inputs. Some of these sizes are not multiples of a tile."""
@@ -69,7 +69,8 @@ def check_casts(kernels: ModuleType, device: str = "cpu", seed: int = 0) -> None
 
 
 def check_sums(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny", seed: int = 0) -> None:
-    """Compare the kernels with the definition in fp64. The interpreter runs four programs and uses small tiles."""
+    """Compare the weight gradient kernels with an fp64 reference. In the interpreter, four programs run with small
+    tiles."""
     kernels.TILINGS["tiny"] = kernels.Tiling(16, 32, 1, warps=4, stages=2)
     for number, (counts, outputs, inputs) in enumerate(drawn(seed) if device == "cpu" else ON_GPUS):
         torch.manual_seed(number)
@@ -88,7 +89,7 @@ def check_sums(kernels: ModuleType, device: str = "cpu", tiling: str = "tiny", s
 
 
 def operands(counts: list[int], outputs: int, inputs: int, blocks: bool) -> tuple[Scaled, Scaled]:
-    """Return rows and expert matrices, cast to fp8 by rows or by blocks."""
+    """Return random rows and expert matrices that are cast to fp8, with one scale per row or per block."""
     x, w = rows_of(counts, inputs), torch.randn(len(counts), outputs, inputs).bfloat16()
     if blocks:
         return cast_by_blocks(x, 1, E4M3), grouped.blocks_of(w)

@@ -38,8 +38,8 @@ def operand(rows: int, tokens: int, dtype: torch.dtype, scales: str) -> Scaled:
 
 @apart(interpret=True)
 def test_interpreted_sums_match_the_definition() -> None:
-    """The sizes are not multiples of a tile, there are more tiles than in a group, and in one case there is nothing to
-    sum."""
+    """The sizes are not multiples of a tile, and there are more tiles than in a group. In one case, the summed
+    dimension is empty."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -164,7 +164,7 @@ class CublasLt:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replace cuBLASLt, which needs a GPU, with an implementation of its documentation."""
+    """Replace cuBLASLt, which needs a GPU, with a Python implementation that follows cuBLASLt's documentation."""
     monkeypatch.setattr(cublaslt, "_library", _one(CublasLt()))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     torch.manual_seed(4)

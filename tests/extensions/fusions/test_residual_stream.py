@@ -1,5 +1,5 @@
-"""Residual stream between layers: with --compile, the next norm makes the addition that a layer defers. The tests run
-regions uncompiled and compare them with a model that uses plain additions."""
+"""With --compile, a layer defers its last residual addition, which is fused into the next norm. The tests run regions
+uncompiled and compare them with a model that uses plain additions."""
 
 from __future__ import annotations
 
@@ -216,8 +216,9 @@ def test_compiled_regions_build_fused_layers() -> None:
 def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[int, int]]:
     """Run a training step.
 
-    Returns a list that tells for each layer whether it leaves its last addition to the next norm, and the largest
-    numbers of units whose parameters and whose gradients are unsharded at the same time.
+    Returns two values. The first is a list of one boolean per layer: True if the layer leaves its last addition to the
+    next norm. The second is the largest number of units with unsharded parameters, and the largest number of units with
+    unsharded gradients.
     """
     with local_run(config_of(flags, world_size), rank, world_size) as run:
         train_step(run)
@@ -230,8 +231,8 @@ def _streams(rank: int, world_size: int, flags: str) -> tuple[list[bool], tuple[
 
 
 def test_hooks_of_units_leave_additions_and_norms_fused() -> None:
-    """For hooks, the backward pass of a layer with two inputs and outputs begins and ends where it does with a single
-    tensor."""
+    """The backward hooks of a layer run at the same points whether the layer has two input and output tensors or
+    one."""
     with mock.patch.object(compiled_regions, "_compiled", lambda function, static: function):
         found = run_world(2, _streams, f"--global-batch-size 6 --compile {sharding('optim_grads_params')}")
     assert found == [([True] * 4 + [False], (2, 2))] * 2

@@ -35,7 +35,7 @@ def test_steps_after_the_checkpoint_are_repeated() -> None:
         "startup": 10,
         "idle": 100 - 86,
     }
-    assert sum(earlier.seconds.values()) == 100  # every second is counted exactly once
+    assert sum(earlier.seconds.values()) == 100  # each second belongs to exactly one category
 
 
 def test_repeated_steps_stay_repeated_over_several_failures() -> None:

@@ -7,6 +7,6 @@ from tests.extensions.hugging_face import hf_exact
 
 @pytest.fixture
 def fp64() -> Iterator[None]:
-    """Compute in fp64 wherever a program asks for fp32."""
+    """Make torch compute in fp64 wherever code requests fp32, for the duration of the test."""
     with hf_exact.fp64():
         yield

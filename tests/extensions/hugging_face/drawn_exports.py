@@ -55,7 +55,7 @@ def starts() -> dict[str, TransformerConfig]:
 
 
 def draws(count: int, seed: int) -> Iterator[tuple[str, TransformerConfig]]:
-    """Yield valid models, each with a text that describes how the model was drawn."""
+    """Yield randomly drawn valid models. Each model comes with a text that describes how the model was drawn."""
     chance = random.Random(seed)
     while count:
         name = chance.choice(list(starts()))
@@ -70,7 +70,7 @@ def draws(count: int, seed: int) -> Iterator[tuple[str, TransformerConfig]]:
 
 
 def _values(flag: Flag, now: object) -> Iterator[object]:
-    """Yield possible values of a flag other than its current value."""
+    """Yield possible values of a flag, except its current value."""
     if flag.takes_several:
         return
     elif flag.kind is bool:

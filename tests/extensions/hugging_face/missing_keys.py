@@ -64,7 +64,7 @@ def deletions(model_type: str, stated: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def _objects(stated: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (key, inner key) for each key of each nested object."""
+    """Yield one tuple (key, inner key) for each key of each object that is nested in a config.json."""
     return ((key, inner) for key, value in sorted(stated.items()) if isinstance(value, dict) for inner in value)
 
 
@@ -79,7 +79,7 @@ def drawn_deletions(model_type: str, count: int, seed: int) -> Iterator[tuple[st
         try:
             stated = tiny(model_type, changes)
         except Exception:
-            continue  # transformers rejects these values
+            continue  # transformers rejects the drawn values
         share, open_keys = chance.choice((0.1, 0.3, 0.6)), derived(model_type)
         removable = [key for key in stated if key not in OF_NO_MODEL and key not in changes]
         chosen = [key for key in removable if chance.random() < (max(share, 0.5) if key in open_keys else share)]
@@ -95,7 +95,7 @@ def difference(
     model_type: str, left: Mapping[str, Any], compared: Mapping[str, Any] | None = None, logits: bool = True
 ) -> str:
     """Return how our model of an incomplete config.json differs from the model that transformers builds, or "" if it
-    does not. `compared` is a complete config.json whose logits are known to be equal."""
+    does not. `compared` is a complete config.json for which the logits of both models are known to be equal."""
     try:
         meant = whole(model_type, left)
     except Exception:

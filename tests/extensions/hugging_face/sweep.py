@@ -5,8 +5,8 @@
 
 The verdicts are: "both ways" (logits and gradients in fp64 equal to 1e-9, and weights and settings unchanged by a round
 trip, byte by byte), "in only" (no export), "refused", with the missing part, and "no target" of pretraining, with the
-reason. More configurations of each family are drawn with valid but unusual values. Each must be imported exactly or
-refused. Anything else is WRONG, and the exit code is 1.
+reason. More configurations of each family are drawn with valid but unusual values. Each drawn configuration must either
+be imported exactly or be refused. Any other outcome has the verdict "WRONG", and the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def tiny(model_type: str) -> dict[str, Any]:
 
 
 def verdict(model_type: str, settings: Mapping[str, Any], written: Mapping[str, Any] | None = None) -> tuple[str, str]:
-    """Return the verdict of comparing a transformers model with ours, and its details. `written` is the config.json
-    that is read here; the default is the one that transformers writes."""
+    """Compare a transformers model with our model, and return the verdict and a text with details. `written` is the
+    config.json that is read here; the default is the one that transformers writes."""
     try:
         stated = written or transformers.AutoConfig.for_model(model_type, **settings).to_dict()
     except Exception as error:

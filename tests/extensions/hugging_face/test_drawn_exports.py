@@ -1,4 +1,4 @@
-"""Every export of a randomly drawn model loads back as the same model, bit for bit, or is refused with a reason."""
+"""Exports of randomly drawn models are either refused with a reason, or load back as the same model, bit for bit."""
 
 from __future__ import annotations
 

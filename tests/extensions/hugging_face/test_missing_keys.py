@@ -125,7 +125,7 @@ OLDER: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("model_type", [each for each in OLDER if each in FAMILIES])
 def test_older_keys_and_other_names_are_read(model_type: str) -> None:
-    """The test removes the keys that newer files use instead."""
+    """The test uses the keys of older files and removes the keys that replace them in newer files."""
     for changes in OLDER[model_type]:
         newer = {"layer_types", "mlp_layer_types", "rope_parameters", "indexer_types", "layers_block_type"}
         newer |= {"compress_rates"} if "compress_rate_hca" in changes else set()

@@ -30,8 +30,8 @@ FACTOR = 0.3
 
 
 def modules_of(theirs: Any, depths: int) -> Any:
-    """Return transformers' model that drafts tokens with multi-token prediction modules and shares the embedding and
-    output layer of `theirs`."""
+    """Return transformers' draft model, which consists of multi-token prediction modules. The draft model shares the
+    embedding and the output layer of `theirs`."""
     from transformers.modeling_layers import MtpModel
 
     return exact(MtpModel(theirs, depths).double().eval())
@@ -105,8 +105,8 @@ def test_losses_gradients_and_files_of_multi_token_modules_match_transformers(ca
 
 
 def test_qwen3_next_modules_keep_their_names() -> None:
-    """A round trip of one module is byte-identical. Weights of the module outside its layer have their own names, as in
-    transformers' list of renamed weights for files of the same structure."""
+    """A round trip of one module is byte-identical. Weights of the module that are not part of its layer have special
+    names. transformers renames the weights of such files in the same way."""
     config = replace(config_from_hf(random_model("qwen3-next").config.to_dict()), mtp_num_layers=1)
     mine = GPTModel(config, FP64, weights=WeightSetup(seed=3))
     parameters = {p.meta.name: p.detach() for p in mine.parameters()}

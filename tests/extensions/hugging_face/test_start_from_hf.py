@@ -1,4 +1,5 @@
-"""`pretrain_gpt.py --load HF_FOLDER`: flags from config.json, any layout, resuming; and --export-hf-interval."""
+"""Tests of `pretrain_gpt.py --load HF_FOLDER` (flags from config.json, loading under any layout, resuming) and of
+--export-hf-interval."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from tests.gpt_cases import FP64
 
 
 def from_hf(state_dict: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Convert Hugging Face tensors to our unsharded parameters by name. Raises ValueError listing all mismatches."""
+    """Convert Hugging Face tensors to our unsharded parameters, keyed by our parameter names. Raises ValueError listing
+    all mismatches."""
     weights = HFWeights(state_dict, config, model_type)
     weights.check_copies()
     return {name: weights.read(name) for name in weights.placements}
@@ -58,7 +59,8 @@ def shard_of(meta: ParamMeta, coords: Mapping[str, tuple[int, int]]) -> Box:
 
 
 def there_and_back(stored: Mapping[str, Tensor], config: TransformerConfig, model_type: str) -> dict[str, Tensor]:
-    """Convert Hugging Face tensors to our parameters, and assert that converting back gives the same bits."""
+    """Convert Hugging Face tensors to our parameters, and assert that converting these back gives bit-identical
+    tensors."""
     read = from_hf(stored, config, model_type)
     back = to_hf(read, config, model_type)
     assert back.keys() == stored.keys()

@@ -1,5 +1,6 @@
-"""Flags that determine the kind of each layer by a pattern. A model whose layers have one sublayer each equals the
-model whose layers have two. A pattern can also determine the pipeline stages and the multi-token prediction modules."""
+"""Flags that determine the kind of each layer by a pattern. A model with one sublayer per layer equals the
+corresponding model with two sublayers per layer. A pattern can also determine the pipeline stages and the multi-token
+prediction modules."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_a_wrong_line_gets_an_error_and_does_not_stop_the_others(checkpoint: str
 
 
 def assert_same(found: list[Any], expected: list[Any]) -> None:
-    """Assert that answers are equal and that log-probabilities are equal up to rounding."""
+    """Assert that generated answers are equal, and that their log-probabilities are equal up to rounding."""
     for one, other in zip(found, expected, strict=True):
         ours, theirs = (each.pop("logprobs", []) for each in (one, other))
         assert [each["token_id"] for each in ours] == [each["token_id"] for each in theirs]

@@ -84,7 +84,7 @@ def sample_of(run: Run, parents: Sequence[int]) -> dict[str, Sample]:
 
 
 def watch(run: Run, parents: Sequence[int], every: int, ranks: Sequence[Any]) -> list[tuple[int, dict[str, Sample]]]:
-    """Return (iteration, sample) pairs, with one sample between any two faults, when the run has ended."""
+    """Sample the processes once between any two faults until the run ends, and return pairs (iteration, sample)."""
     samples = list[tuple[int, dict[str, Sample]]]()
     while any(process.is_alive() for process in ranks):
         time.sleep(0.2)

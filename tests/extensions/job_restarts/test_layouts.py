@@ -1,5 +1,5 @@
-"""Layout with which fewer ranks continue: valid, with the same batch, and the run's own layout if no other is
-better."""
+"""If a job continues on fewer ranks, it chooses a valid layout with the same batch size. It keeps the run's own layout
+if no other layout is better."""
 
 from __future__ import annotations
 

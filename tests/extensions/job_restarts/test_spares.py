@@ -101,7 +101,7 @@ def test_without_the_store_the_launcher_resumes_from_copies_in_memory(tmp_path: 
 
 
 def begin_at_host(run: Run, first: int) -> None:
-    """Make the ranks of the next starts run on the hosts from number `first` on."""
+    """Place the ranks of later starts on consecutive hosts, beginning with host number `first`."""
     prepare = run._prepare
     run._prepare = lambda rank: prepare(rank + first)  # type: ignore[method-assign]
 

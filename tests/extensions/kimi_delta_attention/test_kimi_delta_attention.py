@@ -35,8 +35,9 @@ def test_strong_decay_does_not_overflow() -> None:
 
 
 def test_flops() -> None:
-    """In a sample of one block, the FLOPs per token are three times those of the forward pass: projections, low-rank
-    projections, and the GEMMs of a chunk. Scores within the block are sums over channels rather than GEMMs."""
+    """In a sample of one block, the FLOPs per token are three times those of the forward pass. The forward pass
+    consists of projections, low-rank projections, and the GEMMs of a chunk. Scores within the block are sums over
+    channels rather than GEMMs."""
     hidden, heads, width, chunk = 32, 8, 5, 16
     projections = hidden * heads * (3 * width + 1) + 2 * width * (hidden + heads * width) + heads * width * hidden
     mixed = heads * (3 * chunk * width + 3 * width**2)

@@ -1,4 +1,4 @@
-"""Multi-latent attention: its cache in generation, and its widths in checkpoints."""
+"""Tests of multi-latent attention: the cache during text generation, and the widths in checkpoints."""
 
 from __future__ import annotations
 

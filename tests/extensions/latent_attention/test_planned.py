@@ -23,8 +23,8 @@ from tests.pure.test_regions import ANGLES, check_region, compiles
 
 
 def test_flops_of_latent_attention() -> None:
-    """For half of the tokens, a head multiplies keys of 10 channels and values of 5 channels. Each channel costs 2
-    FLOPs, in three passes."""
+    """For each query, a head multiplies the keys (10 channels) and the values (5 channels) of half of the tokens. Each
+    channel costs 2 FLOPs, in three passes."""
     config = with_fields(TransformerConfig(**shape(2, 32, 4, 64, 128, 16)), STYLES["latent"])
     assert model_flops(config).attention == 2 * 3 * 2 * 4 * (10 + 5) * 8
     for more in ({}, {"window_size": 100}):  # several tiles on the diagonal
@@ -42,7 +42,7 @@ def test_recomputation_of_heads_saves_only_latents() -> None:
         kept.append(kept_in_bf16(model, recompute_granularity="selective", recompute_modules=modules))
     of_heads = model.num_attention_heads * (2 * model.head_dim + model.value_head_dim)
     projected = widths.kv_lora_rank + widths.qk_pos_emb_head_dim
-    assert kept[0] - kept[1] == 2 * tokens * 2 * (of_heads - projected)  # two layers in bf16
+    assert kept[0] - kept[1] == 2 * tokens * 2 * (of_heads - projected)  # two layers, 2 bytes per bf16 value
 
 
 def test_latents_are_gathered_in_place_of_hidden_states() -> None:

@@ -70,7 +70,7 @@ def test_bf16_rounds_nothing_but_the_reads_of_a_chunk(packed: bool) -> None:
     the absolute values of their terms. The relative error of each gradient is at most three bf16 rounding errors."""
     length, unit = 150, 2.0**-8
     tokens = [x.detach().bfloat16() for x in operands(length)[:-1]]
-    tokens[3] = tokens[3].float()  # g is fp32, as in the mixer
+    tokens[3] = tokens[3].float()  # the mixer also computes g in fp32
     number = documents(length) if packed else None
     own, wide = ([x.to(dtype or x.dtype).requires_grad_() for x in tokens] for dtype in (None, torch.float64))
     (out, state), (expected, exact) = gated_delta_chunks(*own, number), gated_delta_chunks(*wide, number)

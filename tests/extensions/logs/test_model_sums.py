@@ -1,4 +1,5 @@
-"""The logged parameter norm and number of zero gradients count each element of the model once, under every layout."""
+"""The logged parameter norm and the logged number of zero gradients count each element of the model exactly once under
+every layout."""
 
 from __future__ import annotations
 

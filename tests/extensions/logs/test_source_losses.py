@@ -1,5 +1,5 @@
-"""--log-source-loss: the training and evaluation losses of each data set in a blend equal the mean loss of its
-tokens."""
+"""With --log-source-loss, the logged training and evaluation losses of each data set in a blend equal the mean loss
+over the data set's tokens."""
 
 from __future__ import annotations
 

@@ -103,8 +103,8 @@ def test_initial_values() -> None:
 
 
 def test_flops() -> None:
-    """The test counts the FLOPs per token of a sample with several chunks. Each of these operations counts three times:
-    the scores of a group, weighted sums, writing and reading the states, and projections."""
+    """The test counts the FLOPs per token of a sample with several chunks. The FLOPs of the scores of a group, the
+    weighted sums, the writes and reads of the states, and the projections count three times."""
     own = replace(MAMBA.options(MambaFlags), mamba_chunk_size=8)
     shape = {"num_layers": 1, "hybrid_layer_pattern": "M", "seq_length": 32}
     one = with_fields(MAMBA.with_options(own), shape)
@@ -113,7 +113,7 @@ def test_flops() -> None:
     mixed = own.mamba_num_groups * chunk * states + heads * width * (chunk + 2 * states)
     projections = one.hidden_size * (own.mamba_num_groups * sum(group_channels(one)) + heads * width)
     mlp = 2 * one.hidden_size * one.ffn_size
-    sums = 2 * 2 * heads * chunk  # sums of decays, and their gradient
+    sums = 2 * 2 * heads * chunk  # sums of decays, in the forward and in the backward pass
     assert model_flops(one).matmul - model_flops(none).matmul == 6 * (mixed + projections - mlp) + sums
     assert model_flops(one).attention == 0
 

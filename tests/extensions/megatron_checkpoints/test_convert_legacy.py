@@ -1,5 +1,5 @@
-"""tools/convert_checkpoint.py reads Megatron-LM checkpoints with one file per rank, including old names and formats. It
-refuses malicious, damaged and incomplete checkpoints."""
+"""tools/convert_checkpoint.py reads Megatron-LM checkpoints with one file per rank, including checkpoints with old
+names and formats. It refuses malicious, damaged and incomplete checkpoints."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_fp32_parameters_in_another_order_are_refused(
 
 PLACES = [
     (None, False, [192, 128, 0], 202),
-    (70, False, [164, 100, 0], 174),  # a bucket ends after the last parameter and is not padded
+    (70, False, [164, 100, 0], 174),  # the bucket ends with its last parameter, without padding
     (None, True, [192, 128, 0], 202),
 ]
 

@@ -1,4 +1,5 @@
-"""Checkpoints of megatron-core in tests/fixtures, their conversions, and runs that continue from the conversions."""
+"""Helpers for the megatron-core checkpoints in tests/fixtures: unpack and convert the checkpoints, and continue runs
+from the converted checkpoints."""
 
 from __future__ import annotations
 

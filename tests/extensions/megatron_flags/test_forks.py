@@ -22,7 +22,7 @@ def test_flags_of_forks_load_the_examples_that_have_their_parts(tmp_path: Path) 
     again = run_program("pretrain_gpt.py", "--config", tmp_path / "run_config.yaml", "--load", tmp_path, code=0)
     assert "loaded checkpoint of iteration 8" in again.stdout, again.stderr
 
-    # A user's own extension with this name takes precedence.
+    # If the user passes an extension that defines the same flag, the user's extension takes precedence.
     (tmp_path / "own.py").write_text((ROOT / "examples" / "goldfish_loss.py").read_text())
     done = run_program("pretrain_gpt.py", *flags, "--extension", tmp_path / "own.py", "--goldfish-loss", "--dry-run")
     assert done.returncode == 0 and "loads examples" not in done.stderr, done.stderr

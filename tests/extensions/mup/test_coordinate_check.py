@@ -1,4 +1,4 @@
-"""The coordinate check passes with muP and CompleteP and fails without them."""
+"""The coordinate check passes for muP and CompleteP, and fails for standard parametrization."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ TABLES = [
 
 @pytest.mark.parametrize(("flags", "table"), TABLES)
 def test_rates_epsilons_and_decays_match_the_papers(flags: str, table: dict[str, tuple[float, float, float]]) -> None:
-    """The values are those of table 8 of arXiv 2203.03466 at four times the width, and of table 1 of arXiv 2505.01618
-    at twice the depth."""
+    """The expected values follow from table 8 of arXiv 2203.03466 for four times the width, and from table 1 of arXiv
+    2505.01618 for twice the depth."""
     assert rates(f"{BASE} {flags}", *table) == table
 
 
@@ -100,8 +100,8 @@ DOWN, UP, LATENT_NORM, PROJECTION = (
 
 
 def test_constant_widths_have_separate_factors() -> None:
-    """The factors follow each matrix's own fan-in (table 8): four times the hidden size, with MLPs or latents of
-    unchanged width."""
+    """The multipliers depend on the fan-in of each matrix (table 8). The hidden size is four times that of the base
+    model, but the width of MLPs or latents is unchanged."""
     own = "--ffn-hidden-size 64 --mup-base-widths ffn-hidden-size=64"
     wanted = {HIDDEN: (1 / 4, 1, 4), RESIDUAL: (1, 1 / 4, 1), FC1_BIAS: (1, 1, 0), NORM: (1, 1 / 4, 0)}
     assert rates(f"{BASE} {own}", *wanted) == wanted

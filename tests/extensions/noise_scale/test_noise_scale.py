@@ -67,7 +67,8 @@ def measured(rank: int, world_size: int, config: RunConfig, steps: int) -> list[
 
 
 def literal(rank: int, world_size: int, config: RunConfig, steps: int) -> tuple[list[list[float]], list[Tensor]]:
-    """Return the result of `measured`, and the counted gradients [micro-batch, elements] of each step."""
+    """Return the result of `measured`, and for each step the gradients [micro-batch, elements] that count towards the
+    noise scale."""
     with local_run(config, rank, world_size) as run:
         (meter,) = [each for each in run.meters if isinstance(each, NoiseScale)]
         params = [param for param in run.ddp.params if counts(param.meta, config.model)]
@@ -139,7 +140,8 @@ def test_experts_count_with_the_samples_that_reach_them() -> None:
 
 
 def test_a_frozen_model_has_the_noise_scale_of_the_definition() -> None:
-    """The reference is tr(S) / |G|^2 over all gradients of 60 steps with unchanged weights."""
+    """The expected noise scale is tr(S) / |G|^2, computed from all gradients of 60 steps during which the weights stay
+    the same."""
     ((found, gradients),) = run_world(1, literal, config_of("--lr 1e-30 --train-iters 61", 1), 61)
     every = torch.cat(gradients)
     spread = (every - every.mean(dim=0)).square().sum() / (len(every) - 1)

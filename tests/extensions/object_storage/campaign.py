@@ -57,8 +57,8 @@ def write(root: PurePath, first: int, writer: int) -> None:
 
 
 def check(root: PurePath, saved: Mapping[int, int]) -> int:
-    """Verify the published folders. `saved` maps each folder that was reported as saved to its last writer. Returns the
-    number of published folders. Raises AssertionError."""
+    """Verify the published folders. `saved` maps the number of each folder that was reported as saved to the folder's
+    last writer. Returns the number of published folders. Raises AssertionError."""
     folders = saved_folders(root)
     assert set(saved) <= set(folders), f"saved {sorted(saved)}, but found {sorted(folders)}"
     for number, folder in folders.items():

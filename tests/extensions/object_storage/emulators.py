@@ -26,7 +26,7 @@ from megatron.extensions.operate.object_storage.limits import LIMITS
 
 PORT = 10017
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""Public key of all Azure emulators."""
+"""Well-known account key of the Azure emulators. The key is public and the same in every installation."""
 
 AZURITE = {
     "AZURE_STORAGE_CONNECTION_STRING": "DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;"

@@ -343,7 +343,7 @@ def test_google_and_azure_replace_only_the_version_that_was_read(scheme: str, mo
     store = Store()
     replaced = partial(replace_seen, store, scheme, "bucket/a b")
     assert replaced(b"2", b"1") and not replaced(b"3", b"1") and store.content == b"2"
-    # Returns the state before another write.
+    # `info` returns a stale state, from before a write by another process.
     monkeypatch.setattr(store, "info", lambda place: {"etag": 7, "generation": 7})
     with pytest.raises(OSError, match="ConditionNotMet") as error:
         replaced(b"3", b"2")

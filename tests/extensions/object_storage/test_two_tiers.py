@@ -1,5 +1,5 @@
-"""Checkpoints on the local disk, uploaded during training: kills, outages, and the checkpoint from which a run
-resumes."""
+"""Checkpoints are saved to the local disk and uploaded during training. The tests cover kills, outages, and the choice
+of the checkpoint from which a run resumes."""
 
 from __future__ import annotations
 

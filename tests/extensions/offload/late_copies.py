@@ -1,5 +1,6 @@
 """Copies between device and host that complete as late as their events allow, and memory that loses its values when it
-is freed. A CPU test then detects a use before the copy has arrived, or after the memory was freed."""
+is freed. With these replacements, a test on CPU detects whether a tensor is used before its copy completes or after its
+memory is freed."""
 
 from __future__ import annotations
 

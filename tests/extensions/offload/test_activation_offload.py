@@ -1,4 +1,4 @@
-"""Saved activations offloaded to host memory: bit-identical results with bounded memory."""
+"""Offloading saved activations to host memory gives bit-identical results and uses bounded memory."""
 
 from __future__ import annotations
 

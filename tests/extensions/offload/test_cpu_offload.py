@@ -126,7 +126,7 @@ def _skip_a_step(rank: int, world_size: int, flags: str) -> None:
 
 
 def held(run: TrainingRun) -> list[torch.Tensor]:
-    """Return copies of the parameters and of all optimizer states."""
+    """Return a list of copies of all optimizer states and parameters."""
     found = [piece.data for piece in run.optimizer.sharded_state()] + [param.data for param in run.ddp.params]
     return [tensor.clone() for tensor in found]
 

@@ -39,7 +39,7 @@ def test_weights_in_files_train_to_the_same_bits(ranks: int, flags: str, tmp_pat
 
 
 def _taken(rank: int, world_size: int, flags: str, folder: str) -> tuple[int, int]:
-    """Return (bytes whose room was checked, bytes of the created files)."""
+    """Return two sizes in bytes: the disk space that was checked for, and the size of the created files."""
     asked: list[int] = []
     taken: list[int] = []
     check, zeros = mapped_files.check_room, MappedFiles.zeros

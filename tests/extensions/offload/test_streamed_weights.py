@@ -65,7 +65,7 @@ def test_streamed_weights_train_to_the_same_bits(name: str) -> None:
         streamed = train_in_world(ranks, shlex.split(f"{MODEL} {flags} {STREAM}"))
     assert plain.tensors.keys() == streamed.tensors.keys() and not streamed.replica_errors
     different = [key for key in plain.tensors if not torch.equal(plain.tensors[key], streamed.tensors[key])]
-    # The norm's terms are added in a different order, in float64.
+    # The terms of the gradient norm are added in float64 and in a different order.
     norms = [key for key in different if key.endswith("grad_norm")]
     assert different == norms
     assert all(torch.allclose(plain.tensors[key], streamed.tensors[key], rtol=1e-12, atol=0) for key in norms)

@@ -48,7 +48,7 @@ def test_no_head_stays_above_the_threshold(heads: str) -> None:
     assert (before > TAU).any()
     bound = torch.where(before > TAU, TAU, before)
     assert (after <= bound + 1e-6).all()
-    if heads == LATENT:  # heads that do not share keys reach exactly the threshold
+    if heads == LATENT:  # the largest logits of heads that do not share keys are exactly at the threshold
         torch.testing.assert_close(after, bound, rtol=1e-5, atol=1e-6)
 
 

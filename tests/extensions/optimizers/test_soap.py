@@ -39,7 +39,7 @@ class TheirSoap(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for param in group["params"]:
-                for index in range(param[..., 0, 0].numel()):  # experts stored in one tensor
+                for index in range(param[..., 0, 0].numel()):  # one parameter may contain several experts
                     matrix, grad = (x.view(-1, *x.shape[-2:])[index] for x in (param, param.grad))
                     self.one(matrix, grad, self.state[param].setdefault(index, {}), group)
 
@@ -88,7 +88,8 @@ class TheirSoap(torch.optim.Optimizer):
                 state["Q"][dim] = self.repair(found, sizes.diag().abs(), old[:, order])
 
     def repair(self, vectors: Tensor, sizes: Tensor, others: Tensor) -> Tensor:
-        """Return a basis in which vectors of size 0 are replaced by Gram-Schmidt orthogonalization of `others`.
+        """Return a copy of a basis without zero vectors. Each zero vector is replaced by a vector of `others` after
+        Gram-Schmidt orthogonalization.
 
         Vectors of `others` that would lose most of their length are skipped.
         """
@@ -203,7 +204,8 @@ def compare_with_one_process(rank, world, dims, distributed):
 @pytest.mark.parametrize("distributed", [True, False], ids=["zero1", "replicated"])
 @pytest.mark.parametrize("dims", LAYOUTS, ids=str)
 def test_updates_match_one_process(dims, distributed):
-    """The cases include unsharded matrices and experts. Each state has one owner and the planned size in bytes."""
+    """The cases include unsharded matrices and experts. Each optimizer state is stored on exactly one rank and has the
+    planned size in bytes."""
     assert any(run_world(dims.world_size, compare_with_one_process, dims, distributed))
 
 
@@ -258,7 +260,8 @@ def test_rounding_errors_do_not_move_directions() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_independent_columns_are_found_among_dependent_ones(seed: int) -> None:
-    """The diagonal of one QR decomposition is not enough: after a dependent column, it depends on rounding errors."""
+    """The diagonal of a single QR decomposition does not identify independent columns, because the entries after a
+    dependent column depend on rounding errors."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -269,7 +272,7 @@ def test_independent_columns_are_found_among_dependent_ones(seed: int) -> None:
     for number, is_independent in enumerate(expected):
         columns[:, number] = columns[:, :number] @ draw(number)
         columns[:, number] /= columns[:, number].norm().clamp_min(1e-3)
-        if is_independent:  # its distance from the span of earlier columns shrinks with its number
+        if is_independent:  # the distance from the span of earlier columns decreases with the column number
             columns[:, number] += 10 ** (-number / 4) * directions[:, number]
     smallest = 10 ** (-max(number for number in range(16) if expected[number]) / 4)
     for noise in 0, 1e-16:

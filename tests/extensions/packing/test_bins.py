@@ -20,7 +20,7 @@ def one_by_one(lengths: list[int], capacity: int) -> list[list[int]]:
         fitting = [each for each in bins if sum(each) + length <= capacity]
         best = max(fitting, key=sum, default=None)
         if best is not None:
-            bins.remove(best)  # so that it is tried after other bins that have been equally full for longer
+            bins.remove(best)  # append the bin again at the end, after other bins that are equally full
         bins.append([*(best or []), length])
     return bins
 

@@ -98,6 +98,6 @@ def test_a_broken_rule_is_detected(name: str) -> None:
 
 
 def forget() -> None:
-    """Clear the caches of functions."""
+    """Clear the caches of the functions that compute shards."""
     for kept in (context_shards.balanced_shards, context_shards.hybrid_shards):
         kept.cache_clear()

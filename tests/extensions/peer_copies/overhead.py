@@ -95,7 +95,7 @@ def told(records: Sequence[dict[str, float]], sent: Sequence[Sequence[float]]) -
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and print the medians."""
+    """Run the measurement and print the median step times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seconds", type=float, default=0.7)

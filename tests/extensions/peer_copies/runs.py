@@ -75,7 +75,7 @@ def faulty_main(faults: Sequence[Planned], breaks: Callable[[str], None]) -> Cal
         agreed: killed as soon as the rank's own copies are stored.
         save: killed in the first save after at least `step` steps.
         end: killed before the last save, with complete copies.
-        start: killed while the rank resumes. "workers 2 3": the launcher's processes 2 and 3 are killed. "host 1": the
+        start: killed while the rank resumes. "workers 2 3": processes 2 and 3 of the launcher are killed. "host 1": the
         whole host is killed, and its memory is lost.
         exit: exits with code 3.
         term: the rank's parent receives SIGTERM; with "term kill", just before the rank is killed. "start workers 2",
@@ -192,7 +192,7 @@ class Run:
         return text
 
     def held_by(self, host: int) -> Path:
-        """Return the folder that contains a host's copies."""
+        """Return the folder in which a host stores the copies that it holds."""
         before = os.environ.get(HOST)
         os.environ[HOST] = f"host{host}"
         try:

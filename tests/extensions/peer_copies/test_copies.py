@@ -1,4 +1,4 @@
-"""Failed copies: training continues, steps do not slow down, and the log has one line."""
+"""If copies to peers fail, training continues at the same speed, and the failure is logged once."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_copies_are_not_loaded_after_checkpoints_were_deleted(tmp_path: Path) ->
     run = Run(tmp_path / "run", 1, ["--train-iters", "6", "--save-interval", "3", "--no-async-save"])
     try:
         run.start(Planned("copied", 0, 4))
-        run.start(Planned("copied", 0, 5))  # the run does not save checkpoints
+        run.start(Planned("copied", 0, 5))  # this start ends before it saves a checkpoint
         shutil.rmtree(run.save / "iter_0000003")
         (run.save / "latest_checkpointed_iteration.txt").unlink()
         said = run.start()
@@ -99,7 +99,7 @@ def test_each_start_without_copies_gives_the_folder_another_identity(tmp_path: P
     assert read_identity(save) is None
     (first, _), (second, problem) = new_identity(save), new_identity(save)
     assert first != second == read_identity(save) and not problem
-    keep_identity(save, first)  # the folder now belongs to another run
+    keep_identity(save, first)  # the folder already belongs to another run
     assert read_identity(save) == second
     shutil.rmtree(save)
     save.mkdir()

@@ -16,7 +16,7 @@ Check = Callable[[Path], object]
 
 
 def resumes_at_its_position(folder: Path) -> None:
-    """Assert that the result of a killed run of one rank is bitwise equal to that of an undisturbed run."""
+    """Kill a one-rank run and resume it. Assert that its result is bitwise equal to that of an undisturbed run."""
     whole, run = Run(folder / "whole", 1), Run(folder / "run", 1)
     whole.start()
     try:

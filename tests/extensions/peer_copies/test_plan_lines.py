@@ -1,4 +1,4 @@
-"""Lines about copies in memory in the dry run's plan."""
+"""Tests of the lines about copies in memory in the plan that a dry run prints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_plan_for_four_hosts(strategy: str) -> None:
 
 
 def test_goodput_with_copies() -> None:
-    """Steps take 5 s, saves 60 s, and copies no time. A failure happens every hour, and a restart takes 100 s."""
+    """A step takes 5 s, a save takes 60 s, and copies take no time. A failure happens every hour, and a restart takes
+    100 s."""
     said = goodput_line(Expected(5, 3600, 100, SaveCost(0, 60, "")), 1, 0.0, 0.0)
     assert "lost to copies 0.00%, to restarts 2.74%, to repeated steps 0.07%;" in said
     assert said.startswith("goodput 97.19% ") and "at the best --save-interval: 94.86%" in said

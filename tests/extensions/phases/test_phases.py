@@ -41,7 +41,8 @@ def made(path: Path, text: str, more: str = "--mock-data --train-samples 400", w
 
 
 def test_phases_begin_after_the_batch_sizes_that_the_run_had(tmp_path: Path) -> None:
-    """Before phases are added, the run has 20 iterations of 8 samples and 20 iterations of 4 samples."""
+    """Before the phases are added, the run has trained 20 iterations with 8 samples each and 20 iterations with 4
+    samples each."""
     path = tmp_path / "phases.yaml"
     path.write_text("- name: main\n- {name: end, from-iterations: 50, global-batch-size: 16}\n")
     config = parse_args(flags(path, "--mock-data --train-iters 60 --global-batch-size 4"))

@@ -48,8 +48,8 @@ def config_of(flags: str, world_size: int) -> RunConfig:
 
 
 def results(run: TrainingRun) -> tuple[list[float], list[float], list[bool]]:
-    """Return (losses, gradient norms, skipped flags) of the steps so far, after completing the update of the last
-    step."""
+    """Complete the update of the last step. Return the loss, the gradient norm and the skipped flag of each step so
+    far."""
     run.guard.settle()
     losses = torch.stack(run.interval.losses)
     if dist.is_initialized():
@@ -121,7 +121,7 @@ def test_one_process_follows_the_formula(model: str) -> None:
 
 
 def parameters(run: TrainingRun) -> list[Tensor]:
-    """Complete all updates and return the newest weights."""
+    """Wait for all pending updates, and return the newest version of the weights."""
     run.guard.settle()
     run.optimizer.finish_param_sync()
     drop_begun(run)
@@ -155,8 +155,8 @@ def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> tuple
 
 @pytest.mark.parametrize("precision", ["--bf16", "--fp64 --overlap-grad-reduce --overlap-param-gather"])
 def test_a_checkpoint_has_both_versions(precision: str, tmp_path: Path) -> None:
-    """Resuming under the same layout gives bit-identical results. Under a different layout, losses agree to a relative
-    tolerance of 1e-9."""
+    """Resuming under the same layout gives bit-identical results. Resuming under a different layout gives losses that
+    agree to a relative tolerance of 1e-9."""
     ranks = 4 if "--fp64" in precision else 2
     config = config_of(f"--pp 2 {precision}", ranks)
     went_on = run_world(ranks, saved, config, str(tmp_path))
@@ -172,7 +172,7 @@ def test_a_checkpoint_has_both_versions(precision: str, tmp_path: Path) -> None:
 
 
 def goes_on(rank: int, world_size: int, flags: str) -> None:
-    """Resume from a checkpoint with fewer or more weight versions, and save a new checkpoint."""
+    """Resume from a checkpoint with a different number of weight versions, take a step, and save a new checkpoint."""
     with running(flags.split(), rank, world_size) as run:
         assert run.progress.iteration in (4, 5)
         train_step(run)
@@ -285,7 +285,7 @@ def test_fifty_steps_have_no_bubble_between_the_first_and_the_last(p: int, multi
         between = [entry for entry in busy if 2 * 3 * m <= entry.start < 48 * 3 * m]
         assert len(between) > 90 * m
         assert all(entry.stop == after.start for entry, after in pairwise(between))
-    # As long as a single step with the micro-batches of all 50 steps: F takes 1 and B takes 2.
+    # The 50 steps take as long as a single step with all their micro-batches. F takes time 1 and B takes time 2.
     assert found.makespan == 3 * (50 * m + p - 1)
     assert found.peak_activations == [float(p - rank) for rank in range(p)]
 

@@ -1,4 +1,4 @@
-"""`--dry-run`: the printed plan and the errors that users see."""
+"""Tests of the plan and the error messages that `--dry-run` prints."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class WideningLayer(TransformerLayer):
 
 
 def test_a_plan_builds_all_layers_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Memory, FLOPs and times use the same kinds of layers, each of which is built once. Layers that depend on the
-    layer number count as different kinds."""
+    """Planned memory, FLOPs and times share one set of layer kinds. Each kind of layer is built only once. Layers that
+    depend on the layer number count as different kinds."""
     monkeypatch.setattr(LAYERS, "_entries", dict(LAYERS._entries))
     LAYERS.register("widening", WideningLayer)
     numbers: list[list[int]] = []
@@ -257,7 +257,7 @@ def test_an_interrupted_plan_ends_cleanly(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def test_a_plan_with_parameters_in_the_expert_activation() -> None:
-    """The experts in this test compute gradients within their backward pass."""
+    """If the expert activation has parameters, the experts compute gradients within their own backward pass."""
     experts = "--num-experts 4 --disable-bias-linear --activation-func xielu"
     pretrain(f"{RIGHT} {experts} --sequence-parallel", code=0)
 
@@ -331,7 +331,7 @@ OUTPUTS = [
 
 @pytest.mark.parametrize(("flags", "redirected", "said"), OUTPUTS)
 def test_full_or_closed_output_is_one_error_line(flags: str, redirected: str, said: str | None, tmp_path: Path) -> None:
-    limit = "ulimit -f 1; " if said is None else ""  # files may have 512 bytes; devices and pipes have no limit
+    limit = "ulimit -f 1; " if said is None else ""  # limits files to 512 bytes, but not devices and pipes
     command = f"{limit}{sys.executable} {pretrain_gpt.__file__} {flags} {redirected}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1, done.stderr

@@ -26,7 +26,8 @@ CASES = [
 
 
 def simulated(run: Expected, steps: int, segments: int = 3000) -> dict[str, float]:
-    """Simulate `segments` segments of a run with randomly drawn failures, and return the shares of its time."""
+    """Simulate `segments` segments of a run with randomly drawn failures. Return the share of each activity in the
+    run's time."""
     rng, trained = random.Random(1), steps * run.step_seconds
     now = repeated = restarts = saves = 0.0
     failure = rng.expovariate(1 / run.between_failures)

@@ -1,4 +1,4 @@
-"""FLOPs of a model, which the planner counts in a fake step, and formulas for activations."""
+"""Tests of the FLOPs that the planner counts in a fake step, and of formulas for activation memory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def test_flops_of_published_runs() -> None:
 
 @pytest.mark.parametrize("style", ["gpt", "llama", "mistral", "experts"])
 def test_stages_are_split_by_flops(style: str) -> None:
-    """The cost of multi-token prediction modules, in units of a layer, follows from the FLOPs that torch counts."""
+    """The cost of multi-token prediction modules, as a multiple of the cost of a layer, equals the ratio of their
+    FLOPs."""
     experts = replace(gpt_cases.LLAMA, num_experts=4, moe_ffn_hidden_size=24, moe_layer_freq="([0]+[1]*2)")
     base = replace(experts if style == "experts" else gpt_cases.STYLES[style], num_layers=3)
     alone, both = (model_flops(replace(base, mtp_num_layers=depths)).total for depths in (None, 2))

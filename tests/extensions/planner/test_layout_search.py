@@ -261,7 +261,7 @@ def test_a_flag_that_cannot_be_undone_is_named() -> None:
 
 
 def test_sizes_that_do_not_divide_matrices_are_not_searched() -> None:
-    """The 512 rows of the embedding cannot be split evenly over three tensor-parallel ranks."""
+    """The search space contains TP 3, but three ranks cannot evenly split the 512 rows of the embedding."""
     narrow = "--num-layers 1 --hidden-size 96 --num-attention-heads 6 --global-batch-size 12".split()
     run = SearchedRun(resolve(parse_args([*RUN, *narrow]), 6), 6)
     run.space = replace(run.space, schedules=(), recompute=("none",), most_samples=1)

@@ -87,7 +87,8 @@ class Memory:
     """Largest total size of unsharded unit parameters and gradients at any time."""
 
     host: int
-    """Host memory for optimizer states, for buffers of gradients and parameters, and for saved activations."""
+    """Total host memory in bytes for optimizer states, for gradient and parameter buffers, and for saved
+    activations."""
 
     peak: int
     """Peak memory during the forward and backward passes. In a plan, this is an estimate."""
@@ -231,9 +232,9 @@ def test_states_and_activations_match_the_plan(world_size: int, flags: str) -> N
 
 
 def check(world_size: int, flags: str, beyond: int = 1) -> None:
-    """Assert that measured and planned bytes are equal, except for peaks. Peaks may differ because gloo's threads free
-    sent buffers a little later, especially on a busy machine. Between actions, fewer than `beyond` additional bytes may
-    be saved."""
+    """Assert that measured and planned memory are equal. Only peaks may differ. Peaks may differ because gloo's threads
+    free sent buffers a little later, especially on a busy machine. Between actions, fewer than `beyond` bytes more than
+    planned may be saved for the backward pass."""
     for measured, planned in compare(world_size, flags):
         assert replace(measured, kept=planned.kept, peak=planned.peak) == planned
         assert 0 <= measured.kept - planned.kept < beyond
@@ -242,8 +243,8 @@ def check(world_size: int, flags: str, beyond: int = 1) -> None:
 
 @pytest.mark.skipif(not installed("overlap"), reason="overlap is deleted")
 def test_alternating_passes_save_the_planned_bytes() -> None:
-    """The saved bytes between actions equal the plan, except for one scalar per micro-batch. The peaks of the two
-    passes may coincide."""
+    """The saved bytes between actions equal the plan, except for one scalar per micro-batch. The two alternating passes
+    may reach their memory peaks at the same time."""
     in_turns = "--pp 2 --pipeline-schedule interleaved --overlap-moe-expert-parallel-comm"
     for measured, planned in compare(4, f"{EXPERTS} {in_turns}"):
         assert 0 <= measured.kept - planned.kept < 100
@@ -280,8 +281,8 @@ def bytes_of_chain(rank: int, world_size: int, config: RunConfig) -> tuple[int, 
 
 @pytest.mark.parametrize(("world_size", "flags"), CHAINS)
 def test_states_of_chains_match_the_plan(world_size: int, flags: str) -> None:
-    """The test compares the bytes of each rank. The plan of a pipeline rank has the bytes of its rank with the most
-    states."""
+    """The test compares the bytes of each rank. The planned memory of a pipeline rank is that of the process with the
+    most optimizer states."""
     load_extensions([str(ROOT / "examples" / f"{name}.py") for name in ("adafactor", "shampoo", "averaged_adam")])
     config = config_of(flags, world_size)
     dims, ranks = ParallelDims.from_config(config.parallel, world_size), run_world(world_size, bytes_of_chain, config)
@@ -312,7 +313,8 @@ WITH_SCALARS = [
 
 @pytest.mark.parametrize("flags", WITH_SCALARS)
 def test_everything_except_scalars_is_planned(flags: str) -> None:
-    """Experts keep one scalar per micro-batch, and gradient norms that are computed later keep a few scalars."""
+    """Experts keep one scalar per micro-batch, and a delayed gradient norm keeps a few scalars. These scalars are not
+    planned."""
     check(4, flags, beyond=100)
 
 

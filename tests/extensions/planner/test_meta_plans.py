@@ -60,7 +60,7 @@ def batch_of(flags: str) -> MicroBatch:
 
 
 def plans_of(batch: MicroBatch) -> tuple[list[list[PassEvents]], list[StageMemory]]:
-    """Return the events and the memory of each stage."""
+    """Return the planned events and the planned memory of each pipeline stage."""
     stages = pipeline_stages(batch.model, batch.parallel)
     cache = PlannerCache()
     plan = ActivationPlan(batch, cache)
@@ -91,7 +91,8 @@ LOOPS = {
 
 
 def totals(events: Iterable[Event]) -> Counter[str]:
-    """Return the FLOPs of GEMMs, and the bytes and number of events of each type."""
+    """Return the total FLOPs of all GEMMs, and for each type of event, the number of events and the bytes that they
+    move."""
     found: Counter[str] = Counter()
     for event in events:
         kind = type(event).__name__

@@ -1,4 +1,4 @@
-"""Messages that are printed after a device ran out of memory."""
+"""Tests of the messages that a run prints if a device runs out of memory."""
 
 from __future__ import annotations
 

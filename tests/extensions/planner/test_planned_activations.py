@@ -59,7 +59,7 @@ OFFLOAD = {"cpu_offloading": True, "cpu_offloading_num_layers": 1, "min_offloade
 
 
 def parallel_config(**fields: Any) -> ModelParallelConfig:
-    """Return a parallel configuration with these fields, which may belong to extensions."""
+    """Return a parallel configuration with the given fields. Fields of extensions are also allowed."""
     return config_of_sections({"parallel": fields}).parallel
 
 
@@ -73,8 +73,8 @@ def settle(live: LiveMemory) -> None:
 
 
 def kept_by(batch: MicroBatch, stage: Stage, state: ParallelState) -> tuple[int, int]:
-    """Build a stage, run its forward pass, and return the bytes that remain, without weights and output, and the bytes
-    of host buffers."""
+    """Build a pipeline stage and run its forward pass. Return the bytes that stay allocated, without weights and
+    output, and the bytes of host buffers."""
     model = batch.model
     offload = build_store(batch.parallel, batch.device)
     passes, weights = PassContext(offload=offload), WeightSetup(batch.device, initialize=False)
@@ -152,8 +152,8 @@ def grid(
     parallels: Sequence[ModelParallelConfig],
     stages: Sequence[Stage],
 ) -> list[Case]:
-    """Combine each model with each kind of recomputation. The combinations cycle through the parallel configurations
-    and the stages."""
+    """Return one case for each pair of a model and a kind of recomputation. Parallel configurations and stages are
+    assigned to the cases in turn."""
     return [
         (f"{name} {kind} {number}", replace(model, **RECOMPUTE[kind]), parallel, stage)
         for number, ((name, model), kind) in enumerate(product(models.items(), kinds))
@@ -187,8 +187,8 @@ RECIPES = [in_fp8(recipe) for recipe in ("delayed", "tensorwise", "blockwise", "
 
 
 def offloaded() -> list[Case]:
-    """Return cases that offload the first layer of a stage, to compare bytes on the device and host buffers. All
-    activations of the layer are offloaded except those that routing keeps."""
+    """Return cases that offload the first layer of a stage. The cases compare activation bytes on the device and the
+    bytes of host buffers. All activations of the offloaded layer go to host memory, except those that routing saves."""
     parallels = [parallel_config(bf16=True, **OFFLOAD), in_fp8("delayed", **OFFLOAD)]
     return grid(STYLES | DROPOUT | {"experts": EVEN}, RECOMPUTE, parallels, (WHOLE, MIDDLE, FIRST))
 
@@ -302,8 +302,8 @@ def test_recomputation_of_experts_saves_memory() -> None:
 
 
 def test_experts_over_ranks_match_the_plan_on_average() -> None:
-    """Message sizes depend on the router, but their mean over the ranks is within three percent of that of an even
-    router."""
+    """The plan assumes balanced routing. The actual message sizes depend on the router, but the activation memory
+    summed over the ranks is within three percent of the plan."""
     model = replace(LLAMA, hidden_size=128, kv_channels=16, seq_length=64, num_experts=8, moe_ffn_hidden_size=128)
     layout = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     parallel = ModelParallelConfig(**layout, sequence_parallel=True, bf16=True)

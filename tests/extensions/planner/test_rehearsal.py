@@ -78,7 +78,7 @@ def recorded(rank: int, world_size: int, config: RunConfig) -> list[Collective]:
 
 
 def all_ranks(rehearsal: Rehearsal) -> list[RankRecord]:
-    """Rehearse all ranks in one process, which reuses torch's fake-tensor cache."""
+    """Rehearse all ranks in one process, so that they share torch's fake-tensor cache."""
     return [rehearse_rank(rehearsal, rank) for rank in range(4)]
 
 

@@ -1,5 +1,5 @@
-"""Updates before the gradient norm is known are bit-identical to those of a step that waits for the norm, whether
-rolled back or not."""
+"""A step may update the weights before the gradient norm is known and roll the update back later. The results are
+bit-identical to those of a step that waits for the norm."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ CASES: dict[str, tuple[int, str, int | None]] = {
     "states of a chain": (2, f"--pp 2 --pipeline-schedule zb-h2 --optimizer shampoo --fp64 {CLIPPED}", 3),
     "spikes": (2, f"--pp 2 --pipeline-schedule zb-h2 --fp64 {FREE} --check-for-large-grads", 0),
 }
-"""Number of ranks, flags, and number of the first three steps that are rolled back, if known, for each named case. The
-parity matrix tests other layouts."""
+"""Maps the name of each case to the number of ranks, the flags, and how many of the first three steps are rolled back
+(None if unknown). The parity matrix tests other layouts."""
 
 
 def config_of(flags: str, world_size: int) -> RunConfig:
@@ -71,7 +71,8 @@ def waiting(config: RunConfig) -> RunConfig:
 
 @contextmanager
 def verdicts() -> Iterator[list[bool]]:
-    """Record True for each early update that was rolled back, and False for each that was kept."""
+    """Yield a list that records one boolean per early update: True if the update was rolled back, and False if it was
+    kept."""
     found: list[bool] = []
     true = PostValidatedOptimizer.validate
 
@@ -102,7 +103,8 @@ def state_of(run: TrainingRun) -> dict[str, Any]:
 
 
 def trained(run: TrainingRun, steps: int, plant: Callable[[TrainingRun], None] | None = None) -> dict[str, Any]:
-    """Train for `steps` steps. Return the state of the run, together with the results and losses of the steps."""
+    """Train for `steps` steps. Return a dictionary with the state of the run and with the result and loss of each
+    step."""
     interval = run.interval = Interval()
     if plant is not None:
         plant(run)
@@ -153,8 +155,8 @@ def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
 
 
 def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> list[str]:
-    """Train four steps that wait for the norm, then two that do not wait and two more from a checkpoint. Return the
-    differences."""
+    """Train four steps that wait for the gradient norm. In a second run, train two steps that do not wait, save a
+    checkpoint, and resume for two more steps. Return the differences between the two runs."""
     with local_run(waiting(config), rank, world_size) as run:
         expected = trained(run, 4)
     saving = replace(config, checkpoint=replace(config.checkpoint, save=folder))

@@ -138,7 +138,7 @@ def test_foreign_connections_do_not_block_a_heartbeat(tmp_path: Path) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as peer:
         peer.bind(("127.0.0.1", 0))
         with heartbeat(peer, tmp_path / "log") as (_, port):
-            for _ in range(300):  # more connections than a kernel queues for a process that does not accept any
+            for _ in range(300):  # the kernel would not queue so many connections if the process did not accept them
                 with socket.create_connection(("127.0.0.1", port), 5.0) as connection:
                     assert connection.recv(1) == b""
 

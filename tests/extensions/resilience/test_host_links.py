@@ -1,4 +1,4 @@
-"""Host links as seen by heartbeats: silent, deaf, slow and paused hosts, tested with a simulated clock."""
+"""Heartbeats between hosts detect silent, deaf, slow and paused hosts. The tests use a simulated clock."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Ends:
 
 
 def watch_of(rank: int, status: RankStatus, ends: Ends) -> HostWatch:
-    """Return the unopened watch of one of two hosts."""
+    """Return the `HostWatch` of one of two hosts, which has not been opened yet."""
     board: Any = SimpleNamespace(store=None)
     return HostWatch(Launch(rank, 2, several_hosts=True), status, cast("Any", ends), board, TIMEOUT)
 

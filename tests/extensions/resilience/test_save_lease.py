@@ -157,7 +157,7 @@ Held = tuple[SaveLease, Path, list[LeaseError]]
 
 
 def test_a_deleted_lease_is_lost(held: Held) -> None:
-    """Another run took the lease, finished, and released it."""
+    """The lease file is missing, as if another run had taken the lease, finished, and released the lease."""
     lease, folder, errors = held
     lease.check()
     (folder / ".lease").unlink()
@@ -252,8 +252,8 @@ class Deletes(Callback):
 
 
 def run_that_deletes(what: str, tmp_path: Path, code: int) -> str:
-    """Run six iterations and save a checkpoint every two iterations. The third iteration executes the code `what`, in
-    which `path` is the folder."""
+    """Train for six iterations, with a checkpoint every two iterations. The third iteration executes the code `what`,
+    in which `path` is the folder."""
     (tmp_path / "deletes.py").write_text(DELETES.format(what=what))
     flags = f"{TINY} --train-iters 6 --log-interval 1 --save {tmp_path / 'save'} --save-interval 2 --no-async-save"
     return run_forked(1, [*flags.split(), "--extension", str(tmp_path / "deletes.py")], tmp_path / "screen", code)
@@ -276,7 +276,8 @@ def test_a_run_whose_lease_is_gone_ends_before_it_saves(tmp_path: Path) -> None:
 
 
 class Objects(Storage):
-    """Storage in memory. `before` runs once before the next replacement and simulates another run's actions."""
+    """Storage in memory. `before` contains functions that run once before the next replacement. They simulate the
+    actions of another run."""
 
     content_of: ClassVar[dict[str, bytes]] = {}
     before: ClassVar[list[Callable[[], None]]] = []

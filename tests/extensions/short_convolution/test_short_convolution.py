@@ -16,7 +16,7 @@ CONVOLUTION = model_of("convolution")
 
 
 def test_flops() -> None:
-    """Only the two projections count as products; the convolution does not."""
+    """The FLOPs include only the two projections, not the convolution."""
     assert mixer_flops(CONVOLUTION, "C") == 6 * 4 * CONVOLUTION.hidden_size**2
 
 

@@ -1,5 +1,5 @@
-"""Compressed attention: comparison with a plain implementation, the indexer's loss, and memory. The tests of Hugging
-Face families compare logits and gradients with those of DeepSeek-V4."""
+"""Compressed attention is compared with a plain implementation. The loss of the indexer and the memory use are also
+tested. The tests of Hugging Face families compare logits and gradients with those of DeepSeek-V4."""
 
 from __future__ import annotations
 

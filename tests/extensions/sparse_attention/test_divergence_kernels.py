@@ -152,7 +152,7 @@ TYPES: dict[str, Any] = {
 @pytest.mark.grid(("heads", "capabilities"), [([16], [90])], [([16, 64], [80, 90, 100])])
 @apart(interpret=False)
 def test_kernels_compile_to_tensor_core_instructions(heads: Sequence[int], capabilities: Sequence[int]) -> None:
-    """The head width of the indexer is the same as in DeepSeek-V3.2. The compiled kernels fit into the registers."""
+    """The head width of the indexer is the same as in DeepSeek-V3.2. The compiled kernels must not spill registers."""
     from megatron.extensions.attention.sparse_attention.kernels import divergence_triton as triton
 
     for capability in capabilities:

@@ -1,5 +1,5 @@
-"""Kernels of attention to selected keys: interpreted Triton kernels are compared with plain torch, and the kernels are
-compiled for GPUs."""
+"""Triton kernels for attention to selected keys. The kernels run in Triton's interpreter and are compared with plain
+torch. The kernels are also compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Case(NamedTuple):
     values: int = 20
     samples: int = 2
     sets: tuple[tuple[int, int | None], ...] = ((11, None),)
-    """Number of keys that a query attends to in each set of keys, and the window of these keys, or None for selected
-    keys."""
+    """One tuple for each set of keys: the number of keys that a query attends to, and the window of these keys. The
+    window is None for selected keys."""
     sinks: bool = False
     documents: bool = False
     dtype: torch.dtype = torch.float32
@@ -148,8 +148,8 @@ def tensors_of(found: tuple[Attended, tuple[Tensor, ...]]) -> Iterator[Tensor]:
 
 
 def weights_by_both(kernels: Any, case: Case, given: Operands, found: Attended) -> tuple[Tensor, Tensor]:
-    """Return the attention weights of selected keys, summed over heads, from the kernel and from plain torch in
-    fp32."""
+    """Return the attention weights of selected keys, summed over heads, in two versions: computed by the kernel, and
+    computed by plain torch in fp32."""
     q, sinks, seen, k, _ = given
     queries, picked = seen[-1]
     beside = None
@@ -212,8 +212,8 @@ MUTANTS = {
 
 @contextmanager
 def with_edit(edited: str, old: str, new: str) -> Iterator[None]:
-    """Reload the kernel modules, one of them with an edit. Triton reads the source of a kernel when the kernel first
-    runs."""
+    """Reload all kernel modules within the context, and replace `old` with `new` in the source of the module `edited`.
+    Triton reads the source of a kernel when the kernel first runs."""
     package = import_module("megatron.extensions.attention.sparse_attention.kernels")
     with tempfile.TemporaryDirectory() as folder:
         for part in ("rows", "key_sums", "attention", "selection", "divergence"):
@@ -316,8 +316,8 @@ def interpreted_selection() -> None:
 
 
 def check_on_gpu() -> None:
-    """Check the kernels with the widths of real models. Key gradients that are summed in a second pass have the same
-    bits in every run."""
+    """Check the kernels on a GPU with the head widths of published models. If key gradients are summed in a second
+    pass, they are bit-identical in every run."""
     from megatron.extensions.attention.sparse_attention.kernels import attention
 
     check_selection("cuda")

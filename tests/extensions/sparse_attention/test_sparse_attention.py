@@ -257,8 +257,8 @@ def trained(rank: int, world_size: int, flags: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_training_in_fp8_follows_bf16(variant: str) -> None:
-    """Linear layers run in fp8. The projection of latents stays in bf16, because its weights multiply queries and
-    outputs."""
+    """Linear layers run in fp8. The latent projection stays in bf16, because attention multiplies its weights by
+    queries and outputs directly."""
     flags = f"{variant} --optimizer sgd --sgd-momentum 0 --lr 10"
     (plain,) = run_world(1, trained, flags)
     (found,) = run_world(1, trained, f"{flags} --fp8-format hybrid --fp8-recipe tensorwise")

@@ -7,7 +7,7 @@ memory and time. It fails if that process
 - ends with an error other than a user error (a traceback), with a signal, or not at all;
 - prints a message that does not name the file;
 - loses documents silently: in formats with checksums, any difference is a loss; in others, all documents that the
-  damage did not touch must be present, except its two neighbours. If a file was truncated, the data before the cut must
+  damage did not touch must be present, except its two neighbours. From a truncated file, the data before the cut must
   be read correctly.
 
 No format has a checksum of token ids or vocabularies. Ids must therefore be within the vocabulary, and the number of
@@ -136,8 +136,8 @@ class Damage:
 
 
 def _in_another_encoding(dice: Random, data: bytes) -> bytes:
-    """Convert the content as an editor does that saves text in another encoding, or as a program does that mistakes
-    bytes for text."""
+    """Re-encode the content, as if an editor had saved the text in a different encoding, or as if a program had treated
+    bytes as text."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
@@ -318,7 +318,7 @@ TOO_LITTLE = "SentencePiece: Vocabulary size"
 
 
 def _training_trial(suffix: str) -> Trial:
-    """Return a trial of train_tokenizer. The only thing to check is how the tool ends."""
+    """Return a trial that runs train_tokenizer on the damaged file. The trial only checks how the tool exits."""
     name = f"a{suffix}"
 
     def read(folder: Path) -> None:

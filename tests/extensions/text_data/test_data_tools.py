@@ -1,4 +1,4 @@
-"""Data tools run by a user outside the repository."""
+"""End-to-end tests of the data tools, which run outside the repository as for a user."""
 
 import gzip
 import json
@@ -49,7 +49,8 @@ def content(prefix):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Write four files of 3 documents each, some of them plain, with gzip, and with zstandard in two frames."""
+    """Write four JSON lines files with 3 documents each. Some files are uncompressed; the others use gzip, or zstandard
+    with two frames."""
     import zstandard
 
     texts = [f"document {i}\n" + "é" * (i * 500) for i in range(12)]

@@ -178,7 +178,7 @@ def test_a_table_of_another_dialect_is_reported_with_the_remedy(tmp_path: Path, 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
 def test_integers_of_any_length_are_read(tmp_path: Path, name: str) -> None:
-    """Python refuses to convert integers of more than 4,300 digits."""
+    """By default, Python refuses to convert strings of more than 4,300 digits to integers."""
     rows = ['{"id": %s, "text": "one"}' % ("9" * 5000), '{"id": [-%s], "text": "two"}' % ("7" * 300_000)]
     (tmp_path / name).write_text(f"[{', '.join(rows)}]" if name == "a.json" else "\n".join(rows))
     assert documents(tmp_path / name) == ["one", "two"]

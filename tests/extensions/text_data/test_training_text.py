@@ -142,7 +142,7 @@ def test_text_is_tokenized_again_only_after_changes(tmp_path: Path, caplog: pyte
 
 
 def test_only_changed_content_is_tokenized_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The name, folder and modification time of a text file do not matter."""
+    """A text file is not tokenized again if only its name, folder or modification time changes."""
     cache, state = str(tmp_path / "cache"), (10**18, 10**18)
 
     def tokens(folder: str, text: str, name: str = "a.txt") -> list[int]:

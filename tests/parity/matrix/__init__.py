@@ -1,10 +1,10 @@
 """Parity matrix: valid combinations of parallelisms and features, each compared with one process in fp64.
 
-The combinations of `design.txt` use worlds of 1 to 8 ranks and cover the valid pairs of choices. `NAMED` adds
-combinations that failed in published frameworks. Initial weights must be bit-identical to those of one process. The
-loss, every gradient, the gradient norm, and every weight and moment of two steps must be equal up to rounding. Fused
-regions are the regions of --compile; the matrix runs them uncompiled: tests/pure/test_regions.py compares them with
-their compiled form.
+The combinations in `design.txt` run on 1 to 8 ranks and cover all valid pairs of choices. `NAMED` adds combinations
+that failed in published frameworks. Initial weights must be bit-identical to those of one process. The loss, every
+gradient, the gradient norm, and every weight and moment of two steps must be equal up to rounding. Fused regions are
+the regions of --compile; the matrix runs them uncompiled: tests/pure/test_regions.py compares them with their compiled
+form.
 
     python -m tests.parity.matrix             the whole matrix, one line per combination, and a summary
     python -m tests.parity.matrix --list      what it would run
@@ -39,7 +39,8 @@ from tests.parity.matrix.design import pairwise
 from tests.parity.matrix.named import NAMED
 
 HOST_CHUNK = 2048
-"""Number of offloaded state elements that are updated at a time, small enough for several chunks."""
+"""Number of offloaded state elements that are updated at a time. The number is small, so that each update consists of
+several chunks."""
 
 DOCUMENT_ENDS = 1 / 5
 """Fraction of tokens that end a document if documents are packed."""
@@ -57,7 +58,7 @@ def every_choice() -> list[Combination]:
 
 
 def covering(combinations: Sequence[Combination]) -> list[Combination]:
-    """Return a subset of combinations that together include all their choices."""
+    """Return a subset of the combinations in which every choice of the combinations still occurs."""
     found, missing = list[Combination](), {each for c in combinations for each in c.items}
     while missing:
         found.append(max(combinations, key=lambda c: len(missing & c.items) / (2 + c.world_size)))
@@ -166,8 +167,8 @@ def difference(combination: Combination) -> str | None:
 def compared(
     combination: Combination, more: tuple[str, ...] = (), train: Callable[..., Snapshot] = train_in_world
 ) -> tuple[str | None, float]:
-    """Return (difference from one process or None, largest relative error of any tensor). `more` are flags for both
-    runs; `train` trains the combination."""
+    """Return (difference from one process or None, largest relative error of any tensor). `more` contains additional
+    flags for both runs. The function `train` runs the combination."""
     with settings(combination):
         steps, unseen = steps_of(combination)
         snapshot = train(combination.world_size, [*combination.argv, *more], steps - unseen, unseen=unseen)

@@ -28,7 +28,7 @@ COMMON = (
 TABLE = yaml.safe_load(Path(__file__).with_name("factors.yaml").read_text(encoding="utf-8"))
 MODEL_FACTORS: dict[str, dict[str, str]] = TABLE["model"]
 LAYOUT_FACTORS: dict[str, dict[str, str]] = TABLE["layout"]
-"""Flags that each choice of a factor adds to the command line."""
+"""Maps each choice of a factor to the flags that it adds to the command line."""
 
 REGISTRIES: dict[str, Container[str]] = {
     "--activation-func": ACTIVATIONS,
@@ -61,21 +61,21 @@ OF_EXPERTS = ("ep", "etp", "dispatcher", "expert messages", "row counts", "routi
 
 @dataclass(frozen=True)
 class Combination:
-    """One choice of each factor, in the order of `FACTORS`."""
+    """Combination of one choice per factor, in the order of `FACTORS`."""
 
     choices: tuple[str, ...]
 
     @classmethod
     def of(cls, **changed: str) -> Combination:
-        """Return the combination with these choices, in which underscores mean spaces, and the first choice of all
-        other factors."""
+        """Return a combination with the given choices. Underscores in factor names stand for spaces. All other factors
+        have their first choice."""
         named = {name.replace("_", " "): choice for name, choice in changed.items()}
         assert named.keys() <= FACTORS.keys(), named
         return cls(tuple(named.get(name, first) for name, first in FIRST.items()))
 
     @classmethod
     def read(cls, line: str) -> Combination:
-        """Return the combination whose string is `line`."""
+        """Parse a line such as "tp=2, pp=2" and return the combination."""
         return cls.of(**dict(part.split("=") for part in line.split(", ")))
 
     @property
@@ -104,7 +104,7 @@ class Combination:
 
     @property
     def alone(self) -> Combination:
-        """Return the combination of the same model on one process."""
+        """Return the combination that trains the same model in one process."""
         return Combination.of(**{name: self[name] for name in MODEL_FACTORS})
 
     def __getitem__(self, factor: str) -> str:

@@ -1,9 +1,9 @@
 """Covering design: every pair of choices for which a search finds a valid combination occurs in at least one
 combination.
 
-`design.txt` contains the combinations, one per line. Below them, lines `FACTOR=CHOICE without FACTOR=CHOICE, ...` list
-the pairs for which the search found no valid combination. `python -m tests.parity.matrix --design` adds missing pairs.
-To repeat the search for a pair, remove its line.
+`design.txt` contains the combinations, one per line. Below the combinations, lines of the form `FACTOR=CHOICE without
+FACTOR=CHOICE, ...` list the pairs for which the search found no valid combination. `python -m tests.parity.matrix
+--design` adds missing pairs. To repeat the search for a pair, remove its line.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def faults(combination: Combination) -> int:
     said = sum("has a bubble" not in each.rule for each in found)
     if combination["update"] == "two versions":  # this choice implies its own schedule
         said += combination["schedule"] != FIRST["schedule"]
-    if combination["cp"] == "2by work":  # deals samples in another order, which affects running expert loads
+    if combination["cp"] == "2by work":  # this choice reorders samples, which changes running expert loads
         said += combination["balancing"] in RUNNING_LOADS
     if combination["mlp"] == "dense":
         said += sum(combination[name] != FIRST[name] for name in OF_EXPERTS)
@@ -94,8 +94,9 @@ def complete(pair: Pair, known: Sequence[Combination], random: Random, steps: in
 
 
 def write_design(seed: int = 0) -> None:
-    """Write the design. Keep the combinations that are still valid and the pairs that are listed as invalid. Add a
-    combination for each missing pair, and let the new combination cover as many other missing pairs as possible."""
+    """Write the design. Existing combinations that are still valid are kept, and so are the pairs that are listed as
+    mutually exclusive. Add a combination for each missing pair, and let the new combination cover as many other missing
+    pairs as possible."""
     random, illegal = Random(seed), illegal_pairs()
     chosen = [combination for combination in pairwise() if not faults(combination)]
     known = [c for c in (Combination.of(), *NAMED.values()) if not faults(c)]
