@@ -176,8 +176,8 @@ def local_attention(
 
     The keys are at positions 0 to s - 1. `queries` are the positions of the queries; by default, they are the positions
     of the keys. If the kernel has a method `at_once`, a single kernel launch computes all tiles. A variable-length
-    kernel also needs only one launch if the queries are whole samples. If the kernel can do neither, attention is
-    computed tile by tile, as ring attention computes it on a single rank.
+    kernel also needs only one launch if the queries are whole samples. Other kernels compute attention tile by tile, in
+    the same way as ring attention on a single rank.
     """
     whole = (range(k.shape[0]),)
     if (at_once := getattr(causal.kernel, "at_once", None)) is not None:

@@ -79,7 +79,7 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class Causal:
-    """Description of a causal mask, and the kernel that computes attention with the mask."""
+    """Parameters of a causal mask, and the kernel that computes attention with this mask."""
 
     kernel: Kernel
     documents: Documents | None = None

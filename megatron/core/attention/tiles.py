@@ -21,8 +21,7 @@ from math import lcm
 from typing import NamedTuple, Protocol
 
 Spans = tuple[range, ...]
-"""Ranges of positions, in the whole sequence, of the tokens that a rank holds. The ranges are in the order of the rows
-on the rank."""
+"""Ranges of positions, in the whole sequence, of the tokens that a rank holds, in the order of the rows on the rank."""
 
 
 def rank_spans(seq_length: int, rank: int, size: int) -> Spans:
@@ -77,12 +76,13 @@ def short_spans(spans: Spans, longest: int) -> Spans:
 
 
 def chunk_order(size: int) -> list[int]:
-    """Return the chunks in rank order: 0, 7, 1, 6, 2, 5, 3, 4 for four ranks."""
+    """Return the numbers of the zig-zag chunks in the order of the ranks that hold them: 0, 7, 1, 6, 2, 5, 3, 4 for
+    four ranks."""
     return [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
 
 
 def sequence_divisor(context_parallel: int, tensor_parallel: int, sequence_parallel: bool) -> int:
-    """Return the number of which the sequence length must be a multiple.
+    """Return the number by which the sequence length must be divisible.
 
     With context parallelism, each rank holds two chunks of equal length. Sequence parallelism shards the tokens of a
     rank over the tensor-parallel ranks.
@@ -161,8 +161,8 @@ class Tile:
 def causal_tiles(queries: Spans, keys: Spans, documents: Documents | None, window: int | None) -> tuple[Tile, ...]:
     """Return the tiles of queries at positions `queries` with keys at positions `keys`, diagonal tiles first.
 
-    A diagonal tile contains queries and keys at the same positions. Each query is in exactly one diagonal tile if
-    `keys` contains its position.
+    A diagonal tile contains queries and keys at the same positions. A query is in exactly one diagonal tile if `keys`
+    contains the query's position.
     """
     found = list(_unwindowed_tiles(queries, keys, documents))
     if window is not None:
@@ -262,7 +262,7 @@ def _rows(places: range, shift: int) -> range:
 
 def _document_tiles(sample: int | None, q_shift: int, queries: range, k_shift: int, keys: range) -> Iterator[Tile]:
     """Yield the tiles for one document. `queries` and `keys` are the positions of the queries and keys in the document.
-    `q_shift` and `k_shift` convert these positions to rows."""
+    Row numbers are positions plus `q_shift` for queries, and plus `k_shift` for keys."""
     if not queries:
         return
     before, same = range(keys.start, min(keys.stop, queries.start)), _common(keys, queries)

@@ -57,7 +57,7 @@ def packed_attention(
     samples, sinks [heads] -> [s, b, heads, dv]."""
     length, samples = q.shape[:2]
     settings = _lengths(documents or ((0,),) * samples, length, q.device), (-1 if window is None else window - 1, 0)
-    # Pack the samples one after the other. This copies nothing if the batch has a single sample.
+    # Pack the samples one after the other. A batch with a single sample is not copied.
     packed = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
     rows: Tensor = PackedAttention.apply(*packed, sinks, kernel, *settings)
     return rows.unflatten(0, (samples, length)).transpose(0, 1)

@@ -157,7 +157,7 @@ class DatasetConfig(Section):
 
 
 def weight_of(word: str) -> float | None:
-    """Return the weight if an entry of a data list is a weight, or None if the entry is a path."""
+    """Parse an entry of a data list: return a weight as a number, and None for a path."""
     try:
         return float(word)
     except ValueError:

@@ -37,8 +37,8 @@ class FlagSpec:
     """Command-line properties of a configuration field, other than its name and type."""
 
     name: str | None = None
-    """Name of the flag, if it is not `--field-name`. For a bool that defaults to True, this is the flag that turns it
-    off."""
+    """Name of the flag, if it is not `--field-name`. For a bool that defaults to True, `name` is the flag that turns
+    the bool off."""
 
     aliases: tuple[str, ...] = ()
     """Alternative spellings of the flag, with their dashes."""

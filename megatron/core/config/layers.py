@@ -61,12 +61,12 @@ class ResidualFacts:
     """Predicate that decides whether the model has this residual stream."""
 
     width: Callable[..., int] = attrgetter("hidden_size")
-    """Function that returns the width of the residual stream between layers, in channels. The tensors that pipeline
-    stages send to each other have this width too."""
+    """Function that returns the width, in channels, of the residual stream between layers and of the tensors that
+    pipeline stages send to each other."""
 
     layers: tuple[str, ...] | None = ("transformer_layer",)
-    """Values of --layer-module whose layers add the outputs of their sublayers through this stream. If None, all values
-    are supported."""
+    """Values of --layer-module whose layers add the outputs of their sublayers through this stream. None if the stream
+    supports all values."""
 
     recomputed: str = ""
     """Name by which --recompute-modules selects the part of this stream that can be recomputed; empty if no part
@@ -99,7 +99,7 @@ class ResidualClass(Protocol):
     def leave(self, name: str, config: Section, ctx: object) -> nn.Module:
         """Build the module that converts the stream after the last layer to hidden states, [s, b, w] -> [s, b, h].
 
-        `name` is the parameter prefix of the norm that follows this module. This static method is called on the class.
+        `name` is the parameter prefix of the norm that follows this module. Must be a static method.
         """
 
 
@@ -255,9 +255,9 @@ def all_but_last_of_each(layer: int, period: int) -> bool:
 
 
 def _value_of(text: str, otherwise: str) -> int | list[int]:
-    """Convert a text such as "4" or "([0]*3+[1])*2" to a number or a list of numbers. Raise ValueError if the text does
-    not describe a number or a list. The error message is the text followed by `otherwise`, such as "is not a list of
-    numbers"."""
+    """Convert a text such as "4" or "([0]*3+[1])*2" to a number or a list of numbers. Raise ValueError if the text
+    describes neither a number nor a list. The error message is the text followed by `otherwise`, such as "is not a list
+    of numbers"."""
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, RecursionError, UnicodeEncodeError):
@@ -265,8 +265,8 @@ def _value_of(text: str, otherwise: str) -> int | list[int]:
 
 
 def _for_each_layer(value: list[int], num_layers: int, what: str, is_legal: Callable[[int], bool]) -> tuple[int, ...]:
-    """Check that the list `value` has one valid entry for each layer, and return it as a tuple. Otherwise, raise
-    ValueError with a message that describes a valid entry as `what`."""
+    """Return the list `value` as a tuple. If the list does not have one valid entry for each layer, raise ValueError
+    with a message that describes a valid entry as `what`."""
     if len(value) != num_layers:
         raise ValueError(f"the list must have {what} for each of {num_layers} layers, but has {len(value)} entries")
     for layer, item in enumerate(value):

@@ -38,8 +38,8 @@ class HeadWidths(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """Properties of an attention module, a value of --attention-module. Fields that are not set describe ordinary
-    self-attention. The functions among the fields receive the model's configuration, a
+    """Properties of an attention module, a value of --attention-module. The defaults of `AttentionFacts` describe
+    ordinary self-attention. The functions among the fields receive the model's configuration, a
     `megatron.core.config.model.TransformerConfig`."""
 
     chosen_by: Callable[..., bool] = lambda config: False
@@ -72,7 +72,7 @@ class MixerFacts:
     --experimental-attention-variant selects it."""
 
     rules: Callable[..., Iterable[object]] | None = None
-    """Function that validates models with this mixer. The function maps (RunConfig, world size) to the `Problem`s of
+    """Validation rule for models with this mixer: a function of (RunConfig, world size) that returns the `Problem`s of
     the run."""
 
     described: Callable[..., str] = lambda config: ""

@@ -436,7 +436,7 @@ class TransformerConfig(ModelFields):
 
 @lru_cache(maxsize=64)
 def _layer_kinds(model: TransformerConfig) -> tuple[LayerKind, ...]:
-    """Return the kinds of all layers and multi-token prediction modules. Results are cached by configuration."""
+    """Return the kinds of all layers and multi-token prediction modules. The results are cached."""
     columns = (
         model._sublayers,
         model._by_own_numbers(model.local_pattern),

@@ -36,8 +36,8 @@ class RecomputedParts(Collection[str]):
 
     @staticmethod
     def stated() -> dict[str, str]:
-        """Return the recomputable parts of mixers and residual streams. Each part is mapped to the flag that adds its
-        mixer or stream to a model."""
+        """Map each recomputable part of a mixer or residual stream to the flag that adds the mixer or stream to a
+        model."""
         mixers, streams = (MIXERS.facts(name) for name in MIXERS), (RESIDUALS.facts(name) for name in RESIDUALS)
         found = [(facts.recomputed, facts.recomputed_with) for facts in mixers]
         found += [(facts.recomputed, facts.switch) for facts in streams]
@@ -53,8 +53,8 @@ class RecomputedParts(Collection[str]):
         return sum(1 for _ in self)
 
     def where(self, part: str) -> str:
-        """Return the file and line where the part's mixer or residual stream is registered; empty for parts of every
-        model."""
+        """Return the file and line that register the mixer or residual stream with the part `part`; empty for parts
+        that every model has."""
         owners = [MIXERS.where(name) for name in MIXERS if MIXERS.facts(name).recomputed == part]
         owners += [RESIDUALS.where(name) for name in RESIDUALS if RESIDUALS.facts(name).recomputed == part]
         return owners[0] if owners else ""

@@ -85,7 +85,7 @@ class RouterClass(Protocol):
 
     def make_scores(self, config: Section) -> Scores:
         """Create the `Scores` whose name is `config.moe_router_scores`. The router is registered with this name in
-        `RouterFacts.scores`. Implement this as a static method."""
+        `RouterFacts.scores`. Must be a static method."""
 
 
 ROUTERS = Registry("router", RouterFacts, protocol=RouterClass, makes=RouterModule)
@@ -101,8 +101,8 @@ ROUTERS.register(
 
 
 def router_of(config: Section, number: int, in_training: bool = True) -> str:
-    """Return the name of the router that layer `number` uses. Routers that are used only in training are ignored if
-    `in_training` is False."""
+    """Return the name of the router that layer `number` uses. If `in_training` is False, routers that are used only in
+    training are ignored."""
     wanted = ROUTERS.wanted(config, number)
     return [name for name in wanted if in_training or not ROUTERS.facts(name).training_only][-1]
 

@@ -215,7 +215,7 @@ class OptimizerConfig(Section):
 
     @property
     def has_own_groups(self) -> bool:
-        """True if the parameter groups are not the default groups. The default is one group with and one group without
+        """True if the parameter groups are not the default groups, which are one group with and one group without
         weight decay."""
         usual = OptimizerConfig()
         fields = ("weight_decay_on", "apply_wd_to_qk_layernorm", "decoupled_lr")

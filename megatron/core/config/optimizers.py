@@ -71,8 +71,8 @@ class StatePlan:
     in the main dtype."""
 
     optional: tuple[str, ...] = ()
-    """Kinds of optimizer states that may be missing from a checkpoint. Runs with other stores ignore states of these
-    kinds in a checkpoint."""
+    """Kinds of optimizer states that may be missing from a checkpoint. If a checkpoint contains such optional states,
+    runs with other stores ignore them."""
 
     def holds(self, optimizer: Section) -> bool:
         """Return whether the configuration selects this store."""
@@ -135,9 +135,8 @@ class LrSchedule(Protocol):
     def __call__(self, samples: float, length: object, config: Section) -> float:
         """Return the learning rate of an update. `samples` is the number of samples that the run has consumed.
 
-        The warm-up lasts `length.warmup` samples; during this time, the schedule is not called. The decay ends at
-        `length.decay` samples; after this, the schedule is still called. `length` is a
-        `megatron.core.optimizer.param_scheduler.ScheduleLength`.
+        The schedule is called only after the warm-up of `length.warmup` samples, and is still called after the decay
+        has ended at `length.decay` samples. `length` is a `megatron.core.optimizer.param_scheduler.ScheduleLength`.
         """
 
 

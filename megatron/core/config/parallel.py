@@ -27,13 +27,14 @@ class HostFacts:
     memory."""
 
     ranges: Callable[..., Mapping[tuple[int, int], Sequence[range]]]
-    """Function of the `OptimizerConfig` and the number of elements that the rank owns in each bucket. The function
-    returns the ranges of these elements whose states are in host memory, keyed by bucket. A bucket is identified by
-    (buffer number, bucket number in the buffer). Buckets are in the order in which the backward pass completes them."""
+    """Function of the `OptimizerConfig` and the number of elements that the rank owns in each bucket. For each bucket,
+    the function returns the ranges of elements whose states are in host memory. A bucket is identified by (buffer
+    number, bucket number in the buffer). The argument lists buckets in the order in which the backward pass completes
+    them."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
-    """Function of the sizes of the ranges in host memory. It returns the number and the size of the device slots
-    through which gradients and parameters of these ranges are copied. Only plans call this function."""
+    """Function of the sizes of all ranges in host memory that returns the number and the size of the device slots
+    through which gradients and parameters of the ranges are copied. Only plans call this function."""
 
     layers: Callable[..., int]
     """Function of the `ModelParallelConfig` that returns for how many layers at the start of each stage the store keeps
@@ -131,7 +132,7 @@ class StageSplit(Protocol):
         costs of the embedding and the output layer estimated from FLOPs alone."""
 
     def fixed(self, model: Section, parallel: ModelParallelConfig, layout: PipelineLayout) -> Mapping[int, int]:
-        """Return the numbers of layers for the stages for which the flags set this number. The keys are stages."""
+        """Return the number of layers, keyed by stage, for those stages for which the flags set this number."""
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)

@@ -204,8 +204,8 @@ class DistributedDataParallel:
         return (self.params[place.index] for bucket in buckets for place in bucket.layout.params)
 
     def zero_stale_grads(self, bucket: int | None = None) -> None:
-        """Add the small gradients that were held back. Then zero the gradients to which this step has added nothing, in
-        one bucket or in all buckets.
+        """Zero the gradients to which this step has added nothing, in one bucket or in all buckets. Gradients that were
+        held back are added first.
         """
         self._small_grads.flush()
         buckets = self._reduced_whole if bucket is None else self._reduced_whole[bucket : bucket + 1]
@@ -261,8 +261,8 @@ class DistributedDataParallel:
             bucket.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait for all-gathers of parameters. Also gather parameters of which only copies in another format have been
-        gathered.
+        """Wait for all-gathers of parameters, and gather the parameters of which only copies in another format have
+        been gathered.
 
         After this call, all parameters that each rank keeps whole between passes have their updated values. All
         data-parallel ranks must call this method.
@@ -305,8 +305,8 @@ def _move_grad(small_grads: SmallGrads, param: Tensor) -> None:
     """Autograd hook that adds `param.grad` to `param.main_grad`, immediately or together with other gradients, and then
     frees `param.grad`.
 
-    The hook also runs without a gradient, for a parameter whose autograd Functions have already added the gradient to
-    `main_grad`.
+    Autograd also calls this hook if `param.grad` is None, because autograd Functions have already added the gradient to
+    `param.main_grad`.
     """
     grad, param.grad = param.grad, None
     if grad is None:

@@ -78,8 +78,8 @@ def _sum_shared_grads(ddp: DistributedDataParallel, state: ParallelState) -> Non
 
 
 def all_reduce_flat_(tensors: Sequence[Tensor], axis: Axis, device: torch.device) -> None:
-    """Sum each tensor in place over the axis, in one collective on `device`. The tensors themselves may be in host
-    memory."""
+    """Sum each tensor in place over the axis, in one collective on `device`. Tensors in host memory are copied to
+    `device` and back."""
     if axis.size == 1 or not tensors:
         return
     here = [tensor.to(device) for tensor in tensors]

@@ -63,7 +63,7 @@ class GradReadiness:
                 self.started += 1
 
     def end_step(self) -> None:
-        """End a step. All gradients must be complete."""
+        """End a step, when all of its gradients are complete."""
         if self.per_microbatch is None and self.microbatches and any(self.reports):
             counts = (count / self.microbatches for count in self.reports)
             self.per_microbatch = [count if count and count.is_integer() else float("inf") for count in counts]

@@ -87,8 +87,8 @@ class Bucket:
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def adopt(self, owners: Sequence[nn.Parameter]) -> None:
-        """Take over the parameters `owners` after their values were moved into `params`. The base class needs no code
-        for this."""
+        """Take over the parameters `owners` after their values were moved into `params`. Does nothing in this base
+        class."""
 
     def owned_grad(self, piece: Piece) -> Tensor:
         """Return the gradient of `piece`, a part of a parameter from `owned_pieces`, as a 1-D view."""
@@ -153,8 +153,8 @@ class Bucket:
 
 class WholeUnits:
     """Hooks that run before and after the passes of units (transformer layers, and modules outside of layers).
-    In the class `WholeUnits`, the hooks do nothing, because gradients and parameters are whole at all times. Strategies
-    that shard them derive from `WholeUnits`.
+    In the class `WholeUnits`, the hooks do nothing, because gradients and parameters are whole at all times. Classes
+    that shard gradients or parameters derive from `WholeUnits`.
     """
 
     buckets: Sequence[Bucket] = ()
@@ -294,8 +294,8 @@ class ParamAndGradBuffer:
         starts = [*(place.start for place in layout.params), layout.numel]
         gaps = [] if layout.by_unit else zip(ends, starts, strict=True)
         self.grad_gaps = [self.grad_data[stop:start] for stop, start in gaps if start > stop]
-        """Views of the padding between parameters in the gradient buffer. The list is empty for a buffer of units,
-        whose whole gradients exist only during passes."""
+        """Views of the padding between parameters in the gradient buffer; empty for a buffer of units, whose whole
+        gradients exist only during passes."""
 
     @property
     def on_host(self) -> bool:

@@ -149,8 +149,8 @@ def plan_buffers(
 ) -> tuple[BufferLayout, ...]:
     """Plan the buffers of one rank.
 
-    Ranks whose parameters have the same shapes have the same layout. For example, a parameter that is replicated over
-    tp has the same shard ranges on every tp rank.
+    Ranks whose parameters have the same shapes have the same layout. A parameter that is replicated over
+    tensor-parallel ranks, for example, has the same shard ranges on all of them.
 
     Args:
         params: (meta, local shape) of the rank's parameters, in registration order.
@@ -199,8 +199,8 @@ def _fill_buckets(
     """Fill buckets of at least `bucket_size` elements. If `bucket_size` is None, make one bucket for each unit.
 
     Only the last bucket and buckets next to shared parameters may be smaller. A parameter shared by two stages has a
-    bucket that contains no other parameter. Shards of the bucket therefore cover the same elements on both stages, and
-    can be summed over the two stages.
+    bucket that contains no other parameter. Without other parameters, shards of the bucket cover the same elements on
+    both stages, and can be summed over the two stages.
     """
     buckets: list[BucketLayout] = []
     filling: list[ParamRange] = []
@@ -257,8 +257,8 @@ class StateRange:
 
 
 def place_states(buffers: Sequence[BufferLayout], optimizer: OptimizerConfig) -> tuple[StateRange, ...]:
-    """Return the locations of a rank's optimizer states, bucket by bucket. The part of a bucket that a rank owns is a
-    single range, unless `OptimizerConfig.host_ranges` divides it between device and host."""
+    """Return the locations of a rank's optimizer states, bucket by bucket. The elements that a rank owns in a bucket
+    form a single range, unless `OptimizerConfig.host_ranges` divides them between device and host."""
     sharded = optimizer.use_distributed_optimizer
     owned = {
         (b, k): (bucket.stop - bucket.start) // (bucket.num_shards if sharded else 1)

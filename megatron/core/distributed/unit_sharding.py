@@ -42,7 +42,7 @@ from megatron.core.transformer.activation_store import tensors_in
 from megatron.core.transformer.recompute import computing_again
 
 WAIT_GATHERED, WAIT_REDUCED = "wait for parameters of a unit", "wait for reduced gradients of a unit"
-"""Names of the profiler ranges in which a rank waits without computing. On GPUs, they do not include waits of the
+"""Names of the profiler ranges in which a rank waits without computing. On GPUs, the ranges do not include waits of the
 host."""
 
 
@@ -233,8 +233,8 @@ class Order(Generic[T]):
 
 
 class UnitSharding(WholeUnits):
-    """Hooks for the units in one rank's modules. If `shards_params` is False, only gradients are sharded. Copies of
-    parameters in other dtypes are freed together with the parameters."""
+    """Hooks for the units in one rank's modules. If `shards_params` is False, gradients are sharded, but parameters are
+    not. Copies of parameters in other dtypes are freed together with the parameters."""
 
     buckets: Sequence[UnitBucket]
 
@@ -348,7 +348,7 @@ class UnitSharding(WholeUnits):
         input is known. Autograd first runs the operations that were recorded last, so no operation of the unit remains
         at that point. If no operation produced the input, the unit's backward pass ends with the whole backward pass. A
         layer that returns a `Pending` stream has two outputs, one of which was computed in the middle of the layer.
-        Its first output gradient and its last input gradient then delimit the pass."""
+        The pass of such a layer lasts from the first output gradient to the last input gradient."""
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:
             return

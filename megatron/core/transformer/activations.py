@@ -193,8 +193,8 @@ def _biased_forward(x: Tensor, bias: Tensor, kind: Kind) -> Tensor:
 
 
 def _biased_backward(x: Tensor, bias: Tensor, grad: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x [groups, rows per group, f] and of the bias. If the rows of x are grouped in this way,
-    torch.compile fuses both gradients into one kernel; with x [rows, f], it does not.
+    """Compute the gradients of x [groups, rows per group, f] and of the bias. torch.compile fuses both gradients into
+    one kernel only if the rows of x are divided into groups.
     """
     dx = functions_of(kind)[1](x + bias, grad)
     wide = torch.promote_types(dx.dtype, torch.float32)

@@ -21,15 +21,15 @@ from megatron.core.transformer.rotary import RotaryEmbedding, query_scales
 
 
 class Pending(Protocol):
-    """Residual stream to which the last sublayer output has not been added yet. The module that reads the stream
-    performs this addition."""
+    """Residual stream to which the last sublayer output has not been added yet. The module that reads the stream adds
+    this output."""
 
     def added(self) -> Tensor:
         """Perform the addition, and return the stream [s, b, w]."""
 
 
 Stream = Tensor | Pending
-"""Input or output of layers.
+"""Type of the input and the output of layers.
 
 A layer whose `takes_pending()` is true is called with `pending=True`, and may accept and return a `Pending` stream
 instead of a tensor. The final norm after the layers may also accept a `Pending` stream.

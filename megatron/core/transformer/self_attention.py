@@ -125,8 +125,8 @@ def attention_linears(name: str, config: TransformerConfig) -> tuple[ColumnLinea
 
 
 def gated_output(x: Tensor, gate: Tensor, function: str) -> Tensor:
-    """Multiply each channel of the attention output x [s, b, heads * d] by its gate. The gates are `function` applied
-    to `gate` [s, b, heads * d]."""
+    """Multiply the attention output x [s, b, heads * d] by gates, which are `function` applied to `gate` [s, b, heads *
+    d]."""
     return x * GATES[function](gate)
 
 

@@ -208,7 +208,8 @@ def with_flags(config: RunConfig, argv: Sequence[str]) -> RunConfig:
 
 def config_of(values: dict[str, object]) -> RunConfig:
     """Build the unresolved configuration from values keyed by field name."""
-    zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)  # fields that are not given are 0 too
+    # Required fields that are not given have the value 0 too, so remember which zeros were given.
+    zeros = tuple((name, 0) for name in REQUIRED if values.get(name) == 0)
     return replace(config_of_sections({"": values}), given=zeros)
 
 

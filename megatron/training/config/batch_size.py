@@ -34,8 +34,8 @@ class BatchSizes:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> BatchSizes:
-        """Return the batch sizes of a resolved and validated configuration. The result includes the batch sizes with
-        which the run was trained before it resumed from a checkpoint."""
+        """Return the batch sizes of a resolved and validated configuration. If the run has resumed from a checkpoint,
+        the earlier batch sizes are included."""
         assert config.training.global_batch_size, "resolve() fills the global batch size"
         scheduled = batch_schedule(config)
         if scheduled is not None:

@@ -102,9 +102,9 @@ def code_digest(name: str) -> str | None:
     """Return a digest of the paths and contents of the files to which a name refers.
 
     A name may refer to a Python file, to a module, or to a folder. For a module, the digest covers all files of its
-    package and of its parent packages. For a folder, it covers the Python and YAML files. The digest of a YAML file is
-    the digest of the folder that contains the file. Nothing is imported. Returns None if the name refers to no file or
-    to more than `MOST_FILES` files.
+    package and of its parent packages. For a folder, the digest covers all Python and YAML files in it. The digest of a
+    YAML file is the digest of the folder that contains the file. Nothing is imported. Returns None if the name refers
+    to no file or to more than `MOST_FILES` files.
     """
     try:
         files = list(islice(_code_files(_whole(name)), MOST_FILES + 1))
@@ -154,7 +154,7 @@ def _recorded(run: Path) -> dict[str, str]:
     """Return the recorded digests of the code that a run has used, keyed by the name of the code. `run` is the run's
     folder.
 
-    If there is no valid record, the result is empty. A record is not valid if it belongs to another user, if other
+    Returns an empty mapping if there is no valid record. A record is not valid if it belongs to another user, if other
     users may write it, or if it is in the run's folder.
     """
     path = _record_file(run)

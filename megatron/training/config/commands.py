@@ -54,8 +54,8 @@ class GivenOptions:
         return values[-1] if values else None
 
     def number(self, name: str, remedy: str) -> int | None:
-        """Return the value of an option. A value that is not an integer above 0 is reported as a problem and
-        discarded."""
+        """Return the integer value of an option. If the value is not an integer above 0, report a problem and return
+        None."""
         if (text := self.last(name)) is None:
             return None
         rule = "must be a whole number above 0"
@@ -105,8 +105,8 @@ class Command:
     """True if the command requires flags that select data; False if it can use synthetic data by default."""
 
     def note(self, world_size: int) -> str | None:
-        """Return a line to print if the number of ranks is derived from the layout because neither a flag nor a
-        launcher sets it."""
+        """Return a line to print if neither a flag nor a launcher sets the number of ranks, which is then derived from
+        the layout."""
         return f"planned for {world_size} ranks; --world-size sets a different number" if world_size > 1 else None
 
     def run(self, run: Prepared) -> int:

@@ -49,8 +49,8 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
     """Return a problem if --load does not exist or is a file. Return no problem if the run may start from scratch
     instead.
 
-    `has_model` is False if neither the flags nor the checkpoint describe the model. In the latter case, a --load folder
-    that contains no model is a problem too.
+    `has_model` is False if neither the flags nor the checkpoint describe the model. If nothing describes the model, a
+    --load folder that contains no model is a problem too.
     """
     options = config.checkpoint
     load, kind = str(options.load), kind_of(options.load or "")
@@ -59,7 +59,8 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
     if kind != "missing":
         return [Problem.of_message("--load", load, f"--load {load}: {refusal(load).removeprefix(f'{load} ')}")]
     remedy = "correct the path"
-    if not (options.finetune or options.exit_on_missing_checkpoint):  # both flags need a checkpoint
+    # --finetune and --exit-on-missing-checkpoint need a checkpoint.
+    if not (options.finetune or options.exit_on_missing_checkpoint):
         remedy += ", or add --allow-missing-checkpoint to start from scratch"
     if HUB_NAME.fullmatch(load) and not Path(load).parent.exists():
         remedy += f"; download a model from the Hugging Face hub first: hf download {load} --local-dir FOLDER"

@@ -85,8 +85,8 @@ def open_closed_streams() -> bool:
 
 
 def drop_output() -> None:
-    """Discard all further standard output, and output that is still in the buffer. Writing the buffered output at exit
-    would fail."""
+    """Discard all further standard output, and the output that is still in the buffer, because writing it at exit would
+    fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -187,8 +187,8 @@ def multiples(value: int, divisor: int) -> str:
 def unless_multiple(
     flag: str, value: int | None, name: str, divisor: int, step: int | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem if a value is not a multiple of `divisor`. `name` is the text that stands before the divisor in
-    the message, such as the flag that sets it.
+    """Yield a problem if a value is not a multiple of `divisor`. In the message, `name` precedes the divisor, and is
+    usually the flag that sets the divisor.
 
     The remedy names the nearest multiples of `step`, which defaults to the divisor.
     """

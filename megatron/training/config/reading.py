@@ -55,7 +55,7 @@ class ForeignProgram(Protocol):
         """Return the flags of the other program for which this program has no field."""
 
     def read(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        """Translate a flag of the other program for `reader`. Returns False if that program lacks the flag or value."""
+        """Translate a flag of the other program for `reader`. Returns False if the other program lacks it."""
 
     def feature(self, flag: str, texts: Sequence[str]) -> str | None:
         """Return the unsupported feature that the flag selects with these values; None if the feature is supported."""
@@ -67,12 +67,13 @@ class ForeignProgram(Protocol):
         """Yield lines that describe in what respects the results of this program, for a resolved configuration, differ
         from those of the other program.
 
-        `given` contains all given flags, each alone and with its first value. It includes flags without a field."""
+        `given` contains all given flags, each alone and with its first value. Flags without a field are included in
+        `given`."""
 
 
 FOREIGN_PROGRAMS: Registry[ForeignProgram, NoFacts, []] = Registry("program", NoFacts, protocol=ForeignProgram)
-"""Other programs whose flags are recognized. The modules of these programs are imported only if a flag or value is
-given that no field accepts."""
+"""Other programs whose flags are recognized. The module of another program is imported only if a flag or value is given
+that no field accepts."""
 
 
 def foreign_programs() -> dict[str, ForeignProgram]:
@@ -111,8 +112,8 @@ class FlagReader(GivenOptions):
     2"."""
 
     settings: list[Callable[[], None]] = field(default_factory=list)
-    """Functions that interpret flags which depend on other flags. The functions are called after all flags of a source
-    are read."""
+    """Functions that interpret flags whose meaning depends on other flags. The functions are called after all flags of
+    a source are read."""
 
     exchanges: list[Callable[[], None]] = field(default_factory=list)
     """Functions to call after all sources are read. Each applies a switch that replaces values from any source."""
@@ -310,8 +311,8 @@ class FlagReader(GivenOptions):
 
 
 def settings_in_other_units() -> dict[str, list[str]]:
-    """Return groups of fields that express the same setting in different units. The key of a group is its first
-    field."""
+    """Return groups of fields that express the same setting in different units, keyed by the first field of each
+    group."""
     groups: dict[str, list[str]] = {}
     for flag in all_flags():
         if (first := flag.spec.same_setting_as) is not None:
@@ -350,8 +351,8 @@ def tokens_of(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def known_spelling(name: str) -> str:
-    """Return `name` if it is a known flag. If it is not, try dashes instead of underscores, and `--no-` instead of
-    `--disable-`."""
+    """Return `name` if it is a known flag. If `name` is unknown, try dashes instead of underscores, and `--no-` instead
+    of `--disable-`."""
     dashes = "--" + name[2:].replace("_", "-")
     for spelling in (name, dashes, dashes.replace("--disable-", "--no-", 1)):
         if spelling in options() or spelling in spelling_table():

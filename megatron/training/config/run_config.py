@@ -212,8 +212,8 @@ class CheckpointConfig:
 
     @property
     def may_be_missing(self) -> bool:
-        """True if the --load folder does not have to exist. If --load and --save are the same folder, for example, it
-        does not exist yet when the run first starts."""
+        """True if the --load folder does not have to exist. For example, the --load folder does not exist yet at the
+        first start of a run with equal --load and --save."""
         if self.load is None or self.allow_missing_checkpoint:
             return True
         return self.save is not None and os.path.realpath(self.load) == os.path.realpath(self.save)
@@ -258,9 +258,9 @@ class RunConfig(Section):
 
     @property
     def restarts_positions(self) -> bool:
-        """True if positions restart at each document, so that position ids differ between samples. --reset-position-ids
-        affects only models with a position table: a rotary embedding depends only on distances between tokens, which do
-        not change when positions restart."""
+        """True if positions restart at each document, so that position ids differ between samples. For models without a
+        position table, --reset-position-ids does not matter: a rotary embedding depends only on distances between
+        tokens, which do not change when positions restart."""
         return self.data.reset_position_ids and self.model.position_table
 
     def __post_init__(self) -> None:

@@ -77,7 +77,7 @@ def with_saved_flags(config: RunConfig, given: Collection[str] = ()) -> tuple[Ru
         notes += [
             f"{field_table()[field].name} is {value}, as in the checkpoint, not {named_value(config, field)}"
             for field, value in changed.items()
-            if named_value(config, field) != field_table()[field].default  # the default: probably not given
+            if named_value(config, field) != field_table()[field].default  # a default value was probably not given
         ]
         config = with_named(config, changed)
     if wanted[0]:
@@ -125,8 +125,8 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the configuration, changed so that multi-token prediction modules have the same layer kind as in the
-    checkpoint, and notes about changes. The layer kind of the modules is relevant if the model has layers of different
-    kinds, and the modules were trained with the kind of the last layer."""
+    checkpoint, and notes about changes. The configuration changes only if the model has layers of different kinds, and
+    the modules in the checkpoint have the kind of the last layer."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
@@ -301,8 +301,8 @@ def changed_lengths(saved: RunConfig, run: RunConfig) -> str | None:
 
 
 def free_choices(saved: RunConfig) -> frozenset[str]:
-    """Return the names of the model fields that may differ from `saved` in a run that starts from converted weights.
-    Such fields do not affect the model's outputs."""
+    """Return the names of the model fields that may differ from `saved` in a run that starts from converted weights,
+    because the fields do not affect the model's outputs."""
     learned = saved.model.position_embedding_type == "learned_absolute"
     free = training_only() - WITH_PARAMETERS
     return free if learned else free | {"max_position_embeddings"}

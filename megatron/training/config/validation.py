@@ -66,7 +66,7 @@ def findings(config: RunConfig, world_size: int, resolved: RunConfig | None = No
 
 
 def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, RunConfig | None]) -> list[Problem]:
-    """Return the problems and notices for a configuration. Training phases are not checked. `known` is a pair
+    """Return the problems and notices for a configuration, but not for its training phases. `known` is a pair
     (configuration, its resolved form), which is reused if `config` is the same configuration."""
     problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}
@@ -185,8 +185,8 @@ def _with(section: S, values: Mapping[str, object]) -> S:
 
 
 def _without_training(config: RunConfig) -> RunConfig:
-    """Fill in values that a run without training does not need, so that its command line may omit their flags. The
-    values are a learning rate, a length and, if only callbacks evaluate, data."""
+    """Fill in values that a run without training does not need, so that its command line may omit their flags. These
+    flags set the learning rate, the length and, if only callbacks evaluate, the data."""
     training, data = config.training, config.data
     if not names_data(config) and callbacks_evaluate(config) and not training.full_validation:
         data, training = replace(data, mock_data=True), replace(training, eval_iters=0)

@@ -128,7 +128,8 @@ def compose(path: str) -> Node | None:
 
 
 def plain(node: Node) -> Plain:
-    """Convert a YAML node to None, a bool, a string, or a list of strings. Fields convert strings to their own types.
+    """Convert a YAML node to None, a bool, a string, or a list of strings. The caller converts strings to the types of
+    configuration fields.
 
     Returns an empty mapping for a mapping, and for a list that contains lists or mappings.
     """

@@ -58,7 +58,7 @@ class Head(OutputLayer):
 
         If the layer has no bias, x is divided by the logit divisor. This is cheaper than dividing the logits, because x
         is smaller. If `use` is given, the method returns `use(x)` instead of the logits. In this call, x is the input
-        of the matrix multiplication. Hooks that gather the parameters of this module run in both cases.
+        of the matrix multiplication. Hooks that gather the parameters of this module run with and without `use`.
         """
         x = x / self.divisor if self.divisor != 1 and self.bias is None else x
         return self.finished(super().forward(x)) if use is None else use(x)
@@ -96,9 +96,9 @@ class TokenLoss:
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits [s, b, V/tp], labels [s, b] -> losses [s, b] in fp32 or above, equal on all tensor-parallel ranks.
 
-        V is `config.padded_vocab_size`. In the logits of all ranks together, the columns from number
-        `config.vocab_size` on are padding. `megatron.core.tensor_parallel.cross_entropy.local_columns` returns how many
-        columns of this rank are not padding.
+        V is `config.padded_vocab_size`. Logits with a vocabulary index of `config.vocab_size` or more are padding.
+        `megatron.core.tensor_parallel.cross_entropy.local_columns` returns how many columns of this rank are not
+        padding.
         """
         raise NotImplementedError
 

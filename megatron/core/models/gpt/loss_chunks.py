@@ -132,8 +132,8 @@ class _Chunks:
         return self.sum_of_dy.to(bias.dtype) if self.sum_of_dy is not None and bias is not None else None
 
     def run(self, dw: Tensor | None = None, overwrite: bool = False) -> Tensor:
-        """Compute all chunks, and return the losses [s, b]. Adds the weight gradient to `dw`, or overwrites `dw` with
-        it."""
+        """Compute all chunks, and return the losses [s, b]. The weight gradient is added to `dw`, or overwrites
+        `dw`."""
         gathered = self._enter(0)
         losses = []
         for number in range(len(self.starts) - 1):

@@ -33,8 +33,8 @@ from megatron.core.transformer.layer import HiddenDropout
 from megatron.core.transformer.norm import build_norm
 
 MULTI_TOKEN = "mtp.layers"
-"""Prefix of the names of multi-token prediction modules. The full name ends with the depth, counted from 0, as in
-"mtp.layers.0"."""
+"""Prefix of the names of multi-token prediction modules. A module's full name, such as "mtp.layers.0", ends with its
+index."""
 
 
 class LossSum(Protocol):

@@ -12,8 +12,8 @@ from megatron.training.config.run_config import RunConfig
 
 
 def listed(c: RunConfig) -> list[str]:
-    """Return the names of the extension flags that select data and that have a value. The lists of data sets in these
-    flags are read before the run starts."""
+    """Return the names of the extension flags that select data and that have a value. Such flags contain lists of data
+    sets, which are read before the run starts."""
     return [flag.name for flag in flags_of("data") if flag.section != "data" and value_of(c, flag)]
 
 

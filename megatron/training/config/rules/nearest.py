@@ -102,5 +102,5 @@ def _step(problem: Problem) -> int:
 
 
 def _kind(problem: Problem) -> str:
-    """Return the text of a problem's rule, with numbers removed."""
+    """Return the rule of a problem with "N" in place of each number."""
     return re.sub(r"\d+", "N", problem.rule)

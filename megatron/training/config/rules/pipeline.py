@@ -100,8 +100,8 @@ def _enough_layers(layout: PipelineLayout, layers: int) -> Iterator[Problem]:
 
 
 def _divisor(size: int, most: int) -> int:
-    """Return the largest divisor of `size` that is at most `most`. A divisor of the current size still divides the
-    world size."""
+    """Return the largest divisor of `size` that is at most `most`. Because `size` divides the world size, its divisors
+    do too."""
     return next(n for n in range(most, 0, -1) if size % n == 0)
 
 

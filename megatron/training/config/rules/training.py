@@ -25,7 +25,8 @@ def skipped_steps(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def samples_of_micro_batches(c: RunConfig, world_size: int) -> tuple[int, str]:
     """Return the number of samples in one micro-batch, summed over all replicas, and a text for messages that shows how
-    the number is computed. If the layout is not valid, which other rules report, the number is 0."""
+    the number is computed. The number is 0 if the layout is not valid; this function does not report invalid
+    layouts."""
     micro, model = c.training.micro_batch_size, c.parallel.model_parallel_size
     dp = 0 if micro < 1 or model < 1 or world_size % model else world_size // model
     return micro * dp, f"--micro-batch-size {micro} * data-parallel size {dp} ="
