@@ -49,8 +49,8 @@ GEMM, NORM = "GEMM", "norm"
 """Names of the operations that can compute the residual addition."""
 
 SIZES = 16
-"""`residual_gemm` requires that the numbers of input and output features are multiples of this number. fp8 GEMMs
-require this, and it keeps the rows of matrices aligned."""
+"""`residual_gemm` requires that the numbers of input and output features are multiples of this number. fp8 GEMMs have
+the same requirement. Such sizes also keep the rows of matrices aligned."""
 
 CHECKED = 64
 """Number of rows and number of columns that are compared at each corner of a result."""

@@ -3,7 +3,7 @@ activation and its input gradient directly in fp8.
 
 The fused MLP requires `--compile` and --fp8-recipe delayed, whose scales are known before the activation is computed.
 The activation and the gradient of its input are stored only in fp8. The linear layers before and after the activation
-receive the casts in placeholder tensors without values.
+receive placeholder tensors, which have no values of their own but carry the casts.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def casts_swiglu(fc1: ParallelLinear, activation: object, fc2: ParallelLinear) -
 
 
 def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor | None = None) -> Tensor:
-    """Compute fc2(SwiGLU(fc1(x))) as a differentiable function: x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence
-    parallelism. Do not call this function if hooks are registered on the layers, because the hooks would receive
-    placeholders.
+    """Compute fc2(SwiGLU(fc1(x))) as a differentiable function: x [s, b, h] -> [s, b, h]. Under sequence parallelism,
+    both have the shape [s/tp, b, h]. Do not call this function if hooks are registered on the layers, because the hooks
+    would receive placeholders instead of values.
 
     Args:
         x: Input.
@@ -73,8 +73,8 @@ def cast_mlp(x: Tensor, fc1: ParallelLinear, fc2: ParallelLinear, addend: Tensor
 
 
 class MLPKernel:
-    """Kernel registry entry for `cast_mlp`. `kernels/casts.py` compares each kernel that `cast_mlp` calls with
-    torch."""
+    """Kernel registry entry for `cast_mlp`. The kernels that `cast_mlp` calls are compared with torch separately
+    (`kernels/casts.py`)."""
 
     suits = staticmethod(casts_swiglu)
     __call__ = staticmethod(cast_mlp)
@@ -119,8 +119,9 @@ class FusedTransformerLayer(TransformerLayer):
     """
 
     def forward(self, x: Stream, context: BatchContext, pending: bool = False) -> Stream:  # type: ignore[override]
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism. If `pending` is True, the last update is
-        returned separately, and the next module adds it to the residual stream."""
+        """Compute the layer: x [s, b, h] -> [s, b, h]. Under sequence parallelism, both have the shape [s/tp, b, h]. If
+        `pending` is True, the result may be a `ResidualSum`, in which the output of the last sublayer is not yet added
+        to the residual stream. The next module then performs this addition."""
         if self.norms_sums:
             return super().forward(added(x), context)
         stream = self._next(x if isinstance(x, ResidualSum) else ResidualSum(added(x)), context)

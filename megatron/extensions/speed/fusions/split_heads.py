@@ -87,7 +87,7 @@ class HeadSplit(NamedTuple):
 
 class _SplitHeadsContext(AutogradContext):
     settings: tuple[int, bool]
-    """Number of groups, and whether pairs of adjacent channels are rotated."""
+    """Number of query groups, and whether pairs of adjacent channels are rotated."""
     compiled: bool
     bias: Tensor | None
     shape: torch.Size
@@ -165,6 +165,6 @@ def joined_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], groups: int,
 
 def _summed(joined: Tensor) -> Tensor:
     """Sum the result of `joined_heads`, which is the gradient of qkv, over tokens. The sum runs in a separate kernel.
-    On a GPU, a single kernel for joining and summing takes 2.4 times as long as two kernels."""
+    On a GPU, a single kernel that joins and sums takes 2.4 times as long as two kernels."""
     wide = torch.promote_types(joined.dtype, torch.float32)
     return joined.flatten(0, 1).flatten(1).sum(0, dtype=wide).to(joined.dtype)

@@ -1,10 +1,10 @@
 """Interleaved passes of two micro-batches: while a collective of one pass is in flight, the other pass computes.
 
 Each pass runs in its own thread, and only one of the threads runs at a time. A pass yields after it starts a
-collective, and waits for the collective when the pass resumes. Each pass needs a separate stack, because a backward
-pass runs inside autograd and cannot return before it ends. With threads, layers stay unchanged, and the autograd graph
-of a micro-batch is not split, including recomputation. (DualPipe, arXiv 2412.19437, section 3.2.1, overlaps a forward
-with a backward; Megatron-LM cuts the graph at the same places instead.)
+collective, and waits for the collective when the pass resumes. Each pass needs a separate call stack and therefore a
+thread, because a backward pass runs inside autograd and cannot return before it ends. With threads, layers stay
+unchanged, and the autograd graph of a micro-batch is not split, including recomputation. (DualPipe, arXiv 2412.19437,
+section 3.2.1, overlaps a forward with a backward; Megatron-LM cuts the graph at the same places instead.)
 
 The order in which passes alternate depends only on the collectives that they start, and never on time. Ranks that run
 the same passes therefore launch their collectives in the same order.
@@ -82,8 +82,8 @@ class BatchOverlap(PassPair):
         self._switch(1 - number)
 
     def _start(self, body: Callable[[], None]) -> None:
-        """Start the second thread, which waits for its turn and then runs a pass on the caller's stream with the
-        caller's dispatch modes."""
+        """Start the second thread, which waits for its turn and then runs a pass on the caller's CUDA stream with the
+        caller's `TorchDispatchMode`s."""
         if self._jobs is None:
             self._jobs = SimpleQueue()
             Thread(target=_work, args=(self._jobs,), name="batch-overlap", daemon=True).start()

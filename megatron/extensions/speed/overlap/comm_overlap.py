@@ -10,8 +10,8 @@ In the backward pass, the gather before a row-parallel layer's GEMMs runs in par
 column-parallel layer runs without parts: as in `LinearFunction`, the gather overlaps with the GEMM for dX, and the
 reduction overlaps with the GEMM for dW. If the schedule defers dW, dX is instead computed and reduced in parts.
 
-Ranks send their parts of the operands in the format that the GEMMs read. For fp8 with one scale per tensor, ranks send
-bytes, which equal the cast of the whole tensor in one process.
+Ranks send their parts of the operands in the format that the GEMMs read. With fp8 and one scale per tensor, ranks send
+fp8 bytes. These bytes equal a cast of the whole tensor in one process.
 
 Shapes: t ranks; [s, b, h] activations; f features of the sharded dimension.
 """
@@ -52,8 +52,8 @@ from megatron.training.initialize import Runtime
 
 @dataclass(frozen=True)
 class Products:
-    """Multiplies rows of an activation or gradient, which may be cast to fp8, by a weight. The result is x Wᵀ + bias or
-    dY W."""
+    """Multiply rows of an activation x or of an output gradient dY by a weight W. The result is x Wᵀ + bias, or dY W.
+    The rows may be cast to fp8."""
 
     gemms: LinearGemms
     weight: Tensor
@@ -72,7 +72,8 @@ class Products:
         return x.new_empty(*x.shape[:-1], self.matrix.shape[1], dtype=self.weight.dtype)
 
     def multiply(self, part: Tensor, scales: Operand, out: Tensor) -> None:
-        """Multiply `part` [s/t, b, k], which was cast with `scales`, and write the product to the contiguous `out`."""
+        """Multiply `part` [s/t, b, k] by the weight, and write the product to the contiguous `out`. `scales` contains
+        the scales of `part` if it is cast to fp8."""
         rows, flat = (part.flatten(0, -2), *scales), out.view(-1, out.shape[-1])
         if self.of_grad:
             self.gemms.input_grad_rows_(flat, rows, self.weight)
@@ -105,9 +106,9 @@ class RingOverlap:
     """GEMMs that overlap with collectives, implemented as a ring of sends and receives between neighbours, for any
     backend and device. All ranks of the axis must call the methods of this class with the same shapes.
 
-    A part consists of the rows of one rank. While a part is multiplied, either this part is sent to the next rank
-    (all-gather), or a partial sum arrives from the previous rank (reduce-scatter). Each step of the ring takes as long
-    as its matrix product or its transfer, whichever is slower.
+    The sequence is divided into one part for each rank. While a part is multiplied, either this part is sent to the
+    next rank (all-gather), or a partial sum arrives from the previous rank (reduce-scatter). Each step of the ring
+    takes as long as its matrix product or its transfer, whichever is slower.
     """
 
     def __init__(self, hardware: Hardware) -> None:
@@ -186,7 +187,7 @@ class _LayerContext(AutogradContext):
     layer: Overlapped
     weight: Tensor
     bias_shape: torch.Size
-    """Shape of the bias; absent if the layer has no bias."""
+    """Shape of the bias. This attribute is not set if the layer has no bias."""
 
 
 class _ColumnFunction(torch.autograd.Function):
@@ -262,7 +263,8 @@ class _RowFunction(torch.autograd.Function):
 
 
 def _weight_grad(layer: Overlapped, weight: Tensor, dy: Operand, x: Callable[[], Operand]) -> Tensor | None:
-    """Compute dW = dYᵀ X immediately, or queue it for later. The function `x` returns the input X."""
+    """Compute the weight gradient dW = dYᵀ X now, or queue this computation if the schedule defers dW. The function `x`
+    returns the input X."""
 
     def add_(out: Tensor, overwrite: bool) -> None:
         layer.gemms.add_weight_grad_(matrix_of(out), dy, x(), overwrite)

@@ -1,8 +1,8 @@
-"""Casts of a matrix to fp8 by rows and by columns, in a single pass over the matrix. SwiGLU, its gradient and the
-gradients of attention heads are cast by the kernels that compute them.
+"""Casts of a matrix to fp8 by rows and by columns, in a single pass over the matrix. The kernels that compute SwiGLU,
+its gradient and the gradients of attention heads also cast their results.
 
-Without these fused kernels, a GPU would write the result in 16 bits, and a cast would read it again. Values are still
-rounded to 16 bits before the cast, so the results equal those of a separate cast kernel."""
+Without these fused kernels, a kernel would write the result in 16 bits, and a separate cast kernel would read it again.
+Fused kernels still round values to 16 bits before the cast, so the results equal those of a separate cast kernel."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ returns the same tensor twice, because torch does not allow this."""
 
 
 def casts_of_operator(made: list[Tensor], cast: CastOrder) -> CastPair:
-    """Convert the results of an operator that casts a matrix to a `CastPair`."""
+    """Build a `CastPair` from `made`, the results of an operator that casts a matrix."""
     *values, scale = made
     return paired(values, [scale], cast.wanted)
 
@@ -63,7 +63,7 @@ def made_casts(x: Tensor, size: tuple[int, int], *cast: *CastParts) -> list[Tens
 
 
 def wide(x: Tensor) -> Tensor:
-    """Convert 16-bit tensors to fp32."""
+    """Convert x to fp32 if it has 16 bits."""
     return x.float() if x.itemsize == 2 else x
 
 
@@ -115,7 +115,7 @@ def on_triton(x: Tensor, *_: object) -> bool:
 
 
 def casts_of(shapes: RunShapes) -> Iterator[Tensor]:
-    """Yield random matrices that have the shapes of the matrices that a run casts to fp8."""
+    """Yield random matrices, one for each shape that a run casts to fp8."""
     if shapes.fp8 is not None:
         yield shapes.random(shapes.tokens, shapes.hidden)
 
@@ -195,8 +195,8 @@ def swiglu_gradient_cast_twin(x: Tensor, grad: Tensor, cast: CastOrder) -> tuple
 
 def casts_heads(grads: Sequence[Tensor], tables: Sequence[Tensor], *_: object) -> bool:
     """Return True if `heads_gradient_cast` supports the head gradients `grads` and the rotation `tables`. The rotation
-    must not be interleaved. On GPUs, gradients must have 16 bits, because Triton 3.6 casts fp32 to e5m2 by columns
-    incorrectly."""
+    must not be interleaved. On GPUs, gradients must have 16 bits, because casts by columns from fp32 to e5m2 are wrong
+    in Triton 3.6."""
     if len(grads) != 3 or any(grad.shape[-1] != grads[0].shape[-1] for grad in grads):
         return False
     width = grads[0].shape[-1]

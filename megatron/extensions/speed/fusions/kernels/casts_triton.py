@@ -40,7 +40,8 @@ class Casts(NamedTuple):
     """Tensor of two integers: the bit pattern of the largest magnitude so far, and the number of finished programs.
     The kernel expects that both integers are zero, and sets them to zero again."""
     noted: Tensor | None
-    """Recorded amax. If the amax of the matrix is larger, the kernel raises the recorded amax to it."""
+    """Largest amax recorded so far (`CastOrder.noted`). The kernel sets this value to the maximum of the value and the
+    matrix's amax."""
 
     @classmethod
     def of(cls, n: int, k: int, *cast: *CastParts) -> Casts:
@@ -70,8 +71,8 @@ _states: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def state_of(device: torch.device) -> Tensor:
-    """Return the working memory for the field `state` of `Casts`. All kernels on a stream share this memory, because
-    they run one after another."""
+    """Return the tensor for the field `state` of `Casts`. All kernels on a stream share one tensor, because they run
+    one after another."""
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if (device, stream) not in _states:
         _states[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
@@ -92,7 +93,7 @@ def reciprocal(x):
 def multiplier_for(amax, into, SMALLEST: tl.constexpr):
     largest: tl.constexpr = 448.0 if into.dtype.element_ty == tl.float8e4nv else 57344.0
     bounded = tl.maximum(amax, SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    # like torch, compute number / tensor as the number times the reciprocal of the tensor
+    # torch computes `number / tensor` as number * reciprocal(tensor); do the same for bit-equal results
     return tl.where(amax == 0, 1.0, reciprocal(bounded) * largest)
 
 
@@ -298,7 +299,8 @@ def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | Non
 
 
 def cast_transpose_noting_amax(x: Tensor, *cast: *CastParts) -> list[Tensor]:
-    """Return the requested values (by rows first, then by columns) and the scale. Updates `noted`."""
+    """Launch the kernel that casts x. `cast` contains the fields of a `CastOrder`, whose field `noted` the kernel
+    updates. Returns the cast by rows and the cast by columns, if requested, and the scale."""
     n, k = x.shape
     casts = Casts.of(n, k, *cast)
     noting_tiles[_tiles(n, k)](x, x.stride(), casts, n, k, TILE, num_warps=WARPS)

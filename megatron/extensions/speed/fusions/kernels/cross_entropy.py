@@ -1,10 +1,10 @@
 """Cross entropy that overwrites the logits with their gradient. The logits are read from memory once, and the gradient
 is written once.
 
-The gradient of a token's loss depends on a sum over the vocabulary. A program that computes both the sum and the
-gradient reads each row twice, the second time from the L2 cache. If the forward and the backward pass were separate
-kernels, both would read all logits from memory. The backward pass only multiplies each row by its loss gradient, and
-skips rows whose loss gradient is 1."""
+The gradient of a token's loss depends on a sum over the vocabulary. A program of the kernel computes both the sum and
+the gradient. It therefore reads each row twice, the second time from the L2 cache. If the forward and the backward pass
+were separate kernels, both would read all logits from memory. The backward pass only multiplies each row by the
+gradient of the row's loss, and skips rows for which this gradient is 1."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Each multiprocessor runs only one program. All rows that are processed at the same time therefore fit into the L2 cache,
 which serves the second read of each row. Each thread keeps its own largest logit and sum, for the same columns of every
-block. Threads therefore need not exchange data for each block. The cost is one more exponential per thread and block.
+block. Threads therefore need not exchange data for each block. In return, each thread computes one more exponential per
+block.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -19,7 +20,8 @@ from megatron.extensions.speed.fusions.kernel_choice import multiprocessors
 THREADS = 1024
 EACH = 16
 WARPS = 32
-"""Number of warps, number of threads, and number of adjacent columns of a block per thread (32 bytes of bf16)."""
+"""Numbers of warps and threads per program, and number of adjacent columns that a thread processes in each block (32
+bytes of bf16)."""
 
 LOWEST = tl.constexpr(float(torch.finfo(torch.float32).min))
 """Initial value of a running maximum of logits. Unlike minus infinity, this number does not yield NaN if it is
@@ -39,7 +41,7 @@ def loss_and_gradient(logits, labels, losses, n, width, columns, z_loss, THREADS
 
 @triton.jit
 def _of_row(place, labels, losses, block, width, columns, z_loss, THREADS: tl.constexpr, EACH: tl.constexpr):
-    """Overwrite the row of logits at `place` with the gradient of the row's loss."""
+    """Overwrite the row of logits to which `place` points with the gradient of the row's loss."""
     label = tl.load(labels)
     target = tl.load(place + label).to(tl.float32)
     top = tl.full([THREADS], LOWEST, tl.float32)

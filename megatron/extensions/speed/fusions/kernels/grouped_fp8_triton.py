@@ -1,5 +1,6 @@
-"""Triton kernels for experts in fp8. The kernels cast rows by tiles along tokens, add weight gradients with a single
-list of tiles (see `grouped_triton.py`), and multiply rows by the experts' matrices.
+"""Triton kernels for experts in fp8. One kernel casts the rows of experts by tiles of 128 tokens. One kernel adds
+weight gradients, and its programs share a single list of tiles (see `grouped_triton.py`). One kernel multiplies rows by
+the experts' matrices.
 
 Tensor cores read fp8 operands along the dimension over which a product sums. Casts for weight gradients are therefore
 stored as columns [k, tokens]. The rows of each expert are padded to whole tiles of 128, so that every load is aligned.
@@ -44,8 +45,8 @@ TILINGS = {
     "shallow": Tiling(128, 128, 1, warps=8, stages=3),
     "small": Tiling(64, 128, 1, warps=4, stages=3, of_multiprocessor=2),
 }
-"""Tilings of the weight gradient kernel, keyed by name. In these tilings, the number of rows per step counts tiles of
-128 rows.
+"""Tilings of the weight gradient kernel, keyed by name. In these tilings, `rows` is the number of 128-row tiles per
+step.
 
 Larger tiles would leave no registers for the second accumulator of each output. The tiling "shallow" fits into the
 shared memory of Ada GPUs.
@@ -90,8 +91,9 @@ def cast_along_tokens_kernel(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Cast x [n, width] along tokens, and store values [width, tokens] and scale [tokens / TILE, width]. A program
-    casts COLUMNS columns of one tile. Tiles that belong to no expert are set to 0. EXPERTS is a power of two."""
+    """Cast x [n, width] by tiles of TILE rows (tokens) of the same expert. Store the transposed values [width, tokens]
+    and the scales [tokens / TILE, width], where `tokens` includes padding. A program casts COLUMNS columns of one tile.
+    Tiles that belong to no expert are set to 0. EXPERTS is a power of two."""
     tile = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     of_tiles = tl.load(tile_ends + e, mask=e < experts, other=2147483647)
@@ -134,9 +136,10 @@ def add_grouped_fp8_kernel(
     BLOCK_N: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add out[e] [outputs, inputs] += dy_e x_eᵀ, for dy [outputs, tokens] and x [inputs, tokens] with scales [tokens /
-    TILE, outputs] and [tokens / TILE, inputs]. The kernel works like `add_grouped_kernel`, but each step processes one
-    tile of tokens. The schedule therefore counts tiles instead of rows, and is computed with BLOCK_N = 1."""
+    """Compute out[e] += dy_e x_eᵀ for each expert e. out[e]: [outputs, inputs]; dy: [outputs, tokens]; x: [inputs,
+    tokens]; dy_scale: [tokens / TILE, outputs]; x_scale: [tokens / TILE, inputs]. The kernel works like
+    `add_grouped_kernel`, but each step processes one tile of tokens. The schedule therefore counts tiles instead of
+    rows, and is computed with BLOCK_N = 1."""
     item = tl.program_id(0) - programs
     step, end = 0, 0
     corner_o, corner_i = 0, 0
@@ -234,7 +237,8 @@ def padded_experts(experts: int) -> int:
 
 
 def cast_along_tokens(x: Tensor, ends: Tensor, tile_ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values and the scale of `fp8.grouped.cast_along_tokens`."""
+    """Launch the kernel that casts x. Returns the fields `values` and `scale` of the result of
+    `fp8.grouped.cast_along_tokens`."""
     assert x.is_contiguous() and ends.dtype == tile_ends.dtype == torch.int32
     (rows, width), experts = x.shape, ends.shape[0]
     tiles = tiles_for(rows, experts)

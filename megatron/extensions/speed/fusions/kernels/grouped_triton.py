@@ -1,4 +1,5 @@
-"""Triton kernels for expert weight gradients: a persistent kernel whose programs share one list of tiles.
+"""Triton kernels for expert weight gradients. The main kernel is persistent: its programs share one list of the tiles
+of all experts' gradient matrices.
 
 With few tokens per expert, the memory traffic of the fp32 sums limits the speed of a weight gradient. For a matrix of
 3,584 x 4,096 and 1,024 tokens, reading and writing the sums takes as long as the multiplication. Programs therefore do
@@ -35,8 +36,8 @@ MOST_PARTS = tl.constexpr(4)
 """Maximum number of parts into which a tile is split along tokens."""
 
 ENOUGH_ROUNDS = tl.constexpr(16)
-"""Threshold for splitting tiles. No tile is split if the average number of steps per program is at least this number
-times the number of steps of the longest tile."""
+"""Threshold for splitting tiles. If the longest tile takes at most 1 / ENOUGH_ROUNDS of the average number of loop
+steps per program, no tile is split."""
 
 LEAST_STEPS = tl.constexpr(8)
 """Minimum number of loop steps per part if a tile is split along the token dimension."""
@@ -111,8 +112,9 @@ def schedule_kernel(schedule, ends, experts, tiles, programs, slots, EXPERTS: tl
 
 @triton.jit
 def list_item(schedule, item, experts, tiles, BLOCK_N: tl.constexpr):
-    """Look up an item of the tile list, which is a whole tile or a part of a tile. Returns the position of its expert
-    in the schedule, the index of the tile, the index of the part, the first row, and the end of the rows."""
+    """Look up an item of the tile list, which is a whole tile or a part of a tile. Returns the position of the item's
+    expert in the schedule, the index of the tile, the index of the part, and the start and the end of the range of rows
+    to sum."""
     whole = tl.load(schedule + WHOLE)
     tail = tl.load(schedule + TAIL)
     split = item >= whole
@@ -175,9 +177,9 @@ def add_grouped_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Compute out[e] += dy_eᵀ x_e, [outputs, inputs], for each expert e. `parts` [slots, BLOCK_O, BLOCK_I] receives all
-    parts of split tiles except the first. A program processes all steps of all its tiles in one loop. Programs can
-    therefore load operands of the next tile while the previous tile is being added."""
+    """Compute out[e] += dy_eᵀ x_e, [outputs, inputs], for each expert e. `parts` [slots, BLOCK_O, BLOCK_I] receives the
+    partial sums of split tiles, except the first partial sum of each tile. A program processes all steps of all its
+    tiles in one loop. Programs can therefore load operands of the next tile while the previous tile is being added."""
     item = tl.program_id(0) - programs
     row, end = 0, 0
     corner_o, corner_i = 0, 0
@@ -213,9 +215,9 @@ def send_tile(
     """Store the sums of one tile. A whole tile, or the first part of a split tile, is added to the matrix. Any other
     part is written to separate memory.
 
-    No other program of this kernel adds to the same tile. The tile is sent in four parts. Before each part is sent, its
-    values are rearranged in shared memory so that each thread holds adjacent values. Four parts need less shared memory
-    than a whole tile.
+    No other program of this kernel adds to the same tile. The tile is sent in four parts. Before a part is sent, its
+    values are rearranged in shared memory so that each thread holds adjacent values. A quarter of a tile needs less
+    shared memory for this than a whole tile.
     """
     left, right = _halves(total, BLOCK_O, BLOCK_I)
     for half in tl.static_range(2):
@@ -250,8 +252,8 @@ def add_parts_kernel(
     BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Add the parts of each split tile to the result in a fixed order. `parts` contains the parts that
-    `add_grouped_kernel` stored. A program adds ROWS rows of a tile."""
+    """Add `parts` to `out` in a fixed order. `parts` contains the partial sums of split tiles that `add_grouped_kernel`
+    stored. A program adds ROWS rows of a tile."""
     place, tail = tl.program_id(0), tl.load(schedule + TAIL)
     if place >= tail:
         return

@@ -38,8 +38,8 @@ class Norm(NamedTuple):
 
 
 class NormedCast(NamedTuple):
-    """Result of `norm_cast`: the sum [n, h], the fp32 statistics [n, 1] of its rows, and the casts of its norm. The
-    statistics are 1 / deviation and, for LayerNorm, the mean."""
+    """Result of `norm_cast`: the sum x + update [n, h], the fp32 statistics [n, 1] of the sum's rows, and the casts of
+    the sum's norm. The statistics are 1 / deviation and, for LayerNorm, the mean."""
 
     total: Tensor
     statistics: tuple[Tensor, ...]
@@ -51,8 +51,9 @@ NormBackward = tuple[Tensor, Tensor | None, Tensor, Tensor, tuple[Tensor, ...], 
 
 
 class NormGradients(NamedTuple):
-    """Result of `norm_gradients`: the gradients of the sum [n, h] and of the parameters [h]. On request,
-    `NormGradients` also contains the casts of the gradient [n, h], and the sum [h] of this gradient over rows."""
+    """Result of `norm_gradients`: the gradient [n, h] of the sum x + update, and the gradients [h] of the parameters.
+    On request, `NormGradients` also contains the casts of the gradient [n, h], and the sum [h] of this gradient over
+    rows."""
 
     of_total: Tensor
     of_parameters: list[Tensor]
@@ -92,17 +93,17 @@ def norm_gradients(
     sums: bool,
     cast: CastOrder | None,
 ) -> NormGradients:
-    """Compute the gradients of the sum and of the norm's parameters.
+    """Compute the gradients of the residual sum and of the norm's parameters.
 
     Args:
-        total: Sum [n, h].
-        of_total: Gradient of the sum [n, h] from uses other than the norm, if any.
-        of_normed: Gradient of the norm [n, h].
+        total: Residual sum x + update, [n, h], which is the input of the norm.
+        of_total: Gradient of the residual sum [n, h] from uses other than the norm, if any.
+        of_normed: Gradient of the norm's output, [n, h].
         weight: Weight of the norm.
         statistics: Statistics from `norm_cast`.
         one_plus: Whether 1 is added to the weight.
-        sums: Whether to sum the gradient over rows.
-        cast: Requested casts of the gradient, if any.
+        sums: Whether to sum the gradient of the residual sum over rows.
+        cast: Requested casts of the gradient of the residual sum, if any.
     """
     operands = total, of_total, of_normed, weight, statistics, one_plus, sums
     if cast is None:
@@ -165,9 +166,9 @@ def gradients_of_norm(
     absent for RMSNorm.
 
     Args:
-        x: Rows [..., h].
+        x: Input of the norm, [..., h].
         of_total: Gradient of x from uses other than the norm, such as the residual stream.
-        of_normed: Gradient of the norm.
+        of_normed: Gradient of the norm's output.
         weight: Weight of the norm.
         statistics: Statistics from `normalized`.
         one_plus: Whether 1 is added to the weight.
@@ -252,8 +253,8 @@ _norm_cast = gpu_operator(
     "-> Tensor[]",
     _fake_norm_cast,
 )
-"""Operator that returns a list of tensors: x + update (only if there is an update), the statistics of the norm, the
-requested casts by rows and by columns, and the scale of the casts."""
+"""Operator that returns a list of tensors. If there is an update, the first tensor is x + update. Then follow the
+statistics of the norm, the requested casts of the norm (by rows, then by columns), and the scale of the casts."""
 
 _norm_gradients = gpu_operator(
     "kernels.norms_triton:norm_gradients",
@@ -261,9 +262,9 @@ _norm_gradients = gpu_operator(
     f"{CAST}) -> Tensor[]",
     _fake_gradients,
 )
-"""Operator that returns a list of tensors. The first tensor is the gradient dx of the norm's input. The rows of the
-second tensor [., h] are the parameter gradients and, if `sums` is True, the sum of dx over tokens. The remaining
-tensors are the requested casts of dx, by rows and by columns, and their scale."""
+"""Operator that returns a list of tensors. The first tensor is the gradient dx of the norm's input. The second tensor
+has rows of length h: the weight gradient, the bias gradient (LayerNorm) and, if `sums` is True, the sum of dx over
+tokens. The remaining tensors are the requested casts of dx, by rows and by columns, and their scale."""
 
 
 def _rows(shapes: RunShapes) -> tuple[Tensor, Tensor, Norm]:

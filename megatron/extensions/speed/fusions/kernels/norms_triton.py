@@ -4,8 +4,8 @@ In the forward pass, a program holds whole rows in registers and reads each oper
 blocks of rows in chunks of columns, in two passes. The second pass reads x and the gradient of the norm from the L2
 cache.
 
-A program of the backward kernel processes several blocks of rows and sums over them. A second kernel adds the sums of
-all programs in a fixed order.
+A program of the backward kernel processes several blocks of rows, and sums the parameter gradients over these blocks. A
+second kernel adds the sums of all programs in a fixed order.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -66,8 +66,8 @@ def _scale_of(weight, j, in_j, ONE_PLUS: tl.constexpr):
 def norm_cast_rows(
     x, update, weight, bias, total, inverse, mean, casts, n, h, eps, ONE_PLUS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Compute `total` = x + update [n, h], the statistics [n] of its rows, and the casts of its norm. The statistics
-    include the `mean` only for LayerNorm. The kernel also records the amax of the norm."""
+    """Compute `total` = x + update [n, h], the statistics [n] of the rows of `total`, and the casts of the norm of
+    `total`. The statistics include the `mean` only for LayerNorm. The kernel also records the amax of the norm."""
     i = (tl.program_id(0) * TILE[0] + tl.arange(0, TILE[0])).to(tl.int64)
     j = tl.arange(0, TILE[1])
     in_i, in_j = i < n, j < h
@@ -114,8 +114,8 @@ def _normalized(given, at, inside, center, factor):
 
 @triton.jit
 def _gradient(given, g, z, row_gz, row_g, factor, at, inside, h):
-    """Compute the gradient of x in fp32. z contains the normalized rows, and g is the gradient of z. `row_gz` and
-    `row_g` are the sums of g z and of g over each row."""
+    """Compute the gradient of the norm's input in fp32. z contains the normalized rows, and g is the gradient of z.
+    `row_gz` and `row_g` are the sums of g z and of g over each row."""
     grad = g - z * (row_gz / h)[:, None]
     if given.mean is not None:
         grad -= (row_g / h)[:, None]
@@ -195,7 +195,7 @@ def norm_gradient_chunks(
                 _add_rows(sums + (1 + CENTERED) * h + j, grad, in_j, step > 0)
             cast_and_store(grad, casts, i, j, in_i, in_j, n, h)
             bits = tl.maximum(bits, tl.max(_vectors(bits_of_size(grad)), axis=2))
-        tl.debug_barrier()  # the next step reads sums that other threads of this program wrote
+        tl.debug_barrier()  # synchronize, because the next step reads sums that other threads of this program wrote
     note_amax(tl.max(bits), casts)
 
 

@@ -82,10 +82,10 @@ def add_product_kernel(
     """Compute out [outputs, inputs] += (a * a_scale) (b * b_scale)ᵀ for a [outputs, n] and b [inputs, n]. If OVERWRITE
     is True, the product replaces the contents of `out`.
 
-    There is one scale for the matrix [], for each row [outputs], or for each tile of a row [outputs, n / TILE_N].
-    Programs that run at the same time share operands, because together they compute GROUP tiles of outputs for all
-    tiles of inputs. Hopper's tensor cores sum TILE_N terms with less than fp32 precision. The kernel adds the resulting
-    partial sums in fp32.
+    SCALES states how many scales an operand has: one for the whole matrix, one for each row, or one for each TILE_N
+    elements of a row. The shapes of a_scale are [], [outputs] and [outputs, n / TILE_N]. Programs that run at the same
+    time share operands, because together they compute GROUP tiles of outputs for all tiles of inputs. Hopper's tensor
+    cores sum TILE_N terms with less than fp32 precision. The kernel adds the resulting partial sums in fp32.
     """
     down, across = tl.cdiv(outputs, TILE_O), tl.cdiv(inputs, TILE_I)
     group, place = tl.program_id(0) // (GROUP * across), tl.program_id(0) % (GROUP * across)
