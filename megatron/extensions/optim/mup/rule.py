@@ -18,7 +18,7 @@ from megatron.extensions.optim.optimizers.flags import MuonFlags
 
 
 class MupRule(ParameterRule):
-    """Parameter rule that applies the table of `factors.py`."""
+    """Parameter rule that applies the factors that `factors.py` computes."""
 
     def __init__(self, optimizer: OptimizerConfig) -> None:
         self.optimizer, self.options = optimizer, optimizer.options(MupFlags)

@@ -82,7 +82,9 @@ def own_ratios(c: RunConfig) -> tuple[str, ...]:
     because an entry applies to all layers. Raises ValueError in the same cases as `base_sizes`.
     """
     own = c.model.options(MupFlags)
-    latent = named_value(c, "q_lora_rank") is not None  # the latent norm has the same name as a norm within heads
+    # With --q-lora-rank, `q_layernorm` is the norm of the query latent, whose width grows with the hidden size.
+    # Otherwise, `q_layernorm` is a norm over single heads, whose width is constant.
+    latent = named_value(c, "q_lora_rank") is not None
     if not (own.mup_base_widths or latent):
         return ()
     try:

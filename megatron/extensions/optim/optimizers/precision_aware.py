@@ -299,8 +299,8 @@ class PackedShard(Shard):
 
 
 class Part(NamedTuple):
-    """Views of one range of elements in a shard's tensors. Tensors that this kind of main parameters (`main_kind`) does
-    not use are empty. Each optimizer state is a pair (codes, scale exponents).
+    """Views of one range of elements in a shard's tensors. Tensors that are not needed for how main parameters are
+    stored (`kind`) are empty. Each optimizer state is a pair (codes, scale exponents).
     """
 
     grads: Tensor

@@ -93,7 +93,7 @@ def _blocks_cut(c: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     from megatron.core.pipeline_parallel.stage_parameters import (
         stage_metas,
-    )  # imported here because the module imports torch
+    )  # imported here, because `stage_parameters` imports torch
 
     try:
         metas = stage_metas(m)

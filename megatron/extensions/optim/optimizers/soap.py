@@ -8,9 +8,9 @@ step of power iteration and a QR decomposition.
 The formulas and the order of operations follow the authors' program (github.com/nikhilvyas/SOAP). The first update only
 initializes L and R. Weight decay is applied to the updated parameter. One difference from the authors' program keeps
 rounding noise out of the update, so that updates agree between layouts. At first, the gradients of a non-square matrix
-do not span all directions. In the authors' program, the basis of directions that gradients do not span is rounding
-noise. This implementation keeps the previous basis of such directions, which initially consists of unit vectors.
-Eigenvectors whose eigenvalues are just above the noise still differ between layouts.
+do not span all directions. In the authors' program, the basis vectors of the other directions are rounding noise. This
+implementation keeps their previous basis vectors, which initially are unit vectors. Eigenvectors whose eigenvalues are
+just above the noise still differ between layouts.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Soap(Transform):
 
     def update(self, x: ParameterUpdate) -> Requests:
         done = int(x.step.item()) - 1
-        """Number of previous updates of this parameter. The first update is not counted, because it does not change the
-        parameter."""
+        """Number of earlier updates of this parameter. This is also the number of Adam updates including this one,
+        because the first update only initializes the factors."""
 
         def moved(matrix: Tensor, states: dict[str, Tensor]) -> Tensor:
             return self.direction(matrix, states, done, self.eps * x.eps_mult)

@@ -92,7 +92,7 @@ def noting(
 
     Args:
         twin: Function of `others` and `cast` that returns a result and an amax.
-        compiled: Whether the region is compiled.
+        compiled: Whether to run the twin in a compiled region.
         cast: Request that states which casts to compute. The function passes the request to the twin as the last
             operand, and records the amax in the request's field `noted`.
         others: Other operands with which the twin is called.
@@ -299,7 +299,7 @@ def _block_scaled_mm(a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor 
         kind = ScalingType.BlockWise128x128 if b.in_blocks else ScalingType.BlockWise1x128
         of_b = _blocks_as_columns(b.scale) if b.in_blocks else _tiles_as_columns(b.scale)
         y = F.scaled_mm(values, others, scale, ScalingType.BlockWise1x128, of_b, kind, output_dtype=out_dtype)
-    else:  # F.scaled_mm does not support e5m2; torch's older function does, but not for all block shapes
+    else:  # F.scaled_mm does not support e5m2; `torch._scaled_mm` does, but not for all block shapes
         tiles = b.scale.repeat_interleave(TILE, 0) if b.in_blocks else b.scale
         y = torch_private.scaled_mm(values, others, scale, _tiles_as_columns(tiles).t(), out_dtype=out_dtype)
     y = y[:rows, : b.values.shape[0]].contiguous()

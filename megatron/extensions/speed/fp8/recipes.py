@@ -136,7 +136,7 @@ class Fp8Gemms(nn.Module):
         raise NotImplementedError
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
-        """Cast x, which was gathered from the results of `cast_to_gather`, by rows or by columns."""
+        """Return the cast of x by rows or by columns. x was gathered in the form that `cast_to_gather` returns."""
         raise NotImplementedError
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
@@ -168,7 +168,7 @@ class Fp8Gemms(nn.Module):
         return _as_operands(self.cast(rows_of(x), which, BOTH if needs_dw else ROWS), x.shape[:-1])
 
     def _weight(self, weight: Tensor, kind: str) -> Scaled:
-        """Return the weight, cast by "rows" or "columns". If the backward pass will reuse casts, both are computed
+        """Return the weight, cast by "rows" or "columns". If casts are kept for the backward pass, both are computed
         together."""
 
         def make() -> Scaled:
@@ -244,7 +244,7 @@ class PerTensorGemms(Fp8Gemms):
         return Scaled(values, x[1])
 
     def forward_rows_(self, out: Tensor, x: Operand, weight: Tensor, bias: Tensor | None) -> None:
-        """See `LinearGemms`. x [n, in] may be the uint8 view of an fp8 tensor, as a gather sends it."""
+        """See `LinearGemms`. x [n, in] may be a gathered fp8 tensor, which is viewed as uint8."""
         rows, by = Scaled(x[0].view(E4M3), x[1]), self._weight(weight, "rows")
         scaled_mm(rows, by, weight.dtype, bias, fast_accumulation=True, out=out)
 
@@ -257,7 +257,7 @@ class PerTensorGemms(Fp8Gemms):
         return self.cast(dy, GRAD, ROWS)[0]
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
-        """See `LinearGemms`. dY [n, out] may be the uint8 view of an fp8 tensor, as a gather sends it."""
+        """See `LinearGemms`. dY [n, out] may be a gathered fp8 tensor, which is viewed as uint8."""
         rows = Scaled(dy[0].view(self.grad_format), dy[1])
         scaled_mm(rows, self._weight(weight, "columns"), weight.dtype, out=out)
 

@@ -96,8 +96,8 @@ def _added_dropped(x: Tensor, update: Tensor, p: float, row_bits: Tensor, column
 
 
 class ResidualSum(NamedTuple):
-    """Residual stream x and an update that is not yet added to it. The next norm computes the sum x +
-    dropout(update)."""
+    """Residual stream x and a pending update, such as a sublayer's output, that is not yet added to x. The next norm
+    computes the sum x + dropout(update)."""
 
     x: Tensor
     update: Tensor | None = None
@@ -108,7 +108,8 @@ class ResidualSum(NamedTuple):
 
 
 class FusedLayerNorm(LayerNorm):
-    """`LayerNorm` whose kernels also add the pending update to the residual stream if gradients are enabled."""
+    """`LayerNorm` whose kernels also add the update of a `ResidualSum` to the residual stream if gradients are
+    enabled."""
 
     centered = True
 
@@ -148,7 +149,7 @@ class FusedLayerNorm(LayerNorm):
 
 
 class FusedRMSNorm(FusedLayerNorm, RMSNorm):
-    """`RMSNorm` whose kernels also add the pending update to the residual stream, as in `FusedLayerNorm`."""
+    """`RMSNorm` whose kernels also add the update of a `ResidualSum` to the residual stream, as in `FusedLayerNorm`."""
 
     centered = False
 

@@ -128,9 +128,9 @@ class FusedTransformerLayer(TransformerLayer):
         return stream if pending else stream.added()
 
     def takes_pending(self) -> bool:
-        """Return True if a norm kernel of this layer adds the pending update to the residual stream. Forward hooks
-        usually receive the stream after this addition. A hook with the attribute `takes_pending` also accepts a stream
-        whose last update has not been added."""
+        """Return True if this layer accepts a `ResidualSum` and adds its pending update in a norm kernel. Forward hooks
+        usually receive the residual stream after this addition. A hook with the attribute `takes_pending` also accepts
+        a stream whose last update has not been added."""
         norm = self.input_layernorm if self.mixes else self.pre_mlp_layernorm
         observed = is_hooked(self, forward=False) or not all(
             getattr(hook, "takes_pending", False) for hook in forward_hooks(self)

@@ -89,9 +89,9 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 @contextmanager
 def _taking_turns(x: Tensor, count: int, hardware: Hardware) -> Iterator[Callable[[int], AbstractContextManager[Any]]]:
     """Yield a function that maps the number of a loop step to the context manager in which this step runs. On GPUs,
-    every other step runs on a second stream, so that the first tiles of a product use the multiprocessors that the last
-    tiles of the previous product leave idle. The caller must keep all tensors that a step creates alive until the loop
-    ends."""
+    every other step runs on a second stream. While the last tiles of a product leave some multiprocessors idle, the
+    first tiles of the next product can therefore use them. The caller must keep all tensors that a step creates alive
+    until the loop ends."""
     with hardware.at_one_time(count):
         if not x.is_cuda:
             yield lambda _: nullcontext()

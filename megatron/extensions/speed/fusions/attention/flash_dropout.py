@@ -1,12 +1,12 @@
 """Attention with dropout in one fused GPU kernel. The kernel applies the dropout masks of `megatron.core.dropout`. This
-module contains the tile kernel, its operators, and attention for all queries of a rank.
+module contains the tile kernel, its operators, and a function that computes attention for all queries of a rank.
 
 The equivalent in plain torch is `TorchKernel` (`megatron.core.attention.tile_kernels`), which uses the same dropout
 masks but sums in a different order.
 
 The forward pass works as in FlashAttention-2 (arXiv 2307.08691). The backward pass consists of one kernel for queries,
-and one for keys and values. Neither kernel uses atomic additions, so the results are bit-equal in every run. Dropout
-masks are hashed in the kernels that compute the scores, and are never stored.
+and one for keys and values. Neither kernel uses atomic additions, so the results are bit-equal in every run. The
+kernels that compute the scores also compute the dropout mask, as a hash of positions. The mask is never stored.
 
 Tiles are converted to bands of query-key pairs. A band contains two kinds of ranges: the keys to which each query
 attends, and the queries that attend to each key. Rows are sorted by position. A query attends to an interval of

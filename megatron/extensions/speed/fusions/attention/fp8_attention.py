@@ -1,6 +1,7 @@
 """Causal attention with a forward pass in 8-bit floating point and a backward pass in 16 bits.
 
-Queries, keys and values are cast to e4m3. All heads of a group in a sample share a scale, which is a power of two:
+Queries, keys and values are cast to e4m3. All heads of a group in a sample share a scale, which is a power of two. With
+the casts q8, k8 and v8, and their scales sq, sk and sv:
 
     S = scale * (q8 sq) (k8 sk)ᵀ    P = exp(S - largest of the row)    out = round(256 P) (v8 sv) / (256 rowsum(P))
 

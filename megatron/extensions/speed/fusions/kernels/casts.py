@@ -115,7 +115,8 @@ def on_triton(x: Tensor, *_: object) -> bool:
 
 
 def casts_of(shapes: RunShapes) -> Iterator[Tensor]:
-    """Yield random matrices, one for each shape that a run casts to fp8."""
+    """Yield random operands to compare cast kernels with: a matrix [tokens, hidden] if the run uses fp8, otherwise
+    none."""
     if shapes.fp8 is not None:
         yield shapes.random(shapes.tokens, shapes.hidden)
 

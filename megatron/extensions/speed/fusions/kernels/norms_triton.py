@@ -150,9 +150,9 @@ def norm_gradient_chunks(
     SUMS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute the gradient `dx` [n, h] of x and its casts. Each program processes `steps` blocks of rows. The kernel
-    also records the amax of dx. `part_sums` [programs, sums, h] receives the program's partial sums of the weight
-    gradient, of the bias gradient (LayerNorm), and of dx (with SUMS).
+    """Compute the gradient `dx` [n, h] of x, and the casts of `dx`. Each program processes `steps` blocks of rows. The
+    kernel also records the amax of dx. `part_sums` [programs, sums, h] receives the program's partial sums of the
+    weight gradient, of the bias gradient (LayerNorm), and of dx (with SUMS).
 
     The first pass over the chunks of a block computes sums over each row. The second pass computes gradients, and
     processes the last chunk first, because the last chunks are still in the caches. The sums over rows stay in
