@@ -43,7 +43,7 @@ from megatron.training.progress import Interval, Step
 from megatron.training.run import TrainingRun
 
 LOOKS = 10
-"""Number of times that a run checks, between two audits, whether the result of the first audit is available."""
+"""Number of times that a run looks for the result of an audit before the next audit begins."""
 
 LONGEST_WAIT = 600.0
 """Maximum time in seconds that a finished run waits for the last audit."""
@@ -95,8 +95,8 @@ class BackgroundAudit(Callback, Meter):
         ]
 
     def _term_pieces(self, rank: int) -> list[tuple[int, Piece]]:
-        """Return a pair (data-parallel rank, piece) for each parameter to whose gradient no other rank of the same
-        replica contributes. The pieces describe the gradients before they are summed over data-parallel replicas."""
+        """Describe the gradients that this rank computes alone within its data-parallel replica, before they are summed
+        over replicas. Return a pair (data-parallel rank, piece) for each parameter with such a gradient."""
         state = self.run.runtime.state
         if state.dp.size == 1 or state.cp.size > 1:
             return []

@@ -81,8 +81,8 @@ class PeerAudit(Callback, Meter):
         assert moved is not None, "the rules of --audit-by require another data-parallel replica"
         dp = state.dp
         self.source, self.peer = (dp.rank - moved) % dp.size, (dp.rank + moved) % dp.size
-        """Data-parallel ranks: `source` is the rank whose part this rank computes, and `peer` is the rank that computes
-        this rank's part."""
+        """Data-parallel ranks: for comparison, this rank also computes the micro-batches of `source`, and `peer` also
+        computes the micro-batches of this rank."""
 
         self.exact = self.config.training.deterministic
         self.outcome = Outcome(self.config, run.runtime.launch.rank)
@@ -130,8 +130,8 @@ class PeerAudit(Callback, Meter):
         return found
 
     def _begin(self) -> None:
-        """Compute the micro-batches of the rank `source` for the next step, and start to record the step that this rank
-        will run with its own micro-batches."""
+        """Compute and record the next step with the micro-batches of the data-parallel rank `source`. Then start a
+        second recording, for the step that this rank will run with its own micro-batches."""
         run = self.run
         self._settle()
         step = run.progress.next_step(run.batch_sizes)
@@ -217,8 +217,9 @@ class PeerAudit(Callback, Meter):
         return tuple(name for name, same in zip(names, (both[0] == both[1]).tolist(), strict=True) if not same)
 
     def _exchanged(self, recording: Recording) -> Tensor:
-        """Send the recording of another rank's micro-batches to that rank, and return the peer's recording of this
-        rank's micro-batches, int64 [n, 1 + COLUMNS]. Collective over the data-parallel ranks."""
+        """Send the recording of another rank's micro-batches to that rank, and receive the peer's recording of this
+        rank's micro-batches. Return the received recording as an int64 tensor [n, 1 + COLUMNS]. Collective over the
+        data-parallel ranks."""
         dp, device = self.run.runtime.state.dp, self.run.runtime.device
         rows = recording.rows.to(device)
         outgoing, incoming = [0] * dp.size, [0] * dp.size

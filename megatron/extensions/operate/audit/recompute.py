@@ -105,7 +105,7 @@ class Result:
     """Ranks whose parts of the gradient of `first` differ most from the recomputed gradient."""
 
     where: str = ""
-    """Which gradient differs: that of one data-parallel replica, or the sum over ranks."""
+    """Description of the gradient that differs: the gradient of one data-parallel replica, or the sum over ranks."""
 
     largest: float = 0.0
     """Largest relative difference of a gradient, divided by the tolerance for that gradient."""
@@ -122,7 +122,7 @@ class Result:
 
 
 Gaps = dict[int, float]
-"""Maps each rank to the relative difference of its part of a gradient."""
+"""Maps each rank to the relative difference between its part of a gradient and the recomputed gradient."""
 
 Look = Callable[[int, Mapping[str, Tensor]], None]
 
@@ -253,8 +253,8 @@ def norm(x: Tensor) -> float:
 
 
 def gap_of(sketch: Sequence[float], expected: Tensor) -> float:
-    """Estimate the norm of the difference between the tensor `expected` and a tensor of which only the random-sign sums
-    `sketch` are known."""
+    """Estimate the norm of the difference between two tensors. The first tensor is `expected`; of the second, only the
+    random-sign sums `sketch` are known."""
     if not all(map(isfinite, sketch)):
         return inf
     sums = sums_of(expected).tolist()

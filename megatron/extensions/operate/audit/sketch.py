@@ -35,8 +35,8 @@ _MIXER = -4417276706812531889
 
 @torch.no_grad()
 def sketch_of(x: Tensor) -> Tensor:
-    """Compute the sketch of a tensor, int64 [COLUMNS], on the device of `x` and without a synchronization. `x` may have
-    any shape."""
+    """Compute the sketch of a tensor on the device of `x`, without a synchronization. Returns an int64 tensor
+    [COLUMNS]. `x` may have any shape."""
     flat = x.detach().contiguous().view(-1)
     total = hash_of(flat)
     squares = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -75,22 +75,23 @@ def _blocks(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def sums_of(x: Tensor) -> Tensor:
-    """Compute the random-sign sums of a tensor, float64 [SIGNS]. Random-sign sums are linear in `x`."""
+    """Compute the random-sign sums of a tensor. Returns a float64 tensor [SIGNS]. Random-sign sums are linear in
+    `x`."""
     return sketch_of(x)[2:].view(torch.float64)
 
 
 @lru_cache
 def _random(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random numbers for the positions within a block: odd int64 numbers [BLOCK], and float64 signs [BLOCK,
-    SIGNS]."""
+    """Return random factors for the positions within a block: odd int64 numbers of shape [BLOCK], and float64 signs of
+    shape [BLOCK, SIGNS]."""
     return _mixed(1, BLOCK, device)
 
 
 @lru_cache(maxsize=64)
 def _random_of_blocks(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random factors for `count` blocks from the block `first`: odd int64 numbers [count], and float64 signs
-    [count, SIGNS]. The random number of an element is the product of two factors: that of its block, and that of its
-    position in the block."""
+    """Return random factors for `count` consecutive blocks, of which the first has the number `first`: odd int64
+    numbers of shape [count], and float64 signs of shape [count, SIGNS]. The random number of an element is the product
+    of two factors: the factor of its block, and the factor of its position in the block."""
     return _mixed(BLOCK + 1 + first, count, device)
 
 

@@ -1,9 +1,9 @@
 """Recording of a rank's passes in one step, as sketches in order of computation.
 
 The tape contains sketches of module outputs, of the operands and results of messages between the ranks of a replica, of
-gradients after the last micro-batch, and of gradients before their reduction. Collectives are recorded when
-torch.distributed is called. No hooks are installed during steps that are not audited. Recording does not synchronize
-with the device; only `Tape.rows` does.
+gradients after the last micro-batch, and of gradients before their reduction. Collectives are recorded by wrappers
+around the functions of torch.distributed (`Taps`). No hooks are installed during steps that are not audited. Recording
+does not synchronize with the device; only `Tape.rows` does.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class Finding:
 
 
 def decide(reports: Sequence[Report]) -> Finding | None:
-    """Determine the faulty rank from the reports of all ranks, which are in rank order. Returns None if no report
+    """Determine the faulty rank. `reports` contains the reports of all ranks, in rank order. Returns None if no report
     contains a difference."""
     if changed := next((each for each in reports if each.changed), None):
         return _finding(reports, (changed.rank,), Difference(WEIGHT, changed.changed[0], 0.0), CHANGED)
@@ -136,8 +136,9 @@ def _is_source(report: Report, reports: Sequence[Report]) -> bool:
 
 
 def _by_votes(reports: Sequence[Report], sources: Sequence[Report]) -> Finding:
-    """Return a finding that names the rank with the most votes. If only one rank reports a difference and its vote is
-    tied with the peer's, the finding names the rank whose computation the third one does not confirm."""
+    """Return a finding that names the rank with the most votes. If only one rank reports a difference, and this rank
+    and its peer have equally many votes, the rank's repeated computation decides. If the repeated computation agrees
+    with the rank's first computation, the finding names the peer, and otherwise the rank itself."""
     votes: Counter[int] = Counter()
     for rank in (rank for source in sources for rank in _suspects(source)):
         votes[rank] += 1
@@ -165,8 +166,8 @@ def _finding(reports: Sequence[Report], ranks: tuple[int, ...], first: Differenc
 
 
 def shift_of_replicas(groups: Sequence[Sequence[int]], experts: Sequence[Sequence[int]]) -> int | None:
-    """Return an offset, in data-parallel ranks, from each rank to another rank with the same weights and experts; None
-    if there is no such offset.
+    """Return an offset k such that, in each data-parallel group, the rank with index i holds the same weights and
+    experts as the rank with index i + k, modulo the size of the group. Return None if there is no such offset.
 
     Args:
         groups: Data-parallel groups.

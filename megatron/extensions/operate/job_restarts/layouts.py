@@ -31,7 +31,7 @@ FAMILIES = 8
 """Number of layout families (`space.Family`) for which the search predicts step times."""
 
 SIZES = 3
-"""Number of world sizes to compare, from the largest world size that has a legal layout downward."""
+"""Number of world sizes to compare: the largest one that has a legal layout, and the next smaller ones."""
 
 LISTED = 200
 """Maximum number of layouts that are validated for each world size until a legal one is found."""
@@ -62,7 +62,7 @@ class Choice(NamedTuple):
 
 def smaller_layout(config: RunConfig, ranks: int, device: DeviceFile) -> Choice | None:
     """Return the fastest legal layout for at most `ranks` ranks; None if no layout is legal. `config` is the run's
-    configuration with all defaults filled in, for any number of ranks."""
+    configuration with all defaults filled in. The number of ranks that it was made for does not matter."""
     until = time.monotonic() + SEARCH
     found = list(islice(_with_fewer_replicas(config, ranks, device), 1))
     searched = 0

@@ -2,7 +2,8 @@
 rendezvous store. Each process that the launcher starts is called a parent, because it forks the process of a rank.
 `roster` calls parents workers, and identifies them by the rank numbers that the launcher assigns.
 
-A start is the first or a later launch of all ranks. The store has these keys for worker W and start number N:
+The ranks are launched once at the beginning, and again after each failure. Each launch is called a start, and the
+starts are numbered from 0. The store has these keys for worker W and start number N:
 
     `parent/W`: host and process of worker W.
     `beat/W`: heartbeat counter of worker W.
@@ -44,7 +45,7 @@ from megatron.training.reliability.launch import Launch
 from megatron.training.reliability.rank_store import Peer, identity, launcher_has_store, meet, start_of
 
 STORE = "parents"
-"""Prefix of the keys in the store that parents use."""
+"""Prefix of all store keys with which parents exchange messages."""
 
 LOOK = 0.05
 """Seconds between two checks of the child or of the other parents."""
@@ -80,13 +81,13 @@ DELETED = 200
 """Maximum number of old store keys that are deleted in one call."""
 
 KINDS = ("again", "decides", "start", "here", "offer")
-"""Prefixes of the store keys that belong to one start of the ranks."""
+"""Prefixes of the store keys that contain the number of a start, such as `again` in `again/N`."""
 
 T = TypeVar("T")
 
 
 class LostStoreError(ConnectionError):
-    """Raised if the store of the parents does not answer."""
+    """Raised if the store through which the parents exchange messages does not answer."""
 
 
 class Clock:
@@ -185,7 +186,7 @@ class Parents:
     """Maximum time in seconds until each parent connects to the store for the first time."""
 
     peers: dict[int, tuple[str, Peer]] = field(default_factory=dict)
-    """Maps each worker to the name of its host and the identity of its process."""
+    """Maps each worker to the name of its host and the `Peer` that identifies its process."""
 
     _beats: int = 0
     _clock: Clock = field(default_factory=Clock)
@@ -221,7 +222,8 @@ class Parents:
         self._answered(lambda: self.store.set(f"again/{number}", "1"))
 
     def asked(self, number: int) -> bool:
-        """Return True if a parent has requested start `number` of the ranks, or if a later start has begun."""
+        """Return True if a parent has requested the start of the ranks with the number `number`, or if this start or a
+        later one has begun."""
         return self._answered(lambda: self.store.check([f"again/{number}"])) or self._newest() >= number
 
     def lost(self, workers: Collection[int]) -> bool:
@@ -255,13 +257,13 @@ class Parents:
         self._answered(lambda: self.store.set(f"left/{self.worker}", "1"))
 
     def over(self) -> int | None:
-        """Return the exit code of a parent that has ended permanently; None if there is none."""
+        """Return the exit code of a parent that has ended permanently; None if no parent has."""
         return self._answered(lambda: int(self.store.get("over")) if self.store.check(["over"]) else None)
 
     def gather(self, number: int, before: Start, decide: Decide) -> Start:
-        """Wait until all living parents are ready for start `number` of the ranks, and return the plan for this start.
-        Workers that are ready too late are not in the plan's `living`, and do not take part. `before` is the previous
-        plan. One of the workers calls `decide` to make the plan."""
+        """Wait until all living parents are ready to start the ranks again, and return the plan for this start. Workers
+        that are ready too late are not in the plan's `living`, and do not take part. `number` is the number of the
+        start, and `before` is the plan of the previous start. One of the workers calls `decide` to make the plan."""
         self._answered(lambda: self.store.set(f"here/{number}/{self.worker}", "1"))
         clock, silence = Clock(), dict[int, tuple[int, float]]()
         while True:
@@ -283,8 +285,9 @@ class Parents:
             time.sleep(LOOK)
 
     def forget(self, number: int) -> None:
-        """Record in the store that `number` is the newest start of the ranks. A worker that was suspended can thereby
-        notice that the ranks were started without it. Collect the store keys of earlier starts, which `tidy` deletes.
+        """Record in the store that the newest start of the ranks has the number `number`. A worker that was suspended
+        can thereby notice that the ranks were started without it. Collect the store keys of earlier starts, which
+        `tidy` deletes.
         """
         self._answered(lambda: self.store.set("newest", str(number)))
         whole = self.store.underlying_store if isinstance(self.store, dist.PrefixStore) else self.store
@@ -306,21 +309,21 @@ class Parents:
             self._answered(lambda: [store.delete_key(key) for store, key in some])
 
     def offer(self, number: int, offer: str) -> None:
-        """Offer the copies of the training state on this host to the ranks of start `number`. The offer is possible
-        even if this host has no ranks."""
+        """Offer the copies of the training state on this host to the ranks that run in start number `number`. This host
+        need not have any ranks itself. `offer` is the text that `idle_hosts.offered` returns."""
         self._answered(lambda: self.store.set(f"offer/{number}/{self.worker}", offer))
 
     def offers(self, number: int, workers: Collection[int]) -> list[str]:
-        """Return the copies that `workers` have offered to the ranks of start `number`. Workers whose offers arrive too
-        late are omitted."""
+        """Return the texts that `workers` have passed to `offer` for start number `number`. Workers whose offers arrive
+        too late are omitted."""
         clock, keys = Clock(), [f"offer/{number}/{worker}" for worker in workers]
         while keys and clock.seconds() < OFFERS and not self._answered(lambda: self.store.check(keys)):
             time.sleep(LOOK)
         return [self._get(each) for each in keys if self._there(each)]
 
     def _answered(self, call: Callable[[], T]) -> T:
-        """Return `answered(call)`. If this worker forked the process that serves the store, and a signal has stopped
-        this process, resume the process and retry the call."""
+        """Return the answer of the store to `call` (see `answered`). If this worker forked the process that serves the
+        store, and a signal has stopped the forked process, resume the forked process and retry the call."""
         try:
             return answered(call)
         except LostStoreError:
@@ -329,8 +332,8 @@ class Parents:
             return answered(call)
 
     def _decides(self, number: int) -> bool:
-        """Return True if this parent is to plan start `number` of the ranks. The first parent that claims this role
-        makes the plan; another parent does so if the first one is too slow or lost."""
+        """Return True if this parent is to plan the start of the ranks with the number `number`. The first parent that
+        claims this role makes the plan; another parent does so if the first one is too slow or lost."""
         key, own = f"decides/{number}", f"{self.worker} {time.time()}"
         claim = self._answered(lambda: self.store.compare_set(key, "", own).decode())
         worker, at = claim.split()
@@ -357,7 +360,7 @@ class Parents:
         )
 
     def _missing(self, number: int, living: Collection[int]) -> list[int]:
-        """Return the workers in `living` that are not yet ready for start `number` of the ranks."""
+        """Return the workers in `living` that have not yet reported that they are ready for start number `number`."""
         keys = {worker: f"here/{number}/{worker}" for worker in living}
         if self._answered(lambda: self.store.check(list(keys.values()))):
             return []

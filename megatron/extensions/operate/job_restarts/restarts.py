@@ -106,7 +106,7 @@ def has_met() -> bool:
 
 
 class ReportsProgress(Callback):
-    """Callback that reports the progress and the end of the rank to its parent."""
+    """Callback that reports the progress and the end of the rank to the parent process."""
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         report_met()
@@ -122,7 +122,7 @@ class ReportsProgress(Callback):
 
 
 class Kept:
-    """Child process in which a parent runs its rank."""
+    """Child process of a parent. The child runs the rank of the parent."""
 
     def __init__(self, attempt: Callable[[], int], environ: Mapping[str, str]) -> None:
         flush_output()
@@ -158,7 +158,7 @@ class Kept:
 
 
 ENDS = (ExitCode.BAD_CONFIGURATION, ExitCode.TO_BE_RESUMED)
-"""Exit codes that end the run, even if user code exited with one of them."""
+"""Exit codes after which the ranks are not started again, even if user code exited with one of these codes."""
 
 
 def is_failure(code: int) -> bool:
@@ -246,7 +246,8 @@ class Parent:
         return code if code >= 0 else ExitCode.FAILED
 
     def _one_start(self, number: int) -> tuple[int, str]:
-        """Run the rank of this process until the rank ends, or wait as a spare until the ranks end.
+        """Run the rank of this process until the rank ends, or wait as a spare until the ranks end. `number` counts the
+        starts of the ranks from 0.
 
         Returns the exit code and the reason why the ranks are not started again. If the reason is empty and the exit
         code is a failure, the ranks are started again."""
@@ -361,9 +362,9 @@ class Parent:
         return roster[(roster.index(self.launch.rank) + 1) % len(roster)]
 
     def _decide(self, came: Collection[int], host_of: dict[int, str]) -> Start:
-        """Plan the next start of the ranks with the workers `came`, which have arrived for it. The ranks keep their
-        processes if possible. Otherwise, spares replace lost processes. If there are too few spares, the run continues
-        with fewer ranks."""
+        """Plan the next start of the ranks. `came` contains the workers that are ready for it, and `host_of` maps them
+        to their hosts. The ranks keep their processes if possible. Otherwise, spares replace lost processes. If there
+        are too few spares, the run continues with fewer ranks."""
         before = self._start
         living = tuple(sorted(came))
         gone = [worker for worker in before.roster if worker not in living]

@@ -68,7 +68,7 @@ class ParentSignals:
 
     @contextmanager
     def between_starts(self) -> Iterator[None]:
-        """Raise SecondSignalError in this block if a second signal arrives."""
+        """Raise SecondSignalError in the `with` block if a second signal arrives."""
         self._ends = True
         try:
             if self.second is not None:

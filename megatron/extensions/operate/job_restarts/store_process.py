@@ -55,7 +55,7 @@ def _serve(launch: Launch, timeout: timedelta, name: str, run: str, report: int)
         for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         try:
-            store = meet(launch, timeout, name, run)  # keep the store open until the process ends
+            store = meet(launch, timeout, name, run)  # this variable keeps the store open until the process ends
         except NoStoreError as error:
             os.write(report, json.dumps({"why": str(error), "waited": error.waited}).encode())
             os._exit(1)

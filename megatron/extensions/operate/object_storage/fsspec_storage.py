@@ -91,7 +91,7 @@ class FsspecStorage(Storage):
         except FileNotFoundError:
             raise
         except OSError:
-            if start and start >= (self.size(path) or 0):  # stores refuse a range that begins after the end
+            if start and start >= (self.size(path) or 0):  # stores refuse a range beyond the end of the object
                 return b""
             raise
 

@@ -70,23 +70,23 @@ class Window:
         self.train, self.limit = train, limit
         self._pool = ThreadPoolExecutor(REQUESTS, "read-ahead")
         self._steps = deque[tuple[int, int]]()
-        """One pair per prefetched step, in order: the end of the step's sample indices, and the number of bytes that
-        are fetched for the step."""
+        """One pair per prefetched step, in order. A pair consists of the end of the step's sample indices and the
+        number of bytes that are fetched for the step."""
 
         self._seen: dict[Block, Future[bytes]] = {}
         self._next = -1
 
     def begin(self, step: range) -> list[Future[bytes]]:
-        """Start to fetch the samples of the first step, but of no later step, and return the futures of these
-        fetches."""
+        """Start fetching the samples of the first step, but not of later steps. Return the futures of these fetches."""
         if step.stop <= self.train.end:
             self._steps.append((step.stop, self._fetch(step)))
             self._next = step.stop
         return list(self._seen.values())
 
     def move(self, step: range) -> None:
-        """Start to fetch the samples of further steps until about `limit` bytes are being fetched. `step` is the range
-        of samples of the step that begins now. Later steps are assumed to have as many samples."""
+        """Start fetching the samples of later steps, until about `limit` bytes are being fetched. `step` is the range
+        of samples of the step that begins now. Later steps are assumed to have the same number of samples as this
+        step."""
         while self._steps and self._steps[0][0] <= step.start:
             self._steps.popleft()
         if self._next < step.start or not self._steps:
@@ -128,8 +128,8 @@ class ReadAhead(Callback, Meter):
         super().__init__(config)
         self.limit = config.options(ObjectStorageFlags).storage_read_ahead_megabytes * 1_000_000
         self.waited, self.steps = 0.0, 0
-        """`waited` is a copy of `DataIterator.waited` in seconds, made when `data_wait_ms` was last logged. `steps` is
-        the number of steps that have begun since that time."""
+        """`waited` is the value that `DataIterator.waited` had when `data_wait_ms` was last logged, in seconds. `steps`
+        is the number of steps that have begun since that time."""
 
         self._counted = -1
         self.window: Window | None = None
@@ -189,7 +189,7 @@ class ReadAhead(Callback, Meter):
         return [f" data wait {wait:.1f} ms per step"] if isinstance(wait, float) else []
 
     def _follow(self) -> None:
-        """Start to fetch the samples of later steps whenever a step begins. This method runs in a separate thread."""
+        """Whenever a step begins, start fetching the samples of later steps. This method runs in a separate thread."""
         assert self.window is not None
         step = range(0)
         while True:

@@ -1,5 +1,6 @@
-"""Client of holder processes. A client starts the holder of its host, sends parts of the training state to other
-holders, and reads parts from holders.
+"""Client of holder processes. A holder is a process on each host that serves the copies of the training state in the
+host's memory (`holder`). A client starts the holder of its host, sends parts of the training state to other holders,
+and reads parts from holders.
 
 This module does not import torch.
 """
@@ -40,11 +41,11 @@ ABANDONED = 3600.0
 without a write."""
 
 RESPONDS = 5.0
-"""Maximum time in seconds to wait until a holder accepts a connection and answers a request. Accepting a connection
-does not show that a holder is alive, because the kernel also accepts connections for a stopped process."""
+"""Maximum time in seconds to wait until a holder process accepts a connection and answers a request. Accepting a
+connection does not show that a holder is alive, because the kernel also accepts connections for a stopped process."""
 
 ANSWER = 10.0
-"""Maximum time in seconds to wait until a holder receives or sends a chunk of data."""
+"""Maximum time in seconds to wait until a holder process receives or sends a chunk of data."""
 
 
 def host_name() -> str:
@@ -87,8 +88,8 @@ def open_holder(folder: Path, keep: float) -> Address:
 
 @contextmanager
 def _opening(folder: Path) -> Iterator[None]:
-    """Hold a lock on the folder in the `with` block, so that only one process of this host at a time looks for a holder
-    or starts one. Raises OSError."""
+    """Hold a lock on the folder in the `with` block, so that only one process of this host at a time looks for the
+    holder process or starts one. Raises OSError."""
     descriptor, limit = os.open(folder, os.O_RDONLY), time.monotonic() + OPENS
     try:
         while True:
@@ -105,15 +106,15 @@ def _opening(folder: Path) -> Iterator[None]:
 
 
 def address_in(folder: Path) -> Address:
-    """Read the address of the holder that serves a folder. Raises OSError, ValueError or KeyError if there is no valid
-    address."""
+    """Read the address of the holder process that serves the copies in a folder. Raises OSError, ValueError or KeyError
+    if there is no valid address."""
     about = json.loads((folder / ABOUT).read_text())
     return Address(host_name(), about["address"], int(about["port"]), about["token"])
 
 
 def _end_silent(folder: Path) -> None:
-    """Kill a holder that does not answer, for example because a signal has stopped it. The copies remain, because they
-    are stored as files."""
+    """Kill a holder process that does not answer, for example because a signal has stopped it. The copies remain,
+    because they are stored as files."""
     with suppress(OSError, ValueError, KeyError):
         pid = int(json.loads((folder / ABOUT).read_text())["pid"])
         if os.fsencode(folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
@@ -146,9 +147,9 @@ def _started(folder: Path, keep: float) -> Address:
 
 
 def drop_abandoned(own: Path, keep: float) -> None:
-    """Delete copies that other runs of this user have left behind. The holder of such copies was killed, for example by
-    SLURM at the end of a job. Copies are kept for `keep` or `ABANDONED` seconds after the last write, whichever is
-    longer."""
+    """Delete copies that other runs of this user have left behind. Copies are left behind if their holder process was
+    killed, for example by SLURM at the end of a job. Copies are kept for `keep` or `ABANDONED` seconds after the last
+    write, whichever is longer."""
     for folder in own.parent.glob(f"megatron-copies-{os.getuid()}-*"):
         with suppress(OSError):
             newest = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
@@ -175,11 +176,11 @@ def own_address() -> str:
 
 
 class HolderError(OSError):
-    """Raised if a holder refuses a request or is lost."""
+    """Raised if a holder process refuses a request or is lost."""
 
 
 class RefusedError(HolderError):
-    """Raised if a holder refuses a request, and would refuse it again."""
+    """Raised if a holder process refuses a request. A retry of the request would also be refused."""
 
 
 class Pace:
@@ -211,7 +212,8 @@ class Link:
         self._stream = cast("BinaryIO", self._socket.makefile("rb"))
 
     def put(self, generation: str, name: str, header: bytes, data: memoryview, pace: Pace) -> None:
-        """Store a part on the holder's host. Return after the holder has stored the whole part."""
+        """Send a part of the training state to the holder process, which stores the part on its host. Return after the
+        holder has stored the whole part."""
         self._ask(op="put", generation=generation, name=name, header=len(header), nbytes=len(data))
         self._socket.sendall(header)
         for start in range(0, len(data), CHUNK):
@@ -272,8 +274,8 @@ class Link:
 
 
 def reached(holder: Address) -> Link:
-    """Connect to a holder, and return the connection after the holder has answered. Raises OSError if the holder does
-    not answer within `RESPONDS` seconds."""
+    """Connect to a holder process, and return the connection after the holder has answered. Raises OSError if the
+    holder does not answer within `RESPONDS` seconds."""
     try:
         link = Link(holder)
         try:
@@ -287,8 +289,8 @@ def reached(holder: Address) -> Link:
 
 
 def opened(folder: Path, keep: float) -> tuple[Address, Link]:
-    """Return the address of this host's holder, and a connection to it. Starts a holder if none answers. While the
-    connection is open, this process is registered as a rank. Raises OSError."""
+    """Return the address of this host's holder process, and a connection to it. Starts a holder if none answers. While
+    the connection is open, this process is registered as a rank. Raises OSError."""
     for _ in range(2):
         with suppress(OSError):  # the holder ended in the meantime
             return (found := open_holder(folder, keep)), leased(found)

@@ -44,16 +44,16 @@ from megatron.extensions.operate.peer_copies.holder import header_of, sealed, wr
 from megatron.extensions.operate.peer_copies.shards import Entry, Slot, Stored, boxes_of, entries_of
 
 AGAIN = 10.0
-"""Maximum time in seconds that ranks wait for a restarted holder. Ranks do not wait if the previous copies also
-failed."""
+"""Maximum time in seconds that ranks wait until a restarted holder process (`holder`) answers. Ranks do not wait if the
+previous copies also failed."""
 
 MOST_PASSED_OVER = 31
 """Maximum number of consecutive copies that are skipped after failed copies."""
 
 
 class Backoff:
-    """Decides after failed copies how many of the next copies to skip, so that a permanent fault does not slow down
-    every step. All ranks count the same failures."""
+    """Rule that skips some copies after failed ones, so that a permanent fault does not slow down every step. All ranks
+    count the same failures, and therefore skip the same copies."""
 
     def __init__(self) -> None:
         self.failures = 0
@@ -88,23 +88,23 @@ class Duty:
 
 @dataclass(frozen=True)
 class Place:
-    """Folder on this host, and holders of all hosts, in which the copies of this generation are stored."""
+    """Destinations of the copies of this generation: a folder on this host, and the holder processes of all hosts."""
 
     folder: Path
     """Folder of the run's copies on this host."""
 
     generation: str
     holders: Mapping[str, Address]
-    """Maps hosts to the addresses of their holders."""
+    """Maps hosts to the addresses of their holder processes."""
 
     own: str
     """Name of this host."""
 
     keep: float
-    """Number of seconds for which a holder keeps running after the ranks have ended."""
+    """Number of seconds for which a holder process keeps running after the ranks have ended."""
 
     leads: bool
-    """True if this rank supervises the holder of its host."""
+    """True if this rank supervises the holder process of its host."""
 
     rank: int
 
@@ -116,7 +116,7 @@ class Copies:
     def __init__(self, place: Place, duties: Sequence[Duty], store: dist.Store, world: int, pace: Pace) -> None:
         self.place, self.duties = place, duties
         self.complete: int | None = None
-        """Last iteration of which all ranks have completed their copies; None before the first."""
+        """Last iteration for which all ranks have completed their copies; None if there is none."""
 
         self.failure = ""
         """Reason why the copies of the last step are incomplete; empty if they are complete."""
@@ -125,7 +125,8 @@ class Copies:
         self._pace = pace
         self._backoff = Backoff()
         self._told = set[str]()
-        """Reasons for incomplete copies that were logged, without the numbers in them."""
+        """Reasons for incomplete copies that were already logged. Numbers are removed from the reasons before they are
+        compared."""
 
         self._slot, self._number = 0, 0
         self._slots = dict[tuple[str, int], Slot]()
@@ -152,11 +153,11 @@ class Copies:
         return ""
 
     def holders(self) -> dict[str, Address]:
-        """Return the current address of each host's holder, keyed by host."""
+        """Return the current address of each host's holder process, keyed by host."""
         return {host: self._address(host) or address for host, address in self.place.holders.items()}
 
     def wait(self, seconds: float = inf) -> list[int]:
-        """Wait until the copies in progress are complete on all ranks, or have failed, for at most `seconds`. Returns
+        """Wait, for at most `seconds`, until the copies in progress are complete on all ranks or have failed. Returns
         the ranks whose copies are still in progress."""
         if self._thread is not None:
             self._thread.join(min(seconds, threading.TIMEOUT_MAX))
@@ -276,7 +277,7 @@ class Copies:
         return Address(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _look_after_holder(self) -> None:
-        """Restart the holder of this host if it has ended or does not answer."""
+        """Restart the holder process of this host if it has ended or does not answer."""
         if not self.place.leads:
             return
         own = self._address(self.place.own) or self.place.holders[self.place.own]

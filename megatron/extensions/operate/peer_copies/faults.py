@@ -26,7 +26,7 @@ BY_LAUNCHER = "restart by the launcher"
 
 @dataclass(frozen=True)
 class Fault:
-    """Failure of a run, as recorded by a rank that ended because of it."""
+    """Failure of a run, as recorded on one host."""
 
     what: str
     who: str
@@ -77,8 +77,8 @@ def drop_fault(folder: Path) -> None:
 
 
 def first_fault(faults: Iterable[Fault | None]) -> Fault | None:
-    """Combine the failures that hosts recorded into one: the description of the earliest failure, the earliest
-    detection time, and the latest completed iteration."""
+    """Combine the failures that the hosts have recorded into a single failure. It has the description of the earliest
+    failure, the earliest detection time, and the latest completed iteration."""
     known = [fault for fault in faults if fault is not None]
     if not known:
         return None

@@ -133,7 +133,7 @@ class Holder(socketserver.ThreadingTCPServer):
                 return
 
     def is_current(self) -> bool:
-        """Return True if the folder exists and no other holder has replaced this holder."""
+        """Return True if the folder exists and no other holder process has taken it over."""
         with suppress(OSError, ValueError, KeyError):
             return bool(json.loads((self.folder / ABOUT).read_bytes())["token"] == self.token)
         return False
@@ -173,7 +173,7 @@ class Connection(socketserver.StreamRequestHandler):
                 self._answer(**answer or {})
 
     def do_hello(self, request: Mapping[str, Any]) -> None:
-        """Answer a request for a sign of life. The answer shows that this process is running."""
+        """Answer a request that checks whether this process is running."""
 
     def do_put(self, request: Mapping[str, Any]) -> None:
         """Store a part. The sender sends the header and the bytes of the part after the request."""

@@ -72,7 +72,7 @@ from megatron.training.run import TrainingRun
 
 @dataclass(frozen=True)
 class Host:
-    """What each rank tells all other ranks about its host when the run starts."""
+    """Information about a host that each of its ranks sends to all other ranks when the run starts."""
 
     name: str
     holder: Address | None
@@ -106,13 +106,13 @@ class PeerCopies(Callback):
         self._recovery: Recovery | None = None
         self._resumed, self._taken_back = False, False
         self._met = False
-        """True after the ranks have connected. The first rank then holds the lease on --save."""
+        """True after the ranks have connected to each other. From then on, the first rank holds the lease on --save."""
 
         self._saved: int | None = None
         """Iteration of the last checkpoint that this process had saved when it made the last copy."""
 
         self._leases = list[Link]()
-        """Open connections to holders. A holder exits some time after its last connection is closed."""
+        """Open connections to holder processes. A holder exits some time after its last connection is closed."""
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         self._watchdog = watchdog
@@ -128,8 +128,8 @@ class PeerCopies(Callback):
         return f"hosts keep copies for {minutes:g} minutes after their last rank has ended (--peer-copy-keep-minutes)"
 
     def _advice(self) -> str:
-        """Return advice about resuming after a failure: until when the same command resumes from copies. Return an
-        empty text if there are no copies."""
+        """Return advice for failure messages: for how long the same command can still resume from copies in memory.
+        Return an empty text if there are no copies."""
         if not self._resumed and (self._copies is None or self._copies.complete is None):
             return ""
         return f"within {self._options.peer_copy_keep_minutes:g} minutes: it resumes from copies in memory"
@@ -194,7 +194,7 @@ class PeerCopies(Callback):
         return progress
 
     def _drop_foreign(self, say: Callable[[str], None], world: Axis) -> str:
-        """Discard copies that do not belong to the content of --save. If no copies remain, returns the reason;
+        """Discard copies that do not belong to the run in --save (`identity`). If no copies remain, returns the reason;
         otherwise, returns an empty string. Collective."""
         save = self._save
         self._identity = on_first_rank(lambda: read_identity(save), world)
@@ -210,7 +210,7 @@ class PeerCopies(Callback):
         return "" if left else why
 
     def _renew_identity(self, say: Callable[[str], None], world: Axis) -> None:
-        """Write a new identity to --save, because this run does not resume from copies. Collective."""
+        """Write a new run identifier to --save, because this run does not resume from copies. Collective."""
         self._identity, problem = on_first_rank(lambda: new_identity(self._save), world)
         if problem:
             why = f"--save {self._save} cannot be written ({problem})"
@@ -224,9 +224,9 @@ class PeerCopies(Callback):
         world: Axis,
         foreign: bool,
     ) -> tuple[CompleteSet | None, Progress | None, str]:
-        """Load the newest step for which all parts have an undamaged copy. `foreign` is True if copies were found but
-        none of them belong to --save. Returns the loaded copies, the progress of the run at that step, and an empty
-        string. If no copies were loaded, returns None, None and the reason."""
+        """Load the newest step for which all parts have an undamaged copy. `foreign` is True if copies were found, but
+        none of them belong to the run in --save. Returns the loaded copies, the progress of the run at that step, and
+        an empty string. If no copies were loaded, returns None, None and the reason."""
         root = begun.config.checkpoint.load_root
         assert root is not None
         self._on_disk = on_first_rank(lambda: read_latest(root), world)

@@ -2,11 +2,11 @@
 to.
 
 Copies outlive the ranks. Copies may also outlive the folder, because a user may delete the folder or replace it with
-the folder of another run. Therefore, a run that does not resume from copies writes a new identity to
-SAVE/peer_copies_id before its first step, and each of its copies contains this identity. A run that resumes from copies
-keeps the identity. A run without --peer-copies deletes SAVE/peer_copies_id. Copies are never loaded if their identity
-differs from the identity in the folder. If two runs write an identity at the same time, later runs can use only the
-copies of the run that wrote last.
+the folder of another run. Therefore, a run that does not resume from copies writes a new random identifier to
+SAVE/peer_copies_id before its first step, and each of its copies contains this identifier. A run that resumes from
+copies keeps the identifier. A run without --peer-copies deletes SAVE/peer_copies_id. Copies are never loaded if their
+identifier differs from the identifier in the folder. If two runs write an identifier at the same time, later runs can
+use only the copies of the run that wrote last.
 
 This module does not import torch.
 """
@@ -22,21 +22,21 @@ FILE = "peer_copies_id"
 
 
 def read_identity(root: PurePath) -> str | None:
-    """Read the identity of the run in a --save folder; None if the folder has none. Raises OSError."""
+    """Read the identifier of the run in a --save folder; None if the folder has none. Raises OSError."""
     content = storage_of(root).content(root / FILE)
     return None if content is None else content.decode(errors="replace").strip() or None
 
 
 def write_identity(root: PurePath, identity: str) -> None:
-    """Write the identity of a run to a --save folder, and create the folder if it does not exist. Raises OSError."""
+    """Write the identifier of a run to a --save folder, and create the folder if it does not exist. Raises OSError."""
     if isinstance(root, Path):
         root.mkdir(parents=True, exist_ok=True)
     storage_of(root).write(root / FILE, f"{identity}\n".encode())
 
 
 def new_identity(root: PurePath) -> tuple[str, str]:
-    """Write a new random identity to a --save folder. Returns the identity and an error message, which is empty if the
-    identity was written. If the identity was not written, no later run can use the copies of this run."""
+    """Write a new random identifier to a --save folder. Returns the identifier and an error message. The message is
+    empty if the identifier was written. Otherwise, no later run can use the copies of this run."""
     identity = secrets.token_hex(16)
     try:
         write_identity(root, identity)
@@ -46,14 +46,14 @@ def new_identity(root: PurePath) -> tuple[str, str]:
 
 
 def keep_identity(root: PurePath, identity: str) -> None:
-    """Write the identity to a --save folder if the folder has none, because it was deleted during the run and created
-    again by a save. Raises OSError."""
+    """Write the identifier of the run to a --save folder if the folder contains no identifier. This is the case if the
+    folder was deleted during the run, and a save created it again. Raises OSError."""
     if read_identity(root) is None:
         write_identity(root, identity)
 
 
 def drop_identity(root: PurePath) -> None:
-    """Delete the identity from a --save folder, if there is one, so that no later run can load the existing copies.
-    Raises OSError."""
+    """Delete the run identifier from a --save folder, if there is one, so that no later run can load the existing
+    copies. Raises OSError."""
     if read_identity(root) is not None:
         storage_of(root).remove(root / FILE)

@@ -54,8 +54,9 @@ def memory_of(config: RunConfig) -> Path | None:
 
 
 def offered(config: RunConfig) -> tuple[str, Link | None]:
-    """Return an offer of this host's copies, which is an `IdleHost` as JSON text, and an open connection that keeps the
-    holder of this host alive. If the host has no copies, the text is empty and the connection is None."""
+    """Offer the copies on this host to ranks on other hosts. Returns an `IdleHost` as JSON text, and an open connection
+    that keeps the holder process of this host alive. If the host has no copies, the text is empty and the connection is
+    None."""
     folder = memory_of(config)
     with suppress(OSError):
         if folder is not None and any(folder.glob("g*")):
@@ -65,7 +66,8 @@ def offered(config: RunConfig) -> tuple[str, Link | None]:
 
 
 def leave_note(config: RunConfig, offers: Iterable[str]) -> None:
-    """Write the offers of hosts without ranks to a file, which the ranks of this host read when they start."""
+    """Write the texts `offers`, in which hosts without ranks offer their copies (`offered`), to a file. The ranks of
+    this host read the file when they start."""
     folder = memory_of(config)
     if folder is not None and folder.is_dir():
         write_whole(folder / NOTE, json.dumps([offer for offer in offers if offer]))

@@ -129,7 +129,7 @@ class Readers:
                 self._links[host] = reached(self.holders[host])
             yield self._links[host]
         except RefusedError:
-            self._links.pop(host).close()  # the holder closes the connection
+            self._links.pop(host).close()  # after a refusal, the holder closes its end of the connection
             raise
         except OSError as error:
             self._lost[host] = str(error)
@@ -143,7 +143,7 @@ class Readers:
 
 @dataclass(frozen=True)
 class StoredBox:
-    """Tensor shard in a checkpoint of copies, with its checksum, and with all copies that contain the shard."""
+    """Tensor shard that is stored in one or more copies of the training state."""
 
     entry: Entry
     crc: int
@@ -203,8 +203,9 @@ class MemoryCheckpoint(Checkpoint):
     def _overlaps(
         self, key: str, offset: Offset, shape: Sequence[int]
     ) -> Iterator[tuple[StoredBox, tuple[slice, ...], tuple[slice, ...]]]:
-        """Yield a triple for each stored shard of a tensor that overlaps the requested box at `offset`: the shard, the
-        slices of the overlap in the requested box, and the slices of the overlap in the shard."""
+        """Find the stored shards that overlap the requested part of a tensor, which begins at `offset` and has the
+        given shape. Yield a triple for each of these shards: the shard, the slices of the overlap in the requested
+        part, and the slices of the overlap in the shard."""
         exact = self._boxes[key].get(offset)
         if exact is not None and exact.entry.shape == tuple(shape):
             whole = (slice(None),) * len(offset)

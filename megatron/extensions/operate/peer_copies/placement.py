@@ -59,9 +59,9 @@ def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
 def place(host_of: Sequence[str], parts: Sequence[Part], copies: int) -> list[tuple[Held, ...]]:
     """Choose the hosts that keep a copy of each part. The first copy is on the writer's host, and `copies` more are on
-    other hosts. Hosts with a rank that holds the same bytes as the writer come first, and among them the partners of
-    the writer's host (`partners`): this rank stores the copy, and nothing is sent. The writer sends only the remaining
-    copies, to the other partners of its host.
+    other hosts. Hosts on which another rank holds the bytes of the part are chosen first, because that rank can store
+    the copy, so nothing is sent. Among these hosts, the partners of the writer's host (`partners`) come first. If more
+    copies are needed, the writer sends them to the other partners of its host.
     """
     order = list(dict.fromkeys(host_of))
     to = partners(order, copies)
@@ -93,7 +93,7 @@ def survivable(placed: Sequence[tuple[Held, ...]], hosts: int, number: int) -> t
 
 
 def stored_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Mapping[str, int]:
-    """Return, for each host, the number of bytes in the copies of one step."""
+    """Return, for each host, the number of bytes that the host stores in the copies of one step."""
     found: dict[str, int] = {}
     for part, copies in zip(parts, placed, strict=True):
         for held in copies:

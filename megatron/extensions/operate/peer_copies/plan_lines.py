@@ -1,5 +1,5 @@
-"""Estimates about copies in memory for a run's plan: which losses of hosts leave a copy of each part, how large the
-copies are, and how long sending takes."""
+"""Estimates about copies in memory for a run's plan: how many hosts can be lost while a copy of each part remains, how
+large the copies are, and how long it takes to send them."""
 
 from __future__ import annotations
 

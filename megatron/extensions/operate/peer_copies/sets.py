@@ -1,4 +1,4 @@
-"""Inventories of the copies that hosts hold, and search for steps of which every part has a copy.
+"""Inventories of the copies that hosts hold, and a search for steps with a copy of every part of the training state.
 
 This module does not import torch.
 """
@@ -46,8 +46,8 @@ class Inventory:
     """Maps each generation to the content that SAVE/peer_copies_id had when its copies were made."""
 
     def of_folder(self, identity: str | None) -> Inventory:
-        """Return an inventory with only the copies that contain the identity of a --save folder. If `identity` is None,
-        the folder has no identity, and the inventory is empty."""
+        """Return an inventory with only the copies that contain the run identifier `identity` of a --save folder. If
+        `identity` is None, the folder has no identifier, and the inventory is empty."""
         mine = {name for name, each in self.identities.items() if each == identity}
         parts = {name: each for name, each in (self.parts or {}).items() if name in mine}
         return replace(self, copies=tuple(copy for copy in self.copies if copy.generation in mine), parts=parts)
@@ -70,7 +70,7 @@ class CompleteSet:
     """Maps the name of each part to its copies."""
 
     def without(self, damaged: Collection[Copy]) -> CompleteSet:
-        """Return the set without the copies in `damaged`, which may leave parts without a copy."""
+        """Return the set without the copies in `damaged`. Some parts may then have no copy left."""
         left = {part: tuple(each for each in copies if each not in damaged) for part, copies in self.copies.items()}
         return replace(self, copies=left)
 
@@ -97,8 +97,8 @@ def inventory(folder: Path, host: str) -> Inventory:
 
 
 def complete_sets(held: Iterable[Inventory]) -> list[CompleteSet]:
-    """Return the steps of which every part has a copy on some host, newest first. A later generation is newer; within a
-    generation, a higher `Copy.number` is newer."""
+    """Return the steps for which each part of the training state has a copy on some host, newest first. Steps of a
+    later generation are newer; within a generation, steps with a higher `Copy.number` are newer."""
     found: dict[tuple[str, int, int], dict[str, list[Copy]]] = {}
     parts: dict[str, tuple[str, ...]] = {}
     for each in held:

@@ -1,7 +1,8 @@
 """Parts of the training state that a rank stores. A part consists of tensor shards, one after the other in a file.
 
 The state is the content of a checkpoint (`RunCheckpoint.contents`), so it is complete and can be loaded under any
-layout. Parameters that have a main parameter are omitted, because a resumed run loads only the main parameter.
+layout. If the optimizer keeps a higher-precision copy of a parameter (its main parameter), the parameter itself is
+omitted, because a resumed run loads only the main parameter.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Stored:
-    """Part of the training state whose bytes this rank holds, so that it can store the part on its host."""
+    """Part of the training state that this rank can store on its host, because the rank holds all bytes of the part."""
 
     part: Part
     keys: tuple[str, ...]

@@ -52,15 +52,15 @@ FULL_MESH = 16
 
 LINGER = 10.0
 """Time limit in seconds for this host to end after another host has reported that the run failed there. Normally, this
-host ends earlier, because the reason for the failure or the error of a collective arrives. If neither arrives within
-this time, both are assumed to be lost in the network."""
+host ends earlier, because it receives the reason for the failure, or because a collective raises an error. If neither
+happens within this time, the network is assumed to have lost both."""
 
 FAREWELLS = 8
 """Number of times that the final message is sent, because datagrams may be lost."""
 
 BURST = 256
-"""Maximum number of datagrams that are processed between two checks of the clock, and the same for connections, so that
-a flood does not delay heartbeats."""
+"""Maximum number of datagrams, and of TCP connections, that are processed between two checks of the clock. The limit
+ensures that a flood of messages does not delay heartbeats."""
 
 ENDS = ("", "bye", "failed", "lost", "gone")
 """Valid values of the field `end` in a heartbeat message (see `Peer.end`)."""
@@ -91,7 +91,8 @@ def unseal(token: str, data: bytes) -> dict[str, Any]:
 
 
 def check_beat(message: Mapping[str, object], world: int) -> None:
-    """Raise ValueError unless a message has the form of `Links.message`, with ranks below `world`."""
+    """Raise ValueError if a message does not have the form that `Links.message` returns, or names a rank that is not
+    below `world`."""
     sender = message.get("from")
     end = message.get("end")
     ages = message.get("ages")
@@ -100,7 +101,8 @@ def check_beat(message: Mapping[str, object], world: int) -> None:
 
 
 def check_findings(found: Mapping[str, object], world: int) -> None:
-    """Raise ValueError unless a message has the form of `Links.findings`, with ranks below `world`."""
+    """Raise ValueError if a message does not have the form that `Links.findings` returns, or names a rank that is not
+    below `world`."""
     lists = [found.get(name) for name in ("gone", "fine")]
     right = all(isinstance(each, list) and all(_is_rank(host, world) for host in each) for each in lists)
     if not (right and all(_are_ages(found.get(kind), world) for kind in KINDS)):
@@ -233,8 +235,9 @@ class Links:
         """Return the states of the hosts that this host watches, as a dictionary with one entry per state. The entries
         `silent`, `deaf`, `unheard`, `failed` and `over` map hosts to the seconds that the state has lasted. `unheard`
         means that no message has ever arrived from a host. `failed` means that the run on a host failed more than
-        `LINGER` seconds ago, and `over` that it ended without a failure. The entries `gone` and `fine` are lists of
-        hosts. If messages arrive from all hosts, only `fine` is not empty."""
+        `LINGER` seconds ago, and `over` that it ended without a failure. `gone` lists the hosts whose first rank died
+        without a report, and `fine` lists the hosts without a problem. If messages arrive from all hosts, only `fine`
+        is not empty."""
         found: dict[str, Any] = {kind: dict[int, float]() for kind in KINDS} | {"gone": [], "fine": []}
         ages: dict[str, dict[int, float]] = {"silent": {}, "deaf": {}, "unheard": {}}
         parted = False  # True if another host has ended because it received nothing from this host

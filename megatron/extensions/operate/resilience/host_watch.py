@@ -52,7 +52,7 @@ PEACE = 60.0
 seconds without progress."""
 
 LOOK = 0.5
-"""Seconds between two checks whether the store answers."""
+"""Seconds between two checks of whether the store answers."""
 
 ANSWER = 2.0
 """Maximum time in seconds in which the kernel of a living host accepts a connection."""
@@ -85,7 +85,7 @@ class Link:
 
 
 class AskedStore:
-    """Wrapper around a store that records since when each thread has been waiting for an answer."""
+    """Wrapper around a store that records when each waiting thread began to wait for an answer."""
 
     def __init__(self, store: object) -> None:
         self._store, self._since = store, dict[int, float]()
@@ -137,8 +137,8 @@ class HostWatch(Watch):
         self._process: subprocess.Popen[bytes] | None = None
         self._links, self._told = dict[int, Link](), 0
         self._excused = dict[int, float]()
-        """Maps each host that answers over TCP, but from which no heartbeat has arrived, to the seconds that the host
-        had been silent when it last answered."""
+        """Maps a host to the number of seconds for which it had been silent when it last answered over TCP. Contains
+        only hosts from which no heartbeat has ever arrived."""
 
         self._lost = False
         """True if this rank ends because other hosts are lost."""
@@ -308,8 +308,8 @@ class HostWatch(Watch):
         return Failure(self._launch.rank, who, phase, "ended before this rank", what, advice)
 
     def _lives(self, host: int, age: float) -> bool:
-        """Return True if a host from which no heartbeat has ever arrived answers over TCP, which means that its UDP
-        datagrams are blocked."""
+        """Return True if a host answers over TCP although no heartbeat has ever arrived from it. Its UDP datagrams are
+        then blocked, but the host is alive. `age` is the number of seconds for which the host has been silent."""
         if host not in self._links or not _answers((self._address(host), self._links[host].port), ANSWER):
             return False
         first, self._excused[host] = host not in self._excused, age

@@ -261,7 +261,7 @@ class SaveLease(Lease):
         """Open folder that contains the lease, even if its path later refers to a different folder."""
 
         self._told = ""
-        """Last message about the folder that was printed; empty if the problem was resolved."""
+        """Last printed message about a problem with the folder; empty if there is no problem."""
 
     def _take(self, found: LeaseText | None) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -12,9 +12,9 @@ Under `c10d`, an agent that writes to the store of a lost host waits for the TCP
 Under `c10d`, the agent restarts ranks even if their flags do not fit the remaining hosts. Under `c10d-open`, the agent
 ends with code 2 if OUTCOME_FILE says that the configuration cannot run.
 
-Under `c10d-open`, the agent creates the file that the environment variable RENDEZVOUS_WAITS names, and deletes this
-file after the agent has met the other hosts. A script can thereby detect that the other hosts have continued without
-this host, which the agent itself does not detect.
+Under `c10d-open`, the environment variable RENDEZVOUS_WAITS can name a file that exists while the agent waits for the
+other hosts. If the file exists for a long time, a script can conclude that the other hosts have continued without this
+host. The agent itself does not detect this.
 
 Usage:
 
@@ -111,8 +111,8 @@ def unless_refused(join: Callable[[], RendezvousInfo], outcome: Path) -> Callabl
 
 
 def marked(join: Callable[[], RendezvousInfo], file: Path) -> Callable[[], RendezvousInfo]:
-    """Return a function that calls `join` to join the rendezvous, and that creates `file` before the call and deletes
-    it afterwards."""
+    """Return a function that calls `join` to join the rendezvous. The function creates `file` before the call, and
+    deletes it afterwards."""
 
     def joined() -> RendezvousInfo:
         file.touch()

@@ -1,4 +1,4 @@
-"""Watches that a rank's watchdog runs in addition: for files that stop the run, for lost hosts, and for the lease on
+"""Extra checks (watches) that a rank's watchdog runs: for files that stop the run, for lost hosts, and for the lease on
 the --save folder."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from megatron.training.reliability.watchdog import Watch, Watchdog
 
 
 class HostsAndFolders(Callback):
-    """Callback that adds the watches that a run needs, according to its flags and hosts. If a run does not need a
-    watch, the module of the watch is not imported."""
+    """Callback that adds checks (watches) to a rank's watchdog, depending on the flags and the number of hosts. If a
+    run does not need a watch, the module of the watch is not imported."""
 
     def watches(self, watchdog: Watchdog) -> Sequence[Watch]:
         first, found = watchdog.launch.rank == 0, list[Watch]()

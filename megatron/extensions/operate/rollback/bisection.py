@@ -99,8 +99,8 @@ class RunFiles:
         return known.get(self.spike, otherwise)
 
     def value(self, name: str, iteration: int) -> float | None:
-        """Return the value of the field `name` in the latest record of an iteration up to `iteration`. Returns None if
-        there is no such record."""
+        """Return the latest recorded value of the field `name` at or before an iteration. Returns None if there is no
+        such value."""
         found = [each[name] for each in self.records if each["iteration"] <= iteration and each.get(name) is not None]
         return float(found[-1]) if found else None
 

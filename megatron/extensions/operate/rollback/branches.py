@@ -82,7 +82,7 @@ class Outcome:
     """Maps an iteration to its range of sample indices."""
 
     parts: tuple[Part, ...] = ()
-    """Documents in the samples of the iteration `Change.looks_at`, with their losses."""
+    """Parts of the samples of the iteration `Change.looks_at`, one for each document in a sample, with their losses."""
 
 
 class Swapped(SampleOrder):

@@ -24,8 +24,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class HeldState:
-    """Copy of this rank's tensor shards after one step, in host memory. The same memory may be used for the state after
-    a later step."""
+    """Copy of this rank's tensor shards after one step, in host memory. The memory may be reused for the state after a
+    later step."""
 
     iteration: int = -1
     payload: dict[str, object] = field(default_factory=dict)
@@ -68,8 +68,9 @@ class HeldCheckpoint(Checkpoint):
         }
 
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
-        """Load tensors in the same way as `Checkpoint.load`. If a rank holds only a part of a main parameter, the
-        parameter itself is loaded instead. The parameter is equal to the main parameter, rounded to lower precision."""
+        """Load tensors in the same way as `Checkpoint.load`. The main parameter of a parameter is the higher-precision
+        copy that the optimizer keeps. If a rank holds only a part of a main parameter, the parameter itself is loaded
+        instead. It is equal to the main parameter, rounded to lower precision."""
         self._check(targets, world, ignore)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()

@@ -32,8 +32,8 @@ NAME = "rollback"
 
 @dataclass(frozen=True)
 class Mark:
-    """State after a step that checkpoints do not contain: the progress of the current log interval, and the counts of
-    meters."""
+    """The part of the state after a step that is not in checkpoints: the progress of the current log interval, and the
+    counts of meters."""
 
     interval: Interval
     elapsed: float
@@ -136,9 +136,9 @@ class Rollback(Callback):
         run.say(f" {verdict}: there is no earlier state to go back to")
 
     def _sources(self, run: TrainingRun, found: Decision) -> Iterable[Checkpoint | PurePath]:
-        """Yield states that the run can return to, best first: the state that the decision selects, if it is in memory;
-        then older checkpoints, from which the run recomputes that state; finally other states in memory from before the
-        spike. Collective."""
+        """Yield the states that the run can return to, in order of preference. The first is the state that the decision
+        selects, if it is in memory. It is followed by older checkpoints, from which the run would recompute the
+        selected state. The last ones are the states in memory from before the spike. Collective."""
         if (checkpoint := self._in_memory(run, found.to)) is not None:
             yield checkpoint
         yield from self._on_disk(run, found.to)
@@ -166,7 +166,7 @@ class Rollback(Callback):
         return on_first_rank(folders, run.runtime.state.world)
 
     def _is_of_run(self, folder: PurePath, iteration: int) -> bool:
-        """Return True if a checkpoint was trained with the same batches skipped as in this run."""
+        """Return True if the training up to a checkpoint skipped the same batches as this run."""
         try:
             saved = saved_metadata(folder) or {}
             before = Rollback(self.config)
@@ -234,4 +234,5 @@ class Rollback(Callback):
 
 
 def _silent(line: str) -> None:
-    """Discard a log line about loading a checkpoint, because the log line about the rollback says the same."""
+    """Discard a log line about loading a checkpoint, because the log line about the rollback contains the same
+    information."""
