@@ -1,4 +1,5 @@
-"""Adam with averaged weights: the state `averaged` is an exponential moving average of the weights.
+"""Adam optimizer that also maintains averaged weights. The optimizer state `averaged` is an exponential moving average
+of the weights.
 
 python pretrain_gpt.py --extension examples/averaged_adam.py --optimizer averaged_adam --average-decay 0.999 ...
 

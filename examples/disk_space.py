@@ -1,4 +1,4 @@
-"""A periodic task: ends a run, with a checkpoint, before the disk of --save is full.
+"""Periodic task that saves a checkpoint and ends the run before the disk of --save is full.
 
 python pretrain_gpt.py --extension examples/disk_space.py --least-free-gib 500 --save runs/a ...
 """

@@ -32,5 +32,7 @@ class GoldfishLoss(CrossEntropy):
         options = config.options(GoldfishConfig)
         before = F.pad(batch.tokens, (options.goldfish_h - 1, 0)).unfold(1, options.goldfish_h, 1)
         primes = torch.arange(options.goldfish_h) * 2_654_435_761 + 40_503
-        kept = (before * primes).sum(-1).bitwise_right_shift(7) % options.goldfish_k != 0  # [b, s], under every layout
+        kept = (before * primes).sum(-1).bitwise_right_shift(
+            7
+        ) % options.goldfish_k != 0  # [b, s], equal under all layouts
         return replace(batch, loss_mask=batch.loss_mask * kept)

@@ -1,9 +1,9 @@
-"""An attention sublayer: each head's output is multiplied by a factor that is trained (NormFormer, arXiv 2110.09456).
+"""Attention sublayer that multiplies the output of each head by a trainable scale (NormFormer, arXiv 2110.09456).
 
 python pretrain_gpt.py --extension examples/head_scaled_attention.py --attention-module head_scaled ...
 
-It has grouped queries, rotary embeddings and generation, and runs under tensor, sequence, context and pipeline
-parallelism. docs/attention_sublayer.md explains it step by step.
+The sublayer supports grouped queries, rotary embeddings and generation. It runs under tensor, sequence, context and
+pipeline parallelism. docs/attention_sublayer.md explains the code step by step.
 """
 
 from torch import Tensor, nn
@@ -24,8 +24,8 @@ class HeadScaledAttention(nn.Module):
         super().__init__()
         h, d, heads, groups = config.hidden_size, config.head_dim, config.num_attention_heads, config.query_groups
         self.layer, self.head_dim, self.heads_of_group = ctx.layer, d, heads // groups
-        self.rotation = config.layer(ctx.layer).rotation  # None without rotary embedding in this layer
-        # A group has its query heads, its key and its value side by side, so that a rank holds whole groups.
+        self.rotation = config.layer(ctx.layer).rotation  # None if this layer has no rotary embedding
+        # The query heads, the key and the value of a group are adjacent rows, so that every rank holds whole groups.
         rows = (groups, self.heads_of_group + 2, d)
         self.qkv = column_parallel(ColumnLinear(f"{name}.qkv", h, rows, config.add_bias_linear), ctx)
         self.core = CoreAttention(name, config, ctx)

@@ -43,6 +43,6 @@ class LabelSmoothing(CrossEntropy):
         label_logit = logits.gather(-1, index[..., None]).squeeze(-1).to(wide).masked_fill(elsewhere, 0.0)
         term = label_logit - logits[..., :columns].sum(-1, dtype=wide) / size
 
-        # The cross-entropy overwrites its logits, and the backward of `gather` reads them: give it a copy.
+        # Pass a copy, because the cross-entropy overwrites its logits, which the backward pass of `gather` still needs.
         cross_entropy = super().__call__(logits.clone(), labels)
         return cross_entropy + self.config.options(LabelSmoothingConfig).label_smoothing * reduce_from(term, tp)

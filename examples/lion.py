@@ -18,9 +18,9 @@ from megatron.training.extensions import extension_flags
 @dataclass(frozen=True)
 class LionConfig:
     lion_beta1: float = 0.95
-    """Weight of the average in an update, beside the gradient."""
+    """Weight of the average when it is mixed with the current gradient to compute an update."""
     lion_beta2: float = 0.98
-    """Decay of the average."""
+    """Decay of the average of gradients."""
 
 
 class SignOfAverage(Transform):

@@ -1,4 +1,5 @@
-"""Sandwich norm (arXiv:2105.13290): each sublayer's output is normalized too, before it joins the residual stream.
+"""Sandwich norm (arXiv:2105.13290), which normalizes not only the input of each sublayer, but also its output before it
+is added to the residual stream.
 
 python pretrain_gpt.py --extension examples/sandwich_norm.py --layer-module sandwich ...
 """

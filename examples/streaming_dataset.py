@@ -1,4 +1,5 @@
-"""A data set that streams from a Python generator: sums of two numbers, written out, made while the run trains.
+"""Data set that a Python generator streams during training. The samples are sums of two numbers as text, such as "3 + 4
+= 7".
 
 python pretrain_gpt.py --extension examples/streaming_dataset.py --dataset-type sums --tokenizer-type ByteTokenizer ...
 """
@@ -19,7 +20,10 @@ def sums(config: DatasetConfig, format: SampleFormat, seed: int, sizes: Sequence
         id."""
         number = first
         while True:
-            random, text = Random(f"{seed} {split} {number}"), b""  # each sample follows from its number: exact resume
+            random, text = (
+                Random(f"{seed} {split} {number}"),
+                b"",
+            )  # A sample depends only on its number, so a run can resume exactly.
             while len(text) <= format.seq_length:
                 a, b = random.randrange(1000), random.randrange(1000)
                 text += f"{a} + {b} = {a + b}\n".encode()

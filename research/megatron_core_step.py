@@ -97,7 +97,7 @@ def norm_under_sequence_parallelism(cls: type, config: Any, hidden_size: int, ep
 
 
 def build_model() -> tuple[Any, Any]:
-    """Return (configuration, GPTModel). The weights are large and the same in every run."""
+    """Return the configuration and the GPTModel. The initial weights are deterministic, and larger than usual."""
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -106,7 +106,7 @@ def build_model() -> tuple[Any, Any]:
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel import random as states
 
-    # megatron-core 0.16.1 reads it but does not define it without Transformer Engine
+    # Without Transformer Engine, megatron-core 0.16.1 does not define `te_general_gemm`, but reads it.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     WrappedTorchNorm.__new__ = norm_under_sequence_parallelism

@@ -1,4 +1,5 @@
-"""Models of other programs for research/speed.py, built as users of those programs build them.
+"""Models of other programs for research/speed.py. Each model is built with the public classes of its program, as a user
+would build it.
 
 Each builder takes a style and a dtype, and returns the model and its loss function, `loss(run, tokens, labels)`. Tokens
 and labels have the shape [b, s]. `run` is the model, or the model after torch.compile. `pip install -r

@@ -77,12 +77,12 @@ program's kernel moves are subtracted."""
 
 
 def attention_with_scores(event: Attention) -> list[Event]:
-    """Return the events of attention that is computed by GEMMs over the whole score matrix, with the same numbers of
-    heads and tokens.
+    """Convert a fused attention event to the events of unfused attention, which computes the whole score matrix with
+    GEMMs. The numbers of heads and tokens stay the same.
 
     The events count the bytes that each kernel moves. The softmax reads the unmasked half of the matrix and writes the
-    whole matrix. The backward pass of the softmax reads two such halves. Dropout reads and writes the whole matrix and
-    the dropout mask.
+    whole matrix. The backward pass of the softmax reads the unmasked halves of two matrices. Dropout reads and writes
+    the whole matrix and the dropout mask.
     """
     length, width = event.length, event.width
     pairs = event.flops / ((10 if event.backward else 4) * width)

@@ -132,8 +132,9 @@ def updated(model: nn.Module, backward: Step) -> Step:
 
 
 def over_samples(model: nn.Module, batches: Batches, begin: Callable[[bool], None], rank: int, size: int) -> Step:
-    """Return a training step in which this rank runs forward and backward passes of every `size`-th sample. Before each
-    micro-batch, the step calls `begin` with True if the micro-batch is the last, and with False otherwise."""
+    """Return a function that runs one training step, in which this rank processes every `size`-th sample, beginning
+    with number `rank`. Each sample is a micro-batch. Before each, the step calls `begin`, with True for the last
+    micro-batch and False for the others."""
 
     def backward() -> None:
         batch = next(batches)

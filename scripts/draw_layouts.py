@@ -1,4 +1,5 @@
-"""Plot the losses of scripts/draw_layouts.sh: `python scripts/draw_layouts.py FOLDER` writes FOLDER/layouts.png.
+"""Plot the losses of the runs that scripts/draw_layouts.sh trains. `python scripts/draw_layouts.py FOLDER` writes
+FOLDER/layouts.png.
 
 The upper plot overlays the losses of all runs. The lower plot shows the relative difference of each layout from one
 process.

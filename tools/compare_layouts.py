@@ -41,14 +41,14 @@ from .common import parted, refuse, run_tool, too_small, tool_parser
 JUDGED = ("activation", "loss", "gradient", "grad_norm")
 """Kinds of tensors that are compared if a layout computes in a 16-bit format.
 
-Weights and moments are not compared, because Adam divides each gradient by its own magnitude. A gradient that consists
-only of rounding errors, such as the gradient of a key bias, therefore changes its weight as much as any other gradient.
+Weights and moments are not compared, because Adam divides each gradient by its magnitude. A gradient that consists only
+of rounding errors, such as the gradient of a key bias, therefore changes its weight as much as any other gradient.
 """
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
-"""Largest relative difference after a few steps that a different summation order can explain, keyed by dtype. The
-effect of a mistake is far larger than this difference only in fp64, because Adam divides even small gradients,
-including their rounding error, by their own magnitude."""
+"""Largest relative difference after a few steps that a different summation order can explain, keyed by dtype. Only in
+fp64 does an error in the program stand out clearly from this difference. In lower precisions, Adam amplifies the
+rounding errors of small gradients, because it divides each gradient by its magnitude."""
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,8 @@ def report(sides: Sequence[Side], snapshots: Sequence[Snapshot], tolerance: floa
 
 
 def print_difference(key: str, a: Tensor, b: Tensor, relative: float, tolerance: float) -> None:
-    """Print how two tensors differ, and where they differ most. Elements differ if their distance exceeds the tolerance
-    multiplied by the largest value."""
+    """Print how two tensors differ, and where they differ most. Two elements differ if the magnitude of their
+    difference exceeds `tolerance` times the largest magnitude in both tensors."""
     x, y = a.double(), b.double()
     gap = torch.where(torch.isfinite(x - y), (x - y).abs(), torch.inf).masked_fill(x == y, 0.0)
     finite = torch.cat([x.flatten(), y.flatten()])

@@ -4,11 +4,10 @@
         --use-mup --mup-base-hidden-size 64 --mup-base-num-layers 2 --mup-base-head-dim 16
 
 Trains a small model of each size for some steps on one batch, on CPU, with the flags of pretrain_gpt.py after `--`.
-After each step, the tool measures the root mean square of the batch's activations, and of the change of activations
-since initialization. If both root mean squares are independent of width and depth, a learning rate that was tuned on a
-small model also suits a large model (appendix D.1 of arXiv 2203.03466). The tool fits a line to log2(root mean square)
-over log2(width), or over log2(depth), and prints its slope. A slope of 1 means that the size doubles when the width
-doubles.
+After each step, the tool measures two root mean squares for the batch: of the activations, and of their change since
+initialization. If both root mean squares are independent of width and depth, a learning rate that was tuned on a small
+model also suits a large model (appendix D.1 of arXiv 2203.03466). The tool fits a line to log2(root mean square) over
+log2(width), or over log2(depth), and prints its slope. A slope of 1 means that the size doubles when the width doubles.
 
 A model of a different width keeps the number of channels per head. All other widths, such as MLP widths, are scaled in
 proportion, except those in --mup-base-widths. The exit code is 0 if every slope is within --tolerance, 1 if a slope is
@@ -166,7 +165,7 @@ def _activations(run: TrainingRun, batch: Batch) -> dict[str, Tensor]:
 
 
 def _modules(model: GPTModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (part, module whose output is measured)."""
+    """Yield each module whose output is measured, together with the name of its part of the model."""
     assert model.embedding is not None and model.output_layer is not None
     yield "embedding", model.embedding
     layers = list(model.named_layers().values())

@@ -8,8 +8,8 @@
         --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2
 
 Without --prompt, --jsonl or --chat, each line of standard input is a prompt. Decoding is greedy unless --temperature,
---top-k, --top-p or --min-p requests sampling. The default tokenizer is that of the training run. For a single prompt,
-text is printed as it is generated. docs/generation.md describes the fields of JSON lines.
+--top-k, --top-p or --min-p requests sampling. By default, the tool uses the tokenizer of the training run. For a single
+prompt, text is printed as it is generated. docs/generation.md describes the fields of JSON lines.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def reported(prompt: str, generation: Generation) -> bool:
 
 
 def run_jsonl(args: argparse.Namespace, model: LoadedModel, engine: Engine, defaults: Request) -> int:
-    """Answer each line of JSON, in order."""
+    """Generate a text for each request in the JSON lines, and write the answers in the order of the requests."""
     bad = 0
     with ExitStack() as stack:
         lines = sys.stdin.buffer if args.jsonl == "-" else stack.enter_context(open(args.jsonl, "rb"))

@@ -215,8 +215,8 @@ def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> Difference | None
 
 
 def comparison(one: Contents, two: Contents, found: Sequence[Difference]) -> str:
-    """Return the output: one line per tensor that differs or, if there are many, one line per name without layer
-    numbers."""
+    """Return the text to print. It has one line for each tensor that differs. If there are many, it has one line for
+    each tensor name without the layer number."""
     keys = compared(one, two)
     left_out = len((one.tensors.keys() | two.tensors.keys()) - keys)
     note = f"; {left_out} of the optimizer's state not compared" if left_out else ""

@@ -10,11 +10,11 @@
     python tools/inspect_dataset.py --sample-log samples.jsonl --step 18 --data-path 0.7 a.jsonl 0.3 b.jsonl \\
         --tokenizer-type ByteTokenizer
 
-Text files are tokenized as in a run. --sample-log shows the samples of a step. Pass the data sets as in the run, and
-those of later phases with --data-phases. The exit code is 1 if a dataset is inconsistent. With --dump, the data flags
-have the same meaning as in training. The written file has an array [samples, seq_length + 1] of token ids for each
-split that exists: `train`, `valid` and `test`. The arrays `train_len`, `valid_len` and `test_len` contain the number of
-samples in each split.
+Text files are tokenized as in a run. --sample-log shows the samples of a step. Pass the same data flags as in the run,
+including --data-phases if the run has several data phases. The exit code is 1 if a dataset is inconsistent. With
+--dump, the data flags have the same meaning as in training. The written file has an array [samples, seq_length + 1] of
+token ids for each split that exists: `train`, `valid` and `test`. The arrays `train_len`, `valid_len` and `test_len`
+contain the number of samples in each split.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ DATA_FIELDS = (
 
 
 def describe(dataset: IndexedDataset, eod: int | None) -> Iterator[str]:
-    """Yield lines of text that describe a dataset, such as its sizes and sequence lengths. Reads the whole dataset."""
+    """Yield lines of text that describe a dataset, such as its sizes and sequence lengths. This function reads the
+    whole dataset."""
     lengths = dataset.lengths
     yield f"{dataset.prefix}: {dataset.dtype.name}, {dataset.num_tokens * dataset.dtype.itemsize:,} bytes of tokens"
     yield f"  documents {dataset.num_documents:,}, sequences {len(dataset):,}, tokens {dataset.num_tokens:,}"
@@ -127,8 +128,8 @@ def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | N
 
 
 def prefix_of(path: str, args: argparse.Namespace) -> str:
-    """Return the prefix of the indexed dataset for a path. For a text file, return the prefix of the tokenized text,
-    and tokenize the text unless a run has already tokenized it. For any other path, return the path itself."""
+    """Return the prefix of the indexed dataset for a path. If the path is a text file, tokenize the text unless a run
+    has already done so, and return the prefix of the tokenized dataset. Otherwise, return the path."""
     kind = data_kind_of(path)
     if kind is None:
         return path

@@ -10,9 +10,10 @@ output is written in any of these formats, and contains only the weights unless 
 read, summed in fp32 and written one at a time, without a GPU. The file merge.json in the output lists the inputs and
 their weights.
 
---emulate-decay derives the weights from the learning rates of a final anneal (--lr-wsd-decay-style) from the first
-checkpoint to the last: with w_i the mean share of the constant rate between checkpoints i - 1 and i, checkpoint j gets
-w_j - w_{j+1}, the first 1 - w_1 and the last w_k (arXiv 2507.17634, theorem 3.1).
+--emulate-decay chooses the weights such that the merged model approximates a run whose learning rate anneals from the
+first checkpoint to the last (arXiv 2507.17634, theorem 3.1). Its values are those of --lr-wsd-decay-style. Let w_i be
+the mean learning rate between checkpoints i - 1 and i of this anneal, divided by the constant learning rate. Then
+checkpoint j has the weight w_j - w_{j+1}. The first checkpoint has the weight 1 - w_1, and the last has the weight w_k.
 
 An existing folder is never replaced. The output folder appears only when it is complete. No code from the inputs is
 executed.

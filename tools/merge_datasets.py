@@ -43,7 +43,7 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
 
 
 def open_all(prefixes: Sequence[str]) -> list[IndexedDataset]:
-    """Open every input. Raises ValueError with all inputs that cannot be merged."""
+    """Open every input. Raises ValueError with one line for each input that cannot be merged."""
     datasets, problems = [], []
     for prefix in prefixes:
         try:

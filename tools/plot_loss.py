@@ -44,7 +44,7 @@ def draw(paths: list[Path], output: Path, log_scale: bool) -> str:
 
         axes = figure.axes[0]
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(LogFormatter())  # plain text, because pictures have no formulas
+        axes.yaxis.set_major_formatter(LogFormatter())  # formats labels as plain text, because formulas are turned off
         axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     write_picture(figure, output)
     return "\n".join(summary)

@@ -144,7 +144,7 @@ class Names:
 
     layout: PipelineLayout
     per_step: int | None = None
-    """Number of micro-batches per step in a schedule without flush."""
+    """Number of micro-batches in a step if the schedule has no flush; otherwise, None."""
 
     def label(self, action: Action) -> str:
         """Return the label of an action, such as F3v1. It consists of the kind and the micro-batch, then a letter for
@@ -171,8 +171,8 @@ class Names:
 
 def version_of(microbatch: int, microbatches: int) -> int:
     """Return the number of optimizer updates that the weights used for `microbatch` have received in a schedule without
-    flush. Micro-batches are numbered over all steps. Without flush, the passes of a step begin before the previous
-    step's update."""
+    flush. Micro-batches are numbered over all steps. Without flush, the passes of a step begin before the optimizer
+    update of the previous step."""
     return max(0, microbatch // microbatches - 1)
 
 

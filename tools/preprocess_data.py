@@ -7,8 +7,8 @@ Writes data/corpus_text_document.bin and data/corpus_text_document.idx. With sev
 for each key. Inputs are files, globs, folders and URLs such as s3://bucket/folder: .jsonl, .json (lines or an array),
 .txt, .csv, .tsv, .parquet and .arrow. Text formats may be compressed (.gz, .bz2, .xz, .zst). Files with any other
 suffix are read as JSON lines. Documents keep their order for any number of workers. Memory use depends on the longest
-document, not on the size of the input. The output is renamed to its final name when it is complete. Existing output
-files are an error unless --overwrite is set. The prefix may be a URL, such as s3://bucket/corpus.
+document, not on the size of the input. The output files get their final names only when they are complete. Existing
+output files are an error unless --overwrite is set. The prefix may be a URL, such as s3://bucket/corpus.
 PREFIX_KEY_document.sums.json contains the checksums that tools/inspect_dataset.py verifies.
 
 To use eight machines, run this program with --shard 1/8 on the first, --shard 2/8 on the second, and so on. All other
@@ -16,9 +16,9 @@ flags must be the same, and all machines must be able to write to the prefix. Th
 shards into the dataset that a single machine would have written, and deletes the shards. Uncompressed JSON lines files
 are divided among the machines. Files in other formats are not divided, so there should be several of them per machine.
 
-A bad line or row (not UTF-8, not JSON, a missing key, not text) is skipped and reported with its file and number. All
-other documents are written, but the exit code is 1 if there are more bad lines than --max-bad-lines. A file that cannot
-be read to its end is an error, and nothing is written.
+A line or row is bad if it is not valid UTF-8 or JSON, if a key is missing, or if a value is not text. Bad lines are
+skipped and reported with their file and line number. All other documents are written, but the exit code is 1 if there
+are more bad lines than --max-bad-lines. A file that cannot be read to its end is an error, and nothing is written.
 """
 
 from __future__ import annotations

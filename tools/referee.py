@@ -18,14 +18,16 @@ averaged twice, a missing sum over an axis, a difference in a single shard or ex
 The batch is an .npz file in one of two forms. In the first, it contains `tokens` and `labels` [samples, s], where label
 i follows token i, and optionally `loss_mask`. In the second, it contains the `input_ids` and optionally the `labels` of
 transformers, where labels of -100 are ignored. Samples with several documents also have `document_ids` or `cu_seqlens`,
-and optionally `position_ids`. Instead of a file, --samples selects samples of the training data by their numbers in the
-run, and --iteration selects all samples of a step. The loss is the mean over all labels that are not masked.
+and optionally `position_ids`. Instead of a batch file, samples of the training data can be used: --samples selects them
+by their numbers in the run, and --iteration selects all samples of a step. The loss is the mean over all labels that
+are not masked.
 
-The gradients are in one of three forms: a .safetensors file or a folder of torch's DCP, under the names of transformers
-or of this program; a folder in a checkpoint format, with gradients in place of weights; or the folder `iter_XXXXXXX` of
-Megatron-LM's --save-wgrads-interval. Flags of pretrain_gpt.py after `--` supply values that the model's configuration
-lacks, such as the data. The exit code is 0 if no given gradient differs, 1 if a gradient differs, and 2 for wrong
-input. Missing gradients are counted, but do not change the exit code.
+The gradients can have one of three forms. The first is a .safetensors file or a torch.distributed.checkpoint folder,
+with parameter names of transformers or of this program. The second is a folder in a checkpoint format that contains
+gradients in place of weights. The third is the folder `iter_XXXXXXX` that Megatron-LM writes with
+--save-wgrads-interval. Flags of pretrain_gpt.py after `--` supply values that the model's configuration lacks, such as
+the data. The exit code is 0 if no given gradient differs, 1 if a gradient differs, and 2 for wrong input. Missing
+gradients are counted, but do not change the exit code.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ def print_table(found: Judgement, every: bool) -> None:
 
 
 def record_of(found: Judgement) -> dict[str, object]:
-    """Return the judgement as JSON."""
+    """Return the judgement as a dictionary for JSON."""
     return {
         "equal": found.equal,
         "loss": found.loss,
@@ -147,7 +149,7 @@ def number_format(args: argparse.Namespace, config: RunConfig, dump: Dump) -> st
 
 
 def refuse_dropout(args: argparse.Namespace, config: RunConfig) -> None:
-    """Refuse a step of this program that used dropout, because the step cannot be repeated without its random
+    """Raise ValueError if the step of this program used dropout, because the step cannot be repeated without its random
     numbers."""
     model = config.model
     if args.step is not None and (model.hidden_dropout or model.attention_dropout):

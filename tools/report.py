@@ -167,7 +167,8 @@ def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
         from megatron.extensions.plan.planner.memory import memory_of_ranks
         from megatron.training.plan import plan_of
 
-        # The file contains the vocabulary size as a derived value, because the run's tokenizer may be gone.
+        # The vocabulary size is read from the file, where it is a derived value, because the tokenizer may no longer
+        # exist.
         vocab_size = run.config.get("vocab-size") if given.model.vocab_size is None else None
         config = plan_of(resolve(given, world_size, vocab_size)).longest.config
         return [rank.record for rank in memory_of_ranks(config, world_size)], ""

@@ -5,14 +5,14 @@ configuration.
         --case "usual/64 --hidden-size 64" --case "usual/256 --hidden-size 256" -- --config base.yaml
 
 A run is pretrain_gpt.py in a separate process with the flags after `--`, the flags of the case, --lr and --seed. The
-result of a run is the last validation loss. Each run writes a JSON file, a log and metrics to the folder --output. If
+result of a run is its last validation loss. Each run writes a JSON file, a log and metrics to the folder --output. If
 the command is repeated, finished runs in the folder are skipped. A run that fails counts as diverged. To repeat the
 run, delete its JSON file.
 
 The best rate is at the minimum of the parabola through the lowest loss and its two neighbours, over log2(rate). With
---extend, a case whose lowest loss is at the first or last rate gets additional rates beyond that end, spaced by the
-ratio of the last two rates. Cases form a group if their names are equal up to the last slash, such as usual/64 and
-usual/256. For each group, the last lines of the output show the range of the best learning rates.
+--extend, if the lowest loss of a case is at its smallest or largest rate, the tool also trains with rates beyond that
+end. The ratio of successive rates stays the same. Cases form a group if their names are equal up to the last slash,
+such as usual/64 and usual/256. For each group, the last lines of the output show the range of the best learning rates.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Sweep:
 
     folder: Path
     flags: Sequence[str]
-    """Flags of all runs."""
+    """Flags that all runs of the sweep have in common."""
 
     seeds: Sequence[int]
 

@@ -1,4 +1,4 @@
-"""Count lines of code, without blank lines, comments and docstrings, and the words in docs/.
+"""Count the lines of code and the words in docs/. Blank lines, comments and docstrings are not counted as code.
 
 python tools/bench/code_lines.py                     trunk, each extension, tools, research, tests, docs
 python tools/bench/code_lines.py megatron/core/moe   folders
@@ -36,7 +36,8 @@ def code_lines(source: str) -> int:
 
 
 def weigh(files: Iterable[Path]) -> tuple[int, int]:
-    """Return (lines of code, modules). An `__init__.py` without code does not count as a module."""
+    """Return the number of lines of code, and the number of modules. An `__init__.py` without code does not count as a
+    module."""
     counts = [code_lines(path.read_text(encoding="utf-8")) for path in files if path.suffix == ".py"]
     return sum(counts), sum(count > 0 for count in counts)
 

@@ -140,7 +140,8 @@ def one_round(call: Call, calls: int, host: float, device: torch.device) -> tupl
 
 
 def products(config: RunConfig) -> dict[str, Size]:
-    """Return the GEMMs of a layer and of the output layer for one micro-batch, as (rows, out, in) by name."""
+    """Return the size (rows, out, in) of each GEMM in a layer and in the output layer, for one micro-batch. The keys
+    are names of GEMMs."""
     model = config.model
     rows = config.training.micro_batch_size * model.seq_length
     h = model.hidden_size
@@ -203,7 +204,7 @@ def copied(size: int, from_host: bool, config: RunConfig, device: torch.device) 
 
 def ceilings(config: RunConfig, device: torch.device) -> list[Row]:
     """Time a large cubic GEMM, each GEMM of the model, forward and backward, and a copy within device memory. On CPU,
-    the cubic GEMM is small and there are few calls, because an fp8 GEMM may take a second."""
+    the cubic GEMM is small and each GEMM is called only once per round, because a single fp8 GEMM can take a second."""
     side, calls, size = (8192, 10, 2**30) if device.type == "cuda" else (64, 1, 2**24)
     shapes = {f"{side}^3": (side,) * 3, **products(config)}
     in_bf16 = {name: partial(linear_products, shape, torch.bfloat16) for name, shape in shapes.items()}
@@ -216,7 +217,8 @@ def ceilings(config: RunConfig, device: torch.device) -> list[Row]:
 
 
 def ceiling_tokens(config: RunConfig, found: Sequence[Row]) -> float:
-    """Return the tokens per second that a step would reach if it consisted only of its GEMMs, at the measured rates."""
+    """Return an upper limit on the tokens per second of a training step: the speed of a step that consists only of its
+    GEMMs, which run at the measured rates."""
     rates = {row.name: row.rate for row in found}
     layers, in_fp8 = config.model.num_layers, len(config.options(Fp8Flags).layers(config.model.num_layers))
     seconds = 0.0
@@ -281,7 +283,7 @@ OWN: dict[str, str] = {
     "loss_and_gradient": "loss",
     "scale_row": "loss",
 }
-"""Triton kernels of the library, which profiles list by their function names."""
+"""Group of each Triton kernel of this program, keyed by the function name that a profile shows."""
 
 OTHER, IDLE = "other", "idle"
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")

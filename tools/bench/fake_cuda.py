@@ -6,9 +6,9 @@ generates code for the selected device.
 Prints the graphs of each compiled region. Exits with code 1 if a region ran uncompiled, for example beyond its limit of
 variants, and with code 2 if torch's CUDA build, Triton or a C++ compiler is missing.
 
-Fake tensors have shapes, strides and a graph, but no values. torch runs their operations without a GPU, except for two
-parts that query the driver: the autograd engine asks for each device's stream, and Inductor reads the device
-properties. The program answers both queries in place of the driver.
+Fake tensors have shapes, strides and a graph, but no values. torch can run operations on them without a GPU, except
+that two components query the driver: the autograd engine asks for the stream of each device, and Inductor reads the
+device properties. This tool answers both queries in place of the driver.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _zeros(x: Tensor) -> Any:
 
 
 class _OnHost(TorchDispatchMode):
-    """Mode in which constants that Inductor folds on the host are real tensors."""
+    """Dispatch mode that creates real CPU tensors. Inductor needs them to fold constants on the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -222,8 +222,8 @@ def _of_interface(properties: Any, capability: tuple[int, int]) -> dict[str, Any
 def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
     """Make tensors fake, make `cuda:0` the given device, and make attention use cuDNN.
 
-    Use this context in a separate process, because the autograd engine keeps the first value that it reads. Raises
-    RuntimeError if `unavailable` returns a reason.
+    Use this context in a separate process, because the autograd engine caches what it reads from the driver first.
+    Raises RuntimeError if `unavailable` returns a reason.
     """
     if (problem := unavailable()) is not None:
         raise RuntimeError(problem)
@@ -279,8 +279,8 @@ class RegionUse:
 
 @contextmanager
 def watched_regions(mode: FakeTensorMode) -> Iterator[dict[str, RegionUse]]:
-    """Compile the regions to device code, run the regions on fake tensors, and count the uses of each region by
-    name."""
+    """Compile every region that is called to device code, and run the region on fake tensors. The yielded dictionary
+    counts the uses of each region, keyed by its name."""
     uses: dict[str, RegionUse] = {}
 
     @cache
@@ -379,7 +379,7 @@ def generate_code(module: torch.fx.GraphModule, inputs: Sequence[Any], settings:
 
 
 def _with_given_kernels(config: RunConfig) -> Parts:
-    """Return the parts of a run with fixed kernels, so that no kernel is timed."""
+    """Return the components of a run without the callback that times and chooses kernels."""
     from megatron.extensions.speed.fusions.hooks import KernelChoice
 
     parts = Parts().with_registered(config)

@@ -168,9 +168,9 @@ def planned_bytes(config: RunConfig) -> tuple[int, int, int]:
 
 
 def largest_that_fits(shape: Shape, flags: str, room: int) -> RunConfig:
-    """Return the largest configuration that fits according to the plan. If no number of layers is given, use the
-    largest that fits. Then use the largest power of two that fits as the number of samples in a micro-batch. Raise
-    ValueError if even one layer with one sample does not fit."""
+    """Return the largest configuration that fits into `room` bytes according to the plan. If `shape` does not give the
+    number of layers, choose the largest number that fits. Then choose the micro-batch size, which is the largest power
+    of two that fits. Raise ValueError if even one layer with one sample does not fit."""
     tries = range(1, shape.most_layers + 1) if shape.layers is None else [shape.layers]
     # The plan grows with the number of layers.
     fitting = bisect_right(tries, room, key=lambda layers: sum(planned_bytes(config_of(shape, layers, 1, flags))))
@@ -216,7 +216,7 @@ def round_of(run: TrainingRun, steps: int) -> Round:
 
 
 def contestant(config: RunConfig, steps: int, warm_up: int) -> Round:
-    """Build and warm up a variant in a separate process."""
+    """Build and warm up a variant, and return its round. This function is called in the process of the variant."""
     choose_allocators(os.environ)
     return round_of(built(config, warm_up), steps)
 

@@ -97,7 +97,7 @@ OF_CALLS = ("part", "code", "seconds", "limit", "stopped", "command")
 
 
 def _read_calls(path: Path, found: Found) -> None:
-    """Read one command per line; an incomplete line is skipped and reported."""
+    """Read calls.jsonl, which contains one command per line. Incomplete lines are skipped and listed as unreadable."""
     try:
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     except OSError as error:
@@ -150,7 +150,7 @@ def _machines(found: Found) -> Iterator[str]:
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]], about: str = "") -> Iterator[str]:
-    """Yield the lines of a section; yields nothing if there are no rows."""
+    """Yield the lines of a section with a table. Yield nothing if the table has no rows."""
     lines = [f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows]
     if lines:
         yield from ("", f"## {title}", *(("", about) if about else ()), "")

@@ -95,8 +95,8 @@ def added_in_fp8(size: Size, kernel: str, config: RunConfig, device: torch.devic
 
 
 def experts(config: RunConfig) -> Iterator[Part]:
-    """Yield the weight gradients of all experts in `gpu.py --config experts` with each kernel, once with equal row
-    counts and once with half of the rows for one expert."""
+    """Yield parts that compute the weight gradients of all experts of `gpu.py --config experts`, for each kernel and
+    for two distributions of rows: equal numbers of rows, and half of the rows for a single expert."""
     from megatron.extensions.speed.fusions.grouped_choice import LISTS, TILES
 
     shapes = expert_shapes(config, torch.device("cpu"))

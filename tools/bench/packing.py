@@ -5,9 +5,9 @@ replicas and between context-parallel ranks.
     python tools/bench/packing.py --documents 2000  other numbers
 
 Lengths are drawn from three distributions, or are those of real text: the source files of Python's standard library, at
-four bytes per token. The packing methods are greedy as in Megatron-LM, first-fit in document order with any number of
-open samples, first-fit as torchtitan configures it (Grain's method with eight open samples), best-fit decreasing as in
-OLMo-core, and this program's best-fit.
+four bytes per token. There are five packing methods: greedy packing as in Megatron-LM, first-fit in document order with
+any number of open samples, first-fit as in torchtitan (Grain's method with eight open samples), best-fit decreasing as
+in OLMo-core, and the best-fit method of this program.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ STEP = StepShape(samples=128, replicas=8, micro_batch_size=1)
 CONTEXT_RANKS = (2, 4, 8, 16)
 MICRO_BATCHES = 32
 OPEN = 8
-"""Number of samples that torchtitan's first-fit fills at the same time by default."""
+"""Default number of samples that torchtitan's first-fit packing fills at the same time."""
 
 LONG = 32768
-"""Tokens per sample shared by context-parallel ranks."""
+"""Number of tokens in a sample that context-parallel ranks share."""
 
 Lengths = NDArray[np.int64]
 
@@ -80,8 +80,8 @@ def first_fit(lengths: Lengths, seq_length: int) -> tuple[float, float]:
 
 
 def first_fit_of_torchtitan(lengths: Lengths, seq_length: int) -> float:
-    """Return the fraction of padding for first-fit with a few open samples. If a document fits into none of the open
-    samples, all of them are closed."""
+    """Return the fraction of padding tokens for first-fit packing with at most `OPEN` open samples. If a document fits
+    into none of the open samples, all of them are closed."""
     _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
     samples, room = 0, [seq_length] * OPEN
     for places in (sizes - 1).tolist():  # input tokens only, because the last token of a document is only a label
@@ -140,7 +140,7 @@ def joined_documents(lengths: Lengths, seq_length: int) -> Iterator[Documents]:
 
 
 def packed_documents(packed: Packed, seq_length: int) -> Iterator[Documents]:
-    """Yield the positions at which documents begin in samples of whole documents."""
+    """Yield the positions at which documents begin in samples that contain only whole documents."""
     for a, b in pairwise([0, *packed.ends[:MICRO_BATCHES].tolist()]):
         yield (starts_of(packed.lengths[a:b].tolist(), seq_length),)
 

@@ -4,9 +4,9 @@ and then with each of them turned off in turn.
     python tools/bench/planned_steps.py
     python tools/bench/planned_steps.py --only sparse --device h100 --json steps.json
 
-Nothing is executed: `predict_step` adds up the GPU's work in a step. A kernel is turned off by adding it to
-`megatron.core.kernels.LEFT_OUT`, as a run does if it finds that the kernel is wrong or slow. Kernels that change a step
-by less than 0.1 % are not listed.
+Nothing is executed: `predict_step` adds up the predicted times of the operations in a step. A kernel is turned off by
+adding it to `megatron.core.kernels.LEFT_OUT`, as a run does if it finds that the kernel is wrong or slow. Kernels that
+change a step by less than 0.1 % are not listed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLANS = {
     "mamba2": ("mamba2", "--bf16"),
     "llama-8b-layers fp8": ("llama-8b-layers", "--bf16 --fp8-format hybrid --fp8-recipe delayed"),
 }
-"""Model of tools/bench/gpu.py and additional flags, by name."""
+"""For each row name, a model of tools/bench/gpu.py and additional flags."""
 
 FLAGS = ("--no-fusions", "--no-compile", "--deterministic-mode", "--attention-backend fp8")
 """Flags whose effect on the step time is predicted. Each turns a mechanism, such as fusions, off or on."""
@@ -44,7 +44,7 @@ LEAST = 1e-3
 class Row:
     model: str
     without: str
-    """Mechanism that is turned off, or flag that is added; "" for the unchanged revision."""
+    """Name of the mechanism that is turned off, or flag that is added; empty if nothing is changed."""
 
     milliseconds: float
     tokens_per_second: float
@@ -83,7 +83,7 @@ def planned(model: str, device: str, more: str = "", left_out: Sequence[str] = (
 
 
 def variants(model: str, device: str) -> Iterator[Row]:
-    """Yield the predicted steps of this revision, first unchanged and then with each change."""
+    """Yield the predicted step of a model, first without changes, and then with each kernel or mechanism turned off."""
     from megatron.core.kernels import KERNELS
     from megatron.extensions.plan.planner.time.expert_products import PLANNED
     from megatron.extensions.speed.fusions.kernel_choice import planned_kernels

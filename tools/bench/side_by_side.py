@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.training.run import TrainingRun
 
 Round = Callable[[], float]
-"""Function that runs one round of a contestant and returns the compared figure."""
+"""Function that runs one round of a contestant and returns the figure to compare, such as tokens per second."""
 
 Found = dict[str, list[float] | str]
 """Results of each contestant's rounds, or the last line of the contestant's error."""
@@ -62,7 +62,9 @@ def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) 
     """Return a parser with --json and a flag for each of `counts`, which maps the name of a positive number to a
     default and a help text. If `rounds` is not 0, the parser also has the flag --rounds, whose default is `rounds`.
     Loads the built-in extensions, as every program does before it reads flags."""
-    from megatron.extensions import load  # contestants for other programs import this module without the library
+    from megatron.extensions import (
+        load,
+    )  # imported here, because contestants of other programs use this module without megatron
 
     load()
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -175,7 +177,7 @@ def interleaved(
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes that start within the block."""
+    """Set environment variables within a `with` block, so that processes started in the block inherit them."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -204,7 +206,7 @@ class _Worker:
             self._pools.append(pool)
 
     def round(self) -> float:
-        """Return the result of the slowest rank. Raises the error of a failed rank."""
+        """Return the result of the slowest rank. If a rank has failed, raises its error."""
         _results(self._built)
         return min(_results([pool.submit(_one_round) for pool in self._pools]))
 
@@ -218,8 +220,8 @@ class _Worker:
 
 
 def _results(futures: Sequence[Future[Any]]) -> list[Any]:
-    """Return the results of all ranks. After an error, do not wait for the other ranks, which may be waiting for the
-    failed rank."""
+    """Return the results of all ranks. If a rank fails, raise its error without waiting for the other ranks, which may
+    themselves be waiting for the failed rank."""
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)
     failed = [future for future in done if future.exception() is not None]
     return [future.result() for future in failed or futures]
@@ -274,7 +276,8 @@ class Row:
 
 
 def compared(found: Found, beside: Callable[[str], Iterator[str]]) -> list[Row]:
-    """Return one row per contestant. A row compares a contestant with those that `beside` lists for it."""
+    """Return one row per contestant. A row contains the speed of a contestant relative to the contestants whose names
+    `beside` yields for it."""
     spreads = {name: Spread.of(values) for name, values in found.items() if not isinstance(values, str) and values}
     rows = []
     for name, values in found.items():

@@ -18,10 +18,10 @@ bounds on the speed of this machine. In one, processes share the batch but never
 tensor-parallel layers skip their collectives, so that the results are wrong but all computation is done.
 
 The packed-CP cell measures how documents of different lengths are divided under context parallelism. Most documents are
-short, and some are about half as long as a sample, which makes the default chunks most unequal. Attention takes most of
-the step. The figure is the processor time of the busiest rank, for which the other ranks wait. Unlike elapsed time,
-processor time hardly depends on other programs on the machine. In each round, all contestants train on the same
-samples.
+short, and some are about half as long as a sample. With such lengths, the work of the default chunks differs most
+between ranks. Attention takes most of the step. The result is based on the processor time of the busiest rank, because
+the other ranks wait for this rank. Unlike elapsed time, processor time hardly depends on other programs on the machine.
+In each round, all contestants train on the same samples.
 
 The start-up cell measures how many seconds commands take in a new Python interpreter, and compares them with an
 interpreter that only imports torch.
@@ -262,7 +262,8 @@ WATCHES = {
     "averages every 10": "--ema-decay 0.999 --ema-interval 10",
     "noise scale": "--log-noise-scale",
 }
-"""Flags that make training keep or measure additional values, keyed by contestant."""
+"""Flags that enable averaged weights or additional measurements during training, keyed by the name of the
+contestant."""
 
 
 def watched(threads: int, steps: int) -> dict[str, Cell]:
@@ -326,8 +327,8 @@ def packed(n: int, steps: int) -> dict[str, Cell]:
 
 
 def layouts(n: int, steps: int) -> dict[str, Cell]:
-    """Return one cell per kind of parallelism, because larger cells would not fit into the memory of a small
-    machine."""
+    """Return one cell for each kind of parallelism (TP, PP and DP). A single cell for all kinds would not fit into the
+    memory of a small machine."""
     common, tokens = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES), MICRO_BATCHES * LAYOUT_STYLE.seq
     members = [
         Contestant(name, ours, ([*common, *more.format(n=n).split()], tokens, steps), ranks=n)
@@ -349,8 +350,8 @@ def kind_of(name: str) -> str:
 
 
 def before_and_after(contestant: Contestant, before: Path, rounds: int) -> dict[str, Spread] | str:
-    """Compare a contestant in another checkout of this program with the same contestant in this checkout. Returns the
-    spread of the results before and after, and of the ratio after / before, over all rounds. If a contestant fails,
+    """Run a contestant with another checkout of this program and with this checkout, and compare the results. Returns
+    the spread of the results before and after, and of the ratio after / before, over all rounds. If a contestant fails,
     returns its error message."""
     build = starts if contestant.build is starts else step_of
     sides = {"before": before.resolve(), "after": ROOT}

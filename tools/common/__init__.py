@@ -146,8 +146,9 @@ def model_flag_problems(args: argparse.Namespace) -> list[str]:
 
 
 def open_model(args: argparse.Namespace, launch: Launch, stack: ExitStack) -> LoadedModel:
-    """Load the model that the flags of `model_parser` select, and keep it until `stack` ends. If the model cannot be
-    loaded, the first rank raises ValueError, and the other ranks exit with the exit code of this error."""
+    """Load the model that the flags of `model_parser` select. The model is released when `stack` is closed. If the
+    model cannot be loaded, the first rank raises ValueError, and the other ranks exit with the exit code of this
+    error."""
     from megatron.core.dist_checkpointing.storage import CheckpointError
     from megatron.extensions.use.inference.model import loaded_model
 
@@ -225,7 +226,7 @@ def _read_at_once(
 
 
 def config_of(cls: type[Config], args: argparse.Namespace) -> Config:
-    """Build a configuration section from the parser's flags. Other fields keep their defaults."""
+    """Build a configuration section from parsed flags. Fields for which the parser has no flag keep their defaults."""
     values: dict[str, Any] = {}
     for field in fields(cls):  # type: ignore[arg-type]
         if hasattr(args, field.name):

@@ -48,27 +48,29 @@ class Branch:
 
     subject: str = ""
     patterns: list[str] | None = None
-    """Patterns of a `case` that are being read."""
+    """Patterns of the current `case` branch while they are read; None otherwise."""
 
     repeats: bool = False
     """True if this branch is the body of a loop, which may run several times."""
 
     def enter(self, chosen: float) -> None:
-        """Begin a branch that runs if no earlier branch has run and `chosen` is true."""
+        """Begin a branch. It runs if its condition `chosen` is true and no earlier branch of the same construct has
+        run."""
         self.live = min(YES - self.taken, chosen)
         self.taken = max(self.taken, chosen)
 
 
 @dataclass
 class LaunchScript:
-    """Reader of a launch script that follows the branches of the script. Raises ValueError if `text` is not a shell
-    script. Raises ExpansionError if the variables expand to more than `MOST` characters in total."""
+    """Interpreter for launch scripts that evaluates assignments and conditions, and records the commands that start
+    programs. Raises ValueError if `text` is not a shell script. Raises ExpansionError if the variables expand to more
+    than `MOST` characters in total."""
 
     text: str
     variables: ShellVariables = field(default_factory=ShellVariables)
     started: dict[str, list[tuple[str, ...]]] = field(default_factory=lambda: {"pretrain": [], "other": [], "any": []})
-    """Words after the program name in each recorded command, keyed by kind of command: training programs, other Python
-    programs, and commands whose flags come from variables."""
+    """Arguments of each recorded command, keyed by the kind of command: "pretrain" for training programs, "other" for
+    other Python programs, and "any" for commands whose flags come from variables."""
 
     unsure: list[str] = field(default_factory=list)
     """Flags in branches whose condition is unknown."""
@@ -80,7 +82,7 @@ class LaunchScript:
     _branches: list[Branch] = field(default_factory=list)
     _result: float = YES
     _tested: bool = False
-    """True if the last command was a test. The exit codes of other commands are unknown; success is assumed."""
+    """True if the last command was a test. Other commands have unknown exit codes, and are assumed to succeed."""
 
     def __post_init__(self) -> None:
         self._run(self.text.replace("\r\n", "\n"))
@@ -126,8 +128,8 @@ class LaunchScript:
         self._tested = tested
 
     def _reserved(self, words: list[str], guard: float) -> list[str]:
-        """Process the reserved words at the start of a command, which begin, switch and end branches. Return the
-        remaining words."""
+        """Process reserved words such as `if`, `else` and `fi` at the start of a command, which begin, switch or end a
+        branch. Return the remaining words."""
         while words:
             word, *rest = words
             if word in ("if", "while", "until", "{"):

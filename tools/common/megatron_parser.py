@@ -63,7 +63,7 @@ def parser_of(checkout: Path) -> argparse.ArgumentParser:
 
 
 def described(action: argparse.Action) -> list[dict[str, object]]:
-    """Describe each spelling of a flag by the columns of flags_of_head.txt."""
+    """Return one description for each spelling of a flag. The keys are the columns of flags_of_head.txt."""
     count = 1 if action.nargs is None else action.nargs
     kind = getattr(action.type, "__name__", "str") if count != 0 else "switch"
     choices = [str(getattr(choice, "name", choice)) for choice in action.choices or ()]

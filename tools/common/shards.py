@@ -73,7 +73,8 @@ def of_shard(files: Sequence[TextFile], shard: Shard) -> list[tuple[TextFile, in
 
 
 def chunks_of_shard(files: Sequence[TextFile], reading: Reading, chunk_bytes: int, shard: Shard) -> Iterator[Chunk]:
-    """Yield the chunks of a shard. In a divided file, the text before the shard's part is read and discarded."""
+    """Yield the chunks of a shard. If a file is split between shards, its text before this shard's part is read and
+    discarded."""
     total = sum(file.size for file in files)
     for file, begin in of_shard(files, shard):
         position = 0
@@ -87,7 +88,8 @@ def chunks_of_shard(files: Sequence[TextFile], reading: Reading, chunk_bytes: in
 
 
 def corpus_digest(files: Iterable[TextFile], settings: object) -> str:
-    """Return a digest that is equal for shards with the same settings and the same files, compared by name and size."""
+    """Return a digest of the settings, and of the names and sizes of the files. Shards of the same corpus have equal
+    digests."""
     listed = [(PurePath(file.path).name, file.size) for file in files]
     return blake2b(repr((listed, settings)).encode(), digest_size=16).hexdigest()
 
@@ -109,7 +111,8 @@ def missing_shards(prefix: str, shard: Shard, corpus: str) -> list[int]:
 
 
 def join_shards(prefix: str, shard: Shard, dtype: np.dtype) -> bool:
-    """Join the datasets of all shards and delete them. Return False if another machine has already joined them."""
+    """Join the datasets of all shards into one, and delete the datasets of the shards. Return False if another machine
+    has already done so."""
     try:
         with IndexedDatasetBuilder(prefix, dtype, described={}) as builder:
             for each in shard.all:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 TOKEN = re.compile(r"\s*(0[xX][\da-fA-F]+|\d+|[A-Za-z_]\w*|\*\*|<<|>>|[<>=!]=|&&|\|\||[-+*/%<>!~&|^?:()])\s*")
 DEEPEST = 50
-"""Maximum nesting depth of parentheses, and of variables that refer to variables."""
+"""Maximum nesting depth of parentheses, and maximum length of a chain of variables that refer to each other."""
 
 
 class UnknownNameError(ValueError):

@@ -61,8 +61,8 @@ class Parameter:
         return values[at] if -len(values) <= at < len(values) else ""
 
     def changed(self, value: Value, word: str, number: Number) -> Value | None:
-        """Apply the parameter's operator, with its word, to `value`, and return the result. If the result is unknown,
-        return None or raise ValueError."""
+        """Apply the operator of this parameter expansion to `value`. `word` is the operand of the operator, such as a
+        pattern. Return None or raise ValueError if the result cannot be determined."""
         texts = [value] if isinstance(value, str) else value
         if any(UNKNOWN.search(text) for text in [word, *([] if self.length and self.index else texts)]):
             return None
@@ -88,8 +88,8 @@ def _cut(value: Value, start: int, count: int | None = None) -> Value | None:
 
 
 def _replaced(text: str, sign: str, word: str) -> str:
-    """Apply an operator to a string: remove the beginning (#) or end (%) that a pattern matches, replace text, or
-    change the case."""
+    """Apply an operator of a parameter expansion to a string. `#` and `%` remove a matching beginning or end, `/`
+    replaces text, and `^` and `,` change the case."""
     if sign in ("^^", ",,", "^", ","):
         change = str.upper if sign[0] == "^" else str.lower
         return change(text) if len(sign) == 2 else change(text[:1]) + text[1:]

@@ -40,7 +40,8 @@ class ExpansionError(Exception):
 
 @dataclass
 class ShellVariables:
-    """Variables of a script. Methods raise ExpansionError if the variables expand to more than `MOST` characters."""
+    """Values of the variables of a shell script. Methods raise ExpansionError if variables expand to more than `MOST`
+    characters in total."""
 
     values: dict[str, str | list[str]] = field(default_factory=dict)
     read_as_unset: list[str] = field(default_factory=list)
@@ -98,14 +99,14 @@ class ShellVariables:
             return UNSURE
 
     def _tested_fields(self, word: str) -> list[str]:
-        """Return the fields of a word within single brackets. As in bash, a variable that is unquoted and empty expands
-        to no field."""
+        """Return the fields to which a word expands in a test with single brackets. As in bash, a variable that is
+        unquoted and empty expands to no field."""
         found = NAME.fullmatch(word)
         absent = found and not self.values.get(name := found[1] or found[2]) and self._unset(name)
         return [] if absent else [self.tested_text(word)]
 
     def tested_text(self, word: str, quoted: bool = False) -> str:
-        """Return a word that a test compares, with unset variables removed."""
+        """Expand a word of a test. Variables that count as unset are removed from the word."""
         return NAME.sub(lambda found: "" if self._unset(found[1] or found[2]) else found[0], self.word(word, quoted))
 
     def _tested_number(self, name: str) -> str | None:
@@ -187,7 +188,7 @@ class ShellVariables:
         return self._counted(name, known)
 
     def _part(self, parameter: Parameter, value: str | list[str]) -> str | list[str] | None:
-        """Apply a parameter to a known value; return None if the result is unknown."""
+        """Apply a parameter expansion to a known value. Return None if the result cannot be determined."""
 
         def number(text: str) -> int:
             return evaluate(self.word(text, quoted=True), self._number)
@@ -252,7 +253,7 @@ def listed(value: str | list[str]) -> list[str]:
 
 
 def _parted(words: list[str], *separators: str) -> Iterator[list[str]]:
-    """Yield the lists of words between separators."""
+    """Split a list of words at separators, and yield the lists in between."""
     part: list[str] = []
     for word in words:
         if word in separators:

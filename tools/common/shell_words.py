@@ -19,7 +19,7 @@ UNKNOWN = re.compile(r"\$[\w{(@*#?!]|`")
 def span_end(text: str, start: int, quoted: bool = False) -> int:
     """Return the end of the piece that begins at `start`: a quotation, a substitution, parentheses, or one character.
     If `quoted` is true, the text is inside double quotes, where quotation marks and parentheses are ordinary
-    characters. Raises ValueError if the end of the piece is missing."""
+    characters. Raises ValueError if a quotation mark or bracket is not closed."""
     if text[start] == "\\":
         return min(start + 2, len(text))
     if name := PLAIN_VARIABLE.match(text, start):
@@ -65,8 +65,8 @@ def split(value: str) -> list[str]:
 
 
 def commands(text: str) -> Iterator[tuple[list[str], str, list[str]]]:
-    """Yield the commands in all branches of a script. A command consists of the words as written, including reserved
-    words, the following operator, and here-documents. Raises ValueError if the text is not a script."""
+    """Yield the commands in all branches of a script. A command is a tuple of its words as written, including reserved
+    words, of the operator that follows it, and of its here-documents. Raises ValueError if the text is not a script."""
     words: list[str] = []
     marks: list[str] = []  # of here-documents
     at = 0
@@ -111,7 +111,7 @@ def word_end(text: str, at: int) -> int:
 
 
 def quoted(word: str) -> str:
-    """Quote a word so that it can be pasted into a shell in which the word's variables are set."""
+    """Quote a word so that it can be pasted into a shell. The shell still expands the variables in the word."""
     if not UNKNOWN.search(word):
         return shlex.quote(word)
     escaped = (

@@ -3,9 +3,9 @@
     python pretrain_gpt.py --dry-run --json plan.json FLAGS
     python tools/pictures/plot_memory.py --plan plan.json --trace iterations-11-12.json.gz --output memory.svg
 
-The plan shows the memory of each pipeline rank. For each traced rank, a trace records the memory of tensors by category
-and other memory at the device's peak. On CPU, a trace also records the memory of the whole process, which is not
-comparable with a plan. The tool needs neither a GPU nor torch.
+The plan shows the memory of each pipeline rank. For each rank, a trace records the memory at the device's peak: the
+memory of tensors by category, and all other memory. On CPU, a trace also records the memory of the whole process, which
+is not comparable with a plan. The tool needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def memory_picture(bars: Sequence[Bar], width: float = WIDE) -> Figure:
 
 
 BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "annotation_clip": False}
-"""Settings for text to the right of a point."""
+"""Matplotlib settings for text that is placed to the right of a point."""
 
 
 if __name__ == "__main__":

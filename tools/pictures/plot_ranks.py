@@ -1,4 +1,5 @@
-"""Draw a map of ranks and nodes: the coordinates and the node of each rank, and the groups that cross nodes.
+"""Draw a map of ranks and nodes. It shows the parallel coordinates and the node of each rank, and the groups that span
+several nodes.
 
     python tools/pictures/plot_ranks.py --world-size 64 --gpus-per-node 8 --tp 8 --pp 4 --output ranks.svg
     python tools/pictures/plot_ranks.py --trace runs/a/trace/iterations-11-12.json.gz

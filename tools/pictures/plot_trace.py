@@ -103,7 +103,7 @@ def told(trace: Trace, step: MeasuredStep) -> str:
 
 
 def timeline_picture(trace: Trace, step: MeasuredStep, width: float = WIDE) -> Figure:
-    """Draw the plan above the measurement, on one scale."""
+    """Draw the planned timeline of a step above the measured timeline, on the same time scale."""
     plan = planned_step(trace, step)
     panels = [("planned, with the median times of this trace", plan)] if plan is not None else []
     panels.append((f"measured, iteration {step.iteration}", step))

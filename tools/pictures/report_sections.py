@@ -53,7 +53,8 @@ def figures(pictures: Iterable[Figure | None]) -> Markup:
 
 
 def wide_figures(draw: Callable[[float], Figure]) -> Markup:
-    """Return the figures that `draw` produces for wide windows and for phones. `draw` accepts a width in inches."""
+    """Return the figures that `draw` produces for wide windows and for phones. The argument of `draw` is a width in
+    inches."""
     return html.pictures([inline(draw(WIDE))], "wide") + html.pictures([inline(draw(NARROW))], "narrow")
 
 

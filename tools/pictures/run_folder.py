@@ -56,7 +56,8 @@ class RunFolder:
     notes: list[str] = field(default_factory=list)
 
     phases: list[tuple[float, str]] = field(default_factory=list)
-    """(iterations before the phase, name) for each phase that has begun, if the run has several phases."""
+    """For each data phase that has begun, the number of iterations before it and its name. Empty if the run has a
+    single phase."""
 
     @property
     def name(self) -> str:
@@ -80,7 +81,8 @@ class RunFolder:
         return tp * pp * cp * dp
 
     def dims(self) -> ParallelDims | None:
-        """Return the layout; None if the configuration does not determine it or does not fit the ranks."""
+        """Return the parallel layout. Return None if the configuration does not determine a layout, or if the layout
+        does not fit the number of ranks."""
         named = {field: self.config.get(field.replace("_", "-")) for field in LAYOUT}
         sizes = {field: size for field, size in named.items() if isinstance(size, int) and size > 0}
         if self.world_size is None or not self.config:
@@ -92,8 +94,8 @@ class RunFolder:
 
     @property
     def older_trace(self) -> str:
-        """Description of the trace's layout if it differs from that of the last start, because the run was resumed
-        under another layout."""
+        """Description of the traced layout if the run was later resumed under a different layout; otherwise, an empty
+        string."""
         dims = self.dims()
         if self.trace is None or dims is None:
             return ""
@@ -126,7 +128,8 @@ def labels_of(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def number(value: Any) -> float | None:
-    """Return a number from a record, even if it is stored as "NaN"; None for everything else."""
+    """Convert a value of a record to a float. Strings such as "NaN" are also converted. Return None if the value is not
+    a number."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -251,7 +254,7 @@ def _read_checkpoints(run: RunFolder) -> None:
     except ValueError:
         latest = None
     for iteration, folder in sorted(path_kind.saved_folders(run.path).items()):
-        try:  # checks only file sizes; `tools/inspect_checkpoint.py` verifies checksums
+        try:  # Only file sizes are checked here; `tools/inspect_checkpoint.py` also verifies checksums.
             wrong = misfits(folder, read_manifest(folder))
         except ValueError as error:
             wrong = [str(error)]
@@ -285,7 +288,8 @@ def _read_trace(run: RunFolder, path: Path | None) -> None:
 
 
 def _traces(run: RunFolder) -> list[Path]:
-    """Return the traces in the run's folder and in its --tensorboard-dir, even if the folder was moved."""
+    """Return the trace files in the run's folder and in its --tensorboard-dir. A --tensorboard-dir inside the folder is
+    also found if the folder was moved."""
     folders = [run.path]
     if isinstance(board := run.config.get("tensorboard-dir"), str):
         own = Path(board)
