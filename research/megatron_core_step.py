@@ -49,7 +49,7 @@ RUN: dict[str, Any] = {
 
 
 class _Nothing:
-    """Placeholder for a CUDA stream or event. Its methods do nothing."""
+    """Placeholder for a CUDA stream or event, whose methods do nothing."""
 
     def __init__(self, *args: object, **options: object) -> None: ...
 

@@ -9,10 +9,11 @@ errors, separately for runs to which constants were fitted and for held-out runs
 research/published_runs.yaml.
 
 With --memory, prints the published and the planned peak memory of each run, on the rank that uses the most memory. Some
-published programs store the attention scores, which this program does not. For these, the tool prints the computed size
-of the scores, and the relative error with and without them. Then it prints the median and the maximum of the errors.
-Runs on other hardware are excluded from these statistics. The plans are those of `pretrain_gpt.py --dry-run`. The runs,
-their sources and the differences of the published programs are in research/published_memory.yaml.
+published programs store the attention scores, which this program does not. For such programs, the tool prints the
+computed size of the scores, and the relative error with and without the scores. Then it prints the median and the
+maximum of the errors. Runs on other hardware are excluded from these statistics. The plans are those of
+`pretrain_gpt.py --dry-run`. The runs, their sources and the differences of the published programs are in
+research/published_memory.yaml.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class PublishedRun:
         model, tokens = config.model, self.gbs * self.length
         if not self.source.startswith("ptd"):
             return model_flops(model).total * tokens
-        layers, hidden = model.num_layers, model.hidden_size  # arXiv 2104.04473, equation 3
+        layers, hidden = model.num_layers, model.hidden_size  # equation 3 of arXiv 2104.04473
         rest = 1 + self.length / (6 * hidden) + model.padded_vocab_size / (16 * layers * hidden)
         return 96 * tokens * layers * hidden**2 * rest
 
@@ -162,7 +163,7 @@ class Compared:
     about: str
     parts: str
     scores: float | None = None
-    """Size in GiB of the attention scores that the published program stores. The plan does not include them."""
+    """Size in GiB of the attention scores that the published program stores. The plan does not include the scores."""
 
     @property
     def error(self) -> float:

@@ -5,8 +5,8 @@
     python research/referee.py megatron-core --site FOLDER --fault norms    the same with a fault, see FAULTS
 
 megatron-core's package has the same name as this program's. Therefore, install megatron-core into a separate folder
-with `pip install --no-deps --target FOLDER megatron-core==0.16.1`. Only the two processes that run its step import from
-this folder. The exit code is the exit code of tools/referee.py.
+with `pip install --no-deps --target FOLDER megatron-core==0.16.1`. Only the two processes that run the step of
+megatron-core import from this folder. The exit code is the exit code of tools/referee.py.
 """
 
 from __future__ import annotations

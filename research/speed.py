@@ -8,8 +8,8 @@ the same options. Each program needs its package: `pip install -r research/requi
 
 In single-process cells, the models of the other programs (research/peers.py) are trained with torch's fused AdamW and
 with gradient clipping. In bf16 cells, the other programs store and update their parameters in bf16, which is their
-fastest mode. This program still uses fp32 main parameters and accumulates gradients in fp32. The TP, PP and DP cells
-compare this program with research/torch_parallel.py.
+fastest mode. In bf16 cells, this program uses fp32 main parameters and accumulates gradients in fp32. The TP, PP and DP
+cells compare this program with research/torch_parallel.py.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def torchs(kind: str, tokens: int, steps: int) -> Round:
 
 def cells(threads: int = 1, ranks: int = 2, steps: int = 1) -> dict[str, speed.Cell]:
     """Return the cells of tools/bench/speed.py that can be compared with other programs. The returned cells also
-    contain the contestants of these programs."""
+    contain contestants that train with other programs."""
     every = speed.cells(threads, ranks, steps)
     found = {}
     for name, dtype, mode in product(STYLES, speed.FORMATS, ("eager", "compiled")):

@@ -133,8 +133,8 @@ def updated(model: nn.Module, backward: Step) -> Step:
 
 def over_samples(model: nn.Module, batches: Batches, begin: Callable[[bool], None], rank: int, size: int) -> Step:
     """Return a function that runs one training step, in which this rank processes every `size`-th sample, beginning
-    with number `rank`. Each sample is a micro-batch. Before each, the step calls `begin`, with True for the last
-    micro-batch and False for the others."""
+    with number `rank`. Each sample is a micro-batch. The step calls `begin` before each micro-batch, with True for the
+    last micro-batch and False for the others."""
 
     def backward() -> None:
         batch = next(batches)

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 MICRO_BATCHES, LENGTH = 4, 17
 TOKENS = 64
 IGNORED = {0: 12, 2: 5}
-"""Number of labels to ignore at the beginning of a sample, keyed by sample. As a result, micro-batches have different
-numbers of labels."""
+"""Number of labels to ignore at the beginning of a sample, keyed by sample. Labels are ignored so that micro-batches
+have different numbers of labels."""
 
 
 class KeepGradients(TrainerCallback):

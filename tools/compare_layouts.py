@@ -131,8 +131,8 @@ def check_own_flags(args: argparse.Namespace) -> None:
 
 
 def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
-    """Build the configurations of the two layouts to compare. Raises ValueError with one line for each problem with
-    their flags."""
+    """Build the configurations of the two layouts to compare. Raises ValueError with one line for each problem with the
+    flags of a layout."""
     common = common_flags(args, flags)
     batch = _batch_flags(args, common)
     sides, problems = [], []
@@ -163,7 +163,7 @@ def build_sides(args: argparse.Namespace, flags: Sequence[str]) -> list[Side]:
 def common_flags(args: argparse.Namespace, flags: Sequence[str]) -> list[str]:
     """Return the flags that both layouts use. If neither side sets a flag such as --train-iters, a default that suits a
     comparison is added."""
-    try:  # A flag in --a or --b gets no default either.
+    try:  # Flags that --a or --b sets get no default.
         config = parse_args([*flags, *shlex.split(args.a), *shlex.split(args.b)])
     except ValueError:
         config = parse_args(flags)

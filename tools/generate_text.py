@@ -112,7 +112,7 @@ def request_of(model: LoadedModel, defaults: Request, prompt: str, number: int) 
 
 
 def reported(prompt: str, generation: Generation) -> bool:
-    """Print the error if generation failed for a prompt. Returns True if it failed."""
+    """Print the error if generation failed for a prompt. Returns True if generation failed."""
     if generation.error is not None:
         print(f"error: prompt {prompt[:40]!r}...: {generation.error}", file=sys.stderr)
     return generation.error is not None

@@ -199,8 +199,8 @@ def compared(one: Contents, two: Contents) -> set[str]:
 
 
 def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> Difference | None:
-    """Describe how two tensors of the same shape and dtype differ. Return None if they are equal bit for bit, which
-    also holds for equal NaN values."""
+    """Describe how two tensors of the same shape and dtype differ. Return None if the tensors are equal bit for bit.
+    NaN values with the same bits count as equal."""
     flat_one, flat_two = one.reshape(-1), two.reshape(-1)
     bits_one, bits_two = (flat.view(torch.uint8).view(flat.numel(), -1) for flat in (flat_one, flat_two))
     differs = (bits_one != bits_two).any(dim=1)

@@ -129,7 +129,8 @@ def show_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | N
 
 def prefix_of(path: str, args: argparse.Namespace) -> str:
     """Return the prefix of the indexed dataset for a path. If the path is a text file, tokenize the text unless a run
-    has already done so, and return the prefix of the tokenized dataset. Otherwise, return the path."""
+    has already done so, and return the prefix of the tokenized dataset. For all other paths, return the path
+    unchanged."""
     kind = data_kind_of(path)
     if kind is None:
         return path

@@ -248,7 +248,8 @@ def draw(found: Simulation, names: Names, title: str, path: Path) -> None:
 
 
 def windows_of(makespan: float, most: float) -> list[tuple[float, float]]:
-    """Return the parts of a schedule to draw: the whole schedule, or its two ends with a total length of `most`."""
+    """Return the time intervals of a schedule to draw. This is the whole schedule or, if it is longer than `most`, its
+    beginning and its end, with a total length of `most`."""
     if makespan <= most:
         return [(0.0, makespan)]
     return [(0.0, most / 2), (makespan - most / 2, makespan)]

@@ -157,8 +157,8 @@ def report(
 
 
 def computed_plan(run: RunFolder) -> tuple[list[dict[str, int]] | None, str]:
-    """Return the planned memory of each pipeline rank and an empty string. If no plan can be computed, return None and
-    the reason."""
+    """Compute the memory plan of a run. Return the planned memory of each pipeline rank, or None if no plan can be
+    computed. The second value is the reason, or an empty string if there is a plan."""
     path, world_size = run.path / CONFIG, run.world_size
     if not path.is_file() or world_size is None:
         return None, "the configuration or the number of ranks is unknown"

@@ -106,7 +106,7 @@ PROBES = {"line breaks": "a\n\nb", "spaces": "a  b", "characters outside its voc
 
 def explain(message: str, args: argparse.Namespace, bad: Sequence[str]) -> str:
     """Extract the reason from an error message of SentencePiece, and append a remedy to it."""
-    # Keep only the text after the failed condition and its source line.
+    # The message begins with the source line and the failed condition, which are removed.
     reason = message.rsplit("] ", 1)[-1].strip() or message
     if "too high" in message:
         reason += f" (--vocab-size {args.vocab_size} is more than this much text supports; lower it or add text)"

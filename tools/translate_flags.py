@@ -158,8 +158,8 @@ def lines_of_all_flags(tables: dict[str, Any]) -> Iterator[str]:
 
 
 def resolved(reader: FlagReader) -> RunConfig:
-    """Resolve the configuration as far as the flags determine it, on as many ranks as there are micro-batches in a
-    batch."""
+    """Return the complete configuration that the flags determine. If the flags do not give the number of ranks, assume
+    one data-parallel rank for each micro-batch of the global batch."""
     config = config_of(reader.values)
     replicas = max(1, (config.training.global_batch_size or 1) // max(1, config.training.micro_batch_size))
     return resolve(config, reader.world_size or max(1, config.parallel.model_parallel_size) * replicas)

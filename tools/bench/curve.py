@@ -180,8 +180,8 @@ def trained(run: TrainingRun, steps: int, ours: Curve, peer: Peer | None, theirs
 
 @contextmanager
 def corpus_of(given: Path | None, megabytes: int) -> Iterator[Path]:
-    """Yield the path of the given text. If none is given, write `megabytes` MB of Python source code from this machine
-    to a temporary file."""
+    """Yield the path of the given text. If `given` is None, write `megabytes` MB of Python source code from this
+    machine to a temporary file."""
     if given is not None:
         yield given.resolve()
         return

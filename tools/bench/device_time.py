@@ -140,8 +140,8 @@ def one_round(call: Call, calls: int, host: float, device: torch.device) -> tupl
 
 
 def products(config: RunConfig) -> dict[str, Size]:
-    """Return the size (rows, out, in) of each GEMM in a layer and in the output layer, for one micro-batch. The keys
-    are names of GEMMs."""
+    """Return the size (rows, out, in) of each GEMM in a layer and in the output layer, for one micro-batch, keyed by
+    the name of the GEMM."""
     model = config.model
     rows = config.training.micro_batch_size * model.seq_length
     h = model.hidden_size

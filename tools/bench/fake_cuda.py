@@ -122,7 +122,7 @@ def _zeros(x: Tensor) -> Any:
 
 
 class _OnHost(TorchDispatchMode):
-    """Dispatch mode that creates real CPU tensors. Inductor needs them to fold constants on the host."""
+    """Dispatch mode that creates real CPU tensors, because Inductor folds constants on the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -170,7 +170,7 @@ def _properties(device: DeviceFile) -> SimpleNamespace:
 
 
 class _Idle:
-    """Placeholder for a CUDA stream or event. Its methods return immediately."""
+    """Placeholder for a CUDA stream or event, whose methods return immediately."""
 
     device = torch.device("cuda", 0)
 
@@ -260,7 +260,7 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
         patch(F, scaled_dot_product_attention=_attention)
         patch(Tensor, pin_memory=lambda self, *args: self, tolist=_zeros)
         stack.callback(getattr(create, "cache_clear", lambda: None))
-        stack.enter_context(config.patch(compile_threads=1))  # 1: compile in this process
+        stack.enter_context(config.patch(compile_threads=1))  # With one thread, Inductor compiles in this process.
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(NoValues())
         yield mode

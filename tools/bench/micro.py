@@ -186,7 +186,7 @@ def attention_call(
 
 
 SELECTION = ("scores_of_keys", "largest_scores", "attended_weights", "divergence")
-"""Operations with which a sparse attention layer selects keys. The list does not include attention itself."""
+"""Operations with which a sparse attention layer selects keys, without the attention to these keys."""
 
 
 def selected_keys(config: RunConfig) -> Iterator[Part]:

@@ -31,7 +31,7 @@ PLANS = {
     "mamba2": ("mamba2", "--bf16"),
     "llama-8b-layers fp8": ("llama-8b-layers", "--bf16 --fp8-format hybrid --fp8-recipe delayed"),
 }
-"""For each row name, a model of tools/bench/gpu.py and additional flags."""
+"""Model of tools/bench/gpu.py and additional flags for each group of rows, keyed by the name that the rows show."""
 
 FLAGS = ("--no-fusions", "--no-compile", "--deterministic-mode", "--attention-backend fp8")
 """Flags whose effect on the step time is predicted. Each turns a mechanism, such as fusions, off or on."""

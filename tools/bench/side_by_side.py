@@ -188,8 +188,8 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class _Worker:
-    """Processes of one contestant, one per rank. They build the contestant in a temporary folder, and then run rounds
-    on request."""
+    """Processes of one contestant, one per rank. The processes build the contestant in a temporary folder, and then run
+    rounds on request."""
 
     def __init__(self, contestant: Contestant) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
@@ -206,7 +206,7 @@ class _Worker:
             self._pools.append(pool)
 
     def round(self) -> float:
-        """Return the result of the slowest rank. If a rank has failed, raises its error."""
+        """Return the result of the slowest rank. If a rank has failed, raises the error of this rank."""
         _results(self._built)
         return min(_results([pool.submit(_one_round) for pool in self._pools]))
 
@@ -228,7 +228,7 @@ def _results(futures: Sequence[Future[Any]]) -> list[Any]:
 
 
 _rounds: list[Round] = []
-"""Function that runs a round, built by this process. The list is empty until then."""
+"""List with the round function of this process. The list is empty until the process has built its contestant."""
 
 
 def _end_with_parent() -> None:
@@ -240,7 +240,7 @@ def _end_with_parent() -> None:
 
 def _build(contestant: Contestant, folder: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.chdir(folder)  # Files that a run writes to its working folder go here.
+    os.chdir(folder)  # Files that a run writes to its working folder are written to `folder`.
     try:
         _rounds.append(contestant.build(*contestant.args))
     except Exception:

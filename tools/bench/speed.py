@@ -9,13 +9,14 @@ revision.
 
 The contestants of a cell run in separate processes and take turns. research/speed.py adds other programs to the cells.
 
-Training in one process includes the optimizer step. Its speed is compared with an upper limit: a step that consists
-only of the forward and backward GEMMs of the linear layers and the output layer, in the same precision.
+Training in one process includes the optimizer step. The speed of training is compared with an upper limit: a step that
+consists only of the forward and backward GEMMs of the linear layers and the output layer, in the same precision.
 
 The TP, PP and DP cells train 8 micro-batches of one sequence per step in float32 on single-threaded gloo processes.
-They are compared with one process that has as many threads as all of these processes together. Two rows show upper
-bounds on the speed of this machine. In one, processes share the batch but never communicate. In the other,
-tensor-parallel layers skip their collectives, so that the results are wrong but all computation is done.
+The TP, PP and DP contestants are compared with one process that has as many threads as all of their processes together.
+Two rows show upper bounds on the speed of this machine. In the first row, processes share the batch but never
+communicate. In the second row, tensor-parallel layers skip their collectives, so that the results are wrong but all
+computation is done.
 
 The packed-CP cell measures how documents of different lengths are divided under context parallelism. Most documents are
 short, and some are about half as long as a sample. With such lengths, the work of the default chunks differs most
@@ -141,8 +142,8 @@ def ceiling(style: Style, dtype: str, steps: int) -> Round:
 
 
 def silent(argv: Sequence[str], tokens: int, steps: int) -> Round:
-    """Return a round in which each process trains on its part of the batch without communicating. The speed is an upper
-    bound for data parallelism."""
+    """Return a round in which each process trains on its part of the batch without communicating. The measured speed is
+    an upper bound on the speed of data parallelism."""
     os.environ |= {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
     return ours(argv, tokens, steps)
 
@@ -370,8 +371,8 @@ def step_of(argv: Sequence[str], tokens: int, steps: int, checkout: Path) -> Rou
     were already imported are replaced with those of the checkout."""
     own = sys.modules[timed.__module__]
     forget("megatron", "tools")
-    # The checkout comes first in the path. In older revisions, tools/ has no __init__.py, and any other package `tools`
-    # in the path would take precedence.
+    # The checkout must be the first entry of the path. In older revisions, tools/ has no __init__.py, so any other
+    # package `tools` in the path would take precedence.
     sys.path.insert(0, str(checkout))
     import megatron
     import tools.bench.side_by_side as theirs

@@ -253,8 +253,8 @@ def refuse_unwritable(flag: str, path: Path) -> None:
 
 
 def refuse_output(paths: Sequence[PurePath], overwrite: bool) -> None:
-    """Raise ValueError if output in one folder or under one URL cannot be written, or would replace a file without
-    permission. Call this function before any work is done."""
+    """Raise ValueError if files cannot be written to the folder or URL of the output, or if they exist and `overwrite`
+    is false. Call this function before any work is done."""
     folder = paths[0].parent
     why = why_unwritable(folder) if isinstance(folder, Path) else why_unreachable(folder)
     if why:

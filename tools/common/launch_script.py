@@ -119,7 +119,7 @@ class LaunchScript:
         """Interpret a command, and combine its result with those of earlier commands in the same chain of && and ||."""
         words = _calculations(words)
         for found in map(ASSIGNMENT.fullmatch, words if live == NO else ()):
-            if found and "--" in found[3]:  # variables with flags that this run does not pass
+            if found and "--" in found[3]:  # The skipped assignment adds flags. Without it, the variable is empty.
                 self.variables.values.setdefault(found[1], "")
         earlier, tested = self._result, words[0] in ("[", "[[", "test", "!") or words[0].startswith("((")
         result = YES if live == NO else self.variables.test(words) if tested else self._simple(words, live)
@@ -129,7 +129,7 @@ class LaunchScript:
 
     def _reserved(self, words: list[str], guard: float) -> list[str]:
         """Process reserved words such as `if`, `else` and `fi` at the start of a command, which begin, switch or end a
-        branch. Return the remaining words."""
+        branch. Return the words of the command that follow the reserved words."""
         while words:
             word, *rest = words
             if word in ("if", "while", "until", "{"):

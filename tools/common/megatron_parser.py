@@ -18,8 +18,8 @@ from types import ModuleType
 
 
 class _Absent(type):
-    """Metaclass of placeholder classes, which replace all attributes of missing modules. The attributes of a
-    placeholder class are again placeholder classes."""
+    """Metaclass of placeholder classes, which replace all attributes of missing modules. Each attribute of a
+    placeholder class is another placeholder class."""
 
     def __getattr__(cls, name: str) -> type:
         if name.startswith("__"):
@@ -48,7 +48,7 @@ def parser_of(checkout: Path) -> argparse.ArgumentParser:
     while True:
         for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
             del sys.modules[name]
-        package = ModuleType("megatron")  # takes precedence over an installed package of this name
+        package = ModuleType("megatron")  # This module takes precedence over an installed package `megatron`.
         package.__path__ = [str(checkout / "megatron")]
         sys.modules.update({"megatron": package, **stand_ins})
         try:

@@ -112,7 +112,7 @@ def missing_shards(prefix: str, shard: Shard, corpus: str) -> list[int]:
 
 def join_shards(prefix: str, shard: Shard, dtype: np.dtype) -> bool:
     """Join the datasets of all shards into one, and delete the datasets of the shards. Return False if another machine
-    has already done so."""
+    has already joined the shards."""
     try:
         with IndexedDatasetBuilder(prefix, dtype, described={}) as builder:
             for each in shard.all:

@@ -53,7 +53,7 @@ class Parameter:
 
     def part(self, value: Value, number: Number) -> Value:
         """Return the element of an array variable that the index selects, or the whole value if there is no index.
-        Raises ValueError if the index is unknown."""
+        Raises ValueError if the value of the index is unknown."""
         if self.index in (None, "@", "*"):
             return value
         values = [value] if isinstance(value, str) else value

@@ -113,8 +113,8 @@ class ShellVariables:
         return "0" if self._unset(name) else self._number(name)
 
     def _unset(self, name: str) -> bool:
-        """Return True if the variable `name` counts as unset or empty in a test. A variable that may be set elsewhere
-        does not."""
+        """Return True if the variable `name` counts as unset or empty in a test. Return False if the variable may be
+        set outside the script."""
         if name in self.values:
             return not self.values[name]
         if self._may_be_set(name):
@@ -124,7 +124,8 @@ class ShellVariables:
         return True
 
     def _may_be_set(self, name: str) -> bool:
-        """Return True if a variable may get a value in another way than by an assignment in the script."""
+        """Return True if a variable may get its value from something other than an assignment in the script, such as
+        the environment."""
         outside = name.isdigit() or FROM_ENVIRONMENT.fullmatch(name) is not None
         return outside or name in self._given or self.sources
 

@@ -118,7 +118,7 @@ def marks_of(run: RunFolder) -> Marks:
 
 
 def of_runs(runs: Sequence[RunFolder], key: str) -> list[Series]:
-    """Return the curve of a metric for each run that has the metric, in the run's colour."""
+    """Return one curve for each run that has logged a metric, in the colour of the run."""
     named = zip(runs, COLOURS_OF_RUNS, names_of(runs), strict=False)
     return [Series(name, run.values(key), colour=colour) for run, colour, name in named]
 
@@ -353,7 +353,7 @@ RECOVERY = {
     "from": "source",
     "why": "why",
 }
-"""Key of the event `recovery` for each column heading."""
+"""For each column of the table of recoveries, the key of its value in a `recovery` event."""
 
 
 def recoveries(run: RunFolder) -> Markup:
@@ -372,7 +372,7 @@ AUDIT = {
     "times": "disagreements",
     "cause": "cause",
 }
-"""Key of the event `audit` for each column heading."""
+"""For each column of the table of audits, the key of its value in an `audit` event."""
 
 
 def audits(run: RunFolder) -> Markup:

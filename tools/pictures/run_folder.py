@@ -56,8 +56,8 @@ class RunFolder:
     notes: list[str] = field(default_factory=list)
 
     phases: list[tuple[float, str]] = field(default_factory=list)
-    """For each data phase that has begun, the number of iterations before it and its name. Empty if the run has a
-    single phase."""
+    """For each data phase that has begun, the number of iterations before it and its name. The list is empty if the run
+    has a single data phase."""
 
     @property
     def name(self) -> str:
