@@ -21,7 +21,8 @@ from megatron.core.parallel_state import Axis
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: b samples of s tokens, or the s/cp tokens of each that a context-parallel rank holds."""
+    """One micro-batch of b samples. It contains the s tokens of each sample or, on a context-parallel rank, the rank's
+    s/cp tokens."""
 
     tokens: Tensor
     """[b, s] int64."""

@@ -1,5 +1,5 @@
-"""Rectangular blocks ("boxes") of a global tensor. Functions divide a flat range of elements into blocks, and intersect
-two blocks.
+"""Rectangular blocks ("boxes") of a global tensor. The functions of this module divide a flat range of elements into
+blocks, and intersect two blocks.
 
 This module does not import torch.
 """
@@ -31,7 +31,7 @@ def boxes_of_flat_range(
     partial row at either end needs one block for each inner dimension.
 
     Args:
-        local_offset: Offset of the shard, which is a box of the global tensor.
+        local_offset: Offset of the shard in the global tensor.
         local_shape: Shape of the shard.
         start: First element.
         stop: One past the last element.
@@ -66,9 +66,9 @@ def boxes_of_flat_range(
 def overlap(
     a_offset: Sequence[int], a_shape: Sequence[int], b_offset: Sequence[int], b_shape: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the intersection of two rectangular blocks of a tensor. The result is a pair of slice tuples: the slices
-    that select the intersection within the first block, and those within the second block. The result is None if the
-    blocks do not overlap."""
+    """Return the intersection of two rectangular blocks of a tensor. The result is a pair of slice tuples: one selects
+    the intersection within the first block, the other within the second block. The result is None if the blocks do not
+    overlap."""
     in_a, in_b = [], []
     for a, a_length, b, b_length in zip(a_offset, a_shape, b_offset, b_shape, strict=True):
         start, stop = max(a, b), min(a + a_length, b + b_length)

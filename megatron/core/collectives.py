@@ -3,7 +3,8 @@
 - `start_*` functions launch a collective and return a `Pending`, whose `wait()` completes the collective. A GEMM can
   overlap with the collective.
 - `all_reduce_`, `all_gather` and `reduce_scatter` wait for the result. The functions from `copy_to` to `swap_blocks`
-  are differentiable collectives for activations. Each of them is a linear map, whose backward pass is the adjoint map.
+  are differentiable collectives for activations. Each of these functions is a linear map, whose backward pass is the
+  adjoint map.
 - `RingExchange` sends to the next rank and receives from the previous one.
 
 On an axis of size 1, all functions except the ring return their input and use no process group. Shapes: t is the size
@@ -61,7 +62,7 @@ class Pending:
 
 
 class PassPair:
-    """Two passes of different micro-batches on one rank. This class runs one pass after the other. A subclass may
+    """Two passes of different micro-batches on one rank. `PassPair` runs one pass after the other. A subclass may
     interleave the passes."""
 
     in_turns = False

@@ -25,8 +25,8 @@ R = TypeVar("R")
 
 
 class CompiledRegion(Generic[K, R]):
-    """A function that runs its compiled version. A `TorchFunctionMode` intercepts the whole region as one call, just as
-    it intercepts a call of a torch function."""
+    """Callable that runs the compiled version of a function. A `TorchFunctionMode` intercepts the whole region as one
+    call, just as it intercepts a call of a torch function."""
 
     def __init__(self, function: Callable[K, R], static: bool) -> None:
         self.function, self.static = function, static

@@ -40,10 +40,10 @@ def dropout(
 
 
 def mask_bits(x: Tensor, key: int, sample_index: Tensor, seq_offset: int | Tensor = 0) -> tuple[Tensor, Tensor]:
-    """Return int32 bits of the rows [s * b] and columns [h], from which `drop_at_once` computes the mask of `dropout`
-    for x [s, b, h].
+    """Return int32 hashes of the rows [s * b] and columns [h] of x [s, b, h]. `drop_at_once` computes the mask of
+    `dropout` from these hashes.
 
-    The sum of a row's bits and a column's bits is the input of `_mix_`.
+    For each element, `_mix_` is applied to the sum of its row hash and its column hash.
     """
     return _row_and_column_bits(*_rows_and_columns(x, key, sample_index, seq_offset))
 

@@ -103,8 +103,8 @@ class ParallelState:
         return self.axis("dp_cp")
 
     def shard_axis(self, data_axis: str) -> Axis:
-        """Return the axis over which parameter states are sharded. This is `data_axis`, or the part of `data_axis`
-        within one instance if there are several instances."""
+        """Return the axis over which parameter states are sharded. The result is `data_axis`, or the part of
+        `data_axis` within one instance if there are several instances."""
         return self.axes.get(f"{data_axis}_shard", self.axis(data_axis))
 
     def copies_axis(self, data_axis: str) -> Axis:

@@ -126,9 +126,9 @@ class ParamMeta:
     """Initial values. With None, `make_parameter` fills in the default that `InitPolicy` defines for the role."""
 
     partial_over: tuple[str, ...] = ()
-    """Model-parallel axes over which gradients must be summed, because each rank computes only a part of the sum. This
-    is ("tp",) for a parameter that acts on sequence-parallel activations. The data-parallel axes, over which gradients
-    are always reduced, are not listed."""
+    """Model-parallel axes over which gradients must be summed, because each rank computes only a part of the sum. The
+    tuple is ("tp",) for a parameter that acts on sequence-parallel activations. The data-parallel axes, over which
+    gradients are always reduced, are not listed."""
 
     shared_stages: tuple[int, ...] = ()
     """Pipeline stages that each hold a replica of the parameter. For tied embeddings, these are the first and the last

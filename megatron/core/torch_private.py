@@ -5,8 +5,8 @@ torch. Each docstring describes the name and, after "Fallback", the replacement 
 
 Two classes override private methods of torch outside of this file, because an override cannot be aliased:
 `IndexReader._slice_file` in `megatron/core/dist_checkpointing/dcp_index.py` checks every tensor before torch unpickles
-it (if torch removes the method, check whole files before the load), and `NoValues._should_skip_dynamo` in
-`megatron/extensions/plan/planner/fake_stage.py` only saves time (if torch removes the method, delete the override).
+it. If torch removes this method, check whole files before the load. `NoValues._should_skip_dynamo` in
+`megatron/extensions/plan/planner/fake_stage.py` only saves time. If torch removes this method, delete the override.
 
 Functions in this file import slow modules of torch when they are called.
 """
@@ -84,12 +84,12 @@ scaled_grouped_mm: Callable[..., Tensor] = torch._scaled_grouped_mm
 or one `scaled_mm` per expert."""
 
 grouped_mm_overload: Callable[..., Tensor] = torch.ops.aten._grouped_mm.default
-"""The operator that `torch.nn.functional.grouped_mm` calls. Memory plans compute only the shape of its result. torch
-2.13. Fallback: the operator that a dispatch mode sees instead."""
+"""The operator that `torch.nn.functional.grouped_mm` calls. Memory plans compute only the shape of this operator's
+result. torch 2.13. Fallback: the operator that a dispatch mode sees instead."""
 
 local_scalar_overload: Callable[..., float] = torch.ops.aten._local_scalar_dense.default
-"""The operator that `Tensor.item()` calls. Memory plans use zero as its result. torch 2.13. Fallback: the operator that
-a dispatch mode sees instead."""
+"""The operator that `Tensor.item()` calls. In memory plans, this operator returns zero. torch 2.13. Fallback: the
+operator that a dispatch mode sees instead."""
 
 resize_storage_overload: Callable[..., None] = torch.ops.inductor.resize_storage_bytes_.default
 """The operator that a dispatch mode sees for a call of `resize_storage`. torch 2.13. Fallback: the operator that a
@@ -290,8 +290,8 @@ class AutogradContext(FunctionCtx):
     """One bool for each argument of `forward`: True if the gradient of the argument is needed."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Save operands and results of the forward pass for the backward pass. The annotation permits None, unlike that
-        of torch."""
+        """Save operands and results of the forward pass for the backward pass. This annotation permits None, whereas
+        torch's annotation does not."""
 
 
 def sequence_number(node: Node) -> int:

@@ -26,8 +26,8 @@ for _kind in (LAYERS, MIXERS, NORMALIZATIONS, ACTIVATIONS, LOSSES):
 
 @contextmanager
 def local_run(config: RunConfig, rank: int, world_size: int) -> Iterator[TrainingRun]:
-    """Context manager that builds the process groups, model, optimizer and data of this rank. At exit, it closes the
-    data.
+    """Context manager that builds the process groups, model, optimizer and data of this rank. At exit, the context
+    manager closes the data.
 
     `config` must be resolved for `world_size`. Collective over the world.
     """

@@ -115,8 +115,8 @@ def train_in_world(
 
     Raises:
         ValueError: Validation refuses the configuration.
-        RuntimeError: A rank failed. The message contains its traceback.
-        TimeoutError: The world hangs. The message contains the stacks of all ranks.
+        RuntimeError: A rank failed. The message contains the traceback of the rank. TimeoutError: The world hangs. The
+        message contains the stacks of all ranks.
     """
     config = resolve_legal(flags if isinstance(flags, RunConfig) else parse_args(flags), world_size)
     results = run_world(world_size, train_on_rank, config, steps, activations, unseen, timeout=timeout)
@@ -325,7 +325,7 @@ def assemble(fragments: Iterable[Fragment]) -> Snapshot:
     """Assemble global tensors from the fragments of all ranks, in order.
 
     If replicas differ, the first replica is used and the difference is recorded. Raises AssertionError if the fragments
-    do not cover a whole tensor. The reason is a rank that did not report, or a fragment that contradicts its metadata.
+    do not cover a whole tensor. This happens if a rank did not report, or if a fragment contradicts its metadata.
     """
     snapshot = Snapshot()
     covered: dict[str, Tensor] = {}

@@ -124,8 +124,8 @@ def count_tokens(batches: list[Batch]) -> torch.Tensor:
 
 
 def loss_and_tokens(losses: list[torch.Tensor], num_tokens: torch.Tensor, runtime: Runtime) -> torch.Tensor:
-    """Return the fp64 tensor [loss sum, number of tokens]. It is zero except on one rank of the last pipeline stage in
-    each data-parallel replica. The sum of the tensors of all ranks therefore counts each token once."""
+    """Return the fp64 tensor [loss sum, number of tokens]. The tensor is zero except on one rank of the last pipeline
+    stage in each data-parallel replica. The sum of the tensors of all ranks therefore counts each token once."""
     if losses and runtime.state.tp.first:
         return torch.stack([torch.stack(losses).double().sum(), num_tokens.double()])
     return torch.zeros(2, dtype=torch.float64, device=runtime.device)

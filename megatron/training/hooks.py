@@ -97,7 +97,7 @@ class Verdict:
     step: Step
     result: StepResult
     nan: bool
-    """True if the loss or gradient was not finite and a lower loss scale would not help."""
+    """True if the loss or gradient was not finite, and a too large loss scale is not the cause."""
 
     refused: bool
     """True if the step failed a check. A step that failed a check is skipped, or ends the run."""
@@ -234,7 +234,7 @@ class Task:
     evaluates: bool = False
     """True if the task evaluates the model. A run with --skip-train performs the task once."""
     before_step: bool = False
-    """True if the task runs before each step, not after it. Only with `counts` is the task's time step time."""
+    """True if the task runs before each step, not after it. With `counts`, the task's time counts as step time."""
     ends_interval: bool = False
     """True to write a log line before the task, so that no log line averages over steps before and after the task."""
     at_finish: bool = False
@@ -273,7 +273,7 @@ class Callback:
     callback's `start` returns."""
 
     to_continue = ""
-    """Advice for continuing a complete run if no flag can extend this run."""
+    """Advice for continuing a complete run whose length no flag can extend."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -382,8 +382,8 @@ class Callback:
         """Called after each log line, with the line's record."""
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
-        """Return weights for evaluation, such as averages; None for the model's own weights. These are a state of the
-        callback or of the optimizer (`run.optimizer.sharded_state()`). Every rank returns the weights of the elements
+        """Return weights for evaluation, such as averages; None for the model's own weights. They must be a state of
+        the callback or the optimizer (`run.optimizer.sharded_state()`). Every rank returns the weights of the elements
         that it updates. If several callbacks return weights, those of the last callback are used. Collective."""
         return None
 

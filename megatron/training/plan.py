@@ -167,8 +167,8 @@ class RunPlan:
         ]
 
     def continued(self, history: History | None) -> Self:
-        """Return this plan, but keep the lengths of the phases that the run has already started. The lengths come from
-        `history`. The sample order of these phases therefore does not change.
+        """Return this plan, but with the lengths that `history` records for the phases that the run has already
+        started. The sample order of these phases therefore does not change.
 
         Raises ValueError, with every problem, if a started phase has changed."""
         if history is None:

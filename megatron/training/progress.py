@@ -94,7 +94,8 @@ EVALUATION, SAVE = "evaluation batch", "save"
 
 
 class BegunRun(Protocol):
-    """Run before its first step. A callback may load weights into it. The object is a `RunCheckpoint`."""
+    """A run that has not taken its first step. A callback may load weights into this run. The object is a
+    `RunCheckpoint`."""
 
     @property
     def config(self) -> RunConfig: ...
@@ -120,8 +121,8 @@ class BegunRun(Protocol):
 
 
 class StepsTakenBackError(Exception):
-    """Exception with which a callback's `on_verdict` undoes steps. The callback raises it on every rank. The training
-    loop then calls `restore`, which returns the run to an earlier step, and continues from that step."""
+    """Exception with which a callback's `on_verdict` undoes steps. The callback raises this exception on every rank.
+    The training loop then calls `restore`, which returns the run to an earlier step, and continues from that step."""
 
     def __init__(self, restore: Callable[[], None]) -> None:
         super().__init__("steps are undone")

@@ -32,8 +32,8 @@ class BadStepError(Exception):
 
 
 class StepGuard:
-    """Policy that judges every step and ends the run after too many bad steps. The policy counts skipped steps, and the
-    samples of all other steps, in the run's progress. `say` prints a line on one rank."""
+    """Policy that judges every step and ends the run after too many bad steps. The policy adds skipped steps, and the
+    samples of all other steps, to the counters in the run's progress. `say` prints a line on one rank."""
 
     def __init__(
         self,
@@ -120,5 +120,5 @@ class StepGuard:
 
 
 def is_nan(result: StepResult) -> bool:
-    """Return True if the loss or gradient was NaN or infinite for another reason than a too large loss scale."""
+    """Return True if the loss or gradient was NaN or infinite, and a too large loss scale is not the cause."""
     return not result.finite and not result.scale_overflow

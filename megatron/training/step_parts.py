@@ -62,10 +62,10 @@ class StepFacts:
 
     kept: Callable[[UpdateBytes], int] | None = None
     """Function that returns the number of extra bytes that these step parts keep on the device because their updates do
-    not wait for the gradient norm at the end of the step. None if all updates wait."""
+    not wait for the gradient norm at the end of the step. None if all updates wait for the gradient norm."""
 
     kept_name: str = ""
-    """Label for this memory in memory plans."""
+    """Label in memory plans for the bytes that `kept` returns."""
 
     in_turns: bool = False
     """True if parts of a forward pass alternate with parts of a backward pass (`ScheduleFacts.in_turns`)."""

@@ -35,7 +35,7 @@ gradient."""
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of comparing a gradient with the right one."""
+    """Result of comparing a gradient with the correct gradient."""
 
     difference: float
     """Relative difference: norm of the difference of two tensors, divided by the larger of the tensors' norms."""

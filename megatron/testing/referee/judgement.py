@@ -1,4 +1,4 @@
-"""Comparison of every gradient in a dump with the fp64 gradient that this program computes. The order is that of the
+"""Comparison of every gradient in a dump with the fp64 gradient that this program computes, in the order of the
 backward pass."""
 
 from __future__ import annotations

@@ -342,8 +342,9 @@ def unused_tensors(
 
 
 def saved_progress(values: dict[str, Any]) -> Progress:
-    """Return the progress in a checkpoint's JSON; missing fields get their defaults. If the checkpoint contains no
-    `scheduled_samples`, the number of consumed samples is used, on which the schedule of the saved run depended."""
+    """Return the progress in a checkpoint's JSON; missing fields get their defaults. A checkpoint without
+    `scheduled_samples` comes from a run whose schedule depended on the consumed samples, so the number of consumed
+    samples is used instead."""
     known = {each.name: values[each.name] for each in fields(Progress) if each.name in values}
     known.setdefault("scheduled_samples", values.get("consumed_samples", 0))
     known["running_means"] = tuple(known.get("running_means", ()))

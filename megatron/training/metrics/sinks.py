@@ -235,7 +235,7 @@ def _json_line(record: Record) -> bytes:
 
 
 def _json_value(value: object) -> object:
-    """Return `value` in a form that JSON can represent. For NaN and infinities, this is the string "NaN", "Infinity" or
+    """Return `value` in a form that JSON can represent. NaN and infinities become the strings "NaN", "Infinity" and
     "-Infinity". None means that the value was not measured."""
     if not isinstance(value, float) or math.isfinite(value):
         return value

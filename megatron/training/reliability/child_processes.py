@@ -74,8 +74,8 @@ def process_state(pid: int) -> str:
 
 
 def process_stat(pid: int) -> tuple[str, str]:
-    """Return the state of a process and its start time in clock ticks since boot. Both are empty if the process does
-    not exist."""
+    """Return the state of a process and its start time in clock ticks since boot. Both values are empty if the process
+    does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -88,7 +88,7 @@ class FailureHandler:
         self._ending = threading.Lock()
 
     def connect(self, board: Board) -> None:
-        """Connect to the store. From now on, failures of this rank are reported to all ranks."""
+        """Connect to the store. After this call, failures of this rank are reported to all ranks."""
         self._store = board
 
     @property
@@ -140,7 +140,7 @@ class FailureHandler:
             self._end(replace(failure, at=seen or failure.at))
 
     def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
-        """End this rank because `ranks` on other hosts cannot be reached. One of them may host the store."""
+        """End this rank because `ranks` on other hosts cannot be reached. One of these ranks may host the store."""
         if self.ending:
             time.sleep(GATHER + PARTING)  # the store may block the thread that ends this process
             self._end_alone(failure)
@@ -194,8 +194,8 @@ class FailureHandler:
             self._exit(code)
 
     def _end_alone(self, failure: Failure) -> NoReturn:
-        """Report the failure on this host and end the process, without messages to or from other hosts. The hosts may
-        still share files."""
+        """Report the failure on this host and end the process, without messages to or from other hosts, which may still
+        share files with this host."""
         self.reported = failure
         _within(1.0, lambda: self._outcome.end(failure.code, f"{failure.who}: {failure.title}"))
         if self._launch.local_rank == 0:
@@ -291,8 +291,8 @@ class FailureHandler:
         self._exit(failure.code)
 
     def _first_gone(self, noticed: str) -> Failure | None:
-        """Return the failure of rank 0 if its process hosted the store and is gone. `noticed` is the error that
-        revealed this."""
+        """Return the failure of rank 0 if its process hosted the store and is gone. `noticed` is the error by which
+        this rank noticed that."""
         board, launch = self._board, self._launch
         if launch.rank == 0 or launcher_has_store():
             return None
@@ -438,7 +438,7 @@ def end_within(seconds: float) -> None:
 
 
 def _within(seconds: float, call: Callable[[], object]) -> bool:
-    """Run `call`, which may hang. Returns True if it returns within `seconds` without a store error."""
+    """Run `call`, which may hang. Returns True if `call` returns within `seconds` without a store error."""
     done = threading.Event()
 
     def run() -> None:

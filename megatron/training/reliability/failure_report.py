@@ -255,7 +255,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def hung(error: BaseException) -> bool:
-    """Return True if the error is a timeout because ranks waited for each other; False if it is due to a rank that
+    """Return True if the error is a timeout of ranks that waited for each other, and not the result of a rank that
     ended."""
     return is_consequence(error) and bool(re.search(r"time-?out|timed out", str(error), re.IGNORECASE))
 

@@ -69,7 +69,7 @@ class NoStoreError(ConnectionError):
 
 def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here: bool = True) -> dist.Store:
     """Connect to the store of this world. Rank 0 opens the store, unless the launcher has opened one. With
-    `open_here=False`, rank 0 also only connects, because another process of rank 0 has opened the store.
+    `open_here=False`, rank 0 connects like the other ranks, because another process of rank 0 has opened the store.
 
     torchrun's store outlives the ranks that torchrun restarts, so each start uses its own keys. If rank 0 opens the
     store, each start has a separate port and store. Raises NoStoreError if there is no store within `timeout`, if rank
@@ -263,7 +263,7 @@ def _parse_request(text: str) -> Request:
 
 
 class Board:
-    """Access of one rank to the store."""
+    """Interface through which one rank accesses the store."""
 
     def __init__(self, store: dist.Store, launch: Launch) -> None:
         self.store: Any = store
@@ -360,7 +360,7 @@ class Board:
         return peer.state() if peer is not None else ""
 
     def wait(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Poll until `condition` is true. Returns True if it became true within `seconds`."""
+        """Poll until `condition` is true. Returns True if the condition became true within `seconds`."""
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:

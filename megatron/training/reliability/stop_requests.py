@@ -37,8 +37,8 @@ class StopRequests:
         same number of ticks."""
 
         self.undecided = False
-        """True while it is unknown whether the run starts from a state that is not on disk. All ranks have the same
-        value. While this attribute is True, ranks answer no request. The attribute must be set before the watchdog
+        """True while it is unknown whether the run starts from a state that is not on disk. The attribute has the same
+        value on all ranks. While it is True, ranks answer no request. The attribute must be set before the watchdog
         starts."""
 
         self._ticks, self._number = 0, 0

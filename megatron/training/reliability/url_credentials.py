@@ -31,8 +31,8 @@ _URLS: dict[str, str] = {}
 """URLs as given, keyed by the same URLs without credentials."""
 
 _SECRETS: set[str] = set()
-"""Credentials from all URLs that the user has passed. They are removed from all output, even outside a URL, because
-libraries may print them separately."""
+"""Credentials from all URLs that the user has passed. The credentials are removed from all output, even outside a URL,
+because libraries may print them separately."""
 
 SHORTEST = 6
 """Minimum length of secrets that are also replaced outside URLs; shorter secrets could be ordinary words."""

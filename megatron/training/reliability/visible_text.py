@@ -56,8 +56,8 @@ MOVES = re.compile(r"(?:\n|\x1b\[A)*")
 
 
 class VisibleStream:
-    """Text stream that writes text after applying `visible`. The cursor movements of progress bars are written
-    unchanged."""
+    """Text stream that applies `visible` to all text before writing it. The cursor movements of progress bars are
+    written unchanged."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -79,8 +79,8 @@ class VisibleStream:
 
 @contextmanager
 def visible_output() -> Iterator[None]:
-    """Context manager that applies `visible` to everything that is printed in its block. Use it for programs that print
-    no escape sequences of their own."""
+    """Context manager that applies `visible` to everything that is printed in its block. Use this context manager for
+    programs that print no escape sequences of their own."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, VisibleStream(stream)) for stream in before)
     try:
