@@ -1,9 +1,9 @@
 """Interfaces of checkpoint formats: sources, which provide a model, and targets, which write it.
 
 A format provides a `Source`, a `Target`, or both. Sources and targets exchange parameters under this program's names
-(`ParamMeta.name`). A source reads whole parameters. A target requests the parameters one by one, and frees each
-parameter after writing it. A source also provides the paths of the model's tokenizer files, keyed by their names in a
-Hugging Face folder. This module does not import torch.
+(`ParamMeta.name`). A source returns complete, unsharded parameters. A target requests the parameters one by one, and
+frees each parameter after writing it. A source also provides the paths of the model's tokenizer files, keyed by their
+names in a Hugging Face folder. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Origin:
-    """Hugging Face model from which the weights were loaded, as checkpoints record it (`Progress.origin`)."""
+    """Hugging Face model from which the weights were loaded. Checkpoints record the origin in `Progress.origin`."""
 
     model_type: str | None = None
     """Family of the model; None if it is unknown."""
@@ -197,7 +197,8 @@ class Target(ABC):
 
 @runtime_checkable
 class Format(Protocol):
-    """Model format that conversions can read and write. A path kind in `PATH_KINDS` may implement this protocol."""
+    """Model format that conversions can read and write. Classes in `PATH_KINDS`, each of which recognizes one kind of
+    path, may implement this protocol."""
 
     @property
     def format(self) -> str:

@@ -1,5 +1,5 @@
-"""Selection of checkpoints for a merge, and of the weight of each checkpoint. The weighted mean of the checkpoints then
-serves as the input of a conversion."""
+"""Selection of the checkpoints to merge, and of the weight of each checkpoint. The weighted mean of the checkpoints
+then serves as the input of a conversion."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def learning_rates(config: RunConfig) -> Callable[[int], float] | None:
 
 def _rates(rate: Callable[[int], float], iterations: Sequence[int]) -> tuple[float, float]:
     """Return the smallest and the largest learning rate between the first and the last checkpoint. Only the first and
-    the last update between consecutive checkpoints are compared."""
+    the last update of each interval between two consecutive checkpoints are considered."""
     ends = [rate(each) for before, after in pairwise(iterations) for each in (before + 1, after)]
     return min(ends), max(ends)
 

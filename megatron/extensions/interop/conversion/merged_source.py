@@ -32,12 +32,12 @@ class Part:
 class MergedSource(Source):
     """Conversion source that returns the weighted mean of models with equal configurations.
 
-    Each tensor is summed in the order of the parts and rounded once. The sum is in fp64 if a model stores the tensor in
-    fp64, and otherwise in fp32. For each tensor, a process holds only the sum and the tensor of one model in memory,
-    regardless of the number of models. If the run trained in 16-bit precision, the optimizer's fp32 weights are
-    averaged instead of the 16-bit weights. The configuration and the progress are taken from the last model whose
-    checkpoint records its progress. If no checkpoint records its progress, the last model's configuration is used. The
-    tokenizer files are taken from the last model that has tokenizer files.
+    The tensors of the models are added in the order of `parts`, and the sum is rounded once. The sum is in fp64 if a
+    model stores the tensor in fp64, and otherwise in fp32. For each tensor, a process holds only the sum and the tensor
+    of one model in memory, regardless of the number of models. If the run trained in 16-bit precision, the optimizer's
+    fp32 weights are averaged instead of the 16-bit weights. The configuration and the progress are taken from the last
+    model whose checkpoint records its progress. If no checkpoint records its progress, the last model's configuration
+    is used. The tokenizer files are taken from the last model that has tokenizer files.
 
     Raises ValueError if the models differ. Reading raises ValueError if a tensor is not finite.
     """
@@ -79,8 +79,8 @@ class MergedSource(Source):
         return self._mean(name, precision, reads).to(dtype)
 
     def _mean(self, name: str, precision: torch.dtype, reads: Iterable[Callable[[], Tensor]]) -> Tensor:
-        """Return the weighted sum over all models of one tensor. `reads` contains one function per model, which reads
-        the model's tensor."""
+        """Return the weighted sum of the models' tensors named `name`. `reads` contains one function per model, which
+        reads the model's tensor."""
         total: Tensor | None = None
         for part, read in zip(self.parts, reads, strict=True):
             tensor = read()

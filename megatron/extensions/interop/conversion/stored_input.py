@@ -21,7 +21,8 @@ def local_model(folder: PurePath) -> Path:
 
 
 def local_config(folder: PurePath) -> Path:
-    """Return a model's folder on the local disk, as `local_model` does, but without weights."""
+    """Return a model's folder on the local disk. Unlike `local_model`, this function does not copy the weights of a
+    remote folder."""
     return _local(folder, _of_config)
 
 

@@ -60,16 +60,17 @@ class StreamingWriter(DataWriter):
 
 
 class StreamedTensor(ShardedBoxes):
-    """Tensor to save, with parts that are created only when the writer writes them.
+    """Tensor to save, whose slices are computed only when the writer writes them.
 
-    `make` returns the whole tensor. `parts` is an alternative to `make` if this process writes only some entries along
-    the first dim. It maps the index of each entry to a function that returns the entry. Use a writer that frees tensors
-    after
-    writing: `storage.save(..., writer=StreamingWriter)`.
+    `make` returns the complete tensor. `parts` is an alternative to `make` if this process writes only some entries
+    along the first dim. `parts` maps the index of each entry to a function that returns the entry.
+
+    Save the tensor with a writer that frees tensors after writing them, as in
+    `storage.save(..., writer=StreamingWriter)`.
     """
 
     parts: Mapping[tuple[int, ...], Callable[[], Tensor]]
-    """Maps offsets to functions that create the parts at these offsets."""
+    """Maps the offset of each slice to the function that returns the slice."""
 
     part_shape: tuple[int, ...]
 

@@ -128,8 +128,8 @@ class HFExporter:
     def poll(self, wait: bool = False) -> list[str]:
         """Start the next export if the previous one has ended.
 
-        Returns one line for each export that ended, and the new notes of these exports. If `wait` is True, returns
-        after all exports have ended.
+        Returns one line for each export that ended. The notes of a successful export follow its line, except for notes
+        that an earlier export already printed. If `wait` is True, returns after all exports have ended.
         """
         lines: list[str] = []
         while self._waiting or self._running is not None:

@@ -69,7 +69,7 @@ class Family:
 
     keys: Mapping[str, str]
     """Maps a config.json key to the TransformerConfig field with the same value. In a family file, the value null
-    removes a key of the base."""
+    removes a key that the file would inherit from its base (`like`)."""
 
     fixed: Mapping[str, object]
     """TransformerConfig fields with a fixed value in this family."""
@@ -100,7 +100,7 @@ class Family:
     """Quantization methods whose weights can be read, named as in config.json."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Maps alternative spellings of parts of tensor names to the usual spellings."""
+    """Maps a part of a tensor name that some files spell differently to the spelling in the family's rules."""
 
     left_out: Sequence[str] = ()
     """Name prefixes of tensors to ignore, because the transformers model class has no modules for these tensors."""
@@ -109,7 +109,7 @@ class Family:
     """Maps alternative spellings of config.json keys to the usual spellings."""
 
     spelling: Mapping[str, str] = field(default_factory=dict)
-    """Maps the usual name of a key with special rules to its name in this family's config.json."""
+    """Maps the usual name of a config.json key with special rules to the key's name in this family."""
 
     multi_token: Sequence[Rule] = ()
     """Rules for the weights of multi-token prediction modules. The sequence is empty if the family's files contain no
@@ -145,11 +145,11 @@ class Family:
     """Adapters that read and write keys with special rules, in the order in which they are called.
 
     In a family file, adapters are listed by their names in `config_json.adapters.ADAPTERS`. The entry "like" inserts
-    the adapters of the base.
+    the adapters of the base that the file extends.
     """
 
     rotary_by_adapter: bool = False
-    """True if an adapter reads the rotary embedding."""
+    """True if an adapter reads the rotary settings, so that `rotary_from_hf` is not called."""
 
     rotary_layers: str = "all"
     """Which layers have a rotary embedding. "all" means all layers, and "windows" means only layers with a sliding
@@ -229,7 +229,7 @@ def by_precedence(given: Iterable[str], family: Family) -> list[str]:
 
 
 def usual_values(family: Family, names: Mapping[str, str]) -> Fields:
-    """Return the default value of each key, under the family's usual names.
+    """Return the default value of each config.json key. Keys have the names that the family's tables use.
 
     The default of the transformers class takes precedence. The family's default is used for keys whose default in the
     transformers class is None, because the transformers class derives their values from other keys.

@@ -61,7 +61,7 @@ def _shared(name: str) -> dict[str, dict[str, Any]]:
 def missing_part(kind: str, name: object) -> str | None:
     """Return the unsupported model part that a family or setting needs; None if the family or setting is unknown.
 
-    `kind` is "families" if `name` is a family, and "settings" if `name` is a setting.
+    `kind` is "families" if `name` is a `model_type`, and "settings" if `name` is a config.json key.
     """
     return _shared("missing_parts")[kind].get(name) if isinstance(name, str) else None
 
@@ -184,7 +184,7 @@ def misspelled_names(table: dict[str, Any]) -> Iterator[str]:
 
 
 def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
-    """Yield the problems with a value whose type does not match SCHEMA."""
+    """Yield error messages if the type of `value` does not match `hint`, its type in SCHEMA."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Mapping and isinstance(value, dict):
         for name, each in value.items():
@@ -206,8 +206,8 @@ def _wrong(value: Any, hint: Any, at: str) -> Iterator[str]:
 
 def _whole(table: dict[str, Any]) -> dict[str, Any]:
     """Merge a family's table with its base. The key `like` names the base; a table without this key is returned
-    unchanged. A key or field in the table overrides the base's fixed value and the default in the base's configuration
-    class.
+    unchanged. A key or field that the table defines no longer has the base's fixed value. The table also overrides
+    defaults of the base's configuration class.
     """
     own = dict(table)
     like = own.pop("like", None)
@@ -240,8 +240,8 @@ def _whole(table: dict[str, Any]) -> dict[str, Any]:
 def _rules(weights: Texts, our_layer: str, their_layer: str) -> Iterator[Rule]:
     """Parse a weights table, which maps parameter names to Hugging Face tensor names, and yield its rules. A value
     contains the name of a layout and a colon, followed by Hugging Face names separated by spaces. For the layout
-    "Same", the name and the colon are omitted. A name that starts with a dot belongs to a layer. `*` stands for both
-    weight and bias.
+    "Same", the name and the colon are omitted. A name that starts with a dot is appended to the prefix of its layer.
+    `*` stands for both weight and bias.
     """
 
     def whole(name: str, layer: str, kind: str) -> str:

@@ -209,7 +209,7 @@ def stated_token_ids(hf_config: Mapping[str, object]) -> dict[str, object]:
 
 def token_ids(source: Source) -> tuple[dict[str, object], str | None]:
     """Return the ids of the tokens that begin, end and pad a text. If the tokenizer cannot be read, also return a
-    remark.
+    message for the user.
 
     An unknown token id is returned as None. No key is omitted: for a missing key, transformers would use the default of
     its configuration class, which may be a different token.

@@ -16,7 +16,7 @@ from megatron.core.config.model import TransformerConfig
 from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 
 Box = tuple[slice, ...]
-"""Box of a tensor: for each dim, a slice with a start and a stop."""
+"""Region of a tensor, given as one slice per dim. Each slice has a start and a stop."""
 
 
 class Layout:
@@ -256,8 +256,8 @@ class RowsOfEachHead(Layout):
     """
 
     rows: Callable[[TransformerConfig], tuple[int, int, int]]
-    """Function that returns three numbers for the rows of a head: the rows before this parameter, the rows of this
-    parameter, and the rows after it."""
+    """Function that returns three row counts, which are the same for each head: the number of rows before this
+    parameter, the number of rows of this parameter, and the number of rows after it."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         before, _, after = self.rows(config)

@@ -1,8 +1,8 @@
 """Layouts that Hugging Face family files can name, grouped by subject.
 
 For example, `"QueryGroups: .q_proj.weight .k_proj.weight .v_proj.weight"` in a family's weights table names the layout
-QueryGroups. Comments list the families that use a layout, and show tensor shapes that are not obvious. The bias of a
-layer uses the layout of the weight, but has only the first dims of the weight.
+QueryGroups. Comments list the families that use a layout, and show tensor shapes that are not obvious. A bias uses the
+same layout as the weight of its linear layer, but lacks the weight's last dims.
 """
 
 from __future__ import annotations
@@ -67,14 +67,16 @@ def _gate_and_up(config: TransformerConfig) -> Mapping[str, int]:
 
 
 MLPS_AND_EXPERTS: dict[str, Layout] = {
-    # Phi 3, GLM: [2 * ffn, h], all gates before all ups. Granite's MoE layers: [experts, 2 * ffn, h].
+    # Phi 3, GLM: one tensor [2 * ffn, h] contains all gate rows, then all up rows. Granite's MoE layers: one tensor
+    # [experts, 2 * ffn, h] contains the rows of all experts, in the same order.
     "GateUpRows": Pieces("(pair o) ... -> pair o ...", _gate_and_up),
     "ExpertGateUpRows": Pieces("e (pair o) ... -> e pair o ...", _gate_and_up),
-    # Mixtral: two tensors for each expert. The parameter is [experts, 2, ffn, h].
+    # Mixtral: the gate and up weights of each expert are two separate tensors. The parameter is [experts, 2, ffn, h].
     "StackedExperts": StackedExperts(),
-    # One tensor [experts, ffn, h] with all gates, and another one with all ups.
+    # One tensor [experts, ffn, h] contains the gate weights of all experts, and another one contains the up weights.
     "StackedHalves": Pieces("e ... -> e 1 ...", joined=1),
-    # [experts, h, 2 * ffn]: in Llama 4, all gate columns precede all up columns; in gpt-oss, they alternate.
+    # One tensor [experts, h, 2 * ffn] contains the gate and up weights of all experts. In Llama 4, all gate columns
+    # precede all up columns; in gpt-oss, gate and up columns alternate.
     "GateUpColumns": Pieces("e ... o -> e 1 o ...", joined=1, counts=lambda config: (1, 1), section=-1),
     "InterleavedGateUpColumns": Pieces("e ... (o pair) -> e pair o ...", _gate_and_up),
     "TransposedExperts": Pieces("e i o -> e o i"),
@@ -124,8 +126,8 @@ ATTENTION: dict[str, Layout] = {
     "QueryGatePairs": Pieces(
         ("(g q pair d) ... -> g (pair q) d ...", HEADS, HEADS), _query_groups, 1, _of_group("pairs", "k", "v")
     ),
-    # MiMo-V2-Flash, Step 3.5, Laguna: tensors for queries, keys, values and, in some models, gates. The widths of
-    # query, key and value heads may differ
+    # MiMo-V2-Flash, Step 3.5, Laguna: queries, keys, values and, in some models, gates are separate tensors. The widths
+    # of query, key and value heads may differ
     "RowsOfGroups": HeadsOfGroups(
         even=Pieces(HEADS, _query_groups, 1, lambda config: [count for count in config.head_counts if count]),
         uneven=Pieces(
@@ -137,7 +139,8 @@ ATTENTION: dict[str, Layout] = {
     ),
     # Ling: one tensor with all query rows, then all key rows, then all value rows
     "JoinedQueryGroups": Pieces(HEADS, _query_groups, 1, _of_group("q", "k", "v"), section=0),
-    # GPT-2: all queries, then all keys, then all values along the last dim, which is the only dim of a bias
+    # GPT-2: one tensor contains all queries, then all keys, then all values along the last dim, which is the only dim
+    # of a bias
     "JointHeads": Pieces("... (g n d) -> g n d ...", _query_groups, 1, _of_group("q", "k", "v"), section=-1),
     # BLOOM, GPT-NeoX: each head's query, key and value are adjacent, in the same order as in the parameter
     "GroupByGroup": Pieces(HEADS, _query_groups),
@@ -149,7 +152,8 @@ ATTENTION: dict[str, Layout] = {
     ),
     # nanochat's rotary embedding rotates in the opposite direction, which swaps the halves of queries and keys
     "SwappedQueryGroups": Reordered(QUERIES_KEYS_VALUES, 2, _with_swapped_halves, but_values=True),
-    # DiffLlama: group p of the first half of the groups and group p of the second half form a pair
+    # DiffLlama: the query groups are divided into two halves; group p of the first half and group p of the second half
+    # form a pair
     "PairsOfGroups": Pieces("(two p n d) ... -> p two n d ...", _pairs_of_groups, 2, _of_group("q", "k", "v")),
     "Heads": Pieces("(g d) ... -> g d ...", _attention_heads),
     # A.X K2: one tensor contains each head's query rows and then its gate rows, which are two parameters here
@@ -157,7 +161,7 @@ ATTENTION: dict[str, Layout] = {
     "GatesBesideQueries": RowsOfEachHead(lambda config: (config.head_dim, config.value_head_dim, 0)),
     # MiniMax's lightning attention: one tensor contains each head's query, key and value; another contains its gate
     "HeadsAndGates": Pieces(ROWS, _attention_heads, 1, lambda config: (3 * config.head_dim, config.head_dim)),
-    # DeepSeek-V4: output projections of head groups, [groups * rank, channels of a group].
+    # DeepSeek-V4: one tensor [groups * rank, channels of a group] contains the output projections of all head groups.
     "OutputGroups": Pieces("(g r) ... -> g r ...", lambda config: {"g": option(config, "o_groups")}),
 }
 
@@ -207,8 +211,8 @@ class DeltaNets(Protocol):
 
 
 def delta_nets(config: TransformerConfig) -> DeltaNets:
-    """Return the configuration options of gated delta nets, such as the number of key heads. The options belong to the
-    extension that implements gated delta nets."""
+    """Return the configuration options of gated delta nets, such as the number of key heads. The extension that
+    implements gated delta nets defines these options."""
     found: DeltaNets = next(each for each in config.extension_options if hasattr(each, "linear_num_key_heads"))
     return found
 
@@ -218,7 +222,7 @@ def _key_heads(config: TransformerConfig) -> Mapping[str, int]:
 
 
 def _of_key_head(config: TransformerConfig) -> tuple[int, ...]:
-    """Return how many rows of queries, keys, values, gates, writing strengths and decays each key head has."""
+    """Return the number of rows per key head for queries, keys, values, gates, betas (writing strengths) and decays."""
     return delta_nets(config).linear_channels
 
 
@@ -234,11 +238,11 @@ def _of_key_head_in_two(config: TransformerConfig) -> tuple[int, int]:
 DELTA_NETS: dict[str, Layout] = {
     # Qwen3-Next: two tensors, each of which stores all rows of a key head contiguously
     "KeyHeads": Pieces(ROWS, _key_heads, 1, _of_key_head_in_two),
-    # Qwen3.5: one tensor contains the queries of all heads, then the keys, then the values; three tensors contain the
-    # rest
+    # Qwen3.5: one tensor contains the queries of all heads, then the keys, then the values; the gates, the betas
+    # (writing strengths) and the decays are three more tensors
     "KeyHeadsApart": Pieces(ROWS, _key_heads, 1, _of_key_head, section=0, sections=3),
-    # Olmo Hybrid: queries, keys, values and three more projections are separate tensors; the first three have
-    # convolutions
+    # Olmo Hybrid: queries, keys, values, gates, betas and decays are separate tensors; queries, keys and values also
+    # have convolutions
     "KeyHeadsOfEach": Pieces(ROWS, _key_heads, 1, _of_key_head),
     "ConvolutionsOfEach": Pieces(TAPS, _key_heads, 1, _convolved_of_key_head, may_be_thirds=True),
     # one convolution tensor contains the channels of all queries, then all keys, then all values
@@ -256,7 +260,8 @@ def _convolved_of_kimi_head(config: TransformerConfig) -> tuple[int, int, int]:
 
 
 KIMI_DELTA_ATTENTION: dict[str, Layout] = {
-    # Queries, keys, values and writing strengths are separate tensors. Queries, keys and values also have convolutions.
+    # Queries, keys, values and betas (writing strengths) are separate tensors. Queries, keys and values also have
+    # convolutions.
     "KimiHeads": Pieces(ROWS, _kimi_heads, 1, lambda config: (*_convolved_of_kimi_head(config), 1)),
     "KimiConvolutions": Pieces(TAPS, _kimi_heads, 1, _convolved_of_kimi_head),
     # Low-rank projections have one row for each channel of each head. There is one decay per head.
@@ -285,8 +290,8 @@ def _convolved_of_mamba_group(config: TransformerConfig) -> tuple[int, ...]:
 
 
 MAMBA: dict[str, Layout] = {
-    # Mamba-2: one tensor contains the gates of all groups, then all inputs, B, C and step sizes. There are convolutions
-    # with biases for inputs, B and C.
+    # Mamba-2: one tensor contains the gates of all groups, then all inputs, B, C and step sizes. Inputs, B and C have
+    # convolutions with biases.
     "GroupsOfHeads": Pieces(ROWS, _mamba_groups, 1, mamba_channels, section=0),
     "ConvolvedGroups": Pieces(TAPS, _mamba_groups, 1, _convolved_of_mamba_group, section=0),
     "GroupsOfBiases": Pieces("(g n) -> g n", _mamba_groups, 1, _convolved_of_mamba_group, section=0),

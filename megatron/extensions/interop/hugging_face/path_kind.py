@@ -1,4 +1,5 @@
-"""Path kind for Hugging Face folders. --load accepts these folders, and conversions can read and write them.
+"""Entry of `PATH_KINDS` for Hugging Face folders. --load accepts these folders, and conversions can read and write
+them.
 
 torch is imported only when a folder is opened.
 """
@@ -32,8 +33,8 @@ def _has_config(folder: PurePath) -> bool:
 
 
 class HuggingFaceFolder:
-    """Path kind for Hugging Face model folders. It implements the protocols `StatesFlags`, `LoadsModels` and
-    `Format`."""
+    """Class in `PATH_KINDS` that recognizes Hugging Face model folders. It implements the protocols `StatesFlags`,
+    `LoadsModels` and `Format`."""
 
     format = "hf"
     usual = True

@@ -212,8 +212,8 @@ def _out_of_bounds(config: TransformerConfig) -> list[str]:
 
 
 def _of_single_layers(hf: Values, family: Family, config: TransformerConfig) -> Iterator[str]:
-    """Yield a problem if per-layer settings contradict the other keys. Some transformers classes write settings both
-    for individual layers and for the whole model."""
+    """Yield an error message if settings of individual layers contradict the settings of the whole model. Some
+    transformers classes write both to config.json."""
     given = hf.get(LAYER_BY_LAYER) or {}
     layers = {number: own for number, own in given.items() if isinstance(own, dict)} if isinstance(given, dict) else {}
     if not isinstance(given, dict) or len(layers) < len(given):

@@ -111,8 +111,8 @@ class HFWeights:
         return {self._tensors[part].dtype for part in self.placements[name].theirs}
 
     def read(self, name: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Read a parameter or a box of a parameter. If no dtype is requested, the tensor is returned in its stored
-        dtype."""
+        """Read a parameter, or only the slice `box` of the parameter. If no dtype is requested, the tensor is returned
+        in its stored dtype."""
         placement = self.placements[name]
         tensors: Sequence[Sliceable] = [self._tensors[part] for part in placement.theirs]
         if dtype is not None:
@@ -138,8 +138,8 @@ class HFWeights:
 
 
 def by_counts(tensors: Mapping[str, Sliceable], placement: Placement) -> dict[str, Sliceable]:
-    """Return a parameter's tensors with the expected sizes, if the files store all their rows in tensors of equal size.
-    If the files store the rows in any other way, return an empty dict."""
+    """Return a parameter's tensors as views of the expected sizes, if the files divide the same rows into tensors of
+    equal size. If the files store the rows in any other way, return an empty dict."""
     parts = [tensors[name] for name in placement.theirs if name in tensors]
     whole = placement.to_theirs(torch.empty(placement.meta.global_shape, device="meta"))
     expected = [tuple(tensor.shape) for tensor in whole]
@@ -262,7 +262,7 @@ def _with_depths(config: TransformerConfig, depths: int) -> TransformerConfig:
 
 
 def _numbered(name: str, number: str, config: TransformerConfig) -> str:
-    """Replace the placeholders in a Hugging Face name by the number of a layer or a multi-token prediction module."""
+    """Replace the placeholders in a Hugging Face name with the number of a layer or a multi-token prediction module."""
     half, rest = divmod(int(number or 0), 2)
     name = name.replace("{i}", number).replace("{i/2}", str(half)).replace("{i%2}", str(rest))
     return name.replace("{n}", str(config.num_layers + int(number or 0)))
@@ -319,7 +319,8 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Dequantize MXFP4: blocks [..., n, 16] and scales [..., n] uint8 -> [..., 32 n] bf16"""
+    """Dequantize an MXFP4 tensor. blocks: [..., n, 16] in uint8. scales: [..., n] in uint8. Returns [..., 32 * n] in
+    bf16."""
     values = torch.tensor([*POSITIVE, *(-value for value in POSITIVE)])
     pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     return torch.ldexp(values[pairs.int()], scales.int()[..., None] - 127).flatten(-2).bfloat16()

@@ -1,4 +1,5 @@
-"""Gradients written by Megatron-LM's --save-wgrads-interval, read as whole tensors.
+"""Reader of the gradients that Megatron-LM writes with --save-wgrads-interval. The reader assembles the shards into
+complete gradients.
 
 The first rank of each expert-data-parallel group saves the `main_grad` of its parameters as {`model_chunk0`: {name:
 tensor}}. The file has the same name as the rank's folder in a checkpoint:
@@ -6,9 +7,9 @@ tensor}}. The file has the same name as the rank's folder in a checkpoint:
     SAVE/wgrads/iter_XXXXXXX/mp_rank_TT[_PPP][_EEE].pth
 
 The files do not contain the run's arguments, so the parallel sizes are derived from file names and tensor shapes. If
-experts are not sharded over TP, some combinations of a TP rank and an EP rank have no file, but every TP rank and every
-EP rank occurs in some file name. If the TP size is larger than EP times the TP size of experts, Megatron-LM writes no
-files for some TP ranks, so the dump is incomplete.
+experts are not sharded over TP, files exist only for some combinations of a TP rank and an EP rank, but each TP rank
+and each EP rank occurs in at least one file name. If the TP size exceeds the EP size times the expert TP size,
+Megatron-LM writes no files for some TP ranks. The dump is then incomplete.
 """
 
 from __future__ import annotations

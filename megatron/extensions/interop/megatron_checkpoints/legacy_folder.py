@@ -1,8 +1,8 @@
-"""Megatron-LM's checkpoints with one file per rank, `mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt`, read as whole tensors.
+"""Reader of Megatron-LM checkpoints with one file per rank, `mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt`.
 
-The file of a rank contains one shard of each parameter. `ParamMeta.box` computes the position of a shard in the
-parameter, so this module does not depend on which dims are sharded. Files are memory-mapped: a tensor is read from disk
-when it is requested.
+The file of a rank contains one shard of each parameter. The reader assembles the shards into unsharded parameters.
+`ParamMeta.box` computes the position of a shard in the parameter, so this module does not depend on which dims are
+sharded. Files are memory-mapped: a tensor is read from disk when it is requested.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ class LegacyTensors:
         return self.buffers
 
     def _boxes(self, meta: ParamMeta) -> Iterator[tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]]:
-        """Yield the (TP, EP) rank, the offset and the shape of each shard of a parameter. Replicas of a shard are not
-        repeated."""
+        """Yield the (TP, EP) rank, the offset and the shape of each shard of a parameter. A shard that several ranks
+        store is yielded once, with one of these ranks."""
         sizes = {"tp": self.layout.tp, "ep": self.layout.ep, "expt_tp": self.layout.expt_tp}
         for ranks in product(*(range(sizes[axis]) for axis in meta.sharded)):
             coords = {axis: (rank, sizes[axis]) for axis, rank in zip(meta.sharded, ranks, strict=True)}

@@ -1,9 +1,9 @@
 """Optimizer states in the Megatron-LM files of one rank. The files store the states in a fixed order, without names.
 
-Plain optimizers store the states of a parameter under the parameter's index in its group. The distributed optimizer
-stores flat fp32 tensors in `distrib_optim.pt`: for each parameter buffer, one tensor per kind of state. Parameter
-groups and buffers have the order of the model's parameters, so the position of a state determines its name. The number
-of states and the shapes of the states are checked.
+Non-distributed optimizers store the states of a parameter under the parameter's number in `param_groups`, as
+torch.optim does. The distributed optimizer stores flat fp32 tensors in `distrib_optim.pt`: for each parameter buffer,
+one tensor per kind of state. Parameter groups and buffers have the order of the model's parameters, so the position of
+a state determines its name. The number of states and the shapes of the states are checked.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def _of_groups(chunks: Sequence[Held], state: Any, apart: bool) -> Iterator[tupl
 
 
 def _decoupled(group: Mapping[str, object]) -> bool:
-    """Return True if a group uses the separate learning rate for the embedding and output layers (--decoupled-lr)."""
+    """Return True if an optimizer parameter group uses the separate learning rate for the embedding and output layers
+    (--decoupled-lr)."""
     return bool(group.get("is_decoupled_lr")) or group.get("default_config") is False
 
 
@@ -115,9 +116,9 @@ def _fitting(state: object, name: str, weight: Tensor) -> Tensor:
 
 
 def _of_buffers(chunks: Sequence[Held], content: object, apart: bool, args: Mapping[str, object]) -> dict[str, Held]:
-    """Return the states in the buffers of a distributed optimizer. `content` is an entry of saved buffers or a list of
-    such entries. If EP is above 1, the last entry in the list contains the expert buffers. If another rank saved the
-    buffers of an entry, the entry is None."""
+    """Return the states in the buffers of a distributed optimizer. `content` is the content of distrib_optim.pt: the
+    saved buffers of one optimizer, or a list with one entry per optimizer. If EP is above 1, the last entry in the list
+    contains the expert buffers. An entry is None if another rank saved the buffers of this optimizer."""
     parts = content if isinstance(content, list) else [content]
     several = apart and len(parts) > 1
     found: dict[str, Held] = {kind: {} for kind in BUFFER_KINDS.values()}
@@ -164,8 +165,8 @@ def _buffers(chunk: Held, experts: bool | None) -> Iterator[list[tuple[str, Tens
 def _places(
     buffer: Sequence[tuple[str, Tensor]], tensors: Mapping[str, Tensor], args: Mapping[str, object]
 ) -> list[int]:
-    """Return the offset of each parameter in the flat tensors of its buffer. The size of the tensors shows whether the
-    buffer is divided into buckets, and whether tied embeddings have a separate bucket."""
+    """Return the offset of each parameter of a buffer in the flat state tensors of the buffer. The size of these
+    tensors shows whether the buffer is divided into buckets, and whether tied embeddings have a separate bucket."""
     total = tensors["param"].numel()
     replicas = args.get("data_parallel_size") or 1
     size = args.get("ddp_bucket_size")

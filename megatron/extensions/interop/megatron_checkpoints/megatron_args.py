@@ -114,7 +114,7 @@ def _translated(args: Mapping[str, object]) -> dict[str, object]:
         if modules and isinstance(depths, int) and "/" not in pattern:
             pattern += f"/{modules}" * depths
         found |= {"hybrid_layer_pattern": pattern, "experimental_attention_variant": None}
-        if hashed := found.get(HASHED):  # this program counts all layers, but Megatron-LM counts only MoE layers
+        if hashed := found.get(HASHED):  # here, the number counts all layers; in Megatron-LM, only MoE layers
             experts = [number for number, letter in enumerate(pattern.split("/")[0], 1) if letter == "E"]
             found[HASHED] = experts[hashed - 1] if isinstance(hashed, int) and hashed <= len(experts) else hashed
     return found | _widths(args)

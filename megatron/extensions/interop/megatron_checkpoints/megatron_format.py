@@ -55,8 +55,9 @@ KINDS = {
 
 
 def _unflattened(name: str, stored: Sequence[int], whole: tuple[int, ...]) -> tuple[int, ...]:
-    """Return `whole`, the original shape of a tensor that is stored in blocks. Raises ValueError if blocks of the
-    stored shape cannot form a tensor of shape `whole`."""
+    """Return `whole`, the original shape of a tensor that is stored in blocks. `stored` contains the number of blocks
+    along each dim, followed by the number of elements of a block. Raises ValueError if these blocks cannot form a
+    tensor of shape `whole`."""
     *grid, block = stored
     fits = len(grid) == len(whole) and all(g and w % g == 0 for g, w in zip(grid, whole, strict=True))
     if not fits or prod(whole) != prod(grid) * block:
@@ -65,7 +66,8 @@ def _unflattened(name: str, stored: Sequence[int], whole: tuple[int, ...]) -> tu
 
 
 def _from_blocks(blocks: Tensor, grid: Sequence[int], whole: tuple[int, ...]) -> Tensor:
-    """Assemble a tensor of shape `whole` from blocks [grid..., elements of a block]."""
+    """Assemble a tensor of shape `whole` from blocks [grid..., elements of a block]. `grid` is the number of blocks
+    along each dim."""
     sizes = [size // count for size, count in zip(whole, grid, strict=True)]
     order = [axis for dim in range(len(grid)) for axis in (dim, len(grid) + dim)]
     return blocks.reshape(*grid, *sizes).permute(order).reshape(whole)
@@ -126,8 +128,8 @@ class TorchDistTensors:
         return tensor if layer is None else tensor[layer]
 
     def find_states(self, names: Collection[str]) -> tuple[str, ...]:
-        """Return the kinds of optimizer states. Raises ValueError if states are stored in a format that depends on the
-        run's layout, such as single buckets."""
+        """Return the kinds of optimizer states. Raises ValueError if the states are stored in a format that depends on
+        the run's parallel layout, such as one flat tensor per gradient bucket."""
         stored = [name for name in self.shapes if name.startswith("optimizer.")]
         if self.common.get("optimizer") is None and not stored:
             return ()
@@ -160,9 +162,9 @@ class MegatronSource(Source):
     before any parameter is read.
 
     `tensors` reads the files. Its `find` locates all parameters, and `find_states` and `check_states` locate and check
-    the optimizer states. `read` returns a whole parameter or state in this program's shape. `common` is the non-tensor
-    content of the checkpoint, and `sizes` contains tensor sizes. A checkpoint is refused if its arguments declare more
-    layers or experts than the largest of these sizes.
+    the optimizer states. `read` returns an unsharded parameter or state in this program's shape. `common` is the
+    non-tensor content of the checkpoint. `sizes` contains the number of tensors and the sizes of their dims. A
+    checkpoint is refused if its arguments declare more layers or experts than the largest number in `sizes`.
     """
 
     def __init__(self, path: Path, options: Options) -> None:
@@ -188,7 +190,7 @@ class MegatronSource(Source):
         self.side_files = side_files_of(self.config.tokenizer)
         with suppress(ValueError):  # the checkpoint may not record its progress
             progress = progress_of(self.tensors.common, self.args)
-            self.progress = progress if progress.iteration else None  # 0 in release checkpoints
+            self.progress = progress if progress.iteration else None  # release checkpoints have iteration 0
 
     def _remarks(self, options: Options) -> Iterator[str]:
         tokens = self.config.model.vocab_size
@@ -226,7 +228,7 @@ class MegatronSource(Source):
             count = update_count(self.tensors.common.get("optimizer"))
             progress = progress_of(self.tensors.common, self.args)
             if "exp_avg" not in kinds:
-                count = progress.iteration  # the count matters only for Adam's bias correction
+                count = progress.iteration  # only Adam's bias correction needs the exact count
         except ValueError as error:
             raise ValueError(f"{self.folder}: {error}; {remedy}") from None
         if count is None:

@@ -1,18 +1,18 @@
 """Parameter names in Megatron-LM checkpoints, and the locations of this program's parameters in torch_dist checkpoints.
 
 Identical layers may be stacked along a new first dim under one name. If layers are not stacked, each layer's tensors
-have their own names. Each Megatron-LM tensor is a parameter of this program in a different shape. Megatron-LM merges
-query groups, heads and channels into one dim. Megatron-LM also merges gate and up into one dim. In a HybridModel, each
-sublayer is a separate layer, also in multi-token prediction modules, and hyper-connections wrap each of these layers.
-Parameters whose names differ between Megatron-LM and this program are listed in three tables of `names.json`. A row of
-`renamed` replaces the beginning of a parameter's name within its layer. A row with the key `beside` applies only to
-layers that also have a parameter whose name begins with the value of `beside`. A tensor is written under all names in
-`theirs` and can be read from any of these names. Rows of `kinds` describe parameters that Megatron-LM splits into
-several tensors, one for each kind of channel, such as queries and keys. In Megatron-LM, a tensor with one kind of
-channel contains all groups; in this program's parameter, all channels of a group are adjacent. For some kinds, the
-number of channels per group is the last dim of another parameter of the module, divided by the number of groups. The
-channels that remain are divided equally among the other kinds. Rows of `older` rename tensors from before Megatron
-core.
+have their own names. Megatron-LM tensors have the same elements as this program's parameters, but different shapes.
+Megatron-LM merges query groups, heads and channels into one dim. Megatron-LM also merges gate and up into one dim. In a
+HybridModel, each sublayer is a separate layer, also in multi-token prediction modules, and hyper-connections wrap each
+of these layers. Parameters whose names differ between Megatron-LM and this program are listed in three tables of
+`names.json`. A row of `renamed` replaces the beginning of a parameter's name within its layer. A row with the key
+`beside` applies only to layers that also have a parameter whose name begins with the value of `beside`. A tensor is
+written under all names in `theirs` and can be read from any of these names. Rows of `kinds` describe parameters that
+Megatron-LM splits into several tensors, one for each kind of channel, such as queries and keys. In Megatron-LM, a
+tensor with one kind of channel contains all groups; in this program's parameter, all channels of a group are adjacent.
+For some kinds, the number of channels per group is computed from another parameter of the module: it is the size of
+this parameter's last dim, divided by the number of groups. The channels that remain are divided equally among the other
+kinds. Rows of `older` rename tensors of checkpoints that predate Megatron Core.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Way:
     of the stored tensor are not ordered by kind of channel."""
 
     def whole(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
-        """Assemble the parameter from its tensors."""
+        """Assemble a parameter of shape `shape` from the tensors that store it."""
         if not self.kinds:
             flat = [tensor.flatten() for tensor in tensors]
             return (flat[0] if len(flat) == 1 else torch.cat(flat)).reshape(shape)
@@ -182,9 +182,8 @@ def _in_layer(name: str) -> tuple[str, int | None, str]:
 
 
 class Piece(NamedTuple):
-    """Part of a parameter that Megatron-LM stores as a separate tensor. `names` contains the possible names of the
-    tensor, and `shape` is the tensor's shape. The tensor contains the slice `channels` of the channels of each
-    group."""
+    """Megatron-LM tensor that stores a part of a parameter. `names` contains the possible names of the tensor, and
+    `shape` is the tensor's shape. The tensor contains the slice `channels` of the channels of each group."""
 
     names: list[str]
     channels: slice
@@ -261,8 +260,8 @@ class Names:
         return pieces or [Piece(names, slice(None), shape)], layer
 
     def inside(self, meta: ParamMeta) -> Iterator[str]:
-        """Yield all names under which the module of one rank may store a dense parameter. The names include the layer
-        number."""
+        """Yield all names that a dense parameter may have in the state dict of a Megatron-LM model. The names include
+        the layer number."""
         front, _, inside = _in_layer(meta.name)
         yield from dict.fromkeys(each for theirs in self._renamed(front, inside) for each in theirs)
 
@@ -274,7 +273,7 @@ class Names:
                 names = tuple(f"{name}.{kind}" for kind in kinds) or (name,)
                 yield Way(names, layer=layer, kinds=tuple(kinds.values()))
             yield Way((f"{own}_w", f"{own}_v"))
-            if meta.expert:  # each expert has its own tensors: one tensor, or one for gate (w) and one for up (v)
+            if meta.expert:  # each expert has one tensor, or one tensor for gate (w) and one for up (v)
                 experts = range(meta.global_shape[0])
                 each = [own.replace(".experts.experts.", f".experts.experts.{expert}.") for expert in experts]
                 yield Way(tuple(each))

@@ -137,8 +137,8 @@ class TorchDistTarget(Target):
         return self.training.progress.iteration if self.training else 0
 
     def _extra_states(self) -> list[str]:
-        """Return the names of the extra states to write. Megatron-LM expects an extra state, which may be empty, for
-        each linear layer."""
+        """Return the names of the `_extra_state` entries to write. Megatron-LM expects such an entry, which may be
+        empty, for each linear layer."""
         model, keys = self.config.model, ["output_layer._extra_state/shard_0_1"]
         for name, meta in self.source.metas.items():
             if name.startswith("embedding.") or not name.endswith(".weight"):

@@ -1,5 +1,5 @@
-"""Path kind for Megatron-LM checkpoints, which conversions can read and write. This module imports torch only during a
-conversion."""
+"""Entry of `PATH_KINDS` for Megatron-LM checkpoints, which conversions can read and write. This module imports torch
+only during a conversion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MegatronCheckpoint:
-    """Path kind and conversion format for Megatron-LM checkpoints; see
+    """Class in `PATH_KINDS` that recognizes Megatron-LM checkpoints. It is also their conversion format; see
     `megatron.extensions.interop.conversion.formats.Format`."""
 
     format = "megatron"

@@ -36,8 +36,9 @@ def with_data_lists(config: RunConfig) -> RunConfig:
 
 
 def _read(field: str, value: tuple[str, ...] | str) -> dict[str, tuple[str, ...]]:
-    """Parse the value of a data list flag, and return the words of each data path field. `value` is either a str, which
-    is the path of a file that contains the list, or a tuple, which is the list itself."""
+    """Parse the value of a data list flag. Returns a dict that maps fields such as `train_data_path` to their values.
+    `value` is either a str, which is the path of a file that contains the list, or a tuple, which is the list
+    itself."""
     if not isinstance(value, str):
         return {_data_path(field): weighted_ranges(" ".join(value))}
     if field == "data_args_path":
@@ -63,7 +64,7 @@ def _words(split: str, words: object) -> tuple[str, ...]:
 
 
 def weighted_ranges(text: str) -> tuple[str, ...]:
-    """Parse `NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX` and return the words of a data path.
+    """Parse `NAME: WEIGHT START:END PREFIX, WEIGHT START:END PREFIX` and return the equivalent words of --data-path.
 
     Raises ValueError if the text is invalid. Also raises ValueError if the text contains more than one NAME, because
     each NAME would define a separate data set.

@@ -118,7 +118,8 @@ def unknown_values(flag: TheirFlag) -> list[str]:
 
 
 def _is_known(name: str, value: str) -> bool:
-    """Return True if the value of a flag is accepted by this program or handled by the tables of a foreign program."""
+    """Return True if this program accepts the value of a flag, or if the translation tables of another program contain
+    it."""
     programs = [FOREIGN_PROGRAMS[program] for program in FOREIGN_PROGRAMS]
     if any(f"{name} {value}" in program.spellings() or program.feature(name, [value]) for program in programs):
         return True

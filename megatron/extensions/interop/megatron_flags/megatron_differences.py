@@ -42,8 +42,8 @@ DIFFERENCES = tuple(Difference(**each) for each in tomllib.loads(TABLE.read_text
 
 
 def differences_met(config: RunConfig, given: Given) -> Iterator[str]:
-    """Yield a line for each difference that applies to a run with a resolved configuration and the flags that the user
-    set."""
+    """Yield a line for each known difference from Megatron-LM that applies to a run. `config` is the run's resolved
+    configuration, and `given` contains the flags that the user set."""
     run = Run(config, given)
     return (str(each) for each in DIFFERENCES if MET[each.subject](run))
 
@@ -56,8 +56,8 @@ IGNORE_DOCUMENTS = {"mamba2", "gated_delta_net", "dsa", COMPRESSED}
 
 
 class Run:
-    """Properties of a run, for use in the conditions of differences. Reading a property never raises an exception, even
-    if the value of a flag is invalid."""
+    """Properties of a run, which the conditions in `MET` read. Reading a property never raises an exception, even if
+    the value of a flag is invalid."""
 
     def __init__(self, config: RunConfig, given: Given) -> None:
         self.config, self.given = config, given
@@ -281,5 +281,5 @@ MET: dict[str, Callable[[Run], bool]] = {
     ),
     "`--use-mup`": lambda run: "--use-mup" in run.given,
 }
-"""Maps the subject of each difference to a condition. The condition is a function that returns True if the difference
-applies to a run."""
+"""Maps the subject of each known difference from Megatron-LM to a condition. The condition is a function that returns
+True if the difference applies to a run."""

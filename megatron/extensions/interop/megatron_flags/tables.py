@@ -185,7 +185,7 @@ class ForeignFlags:
         """Translate a flag to other flags, and read these flags. A flag whose translation does not contain `{}` takes
         no value."""
         words = entry.flags.split()
-        fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # the key is "FLAG VALUE"
+        fixed = self.entries.get(" ".join([name, *texts[:1]])) is entry  # True if the entry's key is "FLAG VALUE"
         fixed &= bool(texts)
         if ("{}" in words) != bool(texts) and not fixed:
             rule = "takes a value" if "{}" in words else "takes no value"
@@ -221,8 +221,8 @@ def subject(feature: str) -> str:
 
 def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt) -> None:
     """Accept or refuse a flag of an unsupported feature, depending on the other flags. If no other flag requests the
-    feature, a flag that only configures the feature is accepted without effect. A flag that repeats another flag is
-    also accepted without effect."""
+    feature, a flag that only configures the feature is accepted without effect. If the user also sets a flag in
+    `entry.beside`, which requests the same feature, this flag is accepted without effect."""
     if reader.spelled & set(entry.beside):
         _no_effect(reader, name, texts, entry.reason)
     elif not entry.switch or reader.spelled & set(entry.switch):

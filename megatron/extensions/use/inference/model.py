@@ -62,9 +62,9 @@ class LoadedModel:
         return Engine(self.runner, self.tokenizer.detokenize, rows)
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of a prompt. A prompt that is a list of token ids is returned unchanged. An empty text
-        is converted to the token that begins a document. Raises ValueError if the tokenizer has no token that begins a
-        document."""
+        """Return the token ids of a prompt. A prompt that is a list of token ids is returned unchanged. For an empty
+        text, the result is the token that begins a document. Raises ValueError if the tokenizer has no token that
+        begins a document."""
         if not isinstance(prompt, str):
             return prompt
         ids = tokenize_beginning(self.tokenizer, prompt)
@@ -115,8 +115,8 @@ def control_axis(everyone: Axis) -> Axis:
 
 
 def wrong_world(layout: ModelParallelConfig, world_size: int) -> Problem | None:
-    """Return a problem if the number of ranks does not match the parallel sizes. Together, the ranks must hold exactly
-    one copy of the model."""
+    """Return a `Problem` if the number of ranks does not match the parallel sizes. Together, the ranks must hold
+    exactly one copy of the model."""
     tp, pp = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
     ep, expt_tp = layout.expert_model_parallel_size, layout.expert_tensor_parallel_size
     expt_tp = tp if expt_tp is None else expt_tp

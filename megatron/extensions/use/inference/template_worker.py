@@ -1,9 +1,10 @@
 """Process that renders a chat template, with time and memory limits.
 
 A template is read from the tokenizer files, which may come from an untrusted source. Jinja's sandbox protects the
-interpreter, but stops neither nested loops nor texts that keep doubling, even at compile time. The process imports
-neither torch nor this package. The first input line of the process contains the template, and each further line
-contains the values for a rendering. The process answers each input line with a line of JSON.
+interpreter, but it limits neither the run time of nested loops nor the length of texts that a template doubles
+repeatedly. Compiling a template may already create such texts. The process imports neither torch nor this package. The
+first input line of the process contains the template, and each further line contains the values for a rendering. The
+process answers each input line with a line of JSON.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def main() -> None:
     from jinja2 import TemplateSyntaxError
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main program handles the signal and then ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main program handles SIGINT and then ends this process
     template: Template | None = None
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, SECONDS + 5)  # ends this process if the main program does not

@@ -89,8 +89,8 @@ class GroupsByBestExpert(Adapter):
 
 
 class FirstLayersDense(Adapter):
-    """Adapter for models whose first layers are dense. In config.json, the kinds of all layers are listed, or an
-    interval N is given. With an interval, every N-th layer after the dense layers is an MoE layer."""
+    """Adapter for models whose first layers are dense. A config.json either lists the kinds of all layers, or contains
+    an interval N. With an interval, every N-th layer after the dense layers is an MoE layer."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         if hf.get("mlp_layer_types"):
@@ -128,8 +128,8 @@ class ListedLayersDense(Adapter):
 
 
 class LayersWithExperts(Adapter):
-    """Adapter for the MoE layers of Llama 4. In config.json, the MoE layers are listed, or every N-th layer is an MoE
-    layer."""
+    """Adapter for the MoE layers of Llama 4. A config.json either lists the MoE layers, or states that every N-th layer
+    is an MoE layer."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"moe_layer_freq": moe_layers_from_hf(hf)}
@@ -285,8 +285,8 @@ class RotaryBaseOfAttention(Adapter):
 
 
 class LayersWithoutRotary(Adapter):
-    """Adapter for the layers without rotary embedding in SmolLM3 and Llama 4. In config.json, the layers are listed, or
-    every N-th layer is selected."""
+    """Adapter for the layers without rotary embedding in SmolLM3 and Llama 4. A config.json either lists these layers,
+    or selects every N-th layer."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         return fields | {"no_rope_freq": pattern_text([not rotated for rotated in rotated_layers(hf)], usual=False)}

@@ -60,8 +60,8 @@ class WidthsOfGlobalHeads(Adapter):
 
 
 class LayersWithoutKeys(Adapter):
-    """Adapter for the last layers of the model, which reuse the keys and values of earlier layers. The MLPs of the last
-    layers may be twice as wide as in other layers."""
+    """Adapter for the last layers of Gemma 4, which reuse the keys and values of earlier layers. The MLPs of the last
+    layers may be twice as wide as the MLPs of other layers."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         shared, layers = whole(hf, "num_kv_shared_layers"), whole(hf, "num_hidden_layers")

@@ -109,8 +109,8 @@ class ConvolutionsAndWindows(Adapter):
 
 
 class KimiHeadsOfModel(Adapter):
-    """Adapter for the Kimi Delta Attention of Ling 3.0. Kimi Delta Attention layers of this model have as many heads as
-    the other attention layers, and a lower bound on decays."""
+    """Adapter for the Kimi Delta Attention of Ling 3.0. In this model, Kimi Delta Attention layers have as many heads
+    as the other attention layers, and their decays may have a lower bound."""
 
     def read(self, fields: Fields, hf: Values, family: Family) -> Fields:
         heads, width = whole(hf, "num_attention_heads"), hf["linear_head_dim"] or hf["head_dim"]

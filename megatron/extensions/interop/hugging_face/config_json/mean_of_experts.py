@@ -1,5 +1,5 @@
-"""Conversion of Command A+'s settings in config.json: the mean of shared and routed experts, and the dense layers
-before the MoE layers. This module does not import torch."""
+"""Conversion of Command A+'s keys in config.json, which select a sum or a mean of shared and routed experts, and
+describe the dense layers before the MoE layers. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def count(values: Values, key: str) -> int:
 
 
 def pattern_from_hf(hf: Values) -> Fields:
-    """Return the fields for the layer pattern in Megatron-LM's letters and for the number of layers. In config.json,
-    older files contain the letters, and newer files list layer kinds."""
+    """Return the fields for the layer pattern in Megatron-LM's letters and for the number of layers. Older config.json
+    files contain the letters, and newer files list the layer kinds."""
     if hf.get("layers_block_type") is None:
         letters = [*text(hf, "hybrid_override_pattern")]
     else:
@@ -79,8 +79,8 @@ def usual_kinds(family: Family, layers: int) -> list[str]:
 
 
 def linear_layers(hf: Values, family: Family) -> list[bool]:
-    """Return one bool per layer: True if the layer has linear attention. In config.json, the layer kinds are listed in
-    layer_types or under an older key, or every N-th layer has full attention."""
+    """Return one bool per layer: True if the layer has linear attention. A config.json either lists the layer kinds, in
+    layer_types or under an older key, or states that every N-th layer has full attention."""
     legacy = {"mamba": LINEAR, "conv": LINEAR, "attention": FULL}
     listed = [legacy.get(str(each), each) for each in entries(hf, "layer_types")]
     counted = entries(hf, "linear_attn_config.kda_layers")  # 1-based
@@ -119,8 +119,8 @@ def window_from_hf(hf: Values, family: Family) -> Fields:
 
 
 def windows(hf: Values, family: Family) -> list[bool]:
-    """Return one bool per layer: True if the layer has a sliding window. In config.json, the layer kinds are listed in
-    layer_types, or every N-th layer has full attention."""
+    """Return one bool per layer: True if the layer has a sliding window. A config.json either lists the layer kinds in
+    layer_types, or states that every N-th layer has full attention."""
     has_first = "max_window_layers" in hf and hf.keys() & {"use_sliding_window", "sliding_window_pattern"}
     first = number(hf, "max_window_layers") if has_first else 0
     period = number(hf, "sliding_window_pattern") if hf.get("sliding_window_pattern") else 0
@@ -158,7 +158,7 @@ def _repeated(groups: Iterable[object]) -> Iterator[object]:
 def listed_layers(
     hf: Values, key: str, kinds: tuple[object, object], usual: Callable[[int], object] = lambda layer: True
 ) -> list[bool]:
-    """Return one bool per layer: True if the layer is of the second of two supported kinds.
+    """Return one bool per layer: True if the layer has the second of the two kinds in `kinds`.
 
     Args:
         hf: Values of config.json.
@@ -219,8 +219,8 @@ def moe_layers_from_hf(hf: Values) -> str:
 
 
 def rotated_layers(hf: Values) -> list[bool]:
-    """Return one bool per layer: True if the layer has a rotary embedding. In config.json, the layers with a rotary
-    embedding are listed, or every N-th layer has no rotary embedding."""
+    """Return one bool per layer: True if the layer has a rotary embedding. A config.json either lists the layers with a
+    rotary embedding, or states that every N-th layer has no rotary embedding."""
     interval = number(hf, "no_rope_layer_interval") if hf.get("no_rope_layer_interval") else 0
     return listed_layers(hf, "no_rope_layers", (0, 1), lambda layer: not interval or (layer + 1) % interval)
 

@@ -169,10 +169,10 @@ def bases_from_hf(hf: Values, family: Family) -> Fields:
 
 
 def by_kind(hf: Values, family: Family, key: str, without: object = None) -> tuple[object, object]:
-    """Return a pair of values: one for layers with full attention and one for layers with a sliding window. The key's
-    list contains one value per layer.
+    """Return a pair of values: one for layers with full attention and one for layers with a sliding window. In
+    config.json, `key` lists one value per layer.
 
-    Layers whose entry in the list equals `without` are ignored. If the model has no layers with full attention or none
+    Layers whose value in this list equals `without` are ignored. If the model has no layers with full attention or none
     with a sliding window, the corresponding value is None.
     """
     listed = entries(hf, key)

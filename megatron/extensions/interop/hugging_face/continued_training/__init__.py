@@ -1,2 +1,2 @@
-"""Continued training from a Hugging Face folder given by --load. Sets the model flags, loads the weights and applies
-changes to the rotary embeddings."""
+"""Continued training from a Hugging Face folder given by --load. The modules set the model flags, load the weights and
+apply changes to the rotary embeddings."""

@@ -39,14 +39,14 @@ class NewTokens:
     _means: dict[str, Tensor] = field(default_factory=dict)
 
     def concerns(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return True if dim 0 of a parameter or state is the vocabulary. `shape` is the shape of the parameter or
-        state in the run."""
+        """Return True if a parameter or state has one row per vocabulary token along dim 0. `shape` is the shape of the
+        parameter or state in the run."""
         placement = self.weights.placements[name]
         return isinstance(placement.layout, VocabularyRows) or placement.meta.global_shape != shape
 
     def fill(self, name: str, box: LocalBox) -> None:
-        """Fill this rank's slice of a parameter whose dim 0 is the vocabulary. Along dim 0, the parameter consists of
-        the folder's rows, then the rows of new tokens, and then zeros as padding.
+        """Fill this rank's slice of a parameter that has one row per vocabulary token along dim 0. Along dim 0, the
+        parameter consists of the folder's rows, then the rows of new tokens, and then zeros as padding.
 
         With random initialization, new rows keep the values that they received when the model was built. New rows of an
         integer table are always initialized randomly, because integer rows have no mean.
@@ -67,7 +67,8 @@ class NewTokens:
         return min(max(tokens - box[0][0], 0), len(box[1]))
 
     def mean(self, name: str) -> Tensor:
-        """Return the mean row of a parameter [V, ...] -> [...], computed in fp64 and rounded to fp32.
+        """Return the mean [...] of the first `averaged` rows of a parameter [V, ...], computed in fp64 and rounded to
+        fp32.
 
         Rows are added in a fixed order, so that all ranks compute bitwise equal means with any number of threads.
         """
@@ -94,7 +95,7 @@ class NewTokens:
 
 
 def _sum_of_rows(rows: Tensor) -> Tensor:
-    """Add up all rows [n, ...] -> [...]. Pairs of rows are added in a fixed order, so that the result is
+    """Return the sum [...] of all rows [n, ...]. Pairs of rows are added in a fixed order, so that the result is
     deterministic."""
     while len(rows) > 1:
         half = len(rows) // 2

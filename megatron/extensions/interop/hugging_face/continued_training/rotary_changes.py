@@ -58,7 +58,7 @@ def longest_sequence(
 ) -> tuple[dict[str, object], list[Problem]]:
     """Check whether the run's sequences are longer than the folder's config.json allows. Returns a dict with the new
     max_position_embeddings, which is empty if no change is needed, and a list of problems. Longer sequences are a
-    problem if they exceed a learned table, or if no flag confirms that they are intended.
+    problem if they exceed the size of a learned position embedding, or if no flag confirms that they are intended.
 
     Args:
         model: Model of the folder.

@@ -28,7 +28,7 @@ class Request:
     """Token ids of the prompt, which must not be empty."""
 
     max_new_tokens: int = 64
-    """Maximum number of new tokens. The text also ends when it reaches the model's maximum sequence length."""
+    """Maximum number of new tokens. Generation also stops when the text reaches the model's maximum sequence length."""
 
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -106,7 +106,7 @@ class Generation:
     are still being generated."""
 
     error: str | None = None
-    """Error that prevented or ended the text."""
+    """Error that prevented or interrupted the generation; None if there was no error."""
 
     stream: TextStream | None = field(default=None, repr=False)
     budget: int = 0
@@ -245,7 +245,7 @@ class Engine:
             (generation,) = rows
             prompt = zip(generation.request.prompt[1:], outputs.prompt.tolist(), strict=True)
             generation.prompt_logprobs = [logprob_of(token, found) for token, found in prompt]
-        finite = outputs.logits.amax(-1).isfinite().tolist()  # the largest logit is NaN if any logit is
+        finite = outputs.logits.amax(-1).isfinite().tolist()  # amax returns NaN if any logit is NaN
         live = [row for row, each in enumerate(rows) if finite[row] and each.budget]
         for row, generation in enumerate(rows):
             if not finite[row]:
@@ -278,7 +278,8 @@ class Engine:
 
     @contextmanager
     def _failures_of(self, rows: list[Generation]) -> Iterator[None]:
-        """Context manager that ends all texts in `rows` if the block raises an error. Other texts continue."""
+        """Context manager that ends the generations in `rows` if the `with` block raises an exception. Other
+        generations continue."""
         try:
             yield
         except Exception as error:

@@ -21,15 +21,15 @@ at least 50%."""
 
 
 class KeyValueCache:
-    """Cache of a model. For each attention layer, the cache contains keys and values, or the latents from which keys
-    and values are projected. For each linear attention layer, the cache contains recurrent states. Memory use grows
-    with the number of texts and with their lengths."""
+    """Cache of a model's intermediate results for the tokens of several texts. For each attention layer, the cache
+    contains keys and values, or the latents from which keys and values are projected. For each linear attention layer,
+    the cache contains recurrent states. Memory use grows with the number of texts and with their lengths."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
         """Number of cached tokens in each row."""
-        self._layers: dict[int, tuple[Tensor, ...]] = {}  # tensors [rows, groups, columns, width]
-        self._states: dict[int, tuple[Tensor, ...]] = {}  # tensors [rows, ...]
+        self._layers: dict[int, tuple[Tensor, ...]] = {}  # by layer: cached tensors [rows, groups, columns, width]
+        self._states: dict[int, tuple[Tensor, ...]] = {}  # by layer: recurrent states [rows, ...]
 
     def extend(
         self, counts: Sequence[int], device: torch.device, first: int | None = None, multiple: int = 1
@@ -53,7 +53,7 @@ class KeyValueCache:
             for kept in tensors:
                 if row < last:
                     kept[row] = kept[last]
-                kept[last] = 0  # masked entries must be finite: zero times NaN is NaN
+                kept[last] = 0  # stale values must be finite: a mask does not remove NaN, because 0 * NaN is NaN
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
 
@@ -159,8 +159,8 @@ class Cached:
         return self._seen[span]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CachedCore) -> Tensor:
-        """Compute attention: q [s, b, heads, d], k [b, groups, columns, d], v [b, groups, columns, dv] -> [s, b, heads,
-        dv].
+        """Compute attention of the queries `q` to the keys `k` with the values `v`. q: [s, b, heads, d]. k: [b, groups,
+        columns, d]. v: [b, groups, columns, dv]. Returns [s, b, heads, dv].
 
         Attention scores are computed in fp32, or in fp64 if the operands are fp64. Logit soft-capping, ALiBi slopes
         [heads] and attention sinks [heads] are applied as in `TorchKernel` and `add_sinks_`.
@@ -171,7 +171,7 @@ class Cached:
         slopes = core.slopes
         sinks = core.softmax_offset
         rows = (q * core.scale).permute(1, 2, 0, 3).reshape(b, groups, heads // groups * s, -1)
-        scores = (rows @ k.mT).unflatten(2, (-1, s))  # [b, groups, heads / groups, s, columns]
+        scores = (rows @ k.mT).unflatten(2, (-1, s))  # scores [b, groups, heads / groups, s, columns]
         scores = scores.to(torch.promote_types(q.dtype, torch.float32))
         if cap is not None:
             scores = scores.div_(cap).tanh_().mul_(cap)

@@ -133,7 +133,7 @@ class StageRunner:
         with self.p2p.shaped((cached.width // self.multiple, len(rows), self.config.residual_size)):
             ended = self.executor.run(self._actions, [(batch, cached)], last_forward=lambda last, *given: last(*given))
         found = None
-        for hidden in ended:  # empty on ranks that do not run the last stage
+        for hidden in ended:  # `ended` is empty on ranks that do not run the last stage
             model = self.stages[self.layout.num_stages - 1]
             hidden = all_gather(hidden, model.tp) if model.sequence_parallel else hidden
             found = self._outputs(model, hidden, tokens, counts, step)
@@ -193,8 +193,9 @@ def next_logits(model: GPTModel, hidden: Tensor) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
-    """Return a row for each token, with logits [n, vocab] and tokens [n] -> [n, 1 + 2 top] in fp64. A row contains the
-    token's log-probability, then the `top` most likely tokens, and then their log-probabilities."""
+    """Return the log-probabilities of `tokens` and of the `top` most likely tokens. logits: [n, vocab]. tokens: [n].
+    Returns [n, 1 + 2 * top] in fp64. A row contains the token's log-probability, then the ids of the `top` most likely
+    tokens, and then their log-probabilities."""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logprobs = logits.to(wide).log_softmax(-1)
     best = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)

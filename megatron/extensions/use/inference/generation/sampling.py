@@ -55,7 +55,7 @@ class Sampling:
             raise ValueError("\n".join(problems))
 
     def next_tokens(self, logits: Tensor, uniform: Tensor, earlier: Sequence[Sequence[int]] = ()) -> Tensor:
-        """Sample the next tokens [b].
+        """Sample the next token of each text, and return the token ids [b].
 
         If the largest logit is not finite, the result is an arbitrary token of the vocabulary.
 
@@ -85,8 +85,9 @@ class Sampling:
         cumulative = probabilities.cumsum(-1)
         drawn = uniform.to(cumulative)[:, None] * cumulative[:, -1:]
         choice = torch.searchsorted(cumulative, drawn, right=True)
-        # This upper bound prevents rounding from choosing an excluded token. If the probabilities are NaN, the bound is
-        # -1.
+        # `last` is the index of the last token that is not excluded. Rounding must not move the choice beyond it. If
+        # the
+        # probabilities are NaN, `last` is -1, and the choice becomes 0.
         last = (probabilities > 0).sum(-1, keepdim=True) - 1
         return tokens.gather(1, torch.minimum(choice, last).clamp(min=0)).squeeze(1)
 
