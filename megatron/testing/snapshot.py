@@ -115,8 +115,8 @@ def train_in_world(
 
     Raises:
         ValueError: Validation refuses the configuration.
-        RuntimeError: A rank failed. The message contains the traceback of the rank. TimeoutError: The world hangs. The
-        message contains the stacks of all ranks.
+        RuntimeError: A rank failed. The message contains the traceback of the rank.
+        TimeoutError: The world hangs. The message contains the stacks of all ranks.
     """
     config = resolve_legal(flags if isinstance(flags, RunConfig) else parse_args(flags), world_size)
     results = run_world(world_size, train_on_rank, config, steps, activations, unseen, timeout=timeout)
