@@ -25,8 +25,9 @@ def write_documents(prefix: Path | str, documents: Iterable[Any], dtype: Any = "
 
 
 def byte_level(texts: Sequence[str] = (), special: Sequence[str] = (), size: int = 0) -> Any:
-    """Return a byte-level BPE tokenizer of the `tokenizers` package, like GPT-2's, trained on texts. Without texts,
-    each byte is a token. Special tokens have the first ids if the tokenizer is trained, and the last ids otherwise."""
+    """Return a byte-level BPE tokenizer of the `tokenizers` package, like GPT-2's, trained on texts. If there are no
+    texts, the tokenizer is not trained, and each byte is a token. Special tokens have the first ids if the tokenizer is
+    trained, and the last ids otherwise."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -74,7 +75,8 @@ def largest_file(nbytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:
-        # The bytecode of modules that are imported after this point would be truncated on disk.
+        # Do not write bytecode, because the file size limit would truncate the bytecode files of modules that are
+        # imported now.
         with mock.patch.object(sys, "dont_write_bytecode", True):
             yield
     finally:

@@ -60,7 +60,7 @@ def run_program(
 
 
 def _program(words: list[str], cwd: Path, environ: Mapping[str, str], out: Path, err: Path) -> None:
-    gc.freeze()  # garbage collection of the parent's objects would copy their pages
+    gc.freeze()  # otherwise, garbage collection would copy the memory pages that are shared with the parent
     _print_to(out, err)
     for name in LAUNCHER:
         os.environ.pop(name, None)
@@ -139,8 +139,8 @@ def run_forked(
 
 
 def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
-    """Wait for processes and return their exit codes. Raises TimeoutError with the state of all ranks if any rank has
-    not exited in time."""
+    """Wait until all processes have exited, and return their exit codes. Raises TimeoutError with the state of all
+    ranks if any rank has not exited in time."""
     limit = time.monotonic() + seconds
     for process in ranks:
         process.join(max(0.0, limit - time.monotonic()))
@@ -151,8 +151,8 @@ def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
 
 
 def doings(pids: Sequence[int]) -> Iterator[str]:
-    """Describe processes and their descendants: state, processor seconds, and the end of their output, which includes
-    thread stacks for processes of this module."""
+    """Yield a text for each process and its descendants, with the process state, the CPU seconds and the end of the
+    output. Processes of this module also dump the stacks of their threads to the output."""
     screens = list[str]()
     for pid in pids:
         with suppress(OSError):

@@ -1,7 +1,8 @@
 """A single gloo device for all process groups of a process, instead of one device per group as in torch.
 
 A device consists of a socket and a thread that polls the socket a hundred times a second. A rank in a test has about
-twenty groups, and eight ranks share two cores. Separate devices would take a quarter of a small world's processor time.
+twenty groups, and eight ranks share two cores. With one device per group, the polling threads would take a quarter of
+the CPU time of small test runs.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ def plant_nan(run: TrainingRun, iteration: int) -> None:
 def tp_context(
     state: ParallelState, sequence_parallel: bool = False, dtype: torch.dtype = torch.float64, **more: Any
 ) -> TPContext:
-    """Return the context for building a CPU layer under the layout `state`. `more` sets other fields of `TPContext`."""
+    """Return a `TPContext` for building a layer on the CPU under the layout `state`. Further keyword arguments set
+    other fields of the context."""
     more.setdefault("queue", WeightGradQueue())
     return TPContext(state, sequence_parallel, dtype, torch.device("cpu"), **more)

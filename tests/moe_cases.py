@@ -1,4 +1,5 @@
-"""Tiny mixture-of-experts layers on one rank, and a plain implementation that computes them token by token."""
+"""Tiny mixture-of-experts layers on one rank, and a plain reference implementation of these layers that processes one
+token at a time."""
 
 from __future__ import annotations
 

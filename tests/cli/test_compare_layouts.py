@@ -33,7 +33,7 @@ def compare(a: str, b: str, *flags: str, steps: int = 1) -> int:
 
 @pytest.fixture(autouse=True)
 def bugs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build layer 2 with the bug that the environment variable names, on ranks that shard matrices."""
+    """Plant the bug that an environment variable names in layer 2, but only on ranks that shard matrices."""
     build = TransformerLayer.__init__
 
     def init(self: TransformerLayer, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -69,7 +69,8 @@ def test_a_planted_bug_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_differing_replicas_are_detected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both sides have the bug, so comparing the sides would not find it."""
+    """Both compared layouts have the bug, so their results agree. The bug is only detected by comparing the replicas
+    within each layout."""
     monkeypatch.setenv(PLANT, "partial norm gradient")
     assert compare("--tp 2 --sequence-parallel", "--tp 2 --sequence-parallel") == 1
     out = capsys.readouterr().out

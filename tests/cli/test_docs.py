@@ -69,7 +69,7 @@ CHECKED = ("README.md", "docs/getting_started.md")
 
 
 def test_the_two_main_commands_of_the_readme_run(clone: Path) -> None:
-    # Shorten the quickstart: a few iterations on little text, and a single test file.
+    # These variables shorten the quickstart to a few iterations on little text and a single test file.
     short = {"TRAIN_ITERS": "4", "CORPUS_MB": "2", "PYTEST_ADDOPTS": "tests/pure/test_batch_size.py"}
     out = run_blocks(blocks("README.md")[:1], clone, **short)
     assert (clone / "runs/quickstart/loss.png").read_bytes().startswith(b"\x89PNG")

@@ -29,7 +29,7 @@ def test_a_run_with_custom_parts_is_stopped_resumed_and_used(tmp_path: Path) -> 
     assert "callback: start" in done.stdout and "callback: checkpoint 8" in done.stdout
     assert done.stdout.rstrip().endswith("callback: end")
 
-    # Rank 1 of two asks the run to stop; both stop after the same step.
+    # Only rank 1 requests that the run stop, but both ranks stop after the same step.
     said = run_forked(2, [*train, "--save", str(cut), "--own-patience", "5", "--pp", "2"], tmp_path / "screen")
     assert "exiting at iteration 6: patience is over" in said and "callback: checkpoint 6" in said
 

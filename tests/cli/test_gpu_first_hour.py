@@ -1,5 +1,5 @@
-"""scripts/gpu_first_hour.sh and its page: one part, run without a GPU, and the commands of all parts, recorded by a
-substitute for python."""
+"""Tests of scripts/gpu_first_hour.sh and its documentation page. One part runs without a GPU. A substitute for python
+records the commands of all parts."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ class Recorded:
     """Arguments of each python command."""
 
     def limit(self, *parts: str) -> int:
-        """Return the time limit of these parts in seconds, including the time to write the page after each part."""
+        """Return the total time limit of the given parts in seconds. The limit includes the time for writing the
+        results page after each part."""
         calls = [call for call in read_folder(self.out).calls if call["part"] in parts]
         assert {call["part"] for call in calls} == set(parts)
         page_limit = re.search(r"^    limited (\d+) .* tools/bench/gpu_page.py", SCRIPT.read_text(), re.MULTILINE)
@@ -136,7 +137,7 @@ def test_every_command_is_valid_and_fits(recorded: Recorded) -> None:
         args = parser_of_args().parse_args(words)
         assert args.json.name in EXPECTED
         if args.layers is None and args.config == "llama-8b-layers":
-            continue  # it uses as many layers as fit, see tests/cli/test_gpu_bench.py
+            continue  # this command chooses as many layers as fit, as tests/cli/test_gpu_bench.py tests
         room = int(78 * 2**30 * args.memory_share / (1 + len(args.compare)))
         config, flags = chosen_config(args, room)
         of = config.model.num_layers, config.training.micro_batch_size

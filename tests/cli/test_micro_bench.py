@@ -1,4 +1,4 @@
-"""tools/bench/micro.py without a GPU: its behaviour when a part fails and when the process of a part loses the
+"""Tests of tools/bench/micro.py without a GPU. One part of the benchmark fails, or the process of a part loses the
 device."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Schedule plotter: its text output, picture and error messages."""
+"""Tests of the schedule plotter's text output, pictures and error messages."""
 
 import re
 import struct

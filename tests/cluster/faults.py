@@ -156,7 +156,7 @@ class Outcome:
     """Outcome of one fault."""
 
     named: dict[str, tuple[float, str]]
-    """For each host, the seconds until its screen named the fault, and the line."""
+    """Maps each host to the seconds until its output named the fault, and the line that named the fault."""
 
     went_on: float = math.nan
     came_back: float = math.nan

@@ -101,7 +101,8 @@ class Host:
     """The `unshare` process, whose only child is the host's init."""
 
     init: int
-    """Process id of the host's init as seen from this machine. When init ends, all processes of the host end."""
+    """Process id of the host's init as seen from this machine. All processes on the host are killed when its init
+    exits."""
 
     @property
     def port(self) -> str:
@@ -146,7 +147,7 @@ class Box:
     # Power
 
     def boot(self, host: int) -> None:
-        """Start a host, for the first time or after `kill_host`. The host's disk keeps its contents."""
+        """Start a host that was never started or was stopped by `kill_host`. The host's disk keeps its contents."""
         assert host not in self._hosts, f"host {host} runs"
         script = f"{NO_IPV6}; hostname {self.names[host]}; ip link set lo up; mount -t tmpfs none /dev/shm; "
         script += "".join(f"mount --bind {self.folder}/{name} /etc/{name}; " for name in ("hosts", "resolv.conf"))

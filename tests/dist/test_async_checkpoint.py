@@ -33,7 +33,7 @@ ROWS = 40
 
 
 def start(rank: int, root: Path, **options: Any) -> tuple[CheckpointWriter, torch.Tensor, dict[str, ShardedBoxes]]:
-    """Return a saver, this rank's half of a tensor, and the tensors to save."""
+    """Return a checkpoint writer, this rank's half of a tensor, and the dictionary of tensors to save."""
     state = initialize_model_parallel()
     part = torch.zeros(ROWS, 3)
     tensors = {"model.a": ShardedBoxes((2 * ROWS, 3), [((rank * ROWS, 0), part)])}
@@ -58,7 +58,7 @@ def test_a_save_keeps_the_newer_latest_checkpoint_of_another_run(tmp_path: Path)
 
 
 def save_until_killed(rank: int, world_size: int, root: Path, victim: int, delay: float, saved: int) -> None:
-    """Save until `victim` is killed, `delay` seconds after its `saved`-th save."""
+    """Save repeatedly until rank `victim` is killed, `delay` seconds after it has completed `saved` saves."""
     saver, part, tensors = start(rank, root, cleanups=(partial(retain, RetentionFlags(keep_last=2)),))
     for iteration in range(1, 10_000):
         if rank == victim and iteration == saved + 1:

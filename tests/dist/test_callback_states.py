@@ -1,5 +1,5 @@
-"""Evaluation weights and callback states under any layout equal those of a one-process run. Callback states are
-planned, saved and resharded."""
+"""Evaluation weights and callback states under any layout equal those of a one-process run. The planned size of
+callback states is exact, and the states survive saving and resharding."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ def not_offered(rank: int, world_size: int, config: RunConfig) -> None:
 
 
 def saved(rank: int, world_size: int, config: RunConfig) -> None:
-    """Save the sums of two steps, and check that the states have the planned size in bytes."""
+    """Train two steps and save the sums that the callback `Sums` holds. Also check that the states have the planned
+    size in bytes."""
     with local_run(config, rank, world_size) as run:
         sums = next(callback for callback in run.callbacks if isinstance(callback, Sums))
         for _ in range(2):

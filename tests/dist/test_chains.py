@@ -1,5 +1,5 @@
-"""Optimizers that chain transforms: updates under any layout equal those of one process, and states have the planned
-size and can be resharded."""
+"""Tests of optimizers that chain transforms. Updates under every layout equal those of one process. The states have the
+planned size and can be resharded."""
 
 from __future__ import annotations
 

@@ -118,5 +118,5 @@ def test_a_killed_save_leaves_the_latest_loadable(tmp_path: Path, dies_in: tuple
     folder = candidates(tmp_path).folders[0]
     assert json.loads((folder / "metadata.json").read_text()) == {}
     assert Checkpoint(folder).read("model.a").shape == (9,)
-    run_world(2, save_weights, tmp_path)  # this save also removes the files of the killed save
+    run_world(2, save_weights, tmp_path)  # this save also removes files that the killed save left
     assert not [path.name for path in tmp_path.iterdir() if path.suffix in (".tmp", ".old")]

@@ -120,7 +120,8 @@ def test_collectives_of_a_tensor_parallel_layer(size: int, style: str, dtype: st
 def test_collectives_of_a_sequence_parallel_layer(size: int, style: str, dtype: str, itemsize: int) -> None:
     forward, backward = per_layer(size, True, style, dtype)
     sbh = S * B * H * itemsize
-    # The inputs of linear_qkv and linear_fc1, of which only the local shard is saved for the backward pass.
+    # The inputs of linear_qkv and linear_fc1 are gathered again, because only their local shards are saved for the
+    # backward pass.
     regathers = 2
     assert Counter(forward) == {("all_gather", sbh): 2, ("all_to_all", sbh): 2}
     assert Counter(backward) == {("all_gather", sbh): 2 + regathers, ("all_to_all", sbh): 2}

@@ -84,8 +84,8 @@ def test_a_dynamic_loss_scale_reads_once() -> None:
 
 @pytest.mark.parametrize("flags", ["--fp32", "--bf16 --dp 2"])
 def test_an_update_is_one_launch_for_each_weight_decay(flags: str) -> None:
-    """On a GPU, each of these calls launches one kernel for all its tensors, so the number of buckets does not
-    matter."""
+    """On a GPU, a fused update launches one kernel for all its tensors, so the number of launches does not depend on
+    the number of buckets."""
     world_size = 2 if "--dp 2" in flags else 1
     for _, calls in run_world(world_size, watched_step, f"{flags} --ddp-bucket-size 700"):
         assert calls["_fused_adamw_"] == 2, "one call for matrices, and one for biases and norms, which do not decay"

@@ -1,4 +1,4 @@
-"""The CPU allocator reuses freed blocks unless the environment configures malloc."""
+"""On a CPU, freed memory blocks are kept and reused, unless environment variables configure malloc."""
 
 from __future__ import annotations
 

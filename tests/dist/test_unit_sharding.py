@@ -51,7 +51,8 @@ CALLS: dict[str, tuple[str, Callable[[UnitBucket], bool]]] = {
     "start_grad_sync": ("reduce", lambda bucket: bucket.whole_grads),
     "finish_grad_sync": ("reduced", lambda bucket: bucket._reduced is not None),
 }
-"""Bucket methods, each with the event that `Watch` records and a predicate that is true if the call has work to do."""
+"""Bucket methods that `Watch` records. Each method has an event name and a predicate. A call is recorded only if the
+predicate returns True, which means that the call has work to do."""
 
 
 class Watch:
@@ -142,7 +143,7 @@ def events(rank: int, world_size: int, flags: str) -> list[tuple[str, str]]:
             for event, kinds in hooks.items():
                 # the embedding's inputs are token ids, which have no gradient
                 for register in kinds if "embedding" not in name else kinds[:1]:
-                    # Before the unit's own hooks launch collectives.
+                    # "begin" is recorded before the unit's own hooks launch collectives.
                     first = {"prepend": True} if event == "begin" else {}
                     register(lambda *_, event=event, name=name: found.append((event, name)), **first)
         for _ in range(2):

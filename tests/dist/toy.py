@@ -1,4 +1,5 @@
-"""Toy model without layers for tests of gradients and optimizers: tagged parameters with known values.
+"""Toy model for tests of gradients and optimizers. The model has no layers, only parameters with metadata and known
+values.
 
 Every parameter has a global value and, for each step and data-parallel rank, a global gradient; both are functions of
 its name. A rank holds its box of the value and adds its share of the gradient under the layout, so the result of one
@@ -159,8 +160,8 @@ def build(state, distributed=True, dtype="fp64", bucket_size=100, compiled=False
 
 
 def finalize_model_grads(ddp, total_tokens, state, seed=1.0):
-    """Reduce the gradients and scale the owned part of every `main_grad` to the gradient of the mean loss per valid
-    token."""
+    """Reduce the gradients. Scale the owned part of every `main_grad`, so that it becomes the gradient of the mean loss
+    per valid token."""
     ddp.scale_grads_(reduce_model_grads(ddp, total_tokens, state, seed))
 
 

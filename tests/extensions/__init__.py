@@ -1,4 +1,4 @@
-"""Tests of the built-in extensions. Each folder has the name of the extension that it tests."""
+"""Tests of the built-in extensions. Each folder is named after the extension that it tests."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def installed(extension: str | None) -> bool:
 
 
 def needs(extension: str, *values: Any) -> Any:
-    """Return test parameters that run only if a built-in extension is installed."""
+    """Return pytest parameters that are skipped if a built-in extension is not installed."""
     return pytest.param(*values, marks=pytest.mark.skipif(not installed(extension), reason=f"{extension} is deleted"))

@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[2]
 
 RUN = f"{TINY} --tp 2 --pp 2 --num-layers 4 --hidden-size 32 --seq-length 16 --micro-batch-size 1 --train-iters 3"
 
-# Program that runs in the copy. It writes the flags that --help all shows, the errors for the given flags, and the
+# Program that runs in the copy of the library without the deleted extensions. It writes the flags that --help all
+# shows, the errors for the given flags, and the
 # losses of 3 steps.
 TRIAL = """
 import io, json, os, sys

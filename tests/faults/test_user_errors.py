@@ -89,7 +89,8 @@ def test_a_user_error_is_reported_once(case: str, folder: Path, tmp_path: Path) 
 
 
 def test_rank_0_reports_the_problems_of_paths(folder: Path, tmp_path: Path) -> None:
-    """Other ranks find one of the problems first, but leave it to rank 0 to report all problems."""
+    """Other ranks find one of the problems before rank 0 does. They must not report it, so that rank 0 can report all
+    problems."""
     flags, message = (text.format(folder) for text in CASES["paths"])
 
     def late(config: RunConfig) -> Iterator[Problem]:

@@ -1,4 +1,5 @@
-"""Every collective of `megatron.core.collectives` and its backward pass, compared with the definition on each backend.
+"""Every collective of `megatron.core.collectives` and its backward pass are compared with their definitions on each
+backend.
 
 Operands contain integers, so that sums have the same bits in any order of terms.
 """
@@ -45,8 +46,8 @@ def differentiated(function: Callable[[Tensor, Axis], Tensor], x: Tensor, axis: 
 
 
 def ring(x: Tensor, axis: Axis) -> Tensor:
-    """Send x two steps around the ring, and return the tensor that arrives. The first step receives into a preallocated
-    tensor."""
+    """Send x two steps around the ring, and return the tensor that arrives. The first ring step receives into a
+    preallocated tensor."""
     into = torch.empty_like(x)
     first = collectives.RingExchange(x, axis, tag=3, into=into).wait()
     return collectives.RingExchange(first, axis, tag=4).wait()
@@ -97,7 +98,7 @@ def _in_flight(part: Tensor, axis: Axis) -> Tensor:
         side.wait_stream(torch.cuda.current_stream())
     pending = list[collectives.Pending]()
     for k in range(ON_STREAMS):
-        with torch.cuda.stream(side):  # has no effect without a side stream
+        with torch.cuda.stream(side):  # does nothing if `side` is None
             square = square @ square
         pending.append(collectives.start_all_reduce_(part * (k + 1), axis))
     sums = [each.wait() for each in reversed(pending)]

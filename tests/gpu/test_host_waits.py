@@ -1,5 +1,5 @@
-"""A training step on a GPU never makes the host wait, as checked by torch itself. The step runs in a separate process,
-as in all tests of this folder.
+"""Torch itself checks that the host never waits for the GPU during a training step. The step runs in a separate
+process, as in all tests of this folder.
 
 The checks do not detect that the host waits for the event of the previous step's outcome (`StepGuard.settle`). This
 wait is intended.

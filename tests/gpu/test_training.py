@@ -34,7 +34,7 @@ def gradient_norms(metrics: Path, *flags: str) -> dict[str, float]:
 
 
 def records(metrics: Path, processes: int, *flags: str) -> list[dict[str, Any]]:
-    """Train, and return the records that the run writes to `metrics`."""
+    """Train under torchrun, and return the records that the run writes to the file `metrics`."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     done = python_apart(*launcher, "pretrain_gpt.py", *FLAGS, *flags, "--metrics-file", str(metrics))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,7 +9,7 @@ the unedited library. `mutants.txt`, here and in the folders of extensions, desc
       + text in its place, further lines with the same indentation
 
 The combination must exercise the edited code. ` with FLAGS` after the combination adds flags of features that are not
-choices of the matrix. Module names are relative to the package megatron.
+choices of the matrix. The name of a module omits the leading `megatron.`.
 
     python -m tests.parity.mutants                  every mutant with its combination: one line per mutant
     python -m tests.parity.mutants 'Sinks' Rotary   those whose names begin so

@@ -1,5 +1,5 @@
-"""Parity matrix. Parity matrix: the core suite covers most choices. Campaigns run some of the other combinations and
-prove that the matrix detects errors.
+"""Tests that run the parity matrix. The core suite covers most choices. Campaigns run some of the other combinations,
+and run mutants to show that the matrix detects errors.
 
 --whole runs the whole matrix; `python -m tests.parity.matrix` and `python -m tests.parity.mutants` print one line for
 each combination or mutant.
@@ -21,8 +21,8 @@ FEW = 7
 choices."""
 
 MORE = 18
-"""Number of additional combinations that run as campaigns and include three in five of all pairs of choices. --whole
-covers every pair."""
+"""Number of additional combinations that run as campaigns. These combinations include three in five of all pairs of
+choices. With --whole, every pair is covered."""
 
 
 @pytest.mark.parametrize("combination", every_choice()[:FEW], ids=str)

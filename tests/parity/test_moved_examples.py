@@ -1,7 +1,7 @@
-"""Each example gives the same plan, losses, checkpoint and conversion with --extension as it gives as a built-in
-extension.
+"""Each example in examples/ is run with --extension and as a built-in extension. The plan, losses, checkpoint and
+conversion must be the same.
 
-No code is trusted because of the location of its file.
+Code must not be trusted merely because of the location of its file.
 """
 
 from __future__ import annotations

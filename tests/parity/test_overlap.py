@@ -1,7 +1,7 @@
 """Overlapped data parallelism computes the same bits as waiting for every collective, however slow the network is.
 
-The slowest possible network is simulated by gathers that happen only when code waits for them: code that reads a
-parameter without waiting sees the value of the previous step.
+To simulate the slowest possible network, a gather is only executed when code waits for it. Code that reads a parameter
+without waiting would see the value of the previous step.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def early_starts(rank: int, world_size: int, flags: str) -> list[tuple[int, int]
             return losses
 
         run.pipeline.train = train_and_count  # type: ignore[method-assign]
-        for size in (4, 8, 2):  # the number of micro-batches differs from step to step, as in a ramp-up
+        for size in (4, 8, 2):  # as in a batch size ramp-up, each step has a different number of micro-batches
             run.batch_sizes = replace(run.batch_sizes, final=size)
             train_step(run)
         run.optimizer.finish_param_sync()

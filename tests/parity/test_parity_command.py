@@ -42,7 +42,7 @@ class Scaled(torch.autograd.Function):
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, only_under_tp: bool) -> None:
-    """Layer whose MLP input gets a wrong gradient."""
+    """Plant a bug that scales the gradient of the MLP input."""
     forward = mlp.MLP.forward
 
     def broken(self: mlp.MLP, x: Tensor, *rest: Any) -> Tensor:
@@ -53,7 +53,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, only_under_tp: bool) -> None:
 
 
 def verdicts(out: str) -> dict[str, str]:
-    """Return the text that follows the number of ranks in each row, keyed by row name."""
+    """Return the verdicts of the printed table, keyed by row name. A verdict is the text after the number of ranks."""
     rows = [line.split(maxsplit=2) for line in out.splitlines() if line.split()[1:2] and line.split()[1].isdigit()]
     return {name: rest for name, _, rest in rows}
 

@@ -1,4 +1,4 @@
-"""Saving and loading a run in one process: resumed state, refused checkpoints, and untrusted files."""
+"""Tests of saving and loading a run in one process: the resumed state, refused checkpoints, and untrusted files."""
 
 from __future__ import annotations
 

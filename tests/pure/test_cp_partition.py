@@ -27,7 +27,8 @@ def places(spans: Spans) -> list[int]:
 
 
 def seen_pairs(tiles: tuple[Tile, ...], queries: Spans, keys: Spans, samples: int) -> list[Pair]:
-    """Return (sample, query position, key position) of every pair that the tiles compute."""
+    """Return one tuple (sample, query position, key position) for every pair of a query and a key that the tiles
+    compute."""
     query_at, key_at = places(queries), places(keys)
     pairs = []
     for tile in tiles:

@@ -22,7 +22,8 @@ from megatron.core.parallel_state import Axis
 
 @pytest.fixture(autouse=True, params=[False, True])
 def crc32(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Switch checksums in archives on and off. Checkpoints are written without checksums."""
+    """Run each test with and without torch's CRC32 checksums in archives. Checkpoint files never contain these
+    checksums."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(request.param)
     yield
@@ -68,7 +69,7 @@ def test_many_similar_tensors_are_pickled_a_few_times(tmp_path: Path, monkeypatc
     monkeypatch.setattr(data_files.torch, "save", counted)
     tensors = {f"model.{i}": torch.full((4, 2) if i % 2 else (3,), float(i)) for i in range(100)}
     save(tmp_path, 1, {k: ShardedBoxes(t.shape, [((0,) * t.dim(), t)]) for k, t in tensors.items()}, {}, Axis())
-    assert calls[0] == 2 * 3  # for each of two kinds, the first tensor and two for the template
+    assert calls[0] == 2 * 3  # for each of two kinds, torch pickles the first tensor and two tensors for the template
     checkpoint = Checkpoint(tmp_path / "iter_0000001")
     assert all(torch.equal(checkpoint.read(key), tensor) for key, tensor in tensors.items())
 

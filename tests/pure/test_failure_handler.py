@@ -40,7 +40,7 @@ FAILURE = Failure(1, "rank 1 of 2", "step 3", "an error", "its traceback", "corr
 
 
 class NoBoard:
-    """Unavailable store that calls `answer` for each request instead."""
+    """Replacement for an unavailable store. Each request only calls `answer`."""
 
     def __init__(self, answer: Callable[[], object]) -> None:
         self._answer, self.peers = answer, dict[int, Any]()
@@ -156,7 +156,7 @@ def test_advice_names_the_checkpoint_that_the_same_command_loads(tmp_path: Path)
     assert memory.endswith("then start the same command again within 10 minutes: it resumes from copies")
     assert killed.endswith(f"then start the same command again: {there} in --load {run}")
     assert advice(error, save=run, load=run, finetune=True).startswith(f"{again} with --load {run} and without --fine")
-    away = str(tmp_path / "away")  # a folder to which the run saved and that is now missing
+    away = str(tmp_path / "away")  # the run saved to this folder, but the folder is now missing
     mount = f"mount or restore --save {away}, where this run saved iteration 5; then start the same command again"
     assert start_again(CheckpointConfig(save=away, load=away), saved=5) == mount
     assert start_again(CheckpointConfig(save=away), saved=5) == f"{mount} with --load {away}"

@@ -41,7 +41,7 @@ BROKEN_BY = {
 
 
 def given(flag: Flag) -> str:
-    """Return the flag and a value other than the default as command-line text."""
+    """Return command-line text that sets the flag to a value other than its default."""
     other = [choice for choice in flag.spec.choices or () if flag.default not in (choice, (choice,))]
     return flag.name if flag.kind is bool else f"{flag.name} {other[0] if other else SAMPLES[flag.kind]}"
 

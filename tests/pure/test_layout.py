@@ -134,7 +134,7 @@ def test_both_ends_hold_a_tied_embedding() -> None:
 
 
 class ByTimes:
-    """The first rank is slow and gets one layer in this custom split."""
+    """Custom pipeline split in which the first rank gets only one layer, as if that rank were slow."""
 
     @staticmethod
     def virtual(parallel: ModelParallelConfig) -> bool:

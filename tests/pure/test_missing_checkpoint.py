@@ -1,4 +1,4 @@
-"""--load of a path without a checkpoint: some runs start from scratch, and the others report errors."""
+"""If --load names a path without a checkpoint, some runs start from scratch, and the others report errors."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_evaluation_has_a_separate_capacity() -> None:
 
 def test_a_step_updates_the_bias_and_logs_the_load() -> None:
     """The bias update counts the assignments that experts accepted, as in Megatron-LM, which drops tokens before
-    counting. The logged load counts all assignments."""
+    counting. The logged expert load counts all assignments, including those of dropped tokens."""
     config = replace(DEEPSEEK, moe_expert_capacity_factor=0.7)
     layer, x = build_layer(config), random_input(config)
     balance = layer.router.balance

@@ -1,5 +1,5 @@
-"""Multi-token prediction in one process: comparison with the formula in plain torch, and the choice of the later tokens
-that count."""
+"""Multi-token prediction in one process is compared with the formula in plain torch. The tests also check which later
+tokens count towards the losses."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ CONFIG = replace(GPT, num_layers=3, mtp_num_layers=2, mtp_loss_scaling_factor=0.
 
 
 def losses_written_out(model: GPTModel, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-    """Return the main loss sum and the loss sums of both prediction depths. The losses are computed by the formula of
-    arXiv 2412.19437, using the norms, projections and layers of the model. A loop over single tokens determines which
-    tokens count."""
+    """Return the sum of the main losses, and the sum of the losses for each of the two prediction depths. The losses
+    are computed by the formula of arXiv 2412.19437, using the norms, projections and layers of the model. A loop over
+    single tokens determines which tokens count."""
     b, s = batch.tokens.shape
     words, table = model.embedding.word_embeddings.weight, model.embedding.position_embeddings.weight
     positions = torch.arange(s).expand(b, s) if batch.position_ids is None else batch.position_ids

@@ -84,8 +84,8 @@ def test_values_depend_on_seed_and_parameter_name() -> None:
 
 @pytest.mark.parametrize(("kind", "low", "high"), [("uniform", -0.5, 0.5), ("log_of_uniform", 1.0, 16.0)])
 def test_uniform_numbers_fill_their_range(kind: str, low: float, high: float) -> None:
-    """All numbers lie in their range and are spread over it, and the numbers of a shard are a part of those of the
-    whole tensor."""
+    """All numbers lie within the range and fill it evenly. A shard has the same numbers as the corresponding part of
+    the whole tensor."""
     meta = ParamMeta("a", (40, 50), {"tp": 0}, Init(kind, low=low, high=high), role="hidden")
     whole = shard(meta, 0, 1)
     numbers = whole.exp() if kind == "log_of_uniform" else whole

@@ -55,7 +55,7 @@ def test_wrapper_has_the_global_size_and_refuses_arithmetic() -> None:
 
 
 def test_overlapping_boxes_and_dtype_changes_survive_a_round_trip(tmp_path) -> None:
-    """A single load fills overlapping target boxes of several dtypes."""
+    """One call of load fills target boxes that overlap and have different dtypes."""
     values = torch.randn(4, 6)
     scalar = torch.tensor(2.5)
     halves = [((0, 0), values[:, :2]), ((0, 2), values[:, 2:])]

@@ -187,8 +187,9 @@ def test_no_whole_score_matrix_is_allocated(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def scores_of_sequence(q: Tensor, k: Tensor, scale: float, left: int, right: int) -> Tensor:
-    """Return scores [heads, n, m] as flash attention for GPUs defines them. Query i of n is aligned with key i + m - n
-    of m, and attends to `left` keys before that key and to `right` keys after it; -1 means all."""
+    """Return the attention scores [heads, n, m] according to the definition of FlashAttention for GPUs. Query i of n is
+    aligned with key i + m - n of m, and attends to `left` keys before that key and to `right` keys after it; -1 means
+    all."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     at = torch.arange(len(q))[:, None] + len(k) - len(q)
     key = torch.arange(len(k))
@@ -237,7 +238,7 @@ def varlen_backward(
 def test_packed_tiles_match_dense_masked_attention(
     groups: int, window: int | None, documents: Tensor | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test passes the same packing and windows as for the GPU kernel to the kernel's definition."""
+    """The kernel's definition replaces the GPU kernel and receives the same packed operands and windows."""
     monkeypatch.setattr(flash_kernels, "flash_attention_forward", varlen_forward)
     monkeypatch.setattr(flash_kernels, "flash_attention_backward", varlen_backward)
     compare(FlashCUDAKernel(Flash2(SCALE)), groups, window, documents)

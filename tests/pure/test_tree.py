@@ -242,11 +242,12 @@ KEYWORDS_OF_LM_EVAL = "lm_eval_model.model: CheckpointLM.__init__"
 
 PAST_ARGUMENTS = {
     KEYWORDS_OF_LM_EVAL,
-    # torch calls these functions by position, with one argument for each result of their backward pass.
+    # torch calls these autograd functions with positional arguments, and each argument needs a result of the backward
+    # pass.
     "core.tensor_parallel.layers: LinearFunction.forward",
     "extensions.speed.fusions.fused_norm: _FusedNorm.forward",
 }
-"""Functions that may have more arguments than the limit. All other functions group their arguments, as in
+"""Functions that are exempt from the limit on the number of arguments. All other functions group their arguments, as in
 `WeightSetup`; do not add to this list."""
 
 

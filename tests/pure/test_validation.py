@@ -67,7 +67,7 @@ def test_every_path_flag_declares_whether_it_accepts_urls() -> None:
         said = f"{flag.name} none://a/b: is a URL, but no storage is registered for none://; {NO_STORAGE}"
         assert said in map(str, read_flags([flag.name, "none://a/b"]).problems)
     for flag in local:
-        if flag.field != "extension":  # the module is imported before anything is validated
+        if flag.field != "extension":  # the module that --extension names is imported before validation
             said = (
                 f"{flag.name} gs://a/b: is a URL, but only paths of mounted file systems are accepted here; "
                 "use such a path, and copy from or to the other storage yourself"
@@ -139,7 +139,8 @@ def test_resolve_fills_derived_values() -> None:
     ("hidden_size", "width"), [(8, 64), (24, 64), (47, 64), (48, 128), (1024, 2688), (4096, 10880), (5120, 13632)]
 )
 def test_default_width_of_a_gated_mlp_is_rounded_down(hidden_size: int, width: int) -> None:
-    """The widths are the same as Megatron-LM's, except that models too small for a multiple of 64 use 64."""
+    """The default widths equal Megatron-LM's. Models whose width would be below 64 are the only exception; their width
+    is 64."""
     assert TransformerConfig(hidden_size=hidden_size, swiglu=True).ffn_size == width
     assert TransformerConfig(hidden_size=hidden_size).ffn_size == 4 * hidden_size
 

@@ -6,11 +6,11 @@ run.
     python -m tests.referee.planted --of 3 --part 0        every third, from the first
 
 `planted.txt` lists the mutants of tests/parity/mutants.py that change gradients but not the loss. For each mutant, a
-regular expression matches the first gradient in the backward pass that becomes wrong. A run with the mutant dumps its
-first step, which `tools/referee.py --step` judges without the mutant. A verdict is wrong if it names a different
-gradient. The referee misses a fault if it reports all gradients as equal. Runs that abort because of the fault write no
-step dump and are counted separately. A fault is explained if applying the cause to the correct tensor gives the dumped
-tensor. Other causes only describe the difference.
+regular expression matches the name of the first gradient in the backward pass that is wrong. A run with the mutant
+dumps its first step, which `tools/referee.py --step` judges without the mutant. A verdict is wrong if it names a
+different gradient. The referee misses a fault if it reports all gradients as equal. Runs that abort because of the
+fault write no step dump and are counted separately. A fault is explained if applying the cause to the correct tensor
+gives the dumped tensor. Other causes only describe the difference.
 """
 
 from __future__ import annotations

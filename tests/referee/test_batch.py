@@ -1,4 +1,4 @@
-"""Batches for the referee: arrays in an .npz file, and document boundaries within samples."""
+"""Tests of batch files for the referee: the arrays in an .npz file, and document boundaries within samples."""
 
 from __future__ import annotations
 

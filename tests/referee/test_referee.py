@@ -94,7 +94,7 @@ def mixtral(tmp_path: Path) -> Other:
 
 
 def first(found: dict[str, object]) -> tuple[str, str]:
-    """Return the first wrong gradient of a judgement, and the cause."""
+    """Return the name of the first wrong gradient in a judgement, and the cause of the error."""
     name = str(found["first"])
     return name, found["gradients"][name]["cause"]  # type: ignore[index]
 

@@ -1,5 +1,5 @@
-"""Decisions that scripts/train_gpt_slurm.sh makes after the ranks have ended. Scripts replace srun and scontrol, so
-that the tests need no SLURM and each case takes only a moment."""
+"""Tests of the decisions that scripts/train_gpt_slurm.sh makes after the ranks have ended. Scripts replace srun and
+scontrol, so that the tests need no SLURM and each case takes only a moment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STANDINS = {
             requeue*) echo "$2" >>"$FOLDER/requeued" ;;
         esac""",
     # This srun saves a checkpoint if SAVES is set, reports how the run ended, and fails as a launcher would. If LEFT is
-    # set, the job loses all nodes but those, and the next srun ends with THEN.
+    # set, the job loses all nodes except those in LEFT, and the next srun reports the outcome THEN.
     "srun": """
         echo "$* under $LAUNCH" >>"$FOLDER/sruns"
         if [[ -e "$FOLDER/left" ]]; then ENDS="$THEN"; fi

@@ -52,7 +52,7 @@ class Audited:
     """Error that ended the run; empty if the run ended without an error."""
 
     losses: list[tuple[float, float]]
-    """Loss and gradient norm of each step."""
+    """One tuple (loss, gradient norm) per step."""
 
     seconds: float
     """CPU seconds that the first rank used between its second log line and its last log line."""
@@ -69,7 +69,8 @@ def flip(x: Tensor, bit: int, place: int = 0) -> None:
 
 
 def audited(flags: str, world_size: int, flips: Sequence[Flip] = (), exact: bool = True) -> Audited:
-    """Train with faults, and return the findings that all ranks received. `exact` is --deterministic-mode."""
+    """Train with faults, assert that all ranks received the same findings, and return the results of rank 0. `exact` is
+    --deterministic-mode."""
     words = f"{AUDITED} {'--deterministic-mode' if exact else ''} {flags}".split()
     config = resolve_legal(parse_args(words), world_size)
     found = run_world(world_size, _train, config, tuple(flips), timeout=LONGEST)

@@ -230,7 +230,7 @@ def test_averages_have_names_and_rules() -> None:
 
 
 def test_a_plan_names_the_averages_with_their_bytes(capsys: pytest.CaptureFixture[str]) -> None:
-    """One fp32 average in one process takes 4 bytes per trained element."""
+    """An fp32 average takes 4 bytes per trained element in a one-process run."""
     with pytest.raises(SystemExit):
         pretrain_gpt.main(f"{RUN} --bf16 --ema-decay 0.9 --dry-run --world-size 1".split())
     out = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Rules that name a layer or a tensor-parallel rank from its statistics, tested on synthetic series."""
+"""Tests of the alarm rules on synthetic series of statistics. An alarm names a layer or a tensor-parallel rank."""
 
 from __future__ import annotations
 

@@ -88,7 +88,8 @@ def test_statistics_do_not_change_the_run() -> None:
 
 
 def counted(rank: int, world_size: int, flags: str) -> tuple[dict[str, float], dict[str, float], set[str]]:
-    """Return (record of a step, directly computed values, names of the layer statistics)."""
+    """Return the logged record of a step, the values computed directly with hooks, and the names of the layer
+    statistics."""
     plain: dict[str, float] = {}
     outputs: dict[str, list[torch.Tensor]] = {}
     choices: dict[int, list[torch.Tensor]] = {}

@@ -61,7 +61,7 @@ def _layer(run: TrainingRun) -> Any:
 
 
 def growing_weight(run: TrainingRun, first: int) -> None:
-    """Make the gain of the norm before the MLP grow by `RATE` per step."""
+    """Multiply the weight of the norm before the MLP by `RATE` in each step."""
     weight = _layer(run).pre_mlp_layernorm.weight
     EachStep(run, first, lambda: weight.mul_(RATE))
 

@@ -50,7 +50,7 @@ def test_a_run_that_ends_within_its_profile_writes_it(tmp_path: Path) -> None:
 
 
 def test_nsys_ranges_and_memory_snapshots_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test records the calls that a run makes on a GPU."""
+    """The test replaces functions of torch.cuda and records the calls that a run would make on a GPU."""
     calls: list[str] = []
 
     class Ranges(AbstractContextManager):

@@ -1,4 +1,4 @@
-"""Run reports: their contents for every kind of run, and their display in a browser."""
+"""Tests of run reports: the contents for each kind of run, and how a browser displays a report."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_branch_counts_only_its_own_time_and_flops() -> None:
 
 
 def test_several_runs_are_compared_best_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Losses are drawn over tokens, time and FLOPs."""
+    """The report plots losses against tokens, time and FLOPs."""
     for name, count, loss in (("worse", 8, 2.5), ("best", 4, 2.25)):
         write_metrics(tmp_path / name, count, tflops_per_device=0.25)
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,5 @@
-"""A slow rank is named even though all ranks take the same time, because the others wait for it."""
+"""All ranks take the same time per step, because the others wait for a slow rank. The slow rank is identified
+nevertheless."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests of traces of all ranks: the recorded events, and the clock that all ranks share. Tracing does not affect steps
-that are not traced."""
+"""Tests of traces that cover all ranks: the recorded events, and the common clock of all ranks. Tracing does not affect
+steps that are not traced."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def run_of(rank: int, size: int, flags: str, folder: str) -> tuple[TrainingRun, 
 
 
 def traced(rank: int, size: int, flags: str, folder: str) -> tuple[float, bool]:
-    """Return (last loss, True if torch.distributed and the executor are unchanged)."""
+    """Train, and return two values: the last loss, and whether torch.distributed and the executor are unchanged
+    afterwards."""
     functions = dist.all_reduce, dist.isend, dist.all_to_all_single, dist.Work.wait
     run, _ = run_of(rank, size, flags, folder)
     as_before = not run.pipeline.executor.watchers and not run.timers.watchers
@@ -114,7 +115,7 @@ SHIFT, RATE = 5_000_000_000, 1.001
 
 
 def clocks_apart(rank: int, size: int) -> dict[str, Any]:
-    """Trace two hosts with two ranks each. The second host's clock is ahead and runs fast."""
+    """Simulate two hosts with two ranks each. The clock of the second host is ahead and runs fast."""
 
     def clock() -> int:
         now = time.perf_counter_ns()

@@ -1,4 +1,5 @@
-"""`--eval-tasks` on the command line: the six tasks of tests/fixtures during training and on a finished checkpoint."""
+"""`--eval-tasks` on the command line evaluates the six tasks of tests/fixtures, both during training and on a finished
+checkpoint."""
 
 from __future__ import annotations
 

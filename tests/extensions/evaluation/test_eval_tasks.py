@@ -178,7 +178,8 @@ def test_generation_ends_at_stop_strings_and_eod() -> None:
 
 
 def test_a_suite_scores_the_answers_of_a_model() -> None:
-    """The model prefers the letter e: each row's score is the number of e's among its scored tokens."""
+    """The score of each row is the number of letters e among its scored tokens, as if the model preferred this
+    letter."""
     loaded = suite(TASKS)
 
     def score(rows: Sequence[Row]) -> list[Score]:

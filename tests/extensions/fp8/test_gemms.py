@@ -205,8 +205,9 @@ class Layer:
         config = Fp8Flags(fp8_format="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe)
         self.context = Fp8Format(config, range(1), WeightCasts())
         self.gemms = self.context.linear("linear", Axis(), Cuts(), CPU, False)
-        s, out, features = (72, 40, 208) if self.recipe == "blockwise" else (24, 8, 64)  # whole and partial tiles
-        # two output dims, because query-key-value layers have several
+        # sizes with full and partial tiles
+        s, out, features = (72, 40, 208) if self.recipe == "blockwise" else (24, 8, 64)
+        # the weight has two output dims, as the weights of query-key-value layers do
         self.weight = nn.Parameter(spread(4, out, features))
         self.weight.main_grad = torch.zeros(4, out, features)  # type: ignore[attr-defined]
         self.x, self.dy = spread(s, 2, features).requires_grad_(), spread(s, 2, 4 * out)

@@ -38,7 +38,8 @@ from tests.pure.test_tile_attention import (
 
 
 def starts_of(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """Return the packed offsets of the samples of dense operands [b, n, heads, d]."""
+    """Return the offsets of the samples of dense operands [b, n, heads, d] after packing the samples into one
+    sequence."""
     (b, n), m = q.shape[:2], k.shape[1]
     return torch.arange(0, b * n + 1, n), torch.arange(0, b * m + 1, m), n, m
 
@@ -243,5 +244,6 @@ def test_packed_kernels_of_equal_widths_support_other_value_widths() -> None:
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients(found, qkv), gradients(expected, qkv))
     alike = (x[:, :1] for x in operands_of(10, 10))
-    packed_attention(*alike, None, None, EqualWidthsKernel(twin)).sum().backward()  # views that share memory
+    # the output gradient is an expanded view whose elements share memory
+    packed_attention(*alike, None, None, EqualWidthsKernel(twin)).sum().backward()
     assert twin.contiguous

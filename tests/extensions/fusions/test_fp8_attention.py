@@ -57,8 +57,8 @@ def errors(found: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 
 def test_errors_match_the_docstring() -> None:
-    """Errors are measured against fp64 attention of the original operands and of the rounded operands. The latter error
-    comes only from rounding the attention weights."""
+    """Errors are measured against fp64 attention of the original operands and of the rounded operands. The error
+    against the rounded operands comes only from rounding the attention weights."""
     qkv = heads_of(384, 2, 4, 2, 64)
     scale, grad = 64**-0.5, torch.randn(384, 2, 4, 64, dtype=torch.bfloat16)
     found = with_gradients(Fp8Attention("", Twin(scale), False), qkv, grad)
@@ -97,8 +97,8 @@ def test_casts_are_saved_and_not_operands() -> None:
 
 
 def check_kernel(device: str = "cpu") -> None:
-    """Compare outputs and log-sum-exps with the definition, for full and partial blocks and several groups and
-    widths."""
+    """Compare the kernel's outputs and log-sum-exps with the definition. The cases include full and partial blocks, and
+    several groups and head widths."""
     from megatron.extensions.speed.fusions.attention import fp8_attention_triton as kernels
 
     for n, b, heads, groups, d in ((160, 2, 4, 2, 16), (128, 1, 2, 2, 64), (300, 1, 1, 1, 128)):

@@ -1,4 +1,5 @@
-"""Expert weight gradients: interpreted kernels compared with one GEMM per expert, and the choice of a kernel."""
+"""Kernels for expert weight gradients. The kernels run in Triton's interpreter and are compared with one GEMM per
+expert. The choice of a kernel is also tested."""
 
 from __future__ import annotations
 

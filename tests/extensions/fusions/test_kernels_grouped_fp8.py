@@ -1,5 +1,6 @@
-"""fp8 kernels for experts. Interpreted casts along tokens equal their twin bit for bit, and interpreted GEMMs are
-compared with fp64 GEMMs of the same values. Also tests the compiled GPU code and the choice between kernels."""
+"""Triton kernels for experts in fp8, run in Triton's interpreter. Casts along tokens equal a plain-torch twin bit for
+bit, and GEMMs are compared with fp64 GEMMs of the same values. Also tests the compiled GPU code and the choice between
+kernels."""
 
 from __future__ import annotations
 

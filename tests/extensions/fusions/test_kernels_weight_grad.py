@@ -96,7 +96,7 @@ def test_the_kernel_compiles_for_hopper() -> None:
 
 
 class CublasLt:
-    """Replacement for cuBLASLt's interface on CPU memory: D = alpha scale_A scale_B op(A) op(B) + beta C of
+    """Replacement for cuBLASLt that works on CPU memory. It computes D = alpha scale_A scale_B op(A) op(B) + beta C for
     column-major matrices."""
 
     def __init__(self) -> None:

@@ -119,7 +119,8 @@ def test_deferred_additions_are_made(case: str, added: list[Tensor], monkeypatch
 
 
 def test_outputs_for_ranks_or_hooks_are_not_added_in_gemms(added: list[Tensor], addends: list[Tensor]) -> None:
-    """A partial sum must be reduced before it is added, and a hook must see a module's output before the addition."""
+    """Partial sums must be reduced over ranks before they are added to the residual stream. A forward hook must receive
+    the output of a module without the residual."""
     model = GPTModel(replace(STYLES["llama"], num_layers=3), COMPILED)
     blocks = list(model.decoder.layers)
     assert all(takes_addend(block.mlp) and takes_addend(block.self_attention) for block in blocks)

@@ -2,8 +2,8 @@
 
     python -m tests.extensions.hugging_face.class_defaults
 
-A config.json may lack any key; the class's value then applies. The table contains the defaults of every built-in
-family, and the alternative key names that the family's class accepts.
+If a key is missing from a config.json, the default of the configuration class applies. The table contains the defaults
+of every built-in family, and the alternative key names that the family's class accepts.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ SMALL = 200_000
 
 
 def whole(model_type: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json that transformers writes for the given settings. Exceptions from transformers
-    propagate."""
+    """Return the config.json that transformers writes for the given settings. Exceptions that transformers raises are
+    not caught."""
     settings = {key: value for key, value in settings.items() if key not in OF_NO_MODEL}
     return transformers.AutoConfig.for_model(model_type, **settings).to_dict() | {"model_type": model_type}
 

@@ -136,7 +136,7 @@ def test_a_run_starts_from_converted_weights_and_resumes(llama: Path, tmp_path: 
     assert (folder / "iter_0000003").is_dir()
 
 
-# Tests of wrong or hostile inputs
+# Tests of invalid and malicious inputs
 
 
 Damage = Callable[[Path], object]
@@ -185,8 +185,8 @@ class Attack:
 
 
 def pickled(save: Callable[[Path, Path], object]) -> Damage:
-    """Return damage that replaces the weights with a .bin file. `save` writes the file, given the folder and the file's
-    path."""
+    """Return a function that damages a folder by replacing the weights with a .bin file. `save` is called with the
+    folder and the path of the file, and writes the file."""
 
     def damage(folder: Path) -> None:
         (folder / SAFE).unlink()

@@ -38,7 +38,8 @@ pytest.importorskip("transformers")
 
 
 def load_and_save(rank: int, world_size: int, saved: RunConfig, load: Path, new: Path) -> tuple[Progress, int]:
-    """Start a run from given weights with TP 2, PP 2 and, for models with experts, EP 2, and save a checkpoint."""
+    """Start a run from the weights in `load`, and save a checkpoint. The layout is TP 2 and PP 2, with EP 2 for models
+    with an even number of experts."""
     count = saved.model.num_experts
     experts = 2 if count and count % 2 == 0 else 1
     parallel = ModelParallelConfig(

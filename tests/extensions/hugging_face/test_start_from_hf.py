@@ -425,7 +425,8 @@ def test_a_converted_run_in_bf16_exports_what_it_trains(mixtral: Path, tmp_path:
     flags = ["--load", str(mixtral), "--save", str(tmp_path / "run"), "--bf16", *TRAINING.split(), "1"]
     run_forked(2, flags, tmp_path / "screen")
     convert_checkpoint.main(["--input", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--dtype", "float32"])
-    assert_same_weights(mixtral, tmp_path / "hf")  # the optimizer's main parameters were read in fp32
+    # the main parameters of the optimizer were initialized from the fp32 files
+    assert_same_weights(mixtral, tmp_path / "hf")
     convert_checkpoint.main(["--input", str(tmp_path / "run"), "--output", str(tmp_path / "bf16")])
     narrow = weights_in(tmp_path / "bf16")
     assert all(torch.equal(value.bfloat16(), narrow[name]) for name, value in weights_in(mixtral).items())

@@ -1,4 +1,5 @@
-"""OpenAI API over HTTP, served in this process: answers, refusals, limits, and misbehaving clients."""
+"""Tests of the OpenAI-compatible HTTP API, served from this process: answers, refused requests, limits, and misbehaving
+clients."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tools.serve import main
 
 @contextmanager
 def serving(checkpoint: str, screen: Path, ranks: int, *flags: str) -> Iterator[tuple[str, list[Any]]]:
-    """Start a server, and yield its URL and the processes of its ranks."""
+    """Start tools/serve.py on `ranks` ranks, and yield the URL of the server and the processes of the ranks."""
     argv = ["--load", checkpoint, "--device", "cpu", "--port", "0", *flags]
     with forked_ranks(ranks, argv, screen, main=lambda argv: run_tool(partial(main, argv))) as processes:
         ready = re.compile(r"serving checkpoints at (http://\S+)/v1")

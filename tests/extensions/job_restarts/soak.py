@@ -100,8 +100,8 @@ def watch(run: Run, parents: Sequence[int], every: int, ranks: Sequence[Any]) ->
 
 
 def table(samples: Sequence[tuple[int, Mapping[str, Sample]]]) -> list[str]:
-    """Return the lines of a table that compares the first and the last tenth of the samples. The first sample is a
-    warm-up and does not count."""
+    """Return the lines of a table that compares the first tenth of the samples with the last tenth. The first sample is
+    a warm-up and does not count."""
     rest = samples[1:]
     tenth = max(1, len(rest) // 10)
     lines = [f"{'process':<10}{'value':<10}{'first tenth':>13}{'last tenth':>13}{'per 1000 steps':>16}"]
@@ -117,8 +117,8 @@ def table(samples: Sequence[tuple[int, Mapping[str, Sample]]]) -> list[str]:
 
 def phases(screen: str, events: Sequence[Mapping[str, Any]]) -> str:
     """Return the median seconds of each phase of a restart. A restart has these phases: the failure is detected, the
-    ranks end, the parent processes meet, the parents fork new ranks, and the first step ends. The parts of start-up are
-    listed too."""
+    ranks end, the parent processes meet, the parents fork new ranks, and the first step ends. The median times of the
+    parts of startup are also listed."""
     lines = re.findall(r"^ *start-up \(s\): (.*)$", screen, re.MULTILINE)[1:]
     starts = [dict(part.rsplit(" ", 1) for part in line.split(" | ")) for line in lines]
     pairs = list(zip(events, starts, strict=False))

@@ -247,7 +247,7 @@ def test_the_launcher_decides_if_a_parent_is_missing(
     def attempt(rank: int, number: int) -> int:
         if rank == 1:
             os.kill(os.getppid(), signal.SIGKILL)
-            time.sleep(HANG)  # the rank ends with its parent
+            time.sleep(HANG)  # the rank is killed together with its parent
         return 1
 
     assert codes_of(2, attempt) == [1, -signal.SIGKILL]
@@ -274,7 +274,8 @@ def test_a_parent_that_is_launched_late_is_awaited(monkeypatch: pytest.MonkeyPat
 def test_signals_reach_the_rank(tmp_path: Path) -> None:
     def attempt(rank: int, number: int) -> int:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # as a rank that handles the signal does
+        # ranks that handle SIGTERM unblock it in the same way
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         (tmp_path / "ready").touch()
         time.sleep(HANG)
         return 1

@@ -313,7 +313,8 @@ def test_a_job_array_has_one_task_per_rung(tmp_path: Path, capsys: pytest.Captur
 
 
 def expectation(path: Path, low: float) -> str:
-    """Write a prediction for the run that `RUN` describes: 128 tokens, with evaluations at 64 and 128 tokens."""
+    """Write a predicted loss curve for the run that `RUN` describes, and return the path as a string. The run trains on
+    128 tokens and is evaluated after 64 and 128 tokens."""
     curve = [{"tokens": tokens, "loss": 3.9, "low": low, "high": 4.2} for tokens in (64, 128)]
     parameters = counted_parameters(load_config(RUN.split())[0].model)
     target = {"hidden_size": 16, "num_layers": 2, "parameters": parameters, "tokens": 128, "batch_size": 4, "lr": 1e-2}

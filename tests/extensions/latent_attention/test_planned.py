@@ -27,14 +27,14 @@ def test_flops_of_latent_attention() -> None:
     channel costs 2 FLOPs, in three passes."""
     config = with_fields(TransformerConfig(**shape(2, 32, 4, 64, 128, 16)), STYLES["latent"])
     assert model_flops(config).attention == 2 * 3 * 2 * 4 * (10 + 5) * 8
-    for more in ({}, {"window_size": 100}):  # several tiles on the diagonal
+    for more in ({}, {"window_size": 100}):  # sequences of 600 tokens have several diagonal tiles
         long = replace(config, seq_length=600, **more)
         assert model_flops(long).attention == pytest.approx(2 * 3 * 2 * 4 * (10 + 5) * long.layers[0].span.mean(600))
 
 
 def test_recomputation_of_heads_saves_only_latents() -> None:
-    """Queries, keys and values are not saved. The projection output that contains the key-value latent and the rotary
-    key is saved."""
+    """Queries, keys and values are not saved. Only the projection output that consists of the key-value latent and the
+    rotary key is saved."""
     widths = LATENT.options(LatentAttentionFlags)
     model, tokens = LATENT, SAMPLES * LATENT.seq_length
     kept = []

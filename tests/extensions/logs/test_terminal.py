@@ -1,4 +1,4 @@
-"""Formatting of console lines on a terminal."""
+"""Tests of how progress lines are formatted for a terminal."""
 
 from __future__ import annotations
 

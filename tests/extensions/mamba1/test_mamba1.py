@@ -49,7 +49,8 @@ def token_by_token(
 def test_the_scan_matches_the_recurrence(
     length: int, at_a_time: int, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scan processes the channels in one part or several. The cases include lengths with and without divisors."""
+    """The scan processes the channels in one part or several. Some sequence lengths are prime, and others are
+    divisible."""
     monkeypatch.setattr(scan, "MOST_STATES", at_a_time)
     *tokens, state = operands(length)
     number = documents(length) if packed else None
@@ -73,8 +74,8 @@ def test_sixteen_bits_are_computed_in_fp32() -> None:
 
 
 def test_initial_values() -> None:
-    """As in Mamba, initial decays range from 1 to the number of states in each channel, and step sizes from 0.001 to
-    0.1."""
+    """As in Mamba, the initial decays of each channel range from 1 to the number of states. The initial step sizes
+    range from 0.001 to 0.1."""
     mixer: Any = GPTModel(replace(MAMBA1, hidden_size=64), FP64).decoder.layers[0].self_attention
     decays = torch.arange(1, 6, dtype=torch.float64).expand(48, 5)
     torch.testing.assert_close(mixer.a_log.exp().view(48, 5), decays, rtol=1e-14, atol=0)

@@ -45,8 +45,8 @@ def unpack(name: str, folder: Path) -> Path:
 
 
 def of_their_run(name: str) -> Any:
-    """Return the run's tokens [steps, batch, s + 1] and losses [steps]. The run saved a checkpoint after the second
-    step."""
+    """Return the tokens [steps, batch, s + 1] and the losses [steps] of a megatron-core run, read from a fixture. The
+    run saved a checkpoint after the second step."""
     return json.loads((FIXTURES / f"{name}.json").read_text())
 
 

@@ -89,7 +89,7 @@ def test_tables_do_not_overlap() -> None:
 
 
 def test_replacements_of_flags_exist() -> None:
-    """The tables' replacements, switches and remedies name existing flags."""
+    """Every flag that the table of foreign flags mentions as a replacement, switch or remedy must exist."""
     foreign = TABLE
     known = {*spelling_table(), *foreign.spellings(), *options()}
     for name, entry in (*foreign.entries.items(), *foreign.prefixes.items()):

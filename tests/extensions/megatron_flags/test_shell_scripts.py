@@ -1,4 +1,4 @@
-"""Shell arithmetic, shell tests and SLURM variables in launch scripts."""
+"""Launch scripts may contain shell arithmetic, shell tests and SLURM variables."""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ def metas_of(model: str) -> dict[str, ParamMeta]:
         layer, kind = name.split(".")
         role = MLP[layer] if kind == "weight" else "bias"
         own = "output_layer.bias" if name == "4.bias" else name
-        shape = tuple(parameter.shape)[:: -1 if role == "embedding" else 1]  # an embedding table has one row per input
+        # the shape is reversed, because an embedding table has one row per input
+        shape = tuple(parameter.shape)[:: -1 if role == "embedding" else 1]
         found[name] = ParamMeta(own, shape, role=role)
     return found
 
@@ -69,8 +70,8 @@ def ours(model: str, optimizer: str) -> Rates:
 
 
 def as_matrix(weight: torch.Tensor) -> tuple[int, ...]:
-    """Return the weight's shape as the package expects it, [out, in]. Our weights may have more dims, which number
-    linear maps."""
+    """Return the shape of a weight as [out, in], which the `mup` package expects. If our weight has more dims, the
+    leading dims number linear maps and are merged into the output dim."""
     return tuple(weight.flatten(0, -2).shape) if weight.ndim > 2 else tuple(weight.shape)
 
 

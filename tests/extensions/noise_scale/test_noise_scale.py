@@ -54,7 +54,7 @@ def test_steps_without_update_do_not_count() -> None:
 
 
 def measured(rank: int, world_size: int, config: RunConfig, steps: int) -> list[list[float]]:
-    """Return [tr(S), |G|^2] of each step except the first, measured over the whole world."""
+    """Train, and return [tr(S), |G|^2] for each step except the first, measured over all ranks."""
     with local_run(config, rank, world_size) as run:
         (meter,) = [each for each in run.meters if isinstance(each, NoiseScale)]
         for _ in range(steps):

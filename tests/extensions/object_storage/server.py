@@ -100,7 +100,7 @@ class Faults:
         self.generator = random.Random(self.seed)
 
     def hold(self) -> float:
-        """Return the seconds by which the data that the client of a new connection sends are delayed."""
+        """Return the delay in seconds for the data that the client of a new connection sends."""
         with self.lock:
             if not self.late or self.generator.random() >= self.late:
                 return 0.0
@@ -139,7 +139,7 @@ def _accept(listener: socket.socket, port: int, faults: Faults) -> None:
 def _pump(source: socket.socket, sink: socket.socket, left: list[float], faults: Faults, hold: float) -> None:
     with suppress(OSError):
         while data := source.recv(1 << 16):
-            if hold and len(data) < 1 << 16:  # a short piece is probably the last one
+            if hold and len(data) < 1 << 16:  # a piece shorter than the buffer is probably the last piece of a request
                 time.sleep(hold)
                 hold = 0.0
             with faults.lock:

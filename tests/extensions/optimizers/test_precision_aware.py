@@ -99,8 +99,8 @@ def test_small_changes_of_a_moment_are_not_lost() -> None:
 
 
 def test_checkpoints_load_across_formats_and_layouts(tmp_path: Path) -> None:
-    """States load bit for bit into every format that can represent the saved values. The exception is a parameter
-    halfway between two bf16 numbers, which the remainder format rounds away from zero."""
+    """States load bit for bit into every format that can represent the saved values. There is one exception: the
+    remainder format rounds parameters that are halfway between two bf16 numbers away from zero."""
     checkpoints, base = Checkpoints(tmp_path), f"{MODEL} --bf16 "
     fp8 = f"{MOMENTS['fp8']} --main-grads-dtype bf16 "
     checkpoints.visit("fp8", 2, parse_args(f"{base}{fp8}--tp 2".split()), train=True)

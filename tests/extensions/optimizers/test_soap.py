@@ -119,7 +119,7 @@ def project_back(x: Tensor, bases: list) -> Tensor:
 
 
 def drawn(rows: int, columns: int, rank: int) -> list[Tensor]:
-    """Return gradients for 7 steps that all lie in the same subspace of dimension `rank`."""
+    """Return random gradients for 7 steps. All gradients lie in the same subspace of dimension `rank`."""
     generator = torch.Generator().manual_seed(rows * columns + rank)
 
     def draw(*shape: int) -> Tensor:

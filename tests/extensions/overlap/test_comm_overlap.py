@@ -118,9 +118,9 @@ def counted(size: int, run: Callable[[], Any]) -> tuple[Any, Fraction]:
 def test_overlapped_layers_agree_and_send_the_same_bytes(
     size: int, overlap: str, fallback: bool, deferred: bool
 ) -> None:
-    """The symmetric-memory operations are torch's, with the fallbacks that torch uses in its own tests. The pair of
-    layers needs one gather and one reduction in each pass, and gathers the first input again for its weight
-    gradient."""
+    """The test uses torch's symmetric-memory operations or the fallbacks that torch's own tests use. Each pass through
+    the two layers needs one gather and one reduction. The weight gradient of the first layer needs another gather of
+    the layer's input."""
     plain = run_world(size, run_layers, None, deferred)
     overlapped = run_world(size, run_layers, overlap, deferred, fallback)
     part = Fraction(size - 1, size) * S * B * H * 8

@@ -1,4 +1,5 @@
-"""Samples assigned to replicas and micro-batches by work: the assignment alone, the iterator, and training."""
+"""Samples are assigned to replicas and micro-batches so that the work is balanced. The tests cover the assignment
+itself, the data iterator, and training."""
 
 from __future__ import annotations
 

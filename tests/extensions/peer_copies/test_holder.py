@@ -1,4 +1,4 @@
-"""Holder process of a host's copies: refused requests, transfer rates, and complete sets of copies."""
+"""Tests of the process that holds copies on a host: refused requests, transfer rates, and complete sets of copies."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_the_step_before_a_damaged_copy_is_loaded(begin: Callable[..., Run], und
 
 
 def damage(folder: Path, iteration: int, part: str) -> None:
-    """Flip a bit in a copied part."""
+    """Flip one bit in a stored copy of the part `part`."""
     for header in folder.glob(f"g*/{part}.[01].json"):
         if read_header(header.with_suffix(""))["iteration"] == iteration:
             data = bytearray(header.with_suffix("").read_bytes())

@@ -9,6 +9,6 @@ FLAGS = "--per-layer-embedding-size 8 --swiglu --norm-placement sandwich --posit
 
 
 def test_layouts_compute_the_same() -> None:
-    """The norm weight that all layers share is a parameter of the first stage."""
+    """All layers share one norm weight, which belongs to the first pipeline stage."""
     rows = ["tp2", "tp2-sp", "pp2-1f1b"]
     assert parity(["--layouts", *rows, "--steps", "1", "--", *FLAGS.split()]) == 0

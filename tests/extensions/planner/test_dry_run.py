@@ -108,8 +108,8 @@ def test_a_plan_builds_all_layers_once(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_plan_is_printed() -> None:
     done = pretrain(RIGHT, code=0)
     lines = [line.strip() for line in done.stdout.splitlines()]
-    # Token and position embeddings; 12 h^2 for the matrices and 13 h for the biases and norms of each layer; the final
-    # norm.
+    # The parameters are the token and position embeddings, 12 h^2 elements for the matrices and 13 h elements for the
+    # biases and norms of each layer, and the final norm.
     assert f"parameters {1024 * 64 + 128 * 64 + 7 * (12 * 64**2 + 13 * 64) + 2 * 64:,}" in lines
     assert "TP 2, CP 1, DP 2, PP 2, EP 1" in lines
     assert "TP 4 groups of 2: [0,1] [2,3] [4,5] [6,7]" in lines

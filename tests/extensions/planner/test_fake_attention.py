@@ -1,4 +1,5 @@
-"""Fake outputs of tiled attention on GPUs in plans have the same shapes as those that plain torch computes."""
+"""In plans for GPUs, tiled attention returns fake outputs. Their shapes equal those of the outputs that plain torch
+computes."""
 
 from __future__ import annotations
 

@@ -31,8 +31,9 @@ from tests.tiny import TINY
 # A delta net recomputes products, which do not count.
 @pytest.mark.parametrize("style", [*sorted(STYLES.keys() - {"delta net"}), *WITH_EXPERTS])
 def test_flops_agree_with_torch(style: str) -> None:
-    """The FLOPs of linear layers agree exactly. Attention in this test multiplies the whole score matrix, which is
-    twice the causal count. A kernel that recomputes the scores in the backward pass does one more GEMM."""
+    """The FLOPs of linear layers agree exactly. The attention kernel in this test computes the whole score matrix,
+    which takes twice the FLOPs of causal attention. A kernel that recomputes the scores in the backward pass does one
+    more GEMM."""
     config = with_fields(TransformerConfig(**shape(4, 32, 4, 64, 128, 16)), (STYLES | WITH_EXPERTS)[style])
     model = GPTModel(config).train()
     tokens = torch.zeros(3, 16, dtype=torch.int64)
@@ -53,8 +54,8 @@ def test_flops_agree_with_torch(style: str) -> None:
 
 
 def test_flops_of_layers_with_different_heads() -> None:
-    """Keys have 8 channels, and values have 6. The 4 heads of one layer attend to half of 16 tokens, and the 6 heads of
-    the other layer to 4 - 4² / 32 tokens."""
+    """Keys have 8 channels, and values have 6. On average, the 4 heads of one layer attend to 8 of 16 tokens. The 6
+    heads of the other layer have a window of 4 and attend to 4 - 4² / 32 tokens."""
     config = TransformerConfig(**shape(2, 32, 4, 64, 128, 16), **STYLES["own heads"] | {"window_size": 4})
     assert model_flops(config).attention == 2 * 3 * (8 + 6) * (4 * 8 + 6 * 3.5)
 

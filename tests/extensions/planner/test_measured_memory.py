@@ -59,7 +59,7 @@ MODULES = f"{SELECTIVE} --recompute-modules"
 
 
 PADDED = "--num-layers 7 --ddp-bucket-size 500"
-"""Flags for several buckets, so that the padding of buckets counts."""
+"""Flags that make the gradient buffer consist of several buckets, so that bucket padding affects the memory."""
 
 REPLICATED = "--no-use-distributed-optimizer"
 FP32, FP64 = "--no-bf16 --fp32", "--no-bf16 --fp64"
@@ -84,7 +84,7 @@ class Memory:
     """Largest number of bytes of saved activations between two pipeline actions, without messages in flight."""
 
     units: int
-    """Largest total size of unsharded unit parameters and gradients at any time."""
+    """Largest total size in bytes that the unsharded parameters and gradients of units have at any time."""
 
     host: int
     """Total host memory in bytes for optimizer states, for gradient and parameter buffers, and for saved
@@ -99,7 +99,8 @@ def config_of(flags: str, world_size: int) -> RunConfig:
 
 
 def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
-    """Measure the second step of a run, because the first step allocates persistent tensors."""
+    """Measure the memory of the second step of a run. The first step is not measured, because it allocates persistent
+    tensors."""
     with ExitStack() as resources:
         run = build_run(config, local_runtime(config, rank, world_size))
         resources.callback(run.data.close)

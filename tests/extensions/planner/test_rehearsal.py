@@ -1,5 +1,4 @@
-"""A rehearsal compared with a real run: the rehearsed collectives equal, in order, those that a rank calls in a gloo
-world."""
+"""A rehearsal records the same collectives, in the same order, as a rank calls in a real run over gloo."""
 
 from __future__ import annotations
 

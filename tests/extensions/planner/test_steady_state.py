@@ -1,4 +1,5 @@
-"""Consecutive steps with updates before the norm is known: step time, and the actions for which ranks wait."""
+"""Simulation of consecutive steps that update weights before the gradient norm is known. The tests check the step time
+and the actions for which ranks wait."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def resumed(rank: int, world_size: int, config: RunConfig, folder: str) -> list[
     with verdicts() as rolled_back, local_run(loading, rank, world_size) as run:
         assert run.progress.iteration == 2
         found = trained(run, 2)
-        assert rolled_back == [True]  # the step after a clipped step waits
+        assert rolled_back == [True]  # after a clipped step, the next step waits for the norm
     for state in (expected, found):
         del state["results"], state["losses"]
     return [key for key in different(expected, found) if not key.startswith("tally")]

@@ -42,7 +42,8 @@ STRANGERS = [
 
 VALUES: list[Any] = [None, True, -1, 7, 10**400, 1.5, float("nan"), float("inf"), "", "x", "\udcff", [], [[]], [1.5]]
 VALUES += [{}, {"x": 1}, {"7": 1.0}, {"1": "1"}, {"1": float("inf")}, {"1": -float("inf")}, {"1": True}, {"²": 1.0}]
-"""Invalid field values for messages whose token is valid. Some of these values are valid for some fields."""
+"""Invalid field values for messages whose token is valid. A value in this list may be valid for some fields, but no
+field accepts all values."""
 
 BEAT = {"from": 1, "ages": {"0": 0.1}, "end": ""}
 FINDINGS = {kind: {} for kind in KINDS} | {"gone": [], "fine": [1]}
@@ -71,7 +72,7 @@ def test_messages_are_distinguished_from_foreign_datagrams() -> None:
     check_beat(unseal(TOKEN, seal(TOKEN, BEAT)), 2)
     check_findings(unseal(TOKEN, seal(TOKEN, FINDINGS)), 2)
     for data in STRANGERS:
-        for token in (TOKEN, ""):  # nobody is admitted before the token is known
+        for token in (TOKEN, ""):  # an empty token, as before the token is known, matches no datagram
             with pytest.raises(ValueError, match="does not begin with the token"):
                 unseal(token, data)
     for data in with_token():

@@ -34,7 +34,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_another_machine(folder: Path) -> None:
-    """Make the lease file look like that of a process on another machine, which this machine cannot inspect."""
+    """Edit the lease file as if a process on a different machine held the lease. This machine cannot check whether such
+    a process is alive."""
     file = folder / ".lease"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"namespace": "elsewhere", "host": "far"}))
 

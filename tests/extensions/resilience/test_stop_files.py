@@ -1,4 +1,5 @@
-"""Files that make a run stop or save are noticed and removed, without errors in the thread that looks for them."""
+"""A run detects and removes the files that request a stop or a save. The thread that looks for these files must not
+fail."""
 
 from __future__ import annotations
 

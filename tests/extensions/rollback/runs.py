@@ -51,7 +51,8 @@ class Run:
         return [event for event in map(json.loads, lines) if event["event"] == name]
 
     def losses(self) -> dict[int, tuple[float, float]]:
-        """Return loss and gradient norm by iteration. Asserts that there is one record per iteration, in order."""
+        """Return (loss, gradient norm) for each step, keyed by iteration. Asserts that there is one record per
+        iteration, in order."""
         records = [json.loads(line) for line in (self.save / "metrics.jsonl").read_text().splitlines()]
         assert [each["iteration"] for each in records] == list(range(1, len(records) + 1))
         return {each["iteration"]: (each["lm_loss"], each["grad_norm"]) for each in records}

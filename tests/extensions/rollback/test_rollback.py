@@ -108,8 +108,8 @@ def test_rollback_from_copies_in_peer_memory(data: str, tmp_path: Path) -> None:
 
 
 def resumes_before_the_spike(folder: Path, data: str) -> None:
-    """Assert that a run without copies in memory rolls back to a checkpoint on disk and computes the same state at
-    iteration 12."""
+    """Assert that a run without copies in memory rolls back to a checkpoint on disk, and that it then computes the same
+    state at iteration 12."""
     told, run = Run(folder / "told", data), Run(folder / "run", data, f"{BACK} --save-interval 5")
     told.start("--iterations-to-skip 13 14")
     run.start("--exit-interval 13")

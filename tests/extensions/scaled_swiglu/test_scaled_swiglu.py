@@ -1,4 +1,4 @@
-"""SwiGLU with factors: the formula and its gradient, in MLPs and in experts."""
+"""Tests of the formula and the gradient of scaled SwiGLU, both in MLPs and in experts."""
 
 from __future__ import annotations
 

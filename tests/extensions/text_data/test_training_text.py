@@ -52,7 +52,7 @@ TEXTS = ["", "x" * 70_000, *DOCUMENTS]
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield a bucket on a local S3 server."""
+    """Start a local S3 server and yield a bucket on it."""
     moto = pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
     import boto3
@@ -253,15 +253,15 @@ def test_changed_tokenizer_code_gives_other_tokens(tmp_path: Path, monkeypatch: 
 
 
 def source_names(rank: int, world_size: int, data: list[str]) -> set[str]:
-    """Return the source names of the first samples of a run."""
+    """Return the set of source names among the first eight samples of a run."""
     model = TINY.replace("--mock-data", "--tokenizer-type ByteTokenizer --split 1,0,0").replace("50", "257").split()
     with running([*model, "--data-path", *data], rank, world_size) as run:
         return {run.data.train.dataset.origin(number).partition(":")[0] for number in range(8)}
 
 
 def test_origins_name_the_source_of_the_flags(tmp_path: Path) -> None:
-    """The origin is the text file, because the tokenized data sets of all text have the same name. Source names are
-    unique."""
+    """The origin of a sample is the text file, because the tokenized data sets of all text files have the same name.
+    Source names are unique."""
     for name in ("one/a.jsonl", "two/a.jsonl", "b.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(json_lines(["x" * 90] * 9))
@@ -343,7 +343,7 @@ def test_samples_without_documents_are_named(tmp_path: Path) -> None:
 
 
 def logged_run(rank: int, world_size: int, data: list[str], log: str) -> tuple[str, list[str]]:
-    """Return the sample log of a run of two steps, and the texts of the second step."""
+    """Train two steps, and return the sample log and the texts of the second step's samples."""
     model = TINY.replace("--mock-data", "--tokenizer-type ByteTokenizer --split 1,0,0").replace("50", "257").split()
     with ExitStack() as resources:
         argv = [*model, "--seq-length", "32", "--train-iters", "2", "--sample-log", log, "--data-path", *data]
@@ -383,7 +383,7 @@ def test_bad_records_end_a_run_unless_skipping_is_allowed(tmp_path: Path) -> Non
         tokenized(str(path))
     assert not list((tmp_path / "cache" / "tokenized").glob("a-*"))
     assert len(IndexedDataset(tokenized(str(path), max_bad_lines=1))) == 2
-    with pytest.raises(ValueError, match=said):  # also if the run itself tokenizes the text
+    with pytest.raises(ValueError, match=said):  # the error is the same if the run itself tokenizes the text
         tokenized(str(path))
 
 
@@ -391,7 +391,7 @@ def test_text_files_are_recognized_by_name(tmp_path: Path, monkeypatch: pytest.M
     check_kind(tmp_path, "a.jsonl b/c/text.jsonl.gz d/.hidden.txt T.TXT other.gz", "a.jsonl", "text")
     for name, kind in {"b": "text", "d": "folder", "T.TXT": "text", "*.txt": "text", "other.gz": "file"}.items():
         check_kind(tmp_path, "", name, kind)
-    # would access the object store
+    # replaced because it would access the object store
     monkeypatch.setattr("megatron.core.dist_checkpointing.path_kind._is_dataset", lambda path: False)
     assert data_kind_of(tmp_path / "b") is data_kind_of("s3://bucket/folder") is TEXT and data_kind_of("none") is None
     assert "--data-path and tools/preprocess_data.py take text" in refusal("corpus.jsonl", "give a checkpoint")

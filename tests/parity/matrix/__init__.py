@@ -43,7 +43,7 @@ HOST_CHUNK = 2048
 several chunks."""
 
 DOCUMENT_ENDS = 1 / 5
-"""Fraction of tokens that end a document if documents are packed."""
+"""Fraction of tokens that are the last token of a document, for combinations with packed documents."""
 
 
 def whole_matrix() -> list[Combination]:
@@ -52,8 +52,8 @@ def whole_matrix() -> list[Combination]:
 
 
 def every_choice() -> list[Combination]:
-    """Return combinations of several ranks that together include every choice of the matrix, in small worlds if
-    possible."""
+    """Return combinations with more than one rank that together include every choice of the matrix. Combinations with
+    few ranks are preferred."""
     return covering([combination for combination in pairwise() if combination.world_size > 1])
 
 
@@ -160,7 +160,8 @@ def reference(alone: Combination, more: tuple[str, ...]) -> Snapshot:
 
 
 def difference(combination: Combination) -> str | None:
-    """Return the difference between the results of a combination and those of one process, or None if they agree."""
+    """Compare the results of a combination with those of one process, and describe the difference. Return None if there
+    is none."""
     return compared(combination)[0]
 
 

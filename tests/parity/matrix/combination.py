@@ -39,11 +39,12 @@ REGISTRIES: dict[str, Container[str]] = {
 }
 """Flags whose values name components that an extension may register."""
 
-load()  # loads the flags and components of extensions, for which this module looks
+load()  # this module looks up flags and components of extensions
 
 
 def _is_there(choice: str) -> bool:
-    """Return True unless a flag of a choice, or a module that the choice recomputes, belongs to a deleted extension."""
+    """Return True if a choice exists. A choice does not exist if one of its flags or recomputed modules belongs to a
+    deleted extension."""
     words = choice.split()
     gone = any(home_of(word) and word not in spelling_table() for word in words)
     gone |= any(flag in REGISTRIES and name not in REGISTRIES[flag] for flag, name in pairwise(words))

@@ -73,9 +73,9 @@ def illegal_pairs() -> set[Pair]:
 
 
 def complete(pair: Pair, known: Sequence[Combination], random: Random, steps: int) -> Combination | None:
-    """Return a valid combination that contains `pair`, or None if the search finds none. The search starts from a known
-    combination that contains one choice of the pair. The search then adopts choices of combinations that contain the
-    other choice, and random choices, as long as they add no faults."""
+    """Search for a valid combination that contains `pair`, and return it, or None if there is none. The search starts
+    from a known combination that contains one choice of the pair. The search then adopts choices of combinations that
+    contain the other choice, and random choices, as long as they add no faults."""
     with_a, with_b = ([c for c in known if choice in c.items] or known for choice in pair)
     free = [name for name in FACTORS if name not in dict(pair)]
     sizes = [name for name in free if name in SIZES]
