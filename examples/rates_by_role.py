@@ -4,7 +4,7 @@
 python pretrain_gpt.py --extension examples/rates_by_role.py --role-lr embedding=10 norm=0.5 ...
 
 A rule can use every field of `ParamMeta`, including `meta.fan_in`, `meta.width_kind`, `meta.layer` and `meta.expert`.
-It may also change initial values (`initial`), or keep a parameter from being trained (`freezes`).
+A rule can also change initial values (`initial`) or freeze parameters (`freezes`).
 """
 
 from collections.abc import Collection, Iterator

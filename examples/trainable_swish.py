@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import TPContext, make_parameter
 class TrainableSwish(nn.Module):
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
-        # Every tensor-parallel rank sees a part of the width, so its gradient is one term of a sum.
+        # A tensor-parallel rank applies beta to a part of the width, so the gradient of beta is a sum over ranks.
         meta = ParamMeta(f"{name}.beta", (1,), init=Init("ones"), partial_over=("tp",), role="vector")
         self.beta = make_parameter(meta, ctx)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    # replaces this folder, whose module names other packages use too
+    # Remove this folder from the path, because its module names clash with those of other packages.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from tools.bench.side_by_side import (

@@ -123,8 +123,8 @@ def megatron_core_model(style: Style, dtype: Any) -> tuple[Any, Callable[..., An
     import torch.distributed as dist
     import torch.nn.functional as F
 
-    # One step of megatron-core on a CPU uses a GPU in two places only: for the device of rotary tables and masks, and
-    # for the random state of attention dropout, which is 0.
+    # On a CPU, a step of megatron-core would use a GPU only for rotary tables, masks, and the random state of attention
+    # dropout. Dropout is 0 here.
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     dist.init_process_group("gloo")

@@ -53,7 +53,8 @@ class Program:
                 yield event
 
     def passes(self, part: PassEvents, head: bool) -> PassEvents:
-        """Return the events of a part of a stage. Pass `head=True` if the part includes the output layer."""
+        """Return the forward and backward events with which the published program runs one part of a pipeline stage.
+        Pass `head=True` if the part includes the output layer."""
         forward, backward = list(self.events(part.forward)), list(self.events(part.backward))
         if head and self.loss_in_passes:
             product = next(event for event in part.forward if isinstance(event, Product))

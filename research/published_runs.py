@@ -28,7 +28,7 @@ import numpy as np
 import yaml
 
 if __package__ in (None, ""):
-    # replaces this folder, whose module names other packages use too
+    # Remove this folder from the path, because its module names clash with those of other packages.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from megatron.extensions.plan.planner.device_file import read_device

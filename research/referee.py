@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-if not __package__:  # executed as a script in a clone
+if not __package__:  # The file runs as a script in a clone.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.extensions import load

@@ -43,8 +43,7 @@ TORCHS = {
     "ours ZeRO-2": "torch FSDP2 ZeRO-2",
     "ours ZeRO-3": "torch FSDP2 ZeRO-3",
 }
-"""Row of PyTorch's built-in parallelism with which a row of this program is compared, keyed by the row of this
-program."""
+"""For each row of this program, the row of PyTorch's built-in parallelism with which it is compared."""
 
 
 def peer(name: str, style: Style, dtype: str, compiled: bool, steps: int) -> Round:

@@ -1,4 +1,4 @@
-"""One step of transformers' Trainer with accumulated micro-batches, saved for the referee."""
+"""Run one step of transformers' Trainer with gradient accumulation, and save the step for tools/referee.py."""
 
 from __future__ import annotations
 

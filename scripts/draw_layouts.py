@@ -1,8 +1,8 @@
 """Plot the losses of the runs that scripts/draw_layouts.sh trains. `python scripts/draw_layouts.py FOLDER` writes
 FOLDER/layouts.png.
 
-The upper plot overlays the losses of all runs. The lower plot shows the relative difference of each layout from one
-process.
+The upper plot overlays the losses of all runs. The lower plot shows the relative difference between the loss under each
+layout and the loss of a single process.
 """
 
 from __future__ import annotations

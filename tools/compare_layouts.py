@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 
-if not __package__:  # executed as a script in a clone
+if not __package__:  # The file runs as a script in a clone.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def only_judged(snapshot: Snapshot) -> Snapshot:
-    """Return the initial weights and, for the first step, the tensors of `JUDGED`."""
+    """Return the initial weights, and those tensors of the first step whose kind is in `JUDGED`."""
     tensors = {
         key: value
         for key, value in snapshot.tensors.items()

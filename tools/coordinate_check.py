@@ -10,8 +10,8 @@ model also suits a large model (appendix D.1 of arXiv 2203.03466). The tool fits
 log2(width), or over log2(depth), and prints its slope. A slope of 1 means that the size doubles when the width doubles.
 
 A model of a different width keeps the number of channels per head. All other widths, such as MLP widths, are scaled in
-proportion, except those in --mup-base-widths. The exit code is 0 if every slope is within --tolerance, 1 if a slope is
-not or a loss is not finite, and 2 for wrong flags.
+proportion, except those in --mup-base-widths. The exit code is 0 if every slope is within --tolerance, 1 if a slope
+exceeds --tolerance or a loss is not finite, and 2 for wrong flags.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # executed as a script in a clone
+if not __package__:  # The file runs as a script in a clone.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -70,7 +70,8 @@ class Measured:
 
     activations: Sizes
     updates: Sizes
-    """Root mean square of the change of activations since the start; 0 for a part that is not trained."""
+    """Root mean square of the change of activations since initialization; 0 for parts of the model that are not
+    trained."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _train(rank: int, world_size: int, config: RunConfig, steps: int) -> Measure
         for step in range(steps + 1):
             if step:
                 train_step(run)
-                run.progress.consumed_samples = 0  # repeats the same batch
+                run.progress.consumed_samples = 0  # train on the same batch in every step
             now = _activations(run, batch)
             first = first or now
             for part in PARTS:

@@ -25,7 +25,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO
 
-if not __package__:  # executed as a script in a clone
+if not __package__:  # The file runs as a script in a clone.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 

@@ -23,7 +23,7 @@ from pathlib import Path, PurePath
 
 import torch
 
-if not __package__:  # executed as a script in a clone
+if not __package__:  # The file runs as a script in a clone.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -215,8 +215,8 @@ def compare(key: str, one: torch.Tensor, two: torch.Tensor) -> Difference | None
 
 
 def comparison(one: Contents, two: Contents, found: Sequence[Difference]) -> str:
-    """Return the text to print. It has one line for each tensor that differs. If there are many, it has one line for
-    each tensor name without the layer number."""
+    """Return the text to print. Each tensor that differs has one line. If there are many, all layers share one line for
+    each tensor name."""
     keys = compared(one, two)
     left_out = len((one.tensors.keys() | two.tensors.keys()) - keys)
     note = f"; {left_out} of the optimizer's state not compared" if left_out else ""

@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # executed as a script in a clone
+if not __package__:  # The file runs as a script in a clone.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -151,8 +151,8 @@ def array_script(ladder: Ladder, args: argparse.Namespace, argv: Sequence[str], 
 
 
 def swept_rates(found: Sequence[Outcome]) -> list[BestRate]:
-    """Return the best rate of each size that has finished runs at three or more rates. Diverged runs count as the worst
-    loss."""
+    """Return the best learning rate of each model size for which runs with at least three learning rates have finished.
+    Diverged runs count as the worst loss."""
     rates = []
     for size in dict.fromkeys(each.rung.size for each in found):
         runs = [each for each in found if each.rung.size == size]

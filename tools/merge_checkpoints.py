@@ -11,10 +11,10 @@ read, summed in fp32 and written one at a time, without a GPU. The file merge.js
 their weights.
 
 --emulate-decay chooses the weights such that the merged model approximates a run whose learning rate anneals from the
-first checkpoint to the last (arXiv 2507.17634, theorem 3.1). The shape of the anneal has the same names as in
---lr-wsd-decay-style. Let w_i be the mean learning rate between checkpoints i - 1 and i of this anneal, divided by the
-constant learning rate. Then checkpoint j has the weight w_j - w_{j+1}. The first checkpoint has the weight 1 - w_1, and
-the last has the weight w_k.
+first checkpoint to the last (arXiv 2507.17634, theorem 3.1). The flag accepts the same shapes as --lr-wsd-decay-style.
+Let w_i be the mean learning rate between checkpoints i - 1 and i of this anneal, divided by the constant learning rate.
+Then checkpoint j has the weight w_j - w_{j+1}. The first checkpoint has the weight 1 - w_1, and the last has the weight
+w_k.
 
 An existing folder is never replaced. The output folder appears only when it is complete. No code from the inputs is
 executed.
@@ -27,7 +27,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # executed as a script in a clone
+if not __package__:  # The file runs as a script in a clone.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 

@@ -1,9 +1,9 @@
-"""Merge indexed datasets into one; documents keep the order of the inputs.
+"""Merge indexed datasets into one. The documents keep the order of the inputs.
 
     python tools/merge_datasets.py --input data/a_text_document data/b_text_document --output-prefix data/all
 
-An input is a prefix, or a folder, which represents all datasets in the folder, sorted by name. Prefixes may be URLs,
-such as s3://bucket/a_text_document. Memory use does not depend on the size of the data.
+An input is the prefix of a dataset, or a folder. A folder stands for all datasets in it, sorted by name. Prefixes may
+be URLs, such as s3://bucket/a_text_document. Memory use does not depend on the size of the data.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # executed as a script in a clone
+if not __package__:  # The file runs as a script in a clone.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-if not __package__:  # executed as a script in a clone
+if not __package__:  # The file runs as a script in a clone.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     __package__ = "tools"
 
@@ -188,7 +188,8 @@ def of_run(found: Simulation, args: argparse.Namespace, costs: StageCosts) -> st
 
 
 def text_of(found: Simulation, names: Names) -> list[str]:
-    """Return one line per rank, to scale, with the labels from `Names.label`."""
+    """Return one line of text for each rank. Positions in the line are proportional to time, and actions have the
+    labels of `Names.label`."""
     timed = [entry for timeline in found.timeline for entry in drawn(timeline)]
     widest = max(len(names.label(entry.action)) for entry in timed)
     scale = (widest + 1) / min(entry.stop - entry.start for entry in timed)

@@ -43,7 +43,8 @@ def weigh(files: Iterable[Path]) -> tuple[int, int]:
 
 
 def parts() -> Iterator[tuple[str, list[Path]]]:
-    """Yield (name, files) for the trunk, each extension, and the folders next to megatron/."""
+    """Yield the name and the files of each part of the repository: extensions, the trunk (megatron/core and
+    megatron/training), and folders such as tools/ and tests/."""
     library = sorted(Path("megatron").rglob("*.py"))
     extensions = Path("megatron/extensions")
     for folder in sorted(path.parent for path in extensions.glob("*/*/flags.py")):

@@ -161,8 +161,8 @@ def seen_batches(run: TrainingRun) -> Iterator[list[Any]]:
 
 
 def trained(run: TrainingRun, steps: int, ours: Curve, peer: Peer | None, theirs: Curve) -> Iterator[None]:
-    """Train with this program and, if `peer` is given, with transformers. After each step, append the losses to `ours`
-    and `theirs`, and yield."""
+    """Train with this program and, if `peer` is given, with transformers. Append the losses of each step to `ours` and
+    `theirs`. The generator yields after each step."""
     from megatron.training.progress import Interval
     from megatron.training.train_step import train_step
 

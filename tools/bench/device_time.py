@@ -117,9 +117,9 @@ MOST_SPUN = 0.1
 
 
 def one_round(call: Call, calls: int, host: float, device: torch.device) -> tuple[float, float]:
-    """Return the milliseconds that a call takes on the device, and those that its launch takes on the host. `host` is
-    the approximate time in seconds that the host needs to launch a call. The GPU is kept busy until all calls are
-    launched, so that it never waits for the host between short kernels."""
+    """Return two times in milliseconds: the time that a call takes on the device, and the time that the host takes to
+    launch the call. `host` is the approximate time in seconds that the host needs to launch a call. The GPU is kept
+    busy until all calls are launched, so that it never waits for the host between short kernels."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -333,8 +333,9 @@ def groups_of_trace(trace: Mapping[str, Any]) -> list[Group]:
 
 
 def groups_of(times: Iterable[tuple[str, float, int]], whole: float, busy: float) -> list[Group]:
-    """Group kernels and operations, given as (name, microseconds, count), and return the time of each group. The
-    longest group is first, and idle time is last. Return an empty list for an empty step."""
+    """Return the time of each group of kernels or operations. The input is one tuple (name, microseconds, count) for
+    each kernel or operation. The longest group is first, and idle time is last. Return an empty list for an empty
+    step."""
     by_name: dict[str, Counter[str]] = defaultdict(Counter)
     counts = Counter[str]()
     for name, microseconds, count in times:

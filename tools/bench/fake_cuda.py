@@ -220,7 +220,7 @@ def _of_interface(properties: Any, capability: tuple[int, int]) -> dict[str, Any
 
 @contextmanager
 def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
-    """Make tensors fake, make `cuda:0` the given device, and make attention use cuDNN.
+    """Context in which tensors are fake, `cuda:0` has the properties of `device`, and attention uses cuDNN.
 
     Use this context in a separate process, because the autograd engine caches what it reads from the driver first.
     Raises RuntimeError if `unavailable` returns a reason.

@@ -172,7 +172,7 @@ def largest_that_fits(shape: Shape, flags: str, room: int) -> RunConfig:
     number of layers, choose the largest number that fits. Then choose the micro-batch size, which is the largest power
     of two that fits. Raise ValueError if even one layer with one sample does not fit."""
     tries = range(1, shape.most_layers + 1) if shape.layers is None else [shape.layers]
-    # The plan grows with the number of layers.
+    # The planned memory grows with the number of layers, so a bisection finds the largest number that fits.
     fitting = bisect_right(tries, room, key=lambda layers: sum(planned_bytes(config_of(shape, layers, 1, flags))))
     if not fitting:
         least = sum(planned_bytes(config_of(shape, tries[0], 1, flags)))

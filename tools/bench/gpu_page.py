@@ -135,7 +135,8 @@ def page(found: Found, missing: Sequence[str]) -> Iterator[str]:
 
 
 def _machines(found: Found) -> Iterator[str]:
-    """Yield one line per machine, with its files if there are several."""
+    """Yield a line that describes the machine. If the files come from several machines, yield one line for each
+    machine, with the names of its files."""
     files = defaultdict[str, list[str]](list)
     for file, machine in found.machines.items():
         versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items() if version)

@@ -122,8 +122,7 @@ def expert_shapes(config: RunConfig, device: torch.device) -> Any:
 
 
 def expert_share(shapes: Any) -> float:
-    """Return the number of rows in the benchmark's uneven distribution over experts, as a fraction of
-    `shapes.expert_rows`."""
+    """Return the total number of rows in the uneven distribution over experts, divided by `shapes.expert_rows`."""
     from megatron.extensions.speed.fusions.grouped_choice import uneven
 
     return float(sum(uneven(shapes)) / shapes.expert_rows)
@@ -158,7 +157,9 @@ def attention(config: RunConfig) -> Iterator[Part]:
     kernels["triton, dropout 0.1, as documents"] = {"documents": True, "dropout": 0.1}
     for name, how in kernels.items():
         call = partial(attention_call, name.partition(",")[0], **how)
-        yield Part("attention", name, call, work / how.get("ranks", 1))  # each of two ranks has half of the queries
+        yield Part(
+            "attention", name, call, work / how.get("ranks", 1)
+        )  # With two ranks, a rank computes half of the queries.
 
 
 def attention_call(
@@ -174,7 +175,7 @@ def attention_call(
 
     shape = attention_shape(config)
     assert shape is not None
-    # On CPU, plain torch stands in for the GPU kernels.
+    # On CPU, plain torch operations replace the GPU kernels.
     backend = name if device.type == "cuda" else "unfused"
     queries = rank_spans(shape.length, 0, ranks) if ranks > 1 else None
     tiles = ranks > 1 or documents
@@ -190,8 +191,8 @@ SELECTION = ("scores_of_keys", "largest_scores", "attended_weights", "divergence
 
 
 def selected_keys(config: RunConfig) -> Iterator[Part]:
-    """Yield parts for sparse attention: attention to selected keys, and the operations that select the keys. Each is
-    measured with its kernel and with plain torch operations. The operands are the last queries of a sequence. A run
+    """Yield parts for sparse attention: attention to selected keys, and the operations that select the keys. Each part
+    is measured with its kernel and with plain torch operations. The operands are the last queries of a sequence. A run
     compares kernels on the same operands when it starts. The TFLOP figures for attention count only the keys that each
     query attends to, and assume five GEMMs in the backward pass."""
     from megatron.extensions.attention.sparse_attention.flags import sparse_shapes
@@ -217,7 +218,7 @@ def selected_call(name: str, form: str, config: RunConfig, device: torch.device)
     kernel = KERNELS[name]
     assert isinstance(kernel, FusedKernel)
     operands = list(kernel.samples(RunShapes.of(config, device)))
-    # On CPU, plain torch stands in for the GPU kernels.
+    # On CPU, plain torch operations replace the GPU kernels.
     run = kernel if form == "kernel" and device.type == "cuda" else kernel.plain
     return lambda: [run(*each) for each in operands]
 
@@ -226,7 +227,7 @@ def selected_call(name: str, form: str, config: RunConfig, device: torch.device)
 
 
 def layer_tflop(config: RunConfig) -> float:
-    """Return the TFLOP of one layer's forward and backward pass: its GEMMs and causal attention."""
+    """Return the TFLOP of the forward and backward pass of one layer. GEMMs and causal attention are counted."""
     model = config.model
     pairs = config.training.micro_batch_size * model.seq_length**2 / 2 * model.num_attention_heads
     of_products = sum(6e-12 * rows * out * i for name, (rows, out, i) in products(config).items() if name != "head")

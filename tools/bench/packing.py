@@ -84,7 +84,7 @@ def first_fit_of_torchtitan(lengths: Lengths, seq_length: int) -> float:
     into none of the open samples, all of them are closed."""
     _, _, sizes = cut(np.arange(len(lengths)), lengths, seq_length)
     samples, room = 0, [seq_length] * OPEN
-    for places in (sizes - 1).tolist():  # input tokens only, because the last token of a document is only a label
+    for places in (sizes - 1).tolist():  # The last token of a document is only a label, so it needs no room.
         fits = next((bin for bin in range(OPEN) if room[bin] >= places), None)
         if fits is None:
             samples += OPEN

@@ -34,7 +34,7 @@ PLANS = {
 """Model of tools/bench/gpu.py and additional flags for each group of rows, keyed by the name that the rows show."""
 
 FLAGS = ("--no-fusions", "--no-compile", "--deterministic-mode", "--attention-backend fp8")
-"""Flags whose effect on the step time is predicted. Each turns a mechanism, such as fusions, off or on."""
+"""Flags whose effect on the step time is predicted. Each flag turns a mechanism, such as fusions, off or on."""
 
 LEAST = 1e-3
 """A mechanism is listed only if it changes the step time by at least this fraction."""

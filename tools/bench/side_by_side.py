@@ -1,5 +1,5 @@
-"""Shared parts of benchmarks: contestants in separate processes that take turns, medians, and a description of the
-machine."""
+"""Code shared by benchmarks: run contestants in turns in separate processes, compute medians of their results, and
+describe the machine."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def positive(text: str) -> int:
 
 
 def bench_parser(about: str | None, rounds: int = 0, **counts: tuple[int, str]) -> argparse.ArgumentParser:
-    """Return a parser with --json and a flag for each of `counts`, which maps the name of a positive number to a
-    default and a help text. If `rounds` is not 0, the parser also has the flag --rounds, whose default is `rounds`.
-    Loads the built-in extensions, as every program does before it reads flags."""
+    """Return an argument parser with the flag --json, and a flag with a positive number for each name in `counts`. The
+    values of `counts` are the default and the help text of a flag. If `rounds` is not 0, the parser also has the flag
+    --rounds, whose default is `rounds`. Loads the built-in extensions, as every program does before it reads flags."""
     from megatron.extensions import (
         load,
     )  # imported here, because contestants of other programs use this module without megatron
@@ -211,7 +211,8 @@ class _Worker:
         return min(_results([pool.submit(_one_round) for pool in self._pools]))
 
     def close(self) -> None:
-        """Kill the processes, because their process groups would wait for peers that are gone."""
+        """Kill the processes, because a process that exits normally would wait for the other ranks of its process
+        group."""
         for pid, pool in zip(self._pids, self._pools, strict=True):
             with suppress(Exception):
                 os.kill(pid.result(), signal.SIGKILL)
@@ -318,7 +319,7 @@ def say_rows(rows: Sequence[Row], head: str = "", unit: str = "tokens/s") -> Non
 
 def machine(*packages: str) -> dict[str, Any]:
     """Print a two-line description of the machine, and return the description."""
-    from tools.common import processor_name  # contestants may have loaded another megatron
+    from tools.common import processor_name  # not at the top, because contestants may use another `megatron`
 
     versions = {name: _version(name) for name in ("torch", *packages)}
     facts = {
@@ -368,7 +369,7 @@ def write_json(path: Path | None, facts: Mapping[str, Any], rows: Sequence[Any],
 
 def replace_text(path: Path, text: str) -> None:
     """Replace the contents of a file atomically. If writing raises OSError, the file is unchanged."""
-    from megatron.core.fsync import whole_file  # contestants may have loaded another megatron
+    from megatron.core.fsync import whole_file  # not at the top, because contestants may use another `megatron`
 
     with whole_file(path) as new:
         new.write_text(text)

@@ -195,8 +195,8 @@ COMMANDS: dict[str, tuple[list[str], str]] = {
     "pretrain_gpt.py --dry-run": ([*TINY, "--dry-run", "--world-size", "2"], ""),
     "first step, 2 processes": ([*TORCHRUN, *TINY], "iteration +1/"),
 }
-"""For each command, the arguments of Python and a text. A measurement ends when the output of the command contains the
-text. If the text is empty, the measurement ends when the process exits."""
+"""Arguments of the Python interpreter and a text, for each command whose start-up is measured. A measurement ends when
+the output of the command contains the text. If the text is empty, the measurement ends when the process exits."""
 
 
 # The table
@@ -204,7 +204,7 @@ text. If the text is empty, the measurement ends when the process exits."""
 
 @dataclass(frozen=True)
 class Cell:
-    """Contestants that take turns."""
+    """Contestants that are compared with each other. Their rounds run in turns."""
 
     contestants: list[Contestant]
     baseline: str
@@ -268,7 +268,7 @@ contestant."""
 
 
 def watched(threads: int, steps: int) -> dict[str, Cell]:
-    """Return a cell with steps of 8 micro-batches: plain, with averaged weights, and with the gradient noise scale."""
+    """Return a cell that compares plain training with training that averages weights or measures gradient noise."""
     argv, tokens = flags(LAYOUT_STYLE, micro_batches=MICRO_BATCHES), MICRO_BATCHES * LAYOUT_STYLE.tokens
     members = [
         Contestant(name, ours, ([*argv, *more.split()], tokens, steps), threads) for name, more in WATCHES.items()
@@ -314,7 +314,7 @@ def packed_step(argv: Sequence[str], seq_length: int, tokens: int, steps: int, f
 
 
 def packed(n: int, steps: int) -> dict[str, Cell]:
-    """Return a cell with steps of packed documents under context parallelism."""
+    """Return a cell that compares divisions of packed documents among context-parallel ranks."""
     style, micro_batches = Style(2, 128, 4, 4, 128, 16384, 256, 1, llama=True), 2
     argv = [word for word in flags(style, micro_batches=micro_batches) if word != "--mock-data"]
     folder = f"{tempfile.gettempdir()}/packed-{os.getpid()}"
@@ -394,7 +394,7 @@ def run_cells(
     argv: Sequence[str] | None,
     packages: Sequence[str] = (),
 ) -> int:
-    """Run a benchmark's command line and print its tables.
+    """Parse the command line of a benchmark, run the benchmark, and print its tables.
 
     Args:
         about: description for `--help`.

@@ -86,7 +86,7 @@ def too_small(args: argparse.Namespace, **least: float) -> list[str]:
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raise ValueError with every problem, one per line, if there are problems."""
+    """If there are problems, raise ValueError with one line for each problem."""
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -118,7 +118,7 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, *names: str) -
 
 
 def model_parser(about: str | None, argv: Sequence[str] | None) -> argparse.ArgumentParser:
-    """Return an argument parser for tools that generate text. It has flags for extensions, the model, the device, the
+    """Return an argument parser for tools that generate text, with flags for extensions, the model, the device, the
     layout and the tokenizer."""
     from torch.cuda import is_available
 

@@ -178,7 +178,8 @@ class LaunchScript:
             branch.patterns = None
 
     def _simple(self, words: list[str], live: float) -> float:
-        """Run a simple command: assign variables, and store the words of training commands."""
+        """Interpret a command without reserved words. Its assignments set variables, and the arguments of training
+        commands are recorded."""
         declared = words[0] in DECLARATIONS
         if declared:
             words = [word for word in words[1:] if ASSIGNMENT.fullmatch(word)]

@@ -87,7 +87,7 @@ class ShellVariables:
             case [text, sign, other]:
                 return compared(text, sign, other)
             case [sign, text] if sign in ("=", "==", "!=") or sign in NUMBERS:
-                return UNSURE if UNKNOWN.search(text) else NO  # bash reports an error: a missing operand
+                return UNSURE if UNKNOWN.search(text) else NO  # an operand is missing, which is an error in bash
         return UNSURE
 
     def _nonzero(self, expression: str) -> float:

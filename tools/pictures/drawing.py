@@ -65,7 +65,8 @@ _numbers = count()
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return a figure of this size in inches. Raises ValueError if matplotlib is not installed."""
+    """Return an empty Matplotlib figure. `width` and `height` are in inches. Raises ValueError if matplotlib is not
+    installed."""
     try:
         import matplotlib
         from matplotlib.figure import Figure

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # executed as a script in a clone
+if not __package__:  # The file runs as a script in a clone.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = "tools.pictures"
 
@@ -39,7 +39,7 @@ CATEGORIES = {
     "activations and working": HUES[3],
     "host": HUES[5],
 }
-"""Colour of each category. The last category is host memory, which is drawn after the device memory of a bar."""
+"""Colour of each memory category. The last category is host memory, which is drawn after the device memory of a bar."""
 
 MOST_RANKS = 32
 
@@ -119,7 +119,7 @@ def in_order(bars: Sequence[Bar]) -> list[Bar]:
 
 
 def told(bar: Bar) -> str:
-    """Describe a bar in words."""
+    """Return a line of text with the total memory of a bar and the memory of each category."""
     parts = ", ".join(f"{name} {byte_text(size)}" for name, size in bar.sizes.items())
     return f"{'planned' if bar.planned else 'held'} {byte_text(on_device(bar))}: {parts}{bar.note}"
 

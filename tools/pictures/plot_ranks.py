@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if not __package__:  # executed as a script in a clone
+if not __package__:  # The file runs as a script in a clone.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = "tools.pictures"
 
@@ -55,7 +55,7 @@ class RankMap:
 
     @property
     def axes(self) -> list[str]:
-        """Axes along which the model or the data are sharded."""
+        """Names of the parallel axes that are larger than 1."""
         expert = self.dims.ep > 1
         return [axis for axis in AXES if self.dims.size(axis) > 1 and (axis != "expt_dp" or expert)]
 
@@ -63,8 +63,8 @@ class RankMap:
         return len({self.nodes[rank] for rank in group})
 
     def crossing(self, axis: str) -> tuple[int, int, int]:
-        """Return (number of groups along an axis, groups with ranks on several nodes, largest number of nodes of a
-        group)."""
+        """Return three numbers for the groups along an axis: the number of groups, the number of groups that span
+        several nodes, and the largest number of nodes that a group spans."""
         spans = [self.nodes_of(group) for group in self.dims.groups(axis)]
         return len(spans), sum(span > 1 for span in spans), max(spans)
 

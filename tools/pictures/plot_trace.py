@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if not __package__:  # executed as a script in a clone
+if not __package__:  # The file runs as a script in a clone.
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     __package__ = "tools.pictures"
 
@@ -68,8 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def chosen(trace: Trace, iteration: int | None = None, rank: int = 0) -> MeasuredStep:
-    """Return the pipeline of `rank` in an iteration, by default the last one. Raises ValueError if the trace does not
-    contain that pipeline."""
+    """Return the measured pipeline of `rank` in the given iteration, or in the last traced iteration if none is given.
+    Raises ValueError if the trace does not contain that pipeline."""
     steps = [step for step in measured_steps(trace) if rank in step.ranks]
     if not steps:
         raise ValueError(f"--rank {rank}: the trace contains no complete step of this rank's pipeline")
@@ -80,7 +80,7 @@ def chosen(trace: Trace, iteration: int | None = None, rank: int = 0) -> Measure
 
 
 def planned_step(trace: Trace, step: MeasuredStep) -> MeasuredStep | None:
-    """Return the plan of a step, if the trace has one."""
+    """Return the planned timeline of a step, or None if the trace does not contain it."""
     rows: dict[int, list[Timed]] = {rank: [] for rank in step.ranks}
     for event in trace["traceEvents"]:
         if event.get("cat") == PLANNED_TRACK and event["args"].get("planned_iteration") == step.iteration:

@@ -223,7 +223,7 @@ def layout(run: RunFolder, gpus_per_node: int) -> Markup:
 
 
 def timeline(run: RunFolder) -> Markup:
-    """Draw the traced step as planned and as measured."""
+    """Draw the planned and the measured timeline of the traced step."""
     if run.trace is None and run.trace_path is not None:
         return html.paragraph(f"The trace {run.trace_path.name} could not be read; see the summary.")
     if run.trace is None:

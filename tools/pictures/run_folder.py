@@ -105,7 +105,7 @@ class RunFolder:
         return ", ".join(f"{axis.upper()} {traced[axis]}" for axis in AXES if traced[axis] > 1) or "one rank"
 
     def values(self, key: str) -> list[tuple[float, float]]:
-        """Return (iteration, value) for each record that has a number with this name."""
+        """Return the logged values of the metric `key`, as tuples (iteration, value)."""
         found = [(float(record["iteration"]), number(record.get(key))) for record in self.records]
         return [(iteration, value) for iteration, value in found if value is not None]
 
