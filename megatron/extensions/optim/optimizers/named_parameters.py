@@ -58,7 +58,7 @@ class NamedParameters(ParameterRule):
 
 @dataclass(frozen=True)
 class GroupRule:
-    """Expression of --param-group. Settings of all parameters whose names match the regular expression `pattern`."""
+    """Expression of --param-group: `settings` for all parameters whose names match the regular expression `pattern`."""
 
     pattern: str
     settings: Mapping[str, float]

@@ -12,7 +12,7 @@ number. The random bits are a hash of the element's main parameter and the updat
 neither on the layout nor on the state of a random generator, and a resumed run takes the same steps.
 
 fp16 and fp8 (e4m3) states have one power-of-two scale for each block of 64 elements. Buffers align parameters and
-shards to these blocks, so no sharding splits a block. These formats store the square root of the second moment, which
+shards to these blocks, so no sharding splits a block. fp16 and fp8 store the square root of the second moment, which
 needs only half the exponent range. The square root is rounded so that the expected value of its square is exact.
 """
 
@@ -299,8 +299,8 @@ class PackedShard(Shard):
 
 
 class Part(NamedTuple):
-    """Views of one range of elements in a shard's tensors. Tensors that are not needed for how main parameters are
-    stored (`kind`) are empty. Each optimizer state is a pair (codes, scale exponents).
+    """Views of one range of elements in a shard's tensors. Which of these tensors are empty depends on how main
+    parameters are stored (`PackedShard.kind`). Each optimizer state is a pair (codes, scale exponents).
     """
 
     grads: Tensor

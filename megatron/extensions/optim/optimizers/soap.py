@@ -69,8 +69,8 @@ class Soap(Transform):
 
     def flops(self, meta: ParamMeta) -> int:
         """Return the FLOPs of the matrix products in an update: for the factors, for two changes of basis, and for the
-        power iteration. The FLOPs of a power iteration and its two additional changes of basis are divided by the
-        number of updates between power iterations."""
+        power iteration. A power iteration and the two changes of basis that it requires do not run in every update.
+        Their FLOPs are divided by the number of updates between power iterations."""
         every = self.options.soap_precondition_frequency
         area, sizes = prod(matrix_size(meta)), [size for _, size in self.sides(meta)]
         per_update, per_iteration = 3 * area * sum(sizes), sum(size**3 for size in sizes) + 2 * area * sum(sizes)

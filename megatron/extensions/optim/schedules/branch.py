@@ -27,7 +27,8 @@ FIELDS = (
 
 
 def with_branch(config: RunConfig) -> RunConfig:
-    """Return the configuration of a branch, which loads --branch-from or the branch's own latest checkpoint.
+    """Return the configuration of a branch. The branch loads its own latest checkpoint or, if it has none yet, the
+    checkpoint --branch-from.
 
     Raises StandInError.
     """

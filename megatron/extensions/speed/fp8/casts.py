@@ -91,7 +91,8 @@ def noting(
     returns the twin's other result.
 
     Args:
-        twin: Function of `others` and `cast` that returns a result and an amax.
+        twin: Plain-torch function that is called with `others` and `cast`, and returns the kernel's result and the
+            amax.
         compiled: Whether to run the twin in a compiled region.
         cast: Request that states which casts to compute. The function passes the request to the twin as the last
             operand, and records the amax in the request's field `noted`.

@@ -315,7 +315,7 @@ class DelayedGemms(PerTensorGemms):
         return _scaled(cast_transpose_noting_amax(x.detach(), self._order(which, wanted), self.compiled), wanted)
 
     def input_order(self, needs_dw: bool) -> CastOrder:
-        """Return a `CastOrder` for the kernel that computes this layer's input: the casts that this layer needs."""
+        """Return which casts of its input this layer needs, as a request to the kernel that computes the input."""
         return self._order(INPUT, BOTH if needs_dw and not self.cuts.sequence else ROWS)
 
     def given_input(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:
@@ -328,7 +328,7 @@ class DelayedGemms(PerTensorGemms):
         return Operands(local, local)
 
     def grad_order(self, needs_dw: bool) -> CastOrder:
-        """Return a `CastOrder` for the kernel that computes the output gradient: the casts that this layer needs."""
+        """Return which casts of dY this layer needs, as a request to the kernel that computes dY."""
         return self._order(GRAD, BOTH if needs_dw else ROWS)
 
     def given_grad(self, pair: CastPair, tokens: tuple[int, ...]) -> Operands:

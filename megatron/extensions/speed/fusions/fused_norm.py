@@ -181,8 +181,8 @@ def fused_norm(
         update: Tensor [..., h] to add to x; None: no addition.
         norm: Norm of the sum. 16-bit operands are normalized in fp32.
         mask: Dropout mask of the update, for x [s, b, h].
-        cast: fp8 casts of the norm that the next layer requests. If there is no dropout mask, the second result is a
-            placeholder that carries these casts (`InputCast.stand_in`).
+        cast: Request of the next layer for fp8 casts of the norm's output. If there is no dropout mask, the second
+            result is a placeholder that carries these casts (`InputCast.stand_in`).
 
     The update, or x if there is no update, may be the output of a linear layer. In this case, and without a dropout
     mask, the backward pass also casts and sums the layer's output gradient, as the layer's own backward pass requires.

@@ -139,7 +139,7 @@ def choose_weight_grads(
     """For each shape of the fp8 linear layers, time the weight gradient kernels and select the fastest.
 
     Collective over the ranks of a pipeline stage, whose layers have the same shapes on all ranks. All ranks use the
-    kernel that is the fastest on the slowest rank, so that replicas stay equal.
+    kernel whose time on the slowest rank is the shortest, so that replicas stay equal.
 
     Args:
         modules: Modules that contain the fp8 linear layers.

@@ -92,7 +92,7 @@ class GroupedWeightGrad:
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)
-    """Timings of the kernels for each shape (outputs, inputs). The log prints them."""
+    """Timings of the kernels for each shape (outputs, inputs), to be printed in the log."""
 
     def suits(self, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> bool:
         return runs_triton(x)
@@ -142,7 +142,7 @@ def weight_grad_runs(
     operands.
 
     The first call for a kernel also checks the kernel's sums, once with equal and once with unequal numbers of rows per
-    expert. It raises RuntimeError if the sums are wrong.
+    expert. This call raises RuntimeError if the sums are wrong.
 
     Args:
         shapes: Shapes of the run.

@@ -1,8 +1,9 @@
 """fp8 expert kernels. At the start of a run, the kernels are timed at the run's shapes, and the fastest are used (see
 `grouped_choice.py`). The products of rows, y = x Wᵀ and dX = dY W, are computed by torch or by a Triton kernel whose
 programs share a single list of tiles. torch uses its grouped kernel if the GPU supports this kernel for the recipe.
-Otherwise, torch computes one product for each expert. The operands of weight gradients are cast with one scale per tile
-of tokens. Triton's kernel multiplies these operands in fp8, and torch multiplies the same values in 16 bits.
+Otherwise, torch computes one product for each expert. The operands of weight gradients are cast in tiles of 128 tokens
+(`cast_along_tokens`). Triton's kernel multiplies these operands in fp8, and torch multiplies the same values in 16
+bits.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class ExpertKernel(Generic[*Operands]):
 
     chosen: dict[tuple[int, int], str] = field(default_factory=dict)
     found: dict[tuple[int, int], Choice] = field(default_factory=dict)
-    """Timings of the kernels for each shape (outputs, inputs). The log prints them."""
+    """Timings of the kernels for each shape (outputs, inputs), to be printed in the log."""
 
     @abstractmethod
     def runs(self, shapes: RunShapes) -> Iterator[tuple[tuple[int, int], dict[str, Run]]]:

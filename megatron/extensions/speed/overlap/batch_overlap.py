@@ -38,8 +38,8 @@ class BatchOverlap(PassPair):
         self._active = False
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Run both passes, beginning with `first` in the calling thread. If one pass raises an exception, the other
-        pass ends too, and `run` raises the exception in the calling thread."""
+        """Run both passes. The pass `first` begins, and runs in the calling thread. If one pass raises an exception,
+        the other pass ends too, and `run` raises the exception in the calling thread."""
         assert not self._active, "two passes are already interleaved"
         self._active, self._turn = True, 0
         self._finished = [False, False]

@@ -1,10 +1,10 @@
 """Overlap of tensor-parallel collectives with GEMMs, under sequence parallelism (--tp-comm-overlap).
 
-A GEMM with an all-gathered input is split into parts. The GEMM of a part starts as soon as the part's input rows
-arrive. A GEMM before a reduce-scatter also computes its output in parts, in the order in which the ranks need the
-parts. While the partial sum of one part is in flight, the next part is computed. The forward pass of a layer therefore
-never waits for a whole collective, and sends the same number of bytes as without overlap. (Wang et al., "Overlap
-Communication with Dependent Computation via Decomposition", ASPLOS 2023.)
+A GEMM with an all-gathered input is split along the sequence into one part per rank. The GEMM of a part starts as soon
+as the part's input rows arrive. A GEMM before a reduce-scatter also computes its output in parts, in the order in which
+the ranks need the parts. While the partial sum of one part is in flight, the next part is computed. The forward pass of
+a layer therefore never waits for a whole collective, and sends the same number of bytes as without overlap. (Wang et
+al., "Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023.)
 
 In the backward pass, the gather before a row-parallel layer's GEMMs runs in parts. The backward pass of a
 column-parallel layer runs without parts: as in `LinearFunction`, the gather overlaps with the GEMM for dX, and the

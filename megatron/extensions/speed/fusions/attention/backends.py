@@ -66,8 +66,8 @@ class Flash3:
             k: Keys.
             v: Values.
             lengths: Lengths of packed sequences; None for dense operands.
-            window: (left, right), the numbers of keys before and after its own position to which a query attends; -1
-                means no limit.
+            window: Pair (left, right). A query attends to `left` keys before and `right` keys after its position; -1:
+                no limit.
             scales: Scales [3, b, groups] of q, k and v in e4m3. If scales are given, the output is bf16. Raises
                 ImportError if the package does not support scales.
         """

@@ -8,11 +8,11 @@ The forward pass works as in FlashAttention-2 (arXiv 2307.08691). The backward p
 and one for keys and values. Neither kernel uses atomic additions, so the results are bit-equal in every run. The
 kernels that compute the scores also compute the dropout mask, as a hash of positions. The mask is never stored.
 
-Tiles are converted to bands of query-key pairs. A band contains two kinds of ranges: the keys to which each query
-attends, and the queries that attend to each key. Rows are sorted by position. A query attends to an interval of
-positions, from the beginning of its document or window to the query's position. The keys of a query are therefore
-adjacent rows in documents, in windows, and in the two chunks of a rank under context parallelism. Neither the start nor
-the end of the key range decreases from one query to the next.
+The kernel merges its tiles, which are rectangles of query-key pairs, into a `Band`. A band contains two kinds of
+ranges: the keys to which each query attends, and the queries that attend to each key. Rows are sorted by position. A
+query attends to an interval of positions, from the beginning of its document or window to the query's position. The
+keys of a query are therefore adjacent rows in documents, in windows, and in the two chunks of a rank under context
+parallelism. Neither the start nor the end of the key range decreases from one query to the next.
 """
 
 from __future__ import annotations

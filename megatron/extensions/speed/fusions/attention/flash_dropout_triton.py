@@ -107,8 +107,8 @@ def _add_keys_to_gradients(
 def _add_queries_to_gradients(
     sums, own, other, seen, start, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add the contribution of one block of queries to the key and value gradients. The scores are stored as [keys,
-    queries]."""
+    """Add the contribution of one block of queries to the key and value gradients. In this function, scores have the
+    shape [keys, queries]."""
     dk, dv = sums
     keys, values, column_bits = own
     q, q_row, grad, grad_row, lse, delta, bits, n = other

@@ -142,7 +142,7 @@ class FlashCUDAKernel:
             yield from zip(group, zip(dqs, dks, dvs, strict=True), strict=True)
 
     def lengths(self, tiles: Sequence[Tile], q: Tensor) -> Lengths:
-        """Return the `Lengths` of the packed sequences: one sequence for each tile and sample."""
+        """Return the `Lengths` of the packed sequences. The rows of each sample in each tile are one sequence."""
         of_queries, of_keys = [], []
         for tile in tiles:
             samples = q.shape[1] if tile.sample is None else 1

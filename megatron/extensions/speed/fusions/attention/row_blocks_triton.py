@@ -45,7 +45,7 @@ class Bounds(NamedTuple):
 
 @triton.jit
 def _absorb(state, value):
-    """Compute the same hash as `megatron.core.dropout._absorb`, on uint64."""
+    """Compute the same hash as `megatron.core.dropout._absorb`, for uint64 values."""
     x = value.to(tl.uint64) * tl.full([], 0x9E3779B97F4A7C15, tl.uint64) + state
     x = (x ^ (x >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
     x = (x ^ (x >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
@@ -122,9 +122,9 @@ def block_ranges(first, stop, inside, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_blocks(add_block, sums, own, other, seen, ranges, numbers, WIDTHS: tl.constexpr, BLOCK: tl.constexpr):
-    """Loop over the blocks of the `other` operands, and add their contributions to the `sums` of the program's `own`
-    rows. `seen` contains the range (first, stop) of each row. The loop starts with the blocks to which every row
-    attends."""
+    """Loop over blocks of rows of `other`, and add their contributions to `sums`, the results for the rows `own` of
+    this program. If `own` are queries, `other` are keys and values, and vice versa. `seen` contains the range (first,
+    stop) of each row. The loop starts with the blocks to which every row attends."""
     begin, full, full_end, before, behind = ranges
     for start in range(full, full_end, BLOCK):
         sums = add_block(sums, own, other, seen, start, numbers, WIDTHS, BLOCK, False)

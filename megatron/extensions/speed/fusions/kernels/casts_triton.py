@@ -40,8 +40,8 @@ class Casts(NamedTuple):
     """Tensor of two integers: the bit pattern of the largest magnitude so far, and the number of finished programs.
     The kernel expects that both integers are zero, and sets them to zero again."""
     noted: Tensor | None
-    """Largest amax recorded so far (`CastOrder.noted`). The kernel sets this value to the maximum of the value and the
-    matrix's amax."""
+    """Largest amax recorded so far (`CastOrder.noted`). If the amax of this matrix is larger, the kernel stores it
+    here."""
 
     @classmethod
     def of(cls, n: int, k: int, *cast: *CastParts) -> Casts:
@@ -328,8 +328,8 @@ def transposed_bytes(x: Tensor) -> Tensor:
 
 
 def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: *CastParts) -> list[Tensor]:
-    """Return the requested casts of SwiGLU (or of the gradient of x if `grad` is given), and the scale. Updates
-    `noted`."""
+    """Return the requested casts of SwiGLU (or of the gradient of x if `grad` is given), and the scale. `cast` contains
+    the fields of a `CastOrder`, whose field `noted` the kernel updates."""
     assert x.is_contiguous() and (grad is None or grad.is_contiguous())
     n, f = x.shape[0], x.shape[1] // 2
     casts = Casts.of(n, f if grad is None else 2 * f, *cast)
@@ -340,8 +340,8 @@ def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: *CastParts) -> list[Tenso
 def heads_gradient_cast(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: *CastParts
 ) -> list[Tensor]:
-    """Launch the kernel that joins and casts head gradients. Returns the requested casts and their scale. Updates
-    `noted`."""
+    """Launch the kernel that joins and casts head gradients. Returns the requested casts and their scale. `cast`
+    contains the fields of a `CastOrder`, whose field `noted` the kernel updates."""
     assert all(x.is_contiguous() for x in (dq, dk, dv, cos, sin) if x is not None)
     s, b, groups, width = dv.shape
     n, slots = s * b, sum(grad.shape[2] for grad in (dq, dk, dv))

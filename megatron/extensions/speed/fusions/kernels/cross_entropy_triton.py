@@ -41,7 +41,7 @@ def loss_and_gradient(logits, labels, losses, n, width, columns, z_loss, THREADS
 
 @triton.jit
 def _of_row(place, labels, losses, block, width, columns, z_loss, THREADS: tl.constexpr, EACH: tl.constexpr):
-    """Overwrite the row of logits to which `place` points with the gradient of the row's loss."""
+    """Replace one row of logits by the gradient of the row's loss. `place` is a pointer to the row."""
     label = tl.load(labels)
     target = tl.load(place + label).to(tl.float32)
     top = tl.full([THREADS], LOWEST, tl.float32)

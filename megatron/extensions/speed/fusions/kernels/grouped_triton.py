@@ -45,7 +45,7 @@ LEAST_STEPS = tl.constexpr(8)
 
 @dataclass(frozen=True)
 class Tiling:
-    """Compilation settings of the grouped kernel."""
+    """Compilation settings of `add_grouped_kernel` and `add_grouped_fp8_kernel`."""
 
     outputs: int
     inputs: int
@@ -152,8 +152,8 @@ def list_steps(schedule, experts, tiles, program, programs, EXPERTS: tl.constexp
 
 @triton.jit
 def tile_corner(tile, outputs, inputs, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Return the index of the first output and of the first input in a tile. Tiles are ordered in groups of eight tile
-    rows, whose tiles share operands in the cache."""
+    """Return the index of the first output and of the first input in a tile. Tiles are numbered column by column within
+    groups of eight rows of tiles, so that consecutive tiles share operands in the cache."""
     down, across = tl.cdiv(outputs, BLOCK_O), tl.cdiv(inputs, BLOCK_I)
     group, place = tile // (8 * across), tile % (8 * across)
     height = tl.minimum(down - group * 8, 8)

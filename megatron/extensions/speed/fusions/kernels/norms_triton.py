@@ -155,8 +155,8 @@ def norm_gradient_chunks(
     weight gradient, of the bias gradient (LayerNorm), and of dx (with SUMS).
 
     The first pass over the chunks of a block computes sums over each row. The second pass computes gradients, and
-    processes the last chunk first, because the last chunks are still in the caches. The sums over rows stay in
-    `part_sums` from one step to the next."""
+    processes the last chunk first, because the last chunks are still in the caches. `part_sums` accumulates the partial
+    sums over all blocks of the program."""
     CENTERED: tl.constexpr = given.mean is not None
     TILE_N: tl.constexpr = TILE[0]
     TILE_H: tl.constexpr = TILE[1]
