@@ -20,7 +20,7 @@ class AuditError(RuntimeError):
 
 
 class Outcome:
-    """Results of the audits since this process started, which are the same on all ranks."""
+    """Results of the audits since this process started. The results are the same on all ranks."""
 
     def __init__(self, config: RunConfig, rank: int) -> None:
         self._save, self._rank = config.checkpoint.save, rank

@@ -57,7 +57,8 @@ PIECES = "pieces.json"
 
 MARGIN = 8.0
 """Largest allowed distance between a gradient of the run and the recomputed gradient, as a multiple of the rounding
-error. The run sums in a different order than the recomputation, and distances are only estimates."""
+error. The multiple is larger than 1, because the run sums in a different order than the recomputation, and because
+distances are only estimates."""
 
 LEAST_ALLOWED = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-2, "float16": 1e-2}
 """Minimum tolerance for relative differences, keyed by number format."""

@@ -312,7 +312,7 @@ class Parent:
                 self._parents.beat()
                 self._parents.tidy()
                 if self._parents.lost(self._start.roster):
-                    self._parents.ask(number + 1)  # nobody else can
+                    self._parents.ask(number + 1)  # all processes of ranks are lost, so a spare must request the start
                 time.sleep(ASK)
         return ExitCode.FAILED, ""
 
@@ -344,7 +344,7 @@ class Parent:
                     if now > following_ran_at + STOPPED:
                         self._parents.kill(following)
                     lost_at = min(lost_at, now) if self._parents.lost([following]) else float("inf")
-                    if now > lost_at + GRACE:  # for example because the ranks have not connected yet
+                    if now > lost_at + GRACE:  # the child has not failed, for example because it has not connected yet
                         self._parents.ask(number + 1)
                     end_at = now + GRACE if end_at == float("inf") and self._parents.asked(number + 1) else end_at
                     if end_at == stuck_at == float("inf") and now > UNMET and not has_met():

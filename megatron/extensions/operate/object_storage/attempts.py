@@ -38,7 +38,7 @@ CHECKPOINT = re.compile(r"iter_\d+")
 
 
 class Begun(NamedTuple):
-    """Attempt that this process has begun and not yet published."""
+    """Attempt to write a checkpoint, which this process has begun and not yet published."""
 
     folder: PurePath
     mark: bytes
@@ -164,8 +164,8 @@ class AttemptStorage(FsspecStorage):
         return super()._place(path)
 
     def _attempt(self, checkpoint: PurePath, again: bool = False) -> str:
-        """Return the name of the published attempt; empty if there is none. The name is read from the store if it is
-        not yet known, or if `again` is True."""
+        """Return the name of the published attempt to write a checkpoint; empty if there is none. The name is read from
+        the store if it is not yet known, or if `again` is True."""
         if again or checkpoint not in self._current:
             self._current[checkpoint] = _published(self.content(checkpoint / PUBLISHED))
         return self._current[checkpoint]
@@ -178,7 +178,8 @@ class AttemptStorage(FsspecStorage):
 
 
 def _published(content: bytes | None) -> str:
-    """Return the name of the published attempt, given the content of `PUBLISHED`; empty if no attempt was published."""
+    """Parse the content of the object `PUBLISHED`, and return the name of the published attempt; empty if there is
+    none."""
     text = (content or b"").decode(errors="replace").partition("\n")[0].strip()
     return text if re.fullmatch(rf"{ATTEMPT}\w+", text) else ""
 

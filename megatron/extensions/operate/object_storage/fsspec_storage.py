@@ -272,7 +272,7 @@ class FsspecStorage(Storage):
     def _place(self, path: PurePath) -> str:
         if self.scheme in S3_SCHEMES:  # fsspec does not support all of these schemes
             return str(path).partition("://")[2].strip("/")
-        from fsspec.core import strip_protocol  # an extra
+        from fsspec.core import strip_protocol  # an optional dependency
 
         return str(strip_protocol(str(path))).strip("/")
 
@@ -289,7 +289,7 @@ class FsspecStorage(Storage):
 
 def connected(scheme: str) -> AbstractFileSystem:
     """Return the fsspec file system for a scheme, with fsspec's caches and retries disabled."""
-    import fsspec  # an extra
+    import fsspec  # an optional dependency
 
     options: dict[str, object] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme in S3_SCHEMES:

@@ -34,7 +34,7 @@ FINAL_NAMES = (
     "PartialCredentialsError",
     "ProfileNotFound",
     "InvalidRegionError",
-    "ParamValidationError",  # an invalid bucket name
+    "ParamValidationError",  # for example, an invalid bucket name
 )
 """Names of botocore's exception types for permanent errors."""
 

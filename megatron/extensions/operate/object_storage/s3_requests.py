@@ -59,7 +59,7 @@ class S3(NamedTuple):
                     return False
             except FileNotFoundError:
                 return False
-            condition = {"IfMatch": tag}  # read before the content, so that a write in between is detected
+            condition = {"IfMatch": tag}  # the tag was read before the content, so that a write in between is detected
         self.call("put_object", path, Body=data, **condition)
         return True
 
@@ -69,7 +69,7 @@ class S3(NamedTuple):
 
     def read(self, path: PurePath, start: int, length: int, tag: str) -> bytes:
         """Read a range of an object. Raises FileExistsError if the ETag of the object is no longer `tag`."""
-        from fsspec.asyn import sync  # an extra
+        from fsspec.asyn import sync  # an optional dependency
 
         given = {"Range": f"bytes={start}-{start + length - 1}", "IfMatch": tag}
         try:

@@ -107,8 +107,8 @@ class Uploads:
         return found
 
     def abandon(self) -> list[str]:
-        """Abandon the pending work of the other exporters, such as exports to Hugging Face. The upload of the newest
-        checkpoint is not abandoned, because the local disk may be lost when the job ends."""
+        """Abandon pending exports, such as exports to Hugging Face, and return the log lines about them. The upload of
+        the newest checkpoint is not abandoned, because the local disk may be lost when the job ends."""
         return [line for other in self.others for line in other.abandon()]
 
     def _upload(self, iteration: int) -> None:

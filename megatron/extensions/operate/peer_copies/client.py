@@ -142,7 +142,7 @@ def _started(folder: Path, keep: float) -> Address:
     if process.stdout.readline() != "ready\n":
         raise OSError(f"the holder of copies did not start: {' '.join(words)} ended with {process.wait()}")
     process.stdout.close()
-    process.returncode = 0  # the holder outlives this process, so nothing waits for its end
+    process.returncode = 0  # prevents Popen's warning about a running child; the holder outlives this process
     return address_in(folder)
 
 
@@ -167,7 +167,7 @@ def _has_holder(folder: Path) -> bool:
 
 
 def own_address() -> str:
-    """Return the address of this host in the network in which it reaches the store."""
+    """Return the address of this host in the network through which it reaches the store."""
     store = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "9"))
     family, kind, _, _, target = socket.getaddrinfo(*store, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
@@ -223,15 +223,15 @@ class Link:
         self._answer()
 
     def get(self, generation: str, name: str, start: int, into: memoryview) -> None:
-        """Read bytes of a part into the buffer `into` until the buffer is full. The first byte is at the offset
-        `start`."""
+        """Read bytes of a part of the training state into the buffer `into` until the buffer is full. The first byte is
+        at the offset `start`."""
         self._ask(op="get", generation=generation, name=name, start=start, length=len(into))
         self._answer()
         read_exactly(self._stream, into)
         self._answer()
 
     def header(self, generation: str, name: str) -> bytes:
-        """Read the header of a part."""
+        """Read the header of a part of the training state from the holder process."""
         self._ask(op="header", generation=generation, name=name)
         content = bytearray(int(self._answer()["length"]))
         read_exactly(self._stream, memoryview(content))
@@ -246,7 +246,8 @@ class Link:
         self._socket.settimeout(ANSWER)
 
     def lease(self) -> None:
-        """Register this process as a rank of the holder's host, until the connection is closed or the process ends."""
+        """Register this process with the holder process as a running rank, until the connection is closed or this
+        process ends."""
         self._ask(op="lease")
         self._answer()
 
@@ -292,7 +293,7 @@ def opened(folder: Path, keep: float) -> tuple[Address, Link]:
     """Return the address of this host's holder process, and a connection to it. Starts a holder if none answers. While
     the connection is open, this process is registered as a rank. Raises OSError."""
     for _ in range(2):
-        with suppress(OSError):  # the holder ended in the meantime
+        with suppress(OSError):  # retry if the holder ended before the connection was opened
             return (found := open_holder(folder, keep)), leased(found)
     return (found := open_holder(folder, keep)), leased(found)
 
@@ -309,7 +310,6 @@ GENERATION = re.compile(r"g(\d{6})-[0-9a-f]{8}")
 
 
 def number_of(generation: str) -> int:
-    """Parse the number of a generation from the name of its folder. Return 0 if the name is not that of a
-    generation."""
+    """Parse the number of a generation of copies from the name of its folder. Return 0 if the name has another form."""
     match = GENERATION.fullmatch(generation)
     return int(match[1]) if match else 0

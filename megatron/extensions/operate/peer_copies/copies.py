@@ -241,7 +241,7 @@ class Copies:
                 return
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        if self.place.rank == 0 and self.complete is not None:  # no rank reads this key any more
+        if self.place.rank == 0 and self.complete is not None:  # no rank reads the previous key any more
             self._store.delete_key(f"copied/{self._number - 1}")
         self.complete, self.failure = iteration, ""
         self._backoff.succeeded()

@@ -176,7 +176,8 @@ class Connection(socketserver.StreamRequestHandler):
         """Answer a request that checks whether this process is running."""
 
     def do_put(self, request: Mapping[str, Any]) -> None:
-        """Store a part. The sender sends the header and the bytes of the part after the request."""
+        """Store a part of the training state. The sender sends the header and the bytes of the part after the
+        request."""
         path = self.server.path(request)
         header_of(path).unlink(missing_ok=True)
         self.connection.settimeout(STALLED)
@@ -184,7 +185,7 @@ class Connection(socketserver.StreamRequestHandler):
         try:
             make_room(path, nbytes)
         except OSError:
-            for _ in self._received(nbytes):  # the sender reads the error only after it has sent all bytes
+            for _ in self._received(nbytes):  # discard all bytes, because the sender reads the error only afterwards
                 pass
             raise
         with open(path, "r+b", buffering=0) as file:
@@ -194,14 +195,16 @@ class Connection(socketserver.StreamRequestHandler):
         write_whole(header_of(path), header)
 
     def do_get(self, request: Mapping[str, Any]) -> None:
-        """Answer with the bytes [start, start + length) of a part, preceded by a line that contains their number."""
+        """Answer with the bytes [start, start + length) of a part of the training state. Before the bytes, send a line
+        that contains their number."""
         start, length = int(request["start"]), int(request["length"])
         with open(self.server.path(request), "rb") as file:
             self._answer(length=length)
             self.connection.sendfile(file, start, length) if length else None
 
     def do_header(self, request: Mapping[str, Any]) -> None:
-        """Answer with the header of a part, preceded by a line that contains the length of the header."""
+        """Answer with the header of a part of the training state. Before the header, send a line that contains its
+        length."""
         content = header_of(self.server.path(request)).read_bytes()
         self._answer(length=len(content))
         self.wfile.write(content)
@@ -239,7 +242,7 @@ def main(folder: Path, address: str, keep: float) -> None:
     with Holder(folder, address, keep) as holder:
         about = {"address": address, "port": holder.server_address[1], "token": holder.token, "pid": os.getpid()}
         write_whole(folder / ABOUT, json.dumps(about))
-        with suppress(BrokenPipeError):  # the parent was killed; after a restart, the ranks find this holder
+        with suppress(BrokenPipeError):  # the parent may have been killed; after a restart, the ranks find this holder
             print("ready", flush=True)
         threading.Thread(target=holder.serve_forever, daemon=True).start()
         holder.watch()

@@ -87,7 +87,7 @@ class Host:
 class PeerCopies(Callback):
     """Callback that keeps copies of the training state in the memory of other hosts."""
 
-    start_order = -1  # copies are preferred to local checkpoints, which are older
+    start_order = -1  # run before callbacks that load local checkpoints, which are older than the copies
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -153,7 +153,7 @@ class PeerCopies(Callback):
         self._host_of = [host.name for host in hosts]
         self._holders = {host.name: host.holder for host in hosts if host.holder is not None}
         if not self._leads:
-            with suppress(OSError):  # the connection of the supervising rank is sufficient
+            with suppress(OSError):  # optional, because the connection of the supervising rank suffices
                 self._leases.append(leased(self._holders[own]))
         self._held = [host.held for host in hosts]
         self._idle = {each.name: each for host in hosts for each in host.idle if each.name not in names}
@@ -442,7 +442,7 @@ class PeerCopies(Callback):
 
 
 def drop_generations(folder: Path, kept: str) -> None:
-    """Delete the copies of earlier generations."""
+    """Delete the copies of all generations except `kept`."""
     for generation in folder.glob("g*"):
         if generation.name != kept:
             shutil.rmtree(generation, ignore_errors=True)

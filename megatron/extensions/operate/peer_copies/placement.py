@@ -20,10 +20,10 @@ class Part:
     """Part of the training state. All bytes of a part are copied together."""
 
     writer: int
-    """Rank that writes the part to a checkpoint and sends the part to other hosts."""
+    """Rank that writes this part of the training state to a checkpoint and sends it to other hosts."""
 
     replicas: tuple[int, ...]
-    """All ranks that hold the bytes of the part, including the writer."""
+    """All ranks that hold the bytes of this part of the training state, including `writer`."""
 
     nbytes: int = 0
 
@@ -34,13 +34,13 @@ class Held:
 
     host: str
     by: int | None
-    """Rank on the host `host` that stores the copy, because it holds the bytes of the part itself. None if the writer
-    sends the part, because no rank on the host holds its bytes."""
+    """Rank on the host `host` that stores the copy, because it holds the bytes of the part itself. None if no rank on
+    this host holds the bytes, so that `Part.writer` sends them."""
 
 
 def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
-    """Divide hosts, in order, into groups of `copies` + 1 hosts. Hosts that are left over belong to the last group. If
-    there are fewer than `copies` + 1 hosts, they form one group."""
+    """Divide hosts, in order, into groups of `copies` + 1 hosts. The remaining hosts join the last group. If there are
+    fewer than `copies` + 1 hosts, they form one group."""
     size = copies + 1
     count = max(1, len(hosts) // size)
     starts = [number * size for number in range(count)]
@@ -48,8 +48,8 @@ def groups(hosts: Sequence[str], copies: int) -> list[tuple[str, ...]]:
 
 
 def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
-    """Map each host to `copies` other hosts, which keep copies of its parts. If the group of the host has too few
-    hosts, all other hosts of the group keep copies."""
+    """Map each host to `copies` other hosts of its group (`groups`), which keep copies of the host's parts of the
+    training state. If a group has too few hosts, all other hosts of the group keep copies."""
     found = {}
     for group in groups(hosts, copies):
         for place, host in enumerate(group):
@@ -58,10 +58,10 @@ def partners(hosts: Sequence[str], copies: int) -> dict[str, tuple[str, ...]]:
 
 
 def place(host_of: Sequence[str], parts: Sequence[Part], copies: int) -> list[tuple[Held, ...]]:
-    """Choose the hosts that keep a copy of each part. The first copy is on the writer's host, and `copies` more are on
-    other hosts. Hosts on which another rank holds the bytes of the part are chosen first, because that rank can store
-    the copy, so nothing is sent. Among these hosts, the partners of the writer's host (`partners`) come first. If more
-    copies are needed, the writer sends them to the other partners of its host.
+    """Choose the hosts that keep a copy of each part of the training state. The first copy is on the writer's host, and
+    `copies` more are on other hosts. Hosts on which another rank holds the bytes of the part are chosen first, because
+    that rank can store the copy, so nothing is sent. Among these hosts, the partners of the writer's host (`partners`)
+    come first. If more copies are needed, the writer sends them to the other partners of its host.
     """
     order = list(dict.fromkeys(host_of))
     to = partners(order, copies)
@@ -79,13 +79,14 @@ def _held(part: Part, host_of: Sequence[str], to: Sequence[str], copies: int) ->
 
 
 def survives(placed: Sequence[tuple[Held, ...]], lost: Collection[str]) -> bool:
-    """Return True if a copy of every part remains after the loss of the hosts `lost`."""
+    """Return True if a copy of every part of the training state remains after the loss of the hosts `lost`."""
     return all(any(held.host not in lost for held in part) for part in placed)
 
 
 def survivable(placed: Sequence[tuple[Held, ...]], hosts: int, number: int) -> tuple[int, int]:
-    """Consider all sets of `number` hosts out of `hosts` hosts. Return the number of sets that can be lost while every
-    part still has a copy, and the number of all sets. Every part must have at least `number` copies."""
+    """Consider all sets of `number` hosts out of `hosts` hosts. Return two numbers: how many of these sets can be lost
+    while every part of the training state still has a copy, and how many sets there are. Every part must have at least
+    `number` copies."""
     fatal = {frozenset(held.host for held in part) for part in placed}
     assert all(len(each) >= number for each in fatal), "the loss of fewer hosts is already fatal"
     every = comb(hosts, number)
@@ -112,9 +113,9 @@ def sent_bytes(parts: Sequence[Part], placed: Sequence[tuple[Held, ...]]) -> Map
 
 
 def duties(rank: int, placed: Sequence[tuple[Held, ...]]) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yield a pair for each part that a rank stores on its own host. The pair consists of the index of the part in
-    `placed` and the hosts to which the rank sends the part. If the rank is not the writer of the part, the rank sends
-    it to no host."""
+    """Yield a pair for each part of the training state that a rank stores on its own host. The pair consists of the
+    index of the part in `placed` and the hosts to which the rank sends the part. If the rank is not the writer of the
+    part, the rank sends it to no host."""
     for number, copies in enumerate(placed):
         if any(held.by == rank for held in copies):
             is_writer = copies[0].by == rank

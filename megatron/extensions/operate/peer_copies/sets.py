@@ -26,7 +26,7 @@ class Copy:
     iteration: int
     part: str
     file: str
-    """Name of the file in the folder of `generation` that contains the bytes of the part."""
+    """Name of the file that contains the bytes of the part. The file is in the folder of `generation`."""
 
     number: int = 0
     """Number of steps that were copied in the generation, up to and including this copy. The number distinguishes
@@ -36,7 +36,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Inventory:
-    """List of the copies on a host, by generation."""
+    """List of the copies on a host. The copies that were made after one start of the ranks form a generation."""
 
     copies: tuple[Copy, ...] = ()
     parts: Mapping[str, tuple[str, ...]] | None = None
@@ -67,7 +67,7 @@ class CompleteSet:
     number: int
     iteration: int
     copies: Mapping[str, tuple[Copy, ...]]
-    """Maps the name of each part to its copies."""
+    """Maps the name of each part of the training state to the copies of this part."""
 
     def without(self, damaged: Collection[Copy]) -> CompleteSet:
         """Return the set without the copies in `damaged`. Some parts may then have no copy left."""
@@ -76,7 +76,8 @@ class CompleteSet:
 
     @property
     def lost(self) -> str:
-        """Names of the parts that have no copy, separated by commas; empty if the set is complete."""
+        """Names of the parts of the training state that have no copy, separated by commas; empty if the set is
+        complete."""
         return ", ".join(part for part, copies in self.copies.items() if not copies)
 
 

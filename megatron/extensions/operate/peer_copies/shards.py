@@ -140,7 +140,7 @@ class Slot:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.ftruncate(file, nbytes)
-            if nbytes:  # raises an error if memory is full, instead of a signal when the memory is written
+            if nbytes:  # raises an error if memory is full; otherwise, a later write would raise a signal
                 os.posix_fallocate(file, 0, nbytes)
             self.memory = mmap.mmap(file, nbytes) if nbytes else mmap.mmap(-1, 1)
         except OSError:

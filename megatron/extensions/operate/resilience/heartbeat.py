@@ -321,7 +321,7 @@ class Heartbeat:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # a message was sent to an address where no process listens
+                continue  # an earlier message was sent to an address where no process listens
             if not self.token:
                 continue  # messages cannot be verified before the token is known
             try:

@@ -167,7 +167,7 @@ class HostWatch(Watch):
         process was killed, start it again. The watchdog's thread calls this method."""
         board = self._board
         if self._process is not None and self._process.poll() is not None and not self._closed.is_set():
-            self._told = 0  # restart a killed heartbeat; without it, other hosts would report this host as lost
+            self._told = 0  # restart a killed heartbeat process; otherwise, other hosts would report this host as lost
             self._publish(self._start())
         world = self._launch.world_size
         if len(self._links) < world and (world <= FEW or board.complete("link")):

@@ -86,8 +86,8 @@ TRIGGERS = {"save": "save", "exit": "stop"}
 
 
 class StopFiles(Watch):
-    """Watch for trigger files and the kill switch on rank 0. The kill switch file is not removed. After a restart, the
-    run stops again until a user deletes the kill switch file."""
+    """Part of rank 0's watchdog that looks for trigger files and for the kill switch file. The kill switch file is not
+    removed. After a restart, the run stops again until a user deletes the kill switch file."""
 
     def __init__(self, config: RunConfig, watchdog: Watchdog) -> None:
         options, self._requests = config.options(StopFileFlags), watchdog.requests

@@ -1,5 +1,5 @@
-"""Bisection of a spike: the steps before the spike are repeated with a different document, batch or learning rate to
-find the cause."""
+"""Bisection of a loss spike: the steps before the spike are repeated with a different document, batch or learning rate,
+to find the cause of the spike."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ ROSE = 1.05
 """A learning rate counts as risen if it exceeds this multiple of the learning rate at the checkpoint."""
 
 LOWER = 0.1
-"""If the learning rate has not risen since the checkpoint, the branch that tests a lower rate bounds the rate by this
-multiple of the highest rate."""
+"""Bound on the learning rate for the branch that tests a lower rate, as a multiple of the highest rate before the
+spike. It applies only if the learning rate has not risen since the checkpoint."""
 
 BranchOf = Callable[[int, Change], Outcome]
 """Function that repeats the run up to an iteration with one change, such as another learning rate, and returns the

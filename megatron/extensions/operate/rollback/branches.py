@@ -1,5 +1,5 @@
-"""Branches of a run. A branch repeats the steps of a run from a checkpoint. A branch may use fewer ranks, replace
-samples or bound the learning rate.
+"""Branches of a run. A branch loads a checkpoint of the run and repeats the steps that follow. A branch may use fewer
+ranks, replace samples or bound the learning rate.
 
 Sample order, dropout and learning rates do not depend on the parallel layout of a run. Therefore, a branch without
 changes computes the same losses as the run, up to rounding.
@@ -138,9 +138,9 @@ def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
 
 
 def branch(config: RunConfig, world_size: int | None, last: int, change: Change) -> Outcome:
-    """Run a branch: train from the checkpoint that `config` loads up to the iteration `last`. The default for
-    `world_size` is the smallest number of ranks that the configuration permits. Several ranks run as processes on this
-    machine's CPU."""
+    """Run a branch: load a checkpoint according to `config`, and train up to the iteration `last`. The default for
+    `world_size` is the smallest number of ranks that the configuration permits. If there are several ranks, they run as
+    processes on this machine's CPU."""
     parallel = config.parallel
     own = parallel.pipeline_model_parallel_size * parallel.expert_model_parallel_size * parallel.expert_tp
     ranks = world_size or lcm(parallel.model_parallel_size, own)
