@@ -24,8 +24,7 @@ SETTINGS = ("lr_mult", "wd_mult", "weight_decay")
 
 
 class NamedParameters(ParameterRule):
-    """Parameter rule that selects frozen parameters and parameter groups by the names of parameters in the whole
-    model."""
+    """Parameter rule for --param-group and --freeze. The rule selects parameters by their names in the whole model."""
 
     def __init__(self, optimizer: OptimizerConfig) -> None:
         options = optimizer.options(NamedParameterFlags)
@@ -42,8 +41,8 @@ class NamedParameters(ParameterRule):
         return any(re.search(pattern, meta.name) for pattern in self.frozen)
 
     def errors(self, metas: Collection[ParamMeta]) -> Iterator[str]:
-        """Yield an error for each expression that matches no parameter of the whole model, and an error if no parameter
-        is left to train."""
+        """Yield an error for each --param-group or --freeze expression that matches no parameter of the whole model.
+        Also yield an error if all parameters are frozen."""
         names = [meta.name for meta in metas]
         texts = [("--freeze", pattern, pattern) for pattern in self.frozen]
         texts += [("--param-group", text, group_rule(text).pattern) for text in self.expressions]

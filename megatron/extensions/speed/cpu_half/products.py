@@ -38,8 +38,8 @@ occur in generation. For such products, torch's kernel is at least as fast as a 
 once and in 16 bits."""
 
 _replaced: set[torch.dtype] = set()
-"""Dtypes that this process multiplies in fp32. The set applies to the whole process because torch's operators are
-process-wide."""
+"""Dtypes whose matrix products this process computes in fp32. The set applies to the whole process because torch's
+operators are process-wide."""
 
 
 def has_products_of(dtype: torch.dtype) -> bool:

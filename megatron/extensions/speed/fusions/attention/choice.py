@@ -48,7 +48,7 @@ OF_TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTEN
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Shape of one rank's causal attention during training."""
+    """Sizes and dtype of one rank's causal attention during training, for which the kernels are compared."""
 
     length: int
     """Keys."""
