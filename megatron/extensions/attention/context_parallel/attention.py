@@ -90,7 +90,8 @@ def from_rank_order(x: Tensor, size: int) -> Tensor:
 
 
 def to_rank_order(x: Tensor, size: int) -> Tensor:
-    """Reorder x [s, ...] from sequence order to the concatenated shards of all ranks."""
+    """Reorder x [s, ...], which is in sequence order, so that the rows of each rank's shard are contiguous and the
+    shards follow each other in rank order."""
     if size == 1:
         return x
     chunks = x.chunk(2 * size)
@@ -177,13 +178,14 @@ def _as_held(x: Tensor, spans: Spans) -> Tensor:
 
 
 def sequence_to_heads(x: Tensor, cp: Axis) -> Tensor:
-    """Exchange sequence shards x [s/cp, b, cp, ...], assigned by `rank_spans`, for whole sequences [s, b, ...] at index
-    cp.rank of dim 2."""
+    """Exchange sequence shards x [s/cp, b, cp, ...] for whole sequences [s, b, ...] by an all-to-all. Dimension 2 of x
+    is divided between the ranks: each rank receives the whole sequence of slice x[:, :, cp.rank]. The sequence shards
+    are those of `rank_spans`."""
     # dim 0 is the source rank of a block
     return from_rank_order(swap_blocks(x.movedim(2, 0), cp).flatten(0, 1), cp.size)
 
 
 def heads_to_sequence(x: Tensor, cp: Axis) -> Tensor:
-    """Exchange whole sequences x [s, b, ...] for sequence shards [s/cp, b, cp, ...]: the inverse of
-    `sequence_to_heads`."""
+    """Exchange whole sequences x [s, b, ...] for sequence shards [s/cp, b, cp, ...] by an all-to-all. This function is
+    the inverse of `sequence_to_heads`."""
     return swap_blocks(to_rank_order(x, cp.size).unflatten(0, (cp.size, -1)), cp).movedim(0, 2)

@@ -70,7 +70,7 @@ class DifferentialAttention(nn.Module):
         return self.linear_proj(normed.flatten(2), addend=addend)
 
     def logit_rows(self) -> tuple[HeadRows, ...]:
-        """Return the rows of linear_qkv: queries, key and value of each group."""
+        """Describe which weight rows of linear_qkv produce the queries, the key and the value of each group."""
         kinds = (RowKind.QUERY, self.queries), (RowKind.KEY, 1), (RowKind.OTHER, 1)
         return (HeadRows(self.linear_qkv, self.queries, tuple((kind, count * self.head_dim) for kind, count in kinds)),)
 

@@ -63,13 +63,14 @@ class Windows(NamedTuple):
     """Position of the first token of each window, [windows, 1 or b] int64; 0 for padding."""
 
     follows: Tensor
-    """Mask that is True for each window whose previous window is in the same document, [windows, 1 or b]."""
+    """Mask [windows, 1 or b] that is True for each window that follows another window of the same document."""
 
     begin: Tensor
     """For each token, the position of the first token of its document, [s, 1 or b] int64."""
 
     before: Tensor
-    """For each token, the number of windows in the documents before its own document, [s, 1 or b] int64."""
+    """For each token, the number of compression windows in all documents that precede the token's document in the
+    sample, [s, 1 or b] int64."""
 
 
 def windows_of(documents: Documents | None, length: int, ratio: int, device: torch.device) -> Windows:
@@ -223,8 +224,8 @@ class CompressedKeys(SelectedKeys):
         submodules."""
 
     def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
-        """Return the projected outputs of the head groups [s, b, groups/tp * o_lora_rank], with s/cp instead of s under
-        context parallelism.
+        """Compute attention and project the outputs of each head group to a low rank. Returns the projected outputs of
+        this rank's groups, [s, b, groups/tp * o_lora_rank]. Under context parallelism, the first dimension is s/cp.
 
         Args:
             q: [s, b, heads/tp, d], queries after the rotary embedding.
@@ -302,7 +303,7 @@ class CompressedAttention(MultiLatentAttention):
     channels form a pair, as in DeepSeek's weights. The RMSNorm of query heads has no weight."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        nn.Module.__init__(self)  # the parameters of the base class are not created
+        nn.Module.__init__(self)  # skips the base class's __init__, which would create parameters that this class does not use
         own, of_groups = config.options(LatentAttentionFlags), config.options(CompressedAttentionFlags)
         linears = latent_linears(name, config)
         self.tp = ctx.tp

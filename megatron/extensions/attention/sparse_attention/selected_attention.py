@@ -1,7 +1,8 @@
 """Computation of attention to selected keys in chunks of queries.
 
-All heads share one key per token. As in multi-latent attention over latents, the first channels of a key are its value.
-One softmax may cover several key sets, such as the token keys and the compressed keys of DeepSeek-V4.
+All heads share one key per token. The value of a token is not stored separately: it is the first channels of the key,
+as in the form of multi-latent attention that attends to latents directly. One softmax may cover several key sets, such
+as the token keys and the compressed keys of DeepSeek-V4.
 
 GPU kernels (`kernels/attention.py`) replace the forward and backward passes where the kernels are faster. Shapes: n
 queries of b samples, s keys, h heads.

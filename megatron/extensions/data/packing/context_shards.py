@@ -1,10 +1,10 @@
 """Division of packed documents over context-parallel ranks, with equal numbers of query-key pairs per rank. This module
 does not import torch.
 
-By default, each rank receives an early and a late chunk of the sample. The work of these shards is equal only if the
-sample is a single document. This module assigns different tokens to the ranks, but the same number of tokens per rank,
-so that shapes and padding do not change. The module evaluates several divisions of the documents, and uses the division
-with the lowest `Score`:
+By default, each rank receives an early and a late chunk of the sample. The attention work of the ranks is then equal
+only if the sample is a single document. This module assigns different tokens to the ranks, but the same number of
+tokens per rank, so that shapes and padding do not change. The module evaluates several divisions of the documents, and
+uses the division with the lowest `Score`:
 
 - the default division, in which each rank receives a pair of chunks of the sample;
 - a division in which each rank receives a pair of chunks of every document (zig-zag per document), so that all ranks
@@ -41,7 +41,8 @@ CHUNKS = (1, 2, 4, 8)
 """Numbers of chunk pairs per rank to evaluate when the sample is divided into chunks that are assigned by work."""
 
 WHOLE = (1.0, 0.5, 0.25, 0.125)
-"""Length limits for undivided documents that are evaluated, as fractions of a rank's tokens."""
+"""Candidate length limits up to which a document is assigned undivided to one rank, as fractions of a rank's tokens.
+Each candidate is evaluated."""
 
 Owners = NDArray[np.int64]
 """Rank that holds each position, [seq_length]."""
@@ -161,7 +162,7 @@ def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
         late = 0
         for extra in range(more):
             rank = (turn + extra) % ranks
-            late = extra // ranks  # a second extra token of a rank extends its late chunk
+            late = extra // ranks  # a rank's first extra token extends its early chunk, and its second extra token extends its late chunk
             sizes[2 * ranks - 1 - rank if late else rank] += 1
         turn = (turn + more) % ranks
         parts.append(np.repeat(order, sizes))
@@ -269,7 +270,7 @@ def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
     shared = _in_cut_documents(owners, documents)
     most = max(int(shared[places].sum()) for places in held)
     spans = tuple(as_spans(places) for places in held)
-    if 4 * most > 3 * len(held[0]):  # sending all keys costs little more and avoids a copy of the selected keys
+    if 4 * most > 3 * len(held[0]):  # if most keys must be sent, sending all of them costs little more and avoids copying the selected keys to a buffer
         return Shards(spans, spans)
     sent = []
     for places in held:

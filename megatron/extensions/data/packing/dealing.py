@@ -19,7 +19,7 @@ from megatron.core.datasets.dataset import Dataset
 from megatron.core.datasets.sample_order import documents_of
 
 SWAPS = 4
-"""Largest number of swaps per group when the work of groups is balanced; swaps are counted over all groups together."""
+"""Limit on the swaps that balance the work of the groups, as an average number of swaps per group."""
 
 
 def pairs_of(counts: Sequence[int], seq_length: int) -> int:

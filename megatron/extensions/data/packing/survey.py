@@ -79,8 +79,8 @@ def context_imbalances(
 
 
 def starts_of(counts: Sequence[int], seq_length: int) -> tuple[int, ...]:
-    """Return the positions in a sample at which its documents, whose token counts are `counts`, and its padding begin.
-    The last token of a sample is only a label."""
+    """Return the positions in a sample at which its documents and its padding begin. `counts` contains the number of
+    tokens of each document. The last token of a sample is only a label, so it is not an input position."""
     return tuple(start for start in accumulate(counts, initial=0) if start < seq_length)
 
 

@@ -149,7 +149,7 @@ def _positive(entry: PhaseEntry) -> bool:
 
 
 def _in_units(config: RunConfig, entry: PhaseEntry) -> PhaseEntry:
-    """Convert a start position from a fraction of the run to the unit of the run's length."""
+    """Convert a start position that is a fraction of the run to the unit in which the run's length is given."""
     t = config.training
     if entry.unit != "fraction":
         return entry
@@ -240,7 +240,8 @@ def _with_schedule(phase: FilePhase, config: RunConfig) -> FilePhase:
 
 
 def _end(config: RunConfig, phases: Sequence[FilePhase], sizes: BatchSizes) -> int | None:
-    """Return the number of samples in the whole run; the smallest number if several lengths are given."""
+    """Return the number of samples in the whole run. If several flags limit the run, return the smallest of the
+    resulting numbers; if no flag limits it, return None."""
     training, last = config.training, phases[-1]
     ends = []
     if training.train_tokens is not None:

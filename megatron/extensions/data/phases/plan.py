@@ -30,8 +30,8 @@ class PhaseScheduler(OptimizerParamScheduler):
         self.whole, self.first_sample = whole, first_sample
 
     def _lr_at(self, samples: int, config: OptimizerConfig) -> float:
-        # Skipped steps delay the schedule relative to the samples, so a phase's schedule may begin late, but never
-        # early.
+        # `samples` does not count skipped steps, so it may be smaller than the phase's first sample when the phase
+        # begins. The phase's schedule then starts late; it never starts early.
         return super()._lr_at(max(0, samples - self.first_sample), config)
 
     def weight_decay_at(self, samples: int) -> float:

@@ -112,7 +112,8 @@ class WebDocuments(Documents):
         of the shard number and the sample number in the shard."""
         first, begin = cursor if isinstance(cursor, list) else (0, 0)
         for place, shard in enumerate(self.files[first:], first):
-            # An absolute path, because the library treats other names, such as pipe:COMMAND, specially.
+            # The path is made absolute, because the library could interpret a relative name as a command, such as
+            # pipe:COMMAND.
             samples = self._library.WebDataset(
                 [os.path.abspath(local_path(shard))],
                 shardshuffle=False,

@@ -120,8 +120,8 @@ _encoder: Encoder | None = None
 
 def _start_worker(job: Job) -> None:
     global _encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers already run in parallel
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process stops its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already run in parallel
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl+C, the parent process stops the workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     load()
     job.prepare()

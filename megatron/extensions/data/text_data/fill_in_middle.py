@@ -85,7 +85,7 @@ class FillInMiddle(TextDataset):
         return self.inner.origin(index)
 
     def documents_of(self, index: int) -> list[tuple[int, int, int]]:
-        """Return the documents of the sample before they are rearranged."""
+        """Return the documents of the sample as they are before fill-in-the-middle rearranges them."""
         return self.inner.documents_of(index)
 
     def _text(self, index: int) -> NDArray[np.int64]:

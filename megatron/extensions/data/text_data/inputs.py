@@ -64,7 +64,8 @@ COMPRESSIONS: dict[str, Callable[[], _Decompressor]] = {
     ".xz": lzma.LZMADecompressor,
     ".zst": _zstd,
 }
-"""Decompressor factories by file name suffix. Each decompressor handles one stream."""
+"""Decompressor factories by file name suffix. A decompressor handles one compressed stream; a file of several
+concatenated streams needs a new decompressor for each stream."""
 
 
 class _Decompressed(io.RawIOBase):
@@ -106,7 +107,7 @@ class _Decompressed(io.RawIOBase):
                 yield self._stream.decompress(data)
             except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
                 raise Damaged(str(error)) from None
-            except Exception as error:  # zstandard, which may not be installed, has its own exception class
+            except Exception as error:  # zstandard is optional, so its exception class ZstdError cannot be imported and is recognized by name
                 if type(error).__name__ != "ZstdError":
                     raise
                 raise Damaged(str(error)) from None
@@ -257,7 +258,7 @@ def find_inputs(patterns: Sequence[str], flag: str = "--input") -> list[TextFile
     for pattern in map(take_credentials, patterns):
         try:
             files = list(_remote_files(pattern) if "://" in pattern else _local_files(pattern))
-        except Exception as error:  # the libraries for URLs raise their own exception classes
+        except Exception as error:  # for URLs, every exception is caught, because each storage library raises its own exception classes
             if "://" not in pattern and not isinstance(error, (ValueError, OSError)):
                 raise
             problems.append(f"{flag} {pattern}: {redacted(str(error)).removeprefix(f'{pattern}: ')}")

@@ -147,7 +147,7 @@ class _Settings(dict[str, object]):
                 continue
             if isinstance(value, dict) and "__type" in value:
                 found[key] = _token(self.files[key], key, value)
-            elif isinstance(value, str | AddedToken):  # "add_bos_token": true is not a token
+            elif isinstance(value, str | AddedToken):  # skips settings that are not tokens, such as "add_bos_token": true
                 found[key] = value
         return found
 

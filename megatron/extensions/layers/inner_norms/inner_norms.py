@@ -40,7 +40,7 @@ class NormedOutputAttention(SelfAttention):
         self.linear_proj.register_forward_pre_hook(self._normed)
 
     def _normed(self, linear: nn.Module, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Normalize the input of linear_proj; registered as its forward pre-hook."""
+        """Normalize the input of linear_proj. This method is registered as a forward pre-hook of linear_proj."""
         return self.output_layernorm(operands[0]), *operands[1:]
 
 

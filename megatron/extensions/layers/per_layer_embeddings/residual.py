@@ -101,8 +101,8 @@ class LayerEmbeddings(nn.Module):
         self.approximate = GATES.get(config.activation, "none")
         self.scales = hidden**-0.5, rounded(sqrt(size), ctx.dtype)
         self.context_layernorm = None
-        """Weight of the norm that all layers apply to their projections. Only layer 0 has this parameter; it is None in
-        other layers."""
+        """Weight of the norm that every layer applies to the output of its `context_proj`. All layers share this
+        parameter, which layer 0 owns; the attribute is None in the other layers."""
         if ctx.layer == 0:
             partial_over = sequence_partial(ctx.sequence_parallel)
             weight = ParamMeta(f"{name}.context_layernorm.weight", (size,), partial_over=partial_over, role="norm")
@@ -122,8 +122,9 @@ class LayerEmbeddings(nn.Module):
         return F.silu(gate) if self.approximate == "silu" else F.gelu(gate, approximate=self.approximate)
 
     def _inputs(self, words: Tensor, weight: Tensor, context: BatchContext) -> Tensor:
-        """Compute p [s, b, e/tp] from the norm weight [e] and the word embeddings `words`, which are [s, b, h], or
-        [s/tp, b, h] under sequence parallelism."""
+        """Compute the layer's embedding of each token, p [s, b, e/tp]: the normalized projection of the word embeddings
+        plus the token's row of the layer's table. `words` are the word embeddings, [s, b, h], or [s/tp, b, h] under
+        sequence parallelism; `weight` is the norm weight [e]."""
         of_words, of_rows = self.scales
         assert context.tokens is not None
         rows = EmbeddingFunction.apply(context.tokens.t(), self.table, LOCAL, Axis())

@@ -261,8 +261,8 @@ def delta_operands(
 
 
 def in_steps(x: Tensor, steps: int) -> Tensor:
-    """Split the channels of each token in x [s, b, n, steps * c] into `steps` rows, and return all rows, [s * steps, b,
-    n, c]. The rows of the first token come first."""
+    """Split the channels of each token in x [s, b, n, steps * c] into `steps` rows, and return all rows as [s * steps,
+    b, n, c]. The rows of a token are adjacent."""
     return x.unflatten(-1, (steps, -1)).movedim(-2, 1).flatten(0, 1)
 
 

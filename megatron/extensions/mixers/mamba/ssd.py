@@ -169,9 +169,10 @@ def _weighted_columns(x: Tensor, dt: Tensor, left: Tensor) -> Tensor:
 def _scores(
     products: Tensor, total: Tensor, dt: Tensor, direct: Tensor | None, number: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the weight of token j in the output of token i, ((C Bᵀ) * L) diag(dt) + diag(direct) [..., heads, i, j],
-    in `dtype`. The inputs are the products C Bᵀ of a group [..., 1, i, j], `total` [..., heads, i] from `decays`, and
-    dt [..., heads, j, 1]."""
+    """Compute the weight of the input of token j in the output of token i, for all pairs of tokens in a chunk. The
+    result is ((C Bᵀ) * L) diag(dt) + diag(direct), [..., heads, i, j], in `dtype`. `products` contains C Bᵀ of each
+    group, [..., 1, i, j]. `total`, from which L is computed, is the result [..., heads, i] of `decays`. The step sizes
+    dt are [..., heads, j, 1]."""
     later = torch.ones(products.shape[-2:], dtype=torch.bool, device=products.device).triu(1)
     change = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, -torch.inf)
     if number is not None:
@@ -221,10 +222,10 @@ class _Scan(torch.autograd.Function):
     """Autograd function of the recurrence over chunks c: S_{c+1} = r_c S_c + Bᵀ X. Return two tensors: the states
     before each chunk, in the dtype of B, and the state after the last chunk."""
 
-    # Shapes of the arguments: keys Bᵀ [chunks, b, groups, n, chunk], columns X [chunks, b, groups, chunk, heads of a
-    # group * p] in the dtype of B, carried r [chunks, b, groups, 1, heads of a group, 1], state S [b, groups, n, heads
-    # of a group, p]. Shapes of the results: [chunks, b, groups, n, heads of a group, p] and [b, groups, n, heads of a
-    # group, p].
+    # `keys` is Bᵀ [chunks, b, groups, n, chunk]. `columns` is X [chunks, b, groups, chunk, heads of a group * p], in
+    # the dtype of B. `carried` is r [chunks, b, groups, 1, heads of a group, 1]. `state` is the initial state S_0 [b,
+    # groups, n, heads of a group, p]. The states before each chunk are returned as [chunks, b, groups, n, heads of a
+    # group, p], and the final state as [b, groups, n, heads of a group, p].
     @staticmethod
     def forward(
         ctx: ScanContext, hardware: Hardware, keys: Tensor, columns: Tensor, carried: Tensor, state: Tensor

@@ -72,8 +72,8 @@ class RandomLogits(nn.Module):
     sample, position in the sample, and expert. Experts therefore receive about the same number of tokens for any router
     weights.
 
-    The random numbers are uniformly distributed in [-2, 2). Their gradients are passed on to the logits, so that a step
-    costs as much as with real logits.
+    The random numbers are uniformly distributed in [-2, 2). In the backward pass, their gradients are used as the
+    gradients of the logits, so that a step costs as much as a step with real logits.
     """
 
     def __init__(self, name: str, seed: int) -> None:

@@ -1,5 +1,5 @@
-"""Steps that begin before the previous step ends. The module contains the step function of the training loop, and the
-pipeline that keeps the state of passes that began early."""
+"""Execution of steps that begin before the previous step ends. The module contains the step function of the training
+loop, and the pipeline that keeps the state of passes that began before their step."""
 
 from __future__ import annotations
 

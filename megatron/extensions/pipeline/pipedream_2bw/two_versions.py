@@ -42,8 +42,8 @@ class VersionedShard(OptimizerShard):
         if self.aliased:
             self.aliased, self.main = False, self.params.clone()
         self.place, self.previous = spec.place, self.device_params
-        """This shard's parameters before the last update. Once the second memory location of the parameters is
-        allocated, the tensor is a view of that location."""
+        """This shard's parameters before the last update. The tensor becomes a view of the memory for the previous
+        parameter version once that memory is allocated."""
         self.attach(torch.zeros_like(self.device_grads), self.device_params)
 
     def of_bucket(self, params: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
         if action.kind is not Kind.VALIDATE:
             super().handle(action)
         elif self.validate():
-            self.drop()  # no message is in flight during VALIDATE
+            self.drop()  # no pipeline message is in flight at this action, so the unfinished passes can be dropped
             raise StaleForwards
 
 

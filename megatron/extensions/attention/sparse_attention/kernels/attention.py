@@ -1,16 +1,16 @@
 """Attention to selected keys with Triton kernels, which replace `attend_to_selected` and
 `selected_attention_gradients`.
 
-The kernels read one tensor that contains the keys of all key sets. For each query, one list contains the indices of the
-keys that the query attends to in all key sets. Keys that are attended to without selection, such as the keys of a
-window, are also listed. An index of -1 marks an unused entry.
+The kernels read one tensor that contains the keys of all key sets. Each query has one list with the indices of the keys
+that it attends to, over all key sets. A key in this list is called a listed key. Keys that are attended to without
+selection, such as the keys of a window, are listed, too. An index of -1 marks an unused entry.
 
 Gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass, in a
 fixed order. The second pass is used in deterministic runs, and on GPUs without vectorized atomic additions (all except
-data center Hopper and Blackwell). The second pass is also used if each query lists at least the fraction `DENSE` of all
-keys, because the second pass is then faster than atomic additions. For each block of keys, the second pass processes
-all queries between the first and the last query that lists a key of the block, and multiplies each of them by all keys
-of the block.
+data center Hopper and Blackwell). The second pass is also used if the list of each query contains at least the fraction
+`DENSE` of all keys, because the second pass is then faster than atomic additions. The second pass processes one block
+of keys at a time. It visits all queries from the first to the last query whose list contains a key of the block, and
+multiplies each of these queries by all keys of the block.
 """
 
 from __future__ import annotations
@@ -176,8 +176,9 @@ _attend = gpu_operator(
     _fake_attend,
     __package__,
 )
-"""Operator that returns the outputs [n, b, h, values] and three tensors [n, b, h]: the log-sum-exps over all listed
-keys, the log-sum-exps over the keys of the first set, and the largest scores."""
+"""Operator that computes attention to the keys listed in `picked`. It returns the outputs [n, b, h, values] and three
+tensors of shape [n, b, h]: the log-sum-exps of the scores of all listed keys, the log-sum-exps of the scores of the
+keys in the first key set, and the largest score of each query and head."""
 
 _weights = gpu_operator(
     "attention_triton:weights_of_selected",
@@ -185,7 +186,7 @@ _weights = gpu_operator(
     lambda q, k, picked, lse, scale, values: lse.new_empty(picked.shape),
     __package__,
 )
-"""Operator that returns the attention weights [n, b, count] of listed keys, summed over heads."""
+"""Operator that returns the attention weights [n, b, count] of the keys listed in `picked`, summed over heads."""
 
 _gradients = gpu_operator(
     "attention_triton:selected_gradients",
@@ -324,8 +325,8 @@ WeightsOperands = tuple[Tensor, Rows, float, Tensor | None, Tensor]
 
 
 def weight_samples(shapes: RunShapes) -> Iterator[WeightsOperands]:
-    """Yield arguments of `attended_weights` for the first chunk of queries in each item of `samples` that has selected
-    keys."""
+    """Yield test arguments for `attended_weights`. They are taken from each item of `samples` that has selected keys,
+    for the first chunk of queries."""
     for q, sinks, seen, k, scale, width, notes in samples(shapes):
         found = _plain_attend(q, sinks, seen, k, scale, width, notes)
         chunk = seen[-1].queries.chunks[0]

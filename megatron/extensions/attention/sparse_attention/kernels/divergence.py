@@ -37,8 +37,9 @@ MOST_HEADS = 64
 """Largest number of indexer heads per program."""
 
 SLOW_ADDITIONS = 150
-"""Number of matrix product FLOPs that an H200 computes in the time in which it adds one byte of fp32 atomically. Both
-rates are assumptions from `plan/planner/devices/h200.yaml`, not measurements."""
+"""Cost of atomic fp32 additions relative to matrix products: the number of matrix product FLOPs that an H200 computes
+in the time that it needs to add one byte atomically. Both rates are assumptions from `plan/planner/devices/h200.yaml`,
+not measurements."""
 
 
 def fits(index: Index, loss: Loss) -> bool:

@@ -105,9 +105,9 @@ def divergence_of_row(
     SCAN: tl.constexpr,
 ):
     """Compute the divergence of one query and the gradients of this divergence. The inputs are q [n, b, heads, d], k
-    [s, b, d], weights [n, b, heads], and picked and attended [n, b, count]. The outputs in `found` are the divergences
-    [n, b] and the gradients of q, of weights and of scores [n, b, keys]. If key gradients are added to `dk` [keys, b,
-    d], the output for score gradients is None."""
+    [s, b, d], weights [n, b, heads], and picked and attended, both [n, b, count]. `found` contains four output tensors:
+    the divergences [n, b], the gradients of q, the gradients of weights, and the gradients of the scores [n, b, keys].
+    The last output is None if key gradients are added to `dk` [keys, b, d] directly."""
     samples, heads, count, keys = sizes
     sums, dq, dw, dense = found
     sample = tl.program_id(1).to(tl.int64)

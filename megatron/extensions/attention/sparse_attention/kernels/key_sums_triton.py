@@ -1,9 +1,10 @@
 """Second backward pass of attention to selected keys, which sums the key gradients in a fixed order.
 
-The first pass stores the attention weights and the score gradients of listed keys, for one chunk of queries at a time.
-In the second pass, each program computes the gradients of a slice of channels for a block of keys. In ascending order
-of queries, the program multiplies the stored score gradients by the queries and the stored weights by the output
-gradients. For keys that a query did not list, the factors are zero.
+Each query has a list of the keys that it attends to. For one chunk of queries at a time, the first pass stores the
+attention weights and the score gradients of the listed keys. In the second pass, each program computes the gradients of
+a slice of channels for a block of keys. In ascending order of queries, the program multiplies the stored score
+gradients by the queries and the stored weights by the output gradients. For keys that are not in a query's list, these
+weights and score gradients are zero.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -111,11 +112,10 @@ def _add(into, sums, inside, c, WIDTH: tl.constexpr):
 
 
 class Readers(NamedTuple):
-    """Lookup table that tells, for each block of keys, which queries of a chunk list keys of the block. All tensors are
-    int32."""
+    """Lookup table of the queries in a chunk whose key lists contain keys of a given block. All tensors are int32."""
 
     places: Tensor
-    """Position of each key in each query's list, [n, b, blocks * block]; -1 if the query does not list the key."""
+    """Position of each key in the key list of each query, [n, b, blocks * block]; -1 if the key is not in the list."""
     firsts: Tensor
     """For each block of keys, the first query that lists a key of the block, [b, blocks]."""
     ends: Tensor
@@ -141,10 +141,11 @@ def sum_of_keys_(dk: Tensor, grad: Tensor, q: Tensor, picked: Tensor, weights: T
     """Add the key gradients that a chunk of queries contributes to `dk`, always in the same order.
 
     Args:
-        dk: [parts, s, b, w], fp32 key gradients, one sum for each part of the queries.
+        dk: [parts, s, b, w], fp32 key gradients. The queries are divided into `parts` parts, and each part has its own
+            sum.
         grad: [n, b, heads, values], output gradients.
         q: [n, b, heads, w], queries.
-        picked: [n, b, count], indices of the listed keys, or -1.
+        picked: [n, b, count], list of the indices of the keys that each query attends to; -1 marks unused entries.
         weights: [n, b, count, heads], attention weights of the listed keys.
         ds: [n, b, count, heads], gradients of the scores of the listed keys.
         tile: Block sizes.

@@ -44,7 +44,7 @@ def scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 
 
 def largest(found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """Implement `largest_scores` with a Triton kernel, with the same arguments."""
+    """Triton implementation of `largest_scores`, which has the same arguments."""
     begin, end = torch.broadcast_tensors(first, last)
     return _largest(found.contiguous(), begin.contiguous(), end.contiguous(), topk)
 
