@@ -147,9 +147,10 @@ def nested_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, 
 
 
 def _by_rank(q: Tensor, k: Tensor, v: Tensor, ranks: Axis) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
-    """Combine q [s/cp, b, heads, d], k [s/cp, b, groups, d] and v [s/cp, b, groups, dv] in one tensor [s/cp, b, ranks,
-    heads/ranks * d + ...], in which index i of dim 2 contains the heads of rank i. Also return a function that splits
-    the combined heads of one rank, [s, b, heads/ranks * d + ...], into queries, keys and values."""
+    """Concatenate q [s/cp, b, heads, d], k [s/cp, b, groups, d] and v [s/cp, b, groups, dv], so that one all-to-all can
+    exchange all three. Returns two values. The first is the tensor [s/cp, b, ranks, channels]; slice i of dimension 2
+    contains the query heads, keys and values of rank i. The second is a function that splits a slice [s, b, channels]
+    into queries, keys and values."""
     parts = [x.unflatten(2, (ranks.size, -1)).flatten(3) for x in (q, k, v)]
     widths, channels = [part.shape[3] for part in parts], [x.shape[3] for x in (q, k, v)]
 

@@ -232,9 +232,9 @@ class MultiLatentAttention(nn.Module):
         return torch.einsum("sbnr,ndr->sbnd", out, up_value).flatten(2)
 
     def _absorbed(self, latents: Latents, context: BatchContext) -> tuple[Tensor, Tensor]:
-        """Return two tensors: queries [s, b, heads/tp, kv_lora_rank + qk_pos_emb_head_dim], which can attend to latents
-        because the key up-projection has been applied to them, and the value up-projection [heads/tp, v_head_dim,
-        kv_lora_rank]."""
+        """Apply the key up-projection to the queries, so that the queries can attend to latents directly. Returns the
+        resulting queries, [s, b, heads/tp, kv_lora_rank + qk_pos_emb_head_dim], and the weight of the value
+        up-projection, [heads/tp, v_head_dim, kv_lora_rank]."""
         up_key, up_value = self.linear_kv_up.weight.split((self.key_width, self.value_width), dim=1)
         q, rotary = self._queries(latents, context).split((self.key_width, self.rotary_width), dim=-1)
         rotary = rotated(rotary, *self._tables(context))

@@ -138,7 +138,8 @@ class Compressor(nn.Module):
         self.ape = make_parameter(
             ParamMeta(f"{name}.ape", (ratio, rows), {}, random, partial_over, role="convolution"), ctx
         )
-        """Biases [ratio, rows] of the positions in a window, added to the logits of the window's weights."""
+        """One bias per position in a window, [ratio, rows]. The biases are added to the logits of the weights with
+        which the tokens of a window are summed."""
         self.linear_wkv = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wkv", hidden, rows, False), ctx)
         self.linear_wgate = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wgate", hidden, rows, False), ctx)
         self.width = width
@@ -220,8 +221,8 @@ class CompressedKeys(SelectedKeys):
         assert rotation is not None
         self.rotation: Rotation = rotation
         self.compressors: tuple[Compressor, ...] = ()
-        """Compressors that the layer has: first for attention keys, then for indexer keys. Other modules own them as
-        submodules."""
+        """The compressors of the layer: first the one for attention keys, then the one for indexer keys, if the layer
+        has them. They are in a tuple because they are registered as submodules of other modules."""
 
     def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
         """Compute attention and project the outputs of each head group to a low rank. Returns the projected outputs of

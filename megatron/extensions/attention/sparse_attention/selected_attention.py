@@ -70,11 +70,13 @@ class Rows:
         return self.with_keys(q, self.k).to(wide).masked_fill_(self.hidden.unsqueeze(2), -torch.inf)
 
     def with_keys(self, x: Tensor, keys: Tensor) -> Tensor:
-        """Multiply x [rows, b, h, w] by the keys [..., w], and return the products [rows, b, h, keys or topk]."""
+        """Return the dot products of each row of x [rows, b, h, w] with its keys, [rows, b, h, keys], or [rows, b, h,
+        topk] if keys were selected. The last dimension of `keys` is w."""
         return x @ keys.mT if self.flat is not None else self._by_sample(x, keys.permute(1, 2, 0))
 
     def of_keys(self, weights: Tensor, keys: Tensor) -> Tensor:
-        """Return the sums [rows, b, h, w] of the keys [..., w], weighted by `weights` [rows, b, h, keys or topk]."""
+        """Return the weighted sum of the keys of each row, [rows, b, h, w]. The weights are [rows, b, h, keys], or
+        [rows, b, h, topk] if keys were selected. The last dimension of `keys` is w."""
         return weights @ keys if self.flat is not None else self._by_sample(weights, keys.transpose(0, 1))
 
     def add_to_keys_(self, out: Tensor, weights: Tensor, rows: Tensor) -> None:
@@ -87,8 +89,9 @@ class Rows:
             out[self.keys] += (next(both).mT @ next(both)).transpose(0, 1)
 
     def distribution(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Scatter the weights of attended keys, [rows, b, keys or topk], to weights of all keys, [rows, b, keys]. Also
-        return a mask that is True for keys without attention."""
+        """Expand attention weights to all keys. If keys were selected, the weights are [rows, b, topk], and are
+        scattered to [rows, b, keys]; otherwise, they already are [rows, b, keys]. Also return a mask [rows, b, keys]
+        that is True for keys to which a query does not attend."""
         if self.flat is None:
             return weights, self.hidden
         assert self.picked is not None

@@ -7,7 +7,7 @@ All heads of a query can therefore use the same gathered keys.
 The indexer is replicated on all tensor-parallel ranks. Under sequence parallelism, each rank's indexer selects keys for
 the queries of its own tokens, and the ranks then gather the selected indices. Under context parallelism, ranks gather
 the latents and the indexer keys of the whole sequence, because both have few channels. --cp-comm-type applies only to
-other layers.
+attention layers of other kinds.
 """
 
 from __future__ import annotations

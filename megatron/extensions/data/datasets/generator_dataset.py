@@ -18,8 +18,8 @@ from megatron.core.datasets.mock import SPLITS
 from megatron.core.datasets.sample_format import SampleFormat
 
 WINDOW = 1024
-"""Largest number of samples that are kept in memory because they have been read but not requested. When a later sample
-is requested first, other ranks or threads may still request the samples before it."""
+"""Largest number of samples that have been read from the stream, but not requested yet, and are kept in memory. Such
+samples exist because threads may request samples out of order."""
 
 Stream = Callable[[int], Iterator[Sequence[int] | NDArray]]
 """Function that returns an iterator over the samples of a stream, starting with sample number `first`. Each sample has
@@ -89,7 +89,8 @@ def stream_splits(
     """Return data sets that read the splits of a run from a stream. Functions registered in `DATASETS` may return the
     result.
 
-    Raises ValueError if the length of a split is not given, because a stream has no epoch.
+    Raises ValueError if the length of a split is not given, because the length cannot be derived from a stream, which
+    has no epochs.
 
     Args:
         stream: Function (split, first) that returns an iterator over the samples of a split, starting with sample

@@ -154,8 +154,8 @@ class IndexedDatasetBuilder:
     def abort(self) -> None:
         """Delete all files written so far."""
         for stream in (self._data, self._lengths, self._boundaries):
-            with suppress(OSError):  # the disk may be too full to flush buffered data
-                getattr(stream, "discard", stream.close)()  # closing completes an upload
+            with suppress(OSError):  # closing a file flushes its buffer, which fails if the disk is full
+                getattr(stream, "discard", stream.close)()  # an upload is discarded, because closing it would complete it
         self._remove()
 
     def __enter__(self) -> IndexedDatasetBuilder:

@@ -127,7 +127,8 @@ def _best(found: list[Owners], documents: Documents, ranks: int) -> Owners:
 
 
 def even_chunks(seq_length: int, ranks: int) -> Owners:
-    """Return the default division, `megatron.core.attention.tiles.rank_spans`."""
+    """Return the default division of a sequence over ranks, as `megatron.core.attention.tiles.rank_spans` defines
+    it."""
     owners = np.empty(seq_length, np.int64)
     for rank in range(ranks):
         for span in rank_spans(seq_length, rank, ranks):
@@ -173,9 +174,9 @@ def whole_documents(lengths: NDArray[np.int64], ranks: int, share: float) -> Own
     """Assign a document to one rank if its length is at most the fraction `share` of a rank's tokens and if it fits on
     the rank. Divide longer documents into chunks.
 
-    Documents and chunks are assigned in descending order of query-key pairs per token. Among the ranks with enough
-    room, the rank that still needs the most work per free token receives the document or chunk. Finally, chunks of the
-    busiest rank are exchanged for chunks with less work."""
+    Documents and chunks are assigned in descending order of query-key pairs per token. Each is assigned to a rank with
+    enough room; if there are several, to the rank that must still receive the most work per free token to reach the
+    mean work. Finally, chunks of the busiest rank are exchanged for chunks with less work."""
     length = int(lengths.sum())
     deal = _Deal(lengths, ranks, max(1, length // (32 * ranks)), share * length / ranks)
     deal.run()
@@ -192,7 +193,7 @@ class _Deal:
         self.owners = np.full(length, -1)
         starts = np.cumsum(lengths) - lengths
         self.before = np.concatenate([[0], np.cumsum(np.arange(length) - np.repeat(starts, lengths) + 1)])
-        """Total number of query-key pairs of the queries before each position, [length + 1]."""
+        """For each position, the total number of query-key pairs of all earlier queries, [length + 1]."""
 
         self.room = np.full(ranks, length // ranks)
         """Number of tokens that can still be assigned to each rank."""
@@ -264,8 +265,9 @@ def _in_cut_documents(owners: Owners, documents: Documents) -> NDArray[np.bool_]
 
 
 def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
-    """Convert a division to shards, including the keys that each rank sends. All ranks send the same number of keys. A
-    rank may therefore also send some keys of documents that are not divided."""
+    """Convert the assignment of positions to ranks, `owners`, to `Shards`, which also contain the keys that each rank
+    sends. All ranks send the same number of keys. A rank may therefore also send some keys of documents that are not
+    divided."""
     held = [np.flatnonzero(owners == rank) for rank in range(ranks)]
     shared = _in_cut_documents(owners, documents)
     most = max(int(shared[places].sum()) for places in held)

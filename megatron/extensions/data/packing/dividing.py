@@ -26,10 +26,10 @@ class Imbalance(NamedTuple):
     """Work imbalance of a micro-batch between context-parallel ranks."""
 
     before: float
-    """Work of the busiest rank under the default division, divided by the mean."""
+    """Work of the busiest rank under the default division, divided by the mean work per rank."""
 
     after: float
-    """Work of the busiest rank under the actual division, divided by the mean."""
+    """Work of the busiest rank under the actual division, divided by the mean work per rank."""
     sent: float
     """Fraction of a rank's keys that the rank sends to other ranks."""
 
@@ -69,8 +69,8 @@ def imbalance_of(shards: Shards, documents: Documents, seq_length: int) -> Imbal
 
 @lru_cache(maxsize=64)
 def among_neighbours(shards: Shards, inner: int) -> Shards:
-    """Convert a division over groups of `inner` ranks to a division over ranks. The tokens of each group are divided
-    equally."""
+    """Convert a division of the sequence over groups of `inner` ranks to a division over single ranks: the tokens of
+    each group are divided equally among its ranks."""
     if inner == 1:
         return shards
     held = tuple(part for spans in shards.held for part in equal_parts(spans, inner))
@@ -86,6 +86,6 @@ def equal_parts(spans: Spans, parts: int) -> Iterator[Spans]:
 
 
 def mean_imbalances(told: Sequence[Imbalance]) -> Imbalance:
-    """Return the mean of the imbalances of micro-batches. The mean is meaningful because ranks synchronize in each
-    micro-batch."""
+    """Return the mean imbalance over micro-batches. Ranks synchronize in each micro-batch, so the imbalance of every
+    micro-batch counts."""
     return Imbalance(*(fmean(each) for each in zip(*told, strict=True)))

@@ -38,8 +38,9 @@ class WorkOfReplicas(Callback, Meter):
             self.steps[step.iteration] = imbalances(works, train.dp_size, train.micro_batch_size)
 
     def take(self) -> Tensor:
-        """Return a float64 tensor with three values, which are zero on all ranks except the first: the sum of work
-        imbalances if samples were assigned in order, the sum of the actual work imbalances, and the number of steps."""
+        """Return three values as a float64 tensor: the work imbalances that the steps would have had with samples
+        assigned in order, summed over steps; the actual work imbalances, summed over steps; and the number of steps.
+        The values are zero on all ranks except the first."""
         sums = [sum(values) for values in zip(*self.steps.values(), strict=True)] or [0.0, 0.0]
         sums.append(float(len(self.steps)))
         self.steps = {}

@@ -77,7 +77,8 @@ NO_LENGTHS: Mapping[str, float | None] = dict.fromkeys(LR_LENGTHS) | {
 
 def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, object]:
     """Return the properties of a phase that must not change once the phase has begun. `entry` is None for a run without
-    phases. Data sets may move to a different folder."""
+    phases. Of the paths of data sets, only the file names are returned, so that data sets may move to a different
+    folder."""
     values = flat_values(config)
     found: dict[str, object] = {field: values[field] for field in COMPARED if field in values}
     found["data_path"] = [Path(word.rstrip("/")).name for word in values["data_path"] or ()]
@@ -123,7 +124,7 @@ def planned_phases(config: RunConfig) -> tuple[tuple[tuple[FilePhase, ...], Batc
     entries, wrong = read_phases(path)
     problems = list(wrong)
     if not entries or not config.training.global_batch_size or config.model.seq_length < 1:
-        return None, problems  # other rules report missing values
+        return None, problems  # other rules report these missing or invalid values
     if any(not _positive(entry) for entry in entries):
         return None, problems
     phases, sizes, found = _walk(config, [_in_units(config, entry) for entry in entries])

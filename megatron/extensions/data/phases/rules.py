@@ -119,8 +119,8 @@ def phase_rules(config: RunConfig, phases: Sequence[FilePhase]) -> Iterator[Prob
 
 
 def changes(phases: Sequence[FilePhase], history: History) -> Iterator[str]:
-    """Yield a message for each phase that began with different values before the run was resumed, and for each new
-    phase that would begin before the run's current sample."""
+    """Check the phases of a resumed run. Yields a message for each phase that had begun in the checkpoint and whose
+    values have changed, and for each new phase that would begin before the run's current sample."""
     for saved, phase in zip(history.phases, phases, strict=False):
         where = phase.entry.where
         if saved["first_sample"] != phase.first_sample:

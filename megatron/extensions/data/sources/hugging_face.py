@@ -135,7 +135,8 @@ class HuggingFaceDocuments(Documents):
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
         """Yield pairs of a cursor and a document, starting at the document to which `cursor` refers. A cursor is a row
-        number or, if rows are streamed, a list of the library's state and the number of rows after this state."""
+        number. If rows are streamed, a cursor is instead a list of two items: a state that the library saved, and the
+        number of rows that were read after this state."""
         rows = self._opened().select_columns([self.key])
         if self._saved:
             first = cursor if isinstance(cursor, int) else 0

@@ -143,7 +143,7 @@ def _encode_in_worker(chunk: Chunk) -> Encoded:
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Context manager that delays termination signals until the end of the block."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread handles signals
+    if threading.current_thread() is not threading.main_thread():  # nothing to delay: Python handles signals only in the main thread
         yield
         return
     came: list[int] = []
@@ -170,7 +170,7 @@ def encode_all(job: Job, chunks: Iterable[Chunk], workers: int) -> Iterator[tupl
     try:
         pending: deque[tuple[Chunk, Future[Encoded]]] = deque()
         for chunk in chunks:
-            with _undisturbed():  # a signal while the pool starts a worker would leave that worker running
+            with _undisturbed():  # a signal that arrives while the pool starts a worker would leave this worker running
                 pending.append((chunk, pool.submit(_encode_in_worker, chunk)))
             if len(pending) >= CHUNKS_IN_FLIGHT * workers:
                 first, future = pending.popleft()

@@ -179,7 +179,7 @@ def _decoded(value: bytes, where: str) -> str:
 
 
 def _to_utf_8(text: bytes) -> str:
-    """Return the remedy for a file that is not UTF-8."""
+    """Return the text that tells the user how to convert a file that is not UTF-8."""
     utf_16 = text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in text
     return f"convert files in a different encoding, such as with iconv -f {'UTF-16' if utf_16 else 'LATIN1'} -t UTF-8"
 

@@ -9,7 +9,7 @@ from decimal import Decimal
 def _integer(digits: str) -> int | Decimal:
     try:
         return int(digits)
-    except ValueError:  # sys.set_int_max_str_digits sets the limit
+    except ValueError:  # int() rejects more digits than sys.get_int_max_str_digits() allows
         return Decimal(digits)
 
 
@@ -41,8 +41,8 @@ def next_value(text: str, at: int) -> tuple[object, int]:
 
 def is_indented(start: bytes) -> bool:
     """Return True if a file begins with an object that spans several lines. The first line of an indented file ends
-    inside an object, and the second line is not a complete JSON value. If the second line is a complete value, the
-    first line is a truncated JSON line instead."""
+    inside an object, and the second line is not a complete JSON value. If the second line is a complete JSON value, the
+    file is not indented: it is a file of JSON lines whose first line is truncated."""
     lines = [line.strip() for line in start.split(b"\n")[:-1] if line.strip()][:2]
     if len(lines) < 2 or not lines[0].startswith(b"{"):
         return False

@@ -178,7 +178,7 @@ class TextData:
             describe_tokens(temporary, source.described, files, source.digests, bad)
             if target.exists() and not _intact(target):
                 os.replace(target, damaged)
-            if not target.exists():  # if locks do not work, another process may have created it
+            if not target.exists():  # on a file system without working locks, another process may have created the target in the meantime
                 os.replace(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -62,7 +62,7 @@ class _OverTokenizers:
         text."""
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        except BaseException as error:  # the package raises bare Exception; Rust panics do not derive from Exception
+        except BaseException as error:  # the package raises Exception itself, not a subclass; Rust panics do not derive from Exception
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise ValueError(
@@ -249,7 +249,7 @@ def _check_charsmaps(file: Path) -> None:
         try:
             table = base64.b64decode(found[1])
         except ValueError:
-            continue  # the package reports invalid base64
+            continue  # not an error here, because the tokenizers package reports invalid base64
         if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
             raise ValueError(
                 f"--tokenizer-model {file}: the precompiled_charsmap of its normalizer is damaged: the table must fit "
@@ -267,7 +267,7 @@ def _growth(part: object) -> float:
     if kind == "Prepend":
         return growth * (1 + len(part["prepend"]))
     if kind == "Replace":
-        # a regular expression may match the empty string between characters
+        # the length is 0 for a regular expression, which may match the empty string before every character
         length = len(part["pattern"].get("String", ""))
         return growth * max(1.0, len(part["content"]) / length if length else 1 + len(part["content"]))
     return growth
@@ -277,7 +277,7 @@ def _encode_whole_texts(tokenizer: FastTokenizer, file: Path) -> None:
     """Disable the truncation, padding and random segmentation that a tokenizer.json specifies."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    for setting in ("dropout", "alpha"):  # in BPE and Unigram models
+    for setting in ("dropout", "alpha"):  # settings of BPE and Unigram models that randomize the segmentation
         if getattr(tokenizer.model, setting, None):
             _say_deterministic(file, setting, getattr(tokenizer.model, setting))
             setattr(tokenizer.model, setting, None)

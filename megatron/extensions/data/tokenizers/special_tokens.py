@@ -128,7 +128,7 @@ class _Settings(dict[str, object]):
         self.files |= dict.fromkeys(found, file)
 
     def name_extra(self) -> None:
-        """Assign roles to special tokens that are given as an object with roles as keys."""
+        """If the extra special tokens are an object that maps roles to tokens, store each token under its own role."""
         extra = self.get(EXTRA)
         if isinstance(extra, dict):
             file = self.files[EXTRA]

@@ -33,8 +33,9 @@ Sublayer = Callable[[Tensor, BatchContext], Tensor]
 
 
 class PendingMix:
-    """Operands of a deferred mix: the next sublayer of the layer computes the mixed streams from them, and recomputes
-    the mixed streams in its backward pass."""
+    """Operands for mixing the streams, passed from the first sublayer of a layer to the second. The second sublayer
+    computes the mixed streams from these operands, and recomputes the mixed streams in its backward pass instead of
+    saving them."""
 
     def __init__(self, parts: Mix, compiled: bool) -> None:
         self.parts, self.compiled = parts, compiled
@@ -114,7 +115,7 @@ class HyperConnection(TokenWeights):
         return SumOfStreams(norm, config, ctx) if learned else MeanOfStreams(config, ctx)
 
     def forward(self, x: Stream, sublayer: Sublayer, context: BatchContext) -> Stream:
-        """Return the streams after the sublayer for the streams x before it. Both are [s, b, n * h], or [s/tp, b, n *
+        """Apply the sublayer to the streams x, and return the updated streams. Both are [s, b, n * h], or [s/tp, b, n *
         h] under sequence parallelism."""
         if isinstance(x, PendingMix):
             return with_input_recomputed(x.made, x.parts, self._mixed, sublayer, context)

@@ -57,8 +57,8 @@ class PerLayerEmbeddings(nn.Module):
     def forward(
         self, stream: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext
     ) -> Tensor:
-        """Return the stream after the sublayer for the stream before it. Both are [s, b, 2h + e], or [s/tp, b, 2h + e]
-        under sequence parallelism."""
+        """Apply the sublayer to the stream, and return the updated stream. Both are [s, b, 2h + e], or [s/tp, b, 2h +
+        e] under sequence parallelism."""
         x, carried = stream.split((self.hidden, stream.shape[-1] - self.hidden), dim=-1)
         x = x + sublayer(x, context)
         if self.embeddings is not None:

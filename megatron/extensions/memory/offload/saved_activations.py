@@ -68,7 +68,7 @@ class HostPool:
         self.nbytes = 0
         """Total size in bytes of all buffers, both used and free."""
         self._free: dict[int, list[HostBuffer]] = {}
-        self._returned: deque[HostBuffer] = deque()  # finalizers append to it from any thread
+        self._returned: deque[HostBuffer] = deque()  # a deque, because finalizers append buffers from any thread
 
     def take(self, nbytes: int) -> HostBuffer:
         """Return a free buffer of at least `nbytes`. The pool does not hand out the buffer again until the caller
@@ -142,8 +142,8 @@ class OffloadedPass:
 
     @contextmanager
     def part(self, offloaded: bool, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Context manager for the forward pass of a part. On exit, the context manager frees the device tensors that
-        the previous part saved."""
+        """Context manager for the forward pass of a part of the stage, which creates its `Part`. On exit, the context
+        manager frees the device tensors that the previous part saved."""
         if offloaded:
             self.parts.append(part := Part(self.offload, self.stays | {storage_id(tensor) for tensor in parameters}))
             with part.saving():
@@ -154,15 +154,15 @@ class OffloadedPass:
         self._let_go(self.parts[-2:-1])
 
     def watch(self, output: object) -> None:
-        """Register hooks on `output`, the return value of the last part's forward pass. When the last part's backward
-        pass begins, the hooks fetch the saved tensors of the last part and of the part before it."""
+        """Register hooks on `output`, the return value of the forward pass of the newest `Part`. When the backward pass
+        of this part begins, the hooks fetch the saved tensors of this part and of the part before it."""
         parts = [part for part in reversed(self.parts[-2:]) if part is not None]
         for tensor in tensors_in(output) if parts else ():
             if tensor.requires_grad:
                 tensor.register_hook(lambda grad: _fetch(parts))
 
     def end(self) -> None:
-        """Free the device tensors saved by the last part."""
+        """Free the device tensors that the last `Part` of the stage saved."""
         self._let_go(self.parts[-1:])
 
     def _let_go(self, parts: Iterable[Part | None]) -> None:
@@ -177,7 +177,8 @@ def _fetch(parts: Iterable[Part]) -> None:
 
 
 class Part:
-    """Tensors that autograd saves when one part of a pipeline stage processes one micro-batch."""
+    """Tensors that autograd saves when one part of a pipeline stage processes one micro-batch. A part is a single
+    layer, or a group of layers that are recomputed together."""
 
     def __init__(self, offload: ActivationOffload, stays: set[int]) -> None:
         self.offload, self.stays = offload, stays

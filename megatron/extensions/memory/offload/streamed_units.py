@@ -1,4 +1,5 @@
-"""Weights in host memory (--offload-weights). The matrices of a unit are on the device only while a pass needs them.
+"""Weights in host memory (--offload-weights). Weight matrices are on the device only while a forward or backward pass
+needs them.
 
 Weights are copied unit by unit. A unit is a transformer layer, the embedding or the output layer. Parameters and fp32
 gradient sums are kept in host memory between passes, and the optimizer updates the parameters there. Vectors such as
@@ -12,11 +13,11 @@ pass adds to the sum. All additions are performed on the device, so every sum is
 offloading.
 
 `UnitSharding` determines when a unit is needed and which unit is next; this module performs the copies between host and
-device. The device holds the parameters of at most two units, and the gradients of at most three units: one unit's
-gradients are copied to the host, one unit's are accumulated, and one unit's are copied to the device. With several
-data-parallel ranks (ZeRO-3), each rank keeps its shards in its host memory. Parameter shards are copied to the device
-and then all-gathered. Gradients are reduce-scattered, and the resulting shards are added to the gradient sums on the
-device.
+device. The device holds the parameters of at most two units, and the gradients of at most three units. At any time, the
+gradients of one unit are copied to the host, the gradients of another unit are accumulated, and the gradient sum of a
+third unit is copied to the device. With several data-parallel ranks (ZeRO-3), each rank keeps its shards in its host
+memory. Parameter shards are copied to the device and then all-gathered. Gradients are reduce-scattered, and the
+resulting shards are added to the gradient sums on the device.
 """
 
 from __future__ import annotations
@@ -156,9 +157,9 @@ class StreamedBucket(UnitBucket):
 
     @property
     def returns(self) -> bool:
-        """True if the gradient sum is fetched to the device before gradients are added to it. With a single
-        data-parallel rank, the sum is fetched in advance from the second micro-batch on. With several data-parallel
-        ranks, the sum is fetched only after gradients are reduced."""
+        """True if the gradient sum must be fetched to the device before the gradients of the next micro-batch are added
+        to it. With a single data-parallel rank, the sum is fetched in advance from the second micro-batch on. With
+        several data-parallel ranks, the sum is fetched only after gradients are reduced."""
         return self.summed and self.axis.size == 1
 
     def await_sum(self) -> None:
@@ -193,7 +194,7 @@ class StreamedBucket(UnitBucket):
 
     def _add_to_sum(self, reduced: Tensor) -> None:
         if self.summed:
-            total = self.grads.chunk(self.axis.size)[self.axis.rank]  # reuse this rank's part of the memory
+            total = self.grads.chunk(self.axis.size)[self.axis.rank]  # the sum is fetched into this rank's slice of the gradient buffer, which is free after the reduction
             self.store.start_fetch(self.grad_shard, total, ALONE).wait()
             reduced = total.add_(reduced)
         self.store.start_send(reduced, self.grad_shard).wait()
@@ -279,7 +280,8 @@ class StreamedUnits(UnitSharding):
         bucket.await_sum()
 
     def _fetch_ahead(self) -> None:
-        """Start fetching the next gradient sum from the host, if gradients will be added to it soon."""
+        """Start fetching the gradient sum of the next unit from the host, if one of the next backward passes will add
+        gradients to this sum."""
         following = next((each for each in self.course.following(AHEAD) if isinstance(each, StreamedBucket)), None)
         if following is not None and following.returns and not following.whole_grads:
             self._make_room()

@@ -40,10 +40,11 @@ class KimiDeltaAttention(GatedDeltaNet):
     """Kimi Delta Attention, which consists of projections, a convolution, the delta rule with a decay per channel, a
     gated norm, and an output projection.
 
-    in_proj is [heads, 3 * channels + 1, h], ordered by head: all channels of the first head come first."""
+    The weight of in_proj is [heads, 3 * channels + 1, h], ordered by head: all channels of the first head come
+    first."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        nn.Module.__init__(self)  # the parameters of the base class are not created
+        nn.Module.__init__(self)  # skips the base class's __init__, which would create parameters that this class does not use
         own, hidden = config.options(KimiDeltaFlags), config.hidden_size
         heads, taps = own.kda_num_heads, own.kda_conv_kernel_dim
         self.cp = ctx.state.cp

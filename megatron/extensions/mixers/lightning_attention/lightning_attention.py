@@ -4,7 +4,8 @@ One projection produces queries, keys, values and gates. SiLU is applied to quer
 computed without a softmax. The outputs of all heads are normalized together, multiplied by the gates, and projected to
 hidden states. A head's state S decays at a fixed rate:
 
-    S_t = exp(-rate) S_{t-1} + k_t v_tᵀ         y_t = S_tᵀ q_t
+    state:   S_t = exp(-rate) S_{t-1} + k_t v_tᵀ
+    output:  y_t = S_tᵀ q_t
 
 This is the state-space model of Mamba-2 with step sizes of 1, keys as B and queries as C, so `ssd.py` computes
 lightning attention in chunks by matrix products. Heads are sharded over the tensor-parallel ranks. Under context
@@ -71,7 +72,7 @@ class LightningAttention(nn.Module):
         documents, again = context.documents, self.training and context.cache is None
         number = None if documents is None else documents_begun(documents, len(mixed), mixed.device)
         y = recomputed(self._mix, mixed, number, None) if again else self._mix(mixed, number, context.cache)
-        y = heads_to_sequence(y, self.cp).flatten(2, 3)  # shape [s/cp, b, heads/tp, channels]
+        y = heads_to_sequence(y, self.cp).flatten(2, 3)  # y is now [s/cp, b, heads/tp, channels]
         return self.out_proj(recomputed(self._gated, y, gate) if again else self._gated(y, gate))
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:

@@ -214,8 +214,8 @@ class DeltaRows(NamedTuple):
     """Number of keys that each token writes to the state."""
 
     least_decay: float | None = None
-    """Lower bound of the log decay g, which is then computed with a sigmoid. If None, g is computed with a softplus and
-    has no lower bound."""
+    """Lower bound of the log decay g. If there is a bound, g is computed with a sigmoid; if None, g is computed with a
+    softplus and has no lower bound."""
 
 
 def delta_operands(
@@ -239,7 +239,7 @@ def delta_operands(
         beta: [s, b, steps * heads], projected write strengths.
         decay: [s, b, heads], projected decays; [s, b, heads, dk] for a decay per channel.
         weights: Parameters of the convolution and of the decay.
-        rows: Number, widths and bounds of the rows per token.
+        rows: Number of rows per token, and the widths and bounds of these rows (`DeltaRows`).
         number: [s, b], index of each token's document within its sample, from 0; None if there is only one document.
         before: [taps - 1, b, key heads, ...], earlier inputs of the convolution; None for zeros.
     """
@@ -276,7 +276,7 @@ def at_step(x: Tensor, step: int, steps: int) -> Tensor:
 
 
 def documents_in_steps(documents: Documents | None, steps: int) -> Documents | None:
-    """Convert the first tokens of documents to the first rows of documents, if each token has `steps` rows."""
+    """Convert the positions at which documents begin from tokens to rows. Each token has `steps` rows."""
     return documents and tuple(tuple(steps * start for start in starts) for starts in documents)
 
 

@@ -4,7 +4,8 @@ Each head has a state S [dk, dv], a linear map from keys to values. For each tok
 that the state stores for the token's key is then moved towards the token's value by the fraction beta. Finally, the
 state is multiplied by the token's query to compute the output:
 
-    S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - (exp(g_t) S_{t-1})ᵀ k_t)ᵀ         o_t = S_tᵀ q_t / sqrt(dk)
+    state:   S_t = exp(g_t) S_{t-1} + k_t beta_t (v_t - (exp(g_t) S_{t-1})ᵀ k_t)ᵀ
+    output:  o_t = S_tᵀ q_t / sqrt(dk)
 
 The chunked form computes the same results with matrix products (section 3.3; the WY representation of arXiv
 2406.06484). Let G_i be the sum of g from the chunk's first token to token i, let D_ij = exp(G_i - G_j) for j <= i, and
@@ -191,7 +192,7 @@ def decays(g: Tensor, number: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     decay from the state before the chunk to token i. The third, [..., i, 1], is the decay from token i to the end of
     the chunk."""
     earlier = torch.ones(g.shape[-1:] * 2, dtype=g.dtype, device=g.device).triu()
-    total = g @ earlier  # torch has no deterministic cumsum on GPUs
+    total = g @ earlier  # a cumulative sum as a matrix product, because torch has no deterministic cumsum on GPUs
     reach, left = total.exp(), (total[..., -1:] - total).exp()
     if number is not None:
         before, number = number[..., :1], number[..., 1:]
@@ -245,8 +246,8 @@ blocks."""
 def channel_products(
     q: Tensor, k: Tensor, g: Tensor, number: Tensor | None, compiled: bool = False
 ) -> tuple[Tensor, ...]:
-    """Compute the products of keys and queries with keys, and the decays, within chunks in which each channel has its
-    own decay.
+    """Compute the products of keys and queries with keys within each chunk, and the decays, if each channel has its own
+    decay.
 
     Chunks are divided into blocks of `BLOCK` tokens. The products between tokens of different blocks are computed by
     matrix products. For this purpose, the decay from token j to token i is divided into two factors: from token j to
@@ -260,9 +261,10 @@ def channel_products(
         compiled: Whether to compile the computation of blocks.
 
     Returns:
-        Four tensors. The products of keys with keys and of queries with keys, [..., i, j], in which each channel is
-            multiplied by its decay from token j to token i. For each channel, the decay from the state before the chunk
-            to token i, and the decay from token i to the end of the chunk, [..., i, dk].
+        Four tensors. The first two, [..., i, j], are the products of keys with keys and of queries with keys; in these
+            products, each channel is multiplied by its decay from token j to token i. The last two, [..., i, dk],
+            contain decays for each channel: from the state before the chunk to token i, and from token i to the end of
+            the chunk.
     """
     chunk, earlier = g.shape[-2], torch.ones(g.shape[-2:-1] * 2, dtype=g.dtype, device=g.device).tril()
     total = earlier @ g
@@ -353,8 +355,8 @@ docstring of this module, and its result is [s, b, heads, dv]."""
 
 def flash_rule(dtype: torch.dtype, device: torch.device) -> Rule | None:
     """Return the gated delta rule, implemented with the kernels of the flash-linear-attention package. Return None if
-    the kernels cannot be used. They need the package, a GPU and 16-bit operands, and cannot be used in deterministic
-    runs."""
+    the kernels cannot be used. The kernels require the package, a GPU and 16-bit operands, and cannot be used in
+    deterministic runs."""
     if device.type != "cuda" or dtype.itemsize != 2 or torch.are_deterministic_algorithms_enabled():
         return None
     try:

@@ -53,7 +53,7 @@ class Mamba2(nn.Module):
     """Mamba-2 mixer, which consists of a projection, a convolution, the state-space model, a gated norm, and an output
     projection.
 
-    in_proj is [groups, channels, h], ordered by group: all channels of the first group come first. See
+    The weight of in_proj is [groups, channels, h], ordered by group: all channels of the first group come first. See
     `group_channels`. The backward pass recomputes the activations between the input projection and the gated norm."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -107,7 +107,7 @@ class Mamba2(nn.Module):
             y = recomputed(self._mix, mixed, number)
         else:
             y = self._mix(mixed, number)
-        y = heads_to_sequence(y, self.cp).flatten(2)  # shape [s/cp, b, heads/tp * p]
+        y = heads_to_sequence(y, self.cp).flatten(2)  # y is now [s/cp, b, heads/tp * p]
         return self.out_proj(self.gated(y, gate, self.norm, self.eps, self.normed_first))
 
     def _scaled(self, projected: Tensor) -> Tensor:
@@ -119,9 +119,10 @@ class Mamba2(nn.Module):
         return torch.cat([part * factor for part, factor in zip(parts, self.factors, strict=True)], dim=-1)
 
     def _of_ranks(self, x: Tensor, dim: int) -> Tensor:
-        """Divide x [..., groups/tp, channels, ...] among context-parallel ranks, and return [..., cp, groups/(tp*cp) or
-        1, channels of a rank, ...]. Dimension dim contains the groups, and dimension dim + 1 contains the channels of
-        x, B, C and optionally dt."""
+        """Divide the groups and channels of x [..., groups/tp, channels, ...] among context-parallel ranks. Dimension
+        dim of x contains the groups, and dimension dim + 1 contains the channels of x, B, C and optionally dt. Returns
+        a tensor with a new dimension for the ranks, [..., cp, groups/(tp*cp), channels, ...]. If there are more ranks
+        than groups, several ranks share a group, and the result is [..., cp, 1, channels of a rank, ...]."""
         parts = self.cp.size // self.groups
         if parts <= 1:
             return x.unflatten(dim, (self.cp.size, -1))
@@ -235,14 +236,14 @@ def gated_group_norm(y: Tensor, gate: Tensor, weight: Tensor | None, eps: float,
     computed in fp32.
 
     Args:
-        y: [s, b, groups * c].
-        gate: [s, b, groups, c].
+        y: [s, b, groups * c], tensor to normalize.
+        gate: [s, b, groups, c], gates before SiLU.
         weight: [groups * c], norm weight; None for no norm.
         eps: Epsilon of the norm.
         normed_first: Whether to apply the norm before the multiplication by the gates instead of after it.
 
     Returns:
-        [s, b, groups * c] in the dtype of `gate`.
+        The gated and normalized tensor, [s, b, groups * c], in the dtype of `gate`.
     """
     wide = torch.promote_types(gate.dtype, torch.float32)
     y, gate_function = y.view(gate.shape).to(wide), F.silu(gate.to(wide))

@@ -3,7 +3,8 @@
 Each head has a state S [n, p]. For each token, the state decays, the outer product of the token's B and input x is
 added, and the state is read with the token's C:
 
-    S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_tᵀ         y_t = S_tᵀ C_t
+    state:   S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_tᵀ
+    output:  y_t = S_tᵀ C_t
 
 The chunked form computes the same results with matrix products. Let L_ij be the decay from token j to token i: L_ij =
 exp(sum of dt A over tokens j + 1 .. i) for j <= i. Let r_i be the decay from the start of the chunk to token i: r_i =
@@ -21,9 +22,9 @@ fp16 operands are computed in fp32. bf16 operands are multiplied in bf16 and sum
 2405.21060. The operands x, B and C enter the products without rounding. Four quantities are rounded to bf16, with a
 relative error of u = 2^-8: the weights of tokens in a chunk, ((C Bᵀ) * L) diag(dt), which also contain the factor D on
 the diagonal; the inputs diag(dt) X that a chunk adds to the state; the states that tokens read; and both terms of Y.
-States and their decays are kept in fp32. Let Y* and S* be the outputs and states that result from |x|, |B| and |C|. The
-error of an output is then at most ((1 + u)^3 - 1) Y*, and the error of a state is at most u S*, in addition to fp32
-rounding.
+States and their decays are kept in fp32. Let Y* and S* be the outputs and states that are computed from the absolute
+values |x|, |B| and |C|. The error of an output is then at most ((1 + u)^3 - 1) Y*, and the error of a state is at most
+u S*, in addition to fp32 rounding.
 """
 
 from __future__ import annotations
@@ -219,8 +220,8 @@ class ScanContext(AutogradContext):
 
 
 class _Scan(torch.autograd.Function):
-    """Autograd function of the recurrence over chunks c: S_{c+1} = r_c S_c + Bᵀ X. Return two tensors: the states
-    before each chunk, in the dtype of B, and the state after the last chunk."""
+    """Autograd function of the recurrence S_{c+1} = r_c S_c + Bᵀ X over chunks c. Return two tensors: the states before
+    each chunk, in the dtype of B, and the state after the last chunk."""
 
     # `keys` is Bᵀ [chunks, b, groups, n, chunk]. `columns` is X [chunks, b, groups, chunk, heads of a group * p], in
     # the dtype of B. `carried` is r [chunks, b, groups, 1, heads of a group, 1]. `state` is the initial state S_0 [b,
@@ -254,7 +255,7 @@ class _Scan(torch.autograd.Function):
 
 
 def _of_kept(grads: Tensor, states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return two tensors. The first contains the gradients of the states after each chunk, flattened to columns,
-    [chunks, b, groups, n, heads of a group * p], in `dtype`. The second contains the gradients of the decays that carry
-    the states across chunks, [chunks, b, groups, 1, heads of a group, 1]."""
+    """Return two tensors. The first, in `dtype`, contains the gradients of the states after each chunk; their heads and
+    channels are flattened to columns, [chunks, b, groups, n, heads of a group * p]. The second contains the gradients
+    of the decays that carry the states across chunks, [chunks, b, groups, 1, heads of a group, 1]."""
     return grads.flatten(-2).to(dtype), (grads * states).sum((3, 5), keepdim=True)

@@ -3,7 +3,8 @@
 Each channel has a state h [n]. For each token, every element of the state is multiplied by its own decay, the product
 of the token's B and input x is added to the state, and the product of the state and the token's C is the output:
 
-    h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t         y_t = C_t . h_t
+    state:   h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t
+    output:  y_t = C_t . h_t
 
 The decay rates within a channel differ, so the recurrence cannot be computed by matrix products. Instead, the tokens
 are divided into chunks. The recurrence first runs in all chunks in parallel, with a zero state at the start of each

@@ -4,7 +4,8 @@ One projection produces the inputs and output gates of each channel. A depthwise
 inputs. Two gates, i for the input and r for the recurrence, are computed from the convolution output x, separately for
 each block of channels. The state h is computed by the recurrence
 
-    a_t = exp(-8 softplus(L) r_t)         h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
+    decay:  a_t = exp(-8 softplus(L) r_t)
+    state:  h_t = a_t h_{t-1} + sqrt(1 - a_t^2) i_t x_t
 
 At the first token of a document, the square root is replaced with 1. The product of h and the GeLU of the output gates
 is projected to hidden states. Blocks are sharded over the tensor-parallel ranks. Under context parallelism, an
@@ -67,7 +68,7 @@ class RgLru(BetweenProjections):
             weight = (f"{name}.{gate}.weight", (blocks, width, width), ctx)
             self.gates.append(make_sharded_parameter(*weight, role="hidden", init=of_gates, stacked=1))
             self.gates.append(make_sharded_parameter(f"{name}.{gate}.bias", (blocks, width), ctx, role="bias"))
-        # with these rates, a state is multiplied by 0.9 to 0.999 per token if its gate is 1/8
+        # initial decay rates softplus(L): a state is multiplied by 0.9 to 0.999 per token while its gate r_t is 1/8
         decays = Init("inverse_softplus", low=1e-3, high=0.105)
         self.decay = make_sharded_parameter(f"{name}.recurrent_param", (channels,), ctx, role="vector", init=decays)
         """Parameter L, whose softplus is the decay rate."""

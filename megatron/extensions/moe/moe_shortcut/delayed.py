@@ -38,7 +38,7 @@ class DelayedExperts(nn.Module):
     def forward(
         self, stream: Tensor, sublayer: Callable[[Tensor, BatchContext], Tensor], context: BatchContext
     ) -> Tensor:
-        """Return the stream after the sublayer for the stream before it. Both are [s, b, 2h], or [s/tp, b, 2h] under
+        """Apply the sublayer to the stream, and return the updated stream. Both are [s, b, 2h], or [s/tp, b, 2h] under
         sequence parallelism."""
         x, waiting = stream.chunk(2, dim=-1)
         y = sublayer(x, context)

@@ -77,7 +77,7 @@ class ContinuingPipeline(Pipeline):
 
     @property
     def counting_rank(self) -> int | None:
-        return None  # the rank that computes the loss may still process the previous step
+        return None  # no rank can count tokens for this step: the rank that computes the loss may still process the previous step
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
         following, self.following = self.following, ()

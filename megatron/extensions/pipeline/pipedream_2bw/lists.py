@@ -16,7 +16,7 @@ ENDS = BACKWARDS | {Kind.W, Kind.SEND_B}
 
 @lru_cache(maxsize=64)
 def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the action lists of one step of a schedule that does not flush, for the executor.
+    """Return each rank's action list for one step of a schedule without a pipeline flush between steps.
 
     A step overlaps with the previous and the next step. Therefore, the micro-batches of these three steps are scheduled
     as if they were one long step, and the lists of the step are cut out. Each rank's list begins after the rank's last
@@ -61,8 +61,8 @@ def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
 
 
 def _with_validate(actions: list[Action], microbatches: int) -> tuple[Action, ...]:
-    """Insert VALIDATE before the first forward pass of the next step. Numbers of at least `microbatches` belong to the
-    next step's micro-batches."""
+    """Insert the action VALIDATE, which performs the update of the previous step, before the first forward pass of the
+    next step. Micro-batches with numbers of at least `microbatches` belong to the next step."""
     first = next((i for i, a in enumerate(actions) if a.kind is Kind.F and a.microbatch >= microbatches), None)
     if first is None:
         return tuple(actions)

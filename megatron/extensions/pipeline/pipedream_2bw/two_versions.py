@@ -34,8 +34,9 @@ from megatron.extensions.pipeline.pipedream_2bw.flags import PREVIOUS
 
 
 class VersionedShard(OptimizerShard):
-    """Optimizer shard with two versions of its parameters. An update reads a copy of the gradients. Successive updates
-    write the parameters alternately to two memory locations."""
+    """Optimizer shard with two versions of its parameters. An update reads a copy of the gradients, because the next
+    step already overwrites the gradients. Successive updates write the parameters alternately to two memory
+    locations."""
 
     def __init__(self, spec: ShardSpec) -> None:
         super().__init__(spec)

@@ -46,7 +46,7 @@ def expanded(text: str) -> str:
     """Expand repetitions and groups, and remove commas and spaces. Raises ValueError if `text` does not follow the
     grammar."""
     rest = re.sub(r"[,\s]", "", text)
-    open_groups: list[list[str]] = [[]]  # one list of items per open parenthesis, outermost first
+    open_groups: list[list[str]] = [[]]  # a stack: the items outside parentheses, then the items of each open parenthesis
     at = 0
     while at < len(rest):
         token = TOKEN.match(rest, at)

@@ -53,8 +53,8 @@ class RollbackCopies:
 
     @torch.no_grad()
     def take(self, further: Sequence[Tensor] = ()) -> None:
-        """Copy the current values of `tensors` and of `further`. The copies of `further` are newly allocated, so these
-        tensors should be small."""
+        """Copy the current values of `tensors` and of the additional tensors `further`. Each call allocates new memory
+        for the copies of `further`, so these tensors should be small."""
         if self.tensors:
             foreach_copy_(self.copies, self.tensors)
         self._further = [(tensor, tensor.detach().clone()) for tensor in further]
@@ -168,8 +168,8 @@ class StaleForwards(Exception):
 
 
 class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
-    """Executor of action lists that contain VALIDATE. If VALIDATE rolls back an update, the executor raises
-    `StaleForwards`."""
+    """Executor of action lists that contain the action VALIDATE, which checks the previous update. If the update is
+    rolled back, the executor raises `StaleForwards`."""
 
     validate: Callable[[], bool]
     """Function that returns True on all ranks if parameters have changed."""
@@ -183,13 +183,14 @@ class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
 
 
 class ValidatingPipeline(Pipeline):
-    """Pipeline whose action lists contain VALIDATE before the first backward pass on any rank."""
+    """Pipeline that inserts the action VALIDATE, which checks the previous update, into all action lists. VALIDATE
+    precedes the first backward pass on any rank."""
 
     executor_type = ValidatingExecutor
 
     @property
     def counting_rank(self) -> int | None:
-        return None  # the rank that computes the loss may still process the previous step
+        return None  # no rank can count tokens for this step: the rank that computes the loss may still process the previous step
 
     def lists(self, microbatches: int, in_turns: bool = False) -> Lists:
         shape = self.schedule, self.pp.size, microbatches, self.layout.chunks

@@ -32,8 +32,8 @@ def zb_h2(p: int, m: int, in_turns: bool = False) -> Schedule:
     reduces the bubble to (p - 1)(F + I - 2W). A rank keeps activations of up to 2p - 1 microbatches.
 
     With `in_turns`, forward passes and input gradients alternate in the steady state, and each rank runs one more
-    initial forward pass. A message to the next rank arrives one turn later, and its answer arrives another turn later.
-    Each rank therefore runs two more initial forward passes than the next rank. With only one additional initial
+    initial forward pass. An activation reaches the next rank one turn later, and its gradient returns another turn
+    later. Each rank therefore runs two more initial forward passes than the next rank. With only one additional initial
     forward pass per rank, as in ZB-H1, ranks would wait for each other.
     """
     return _zero_bubble(p, m, 2, in_turns)
@@ -60,8 +60,8 @@ def zb_v(p: int, m: int) -> Schedule:
     """Return ZB-V (arXiv 2401.10241, section 6): rank r has stages r and 2p - 1 - r, so that rank 0 computes the loss.
 
     There is no bubble if F, I and W take the same time and m >= 2p - 1. The peak memory equals the peak memory of 1F1B.
-    If m is less than 2p - 1, the result is the schedule for 2p - 1 microbatches without the passes of nonexistent
-    microbatches.
+    If m is less than 2p - 1, the schedule is first generated for 2p - 1 micro-batches, and the passes of micro-batches
+    that do not exist are then removed.
     """
     n = max(m, 2 * p - 1)
     lists = []
@@ -73,7 +73,7 @@ def zb_v(p: int, m: int) -> Schedule:
         f1 = (Kind.F, up)
         i1 = (Kind.I, up)
         w1 = (Kind.W, up)
-        fed = n - (2 * p - 1 - rank)  # number of steady-state rounds with a new forward pass
+        fed = n - (2 * p - 1 - rank)  # `fed`: number of steady-state rounds in which the rank's first stage runs another forward pass
         order = [f0] * (2 * (p - rank) - 1) + [f1, f0] * rank + [f1, i1, w1] * (p - rank)
         order += [f0, i0, w0, f1, i1, w1] * fed + [i0, w0, f1, i1, w1] * (n - p - fed)
         order += [i0, i1] * rank + [i0, w0] * (p - rank) + [w1] * rank + [w0] * rank

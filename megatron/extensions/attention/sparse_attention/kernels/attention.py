@@ -46,7 +46,7 @@ atomic additions. At this fraction, both methods take the same time according to
 _plain_attend, _plain_gradients = unwrap(attend_to_selected), unwrap(selected_attention_gradients)
 
 SAMPLED = 1024
-"""Largest number of queries in the inputs with which kernels are checked."""
+"""Largest number of queries in the test inputs on which kernels are compared with plain PyTorch."""
 
 TOLERANCE = 2.0**-6
 
@@ -137,7 +137,7 @@ def weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Ten
 
 
 def listed_weights(q: Tensor, k: Tensor, places: Tensor, lse: Tensor, scale: float) -> Tensor:
-    """Return the attention weights [n, b, count] of the listed keys, summed over heads.
+    """Return the attention weights [n, b, count] of the keys listed in `places`, summed over heads.
 
     Args:
         q: [n, b, h, w], queries.
@@ -204,7 +204,7 @@ BackwardOperands = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Keys, ...], tuple
 
 
 class Gathers(Protocol):
-    """Interface of the object `Launches`, which records the kernels of a plan that gather keys."""
+    """Interface of `Launches`, as far as it records those kernels of a plan that gather keys."""
 
     any_order: bool
     """True if kernels may use atomic additions, whose order varies between runs."""
@@ -341,7 +341,8 @@ Operands = tuple[Tensor, Tensor | None, tuple[Keys, ...], tuple[Tensor, ...], fl
 
 
 def samples(shapes: RunShapes) -> Iterator[Operands]:
-    """For each kind of layer in a run, yield arguments of `attend_to_selected` with the last queries of a sequence."""
+    """Yield test arguments for `attend_to_selected`, one set for each kind of layer in a run. The queries are the last
+    queries of a sequence."""
     if shapes.config is None:
         return
     for shape in sparse_shapes(shapes.config):
@@ -349,7 +350,7 @@ def samples(shapes: RunShapes) -> Iterator[Operands]:
 
 
 def sample_of(shape: SparseShape, shapes: RunShapes) -> Operands:
-    """Return arguments of `attend_to_selected`: random queries and keys, and random selections of keys."""
+    """Return test arguments for `attend_to_selected`: random queries and keys, and random selections of keys."""
     n, b = min(SAMPLED, shapes.length), max(1, shapes.tokens // shapes.length)
     last = torch.arange(shape.length - n, shape.length, device=shapes.device)[:, None]
     longest = max(1, CHUNK // (b * shape.heads * max(shape.width, sum(each.most for each in shape.sets))))
@@ -380,7 +381,7 @@ def sample_of(shape: SparseShape, shapes: RunShapes) -> Operands:
 
 
 def backward_samples(shapes: RunShapes) -> Iterator[BackwardOperands]:
-    """Yield arguments of `selected_attention_gradients` for each item of `samples`."""
+    """Yield test arguments for `selected_attention_gradients`, computed from each item of `samples`."""
     for q, sinks, seen, k, scale, width, notes in samples(shapes):
         found = _plain_attend(q, sinks, seen, k, scale, width, notes)
         yield shapes.random(*found.out.shape), q, found.out, found.lse, seen, k, scale, width

@@ -55,9 +55,10 @@ def selected_forward(
 ):
     """Compute attention to listed keys.
 
-    The inputs are q [n, b, heads, w], k [s, b, w], picked [n, b, count] and sinks [heads] or None. The outputs are out
-    [n, b, heads, values] and three `sums` [n, b, heads]: the log-sum-exps over all listed keys, the log-sum-exps over
-    the listed keys of the first set, and the largest scores.
+    The inputs are q [n, b, heads, w], k [s, b, w], picked [n, b, count] and sinks [heads] or None. `picked` lists the
+    keys that each query attends to. The outputs are out [n, b, heads, values] and `sums`, three tensors [n, b, heads]:
+    the log-sum-exps of the scores of all listed keys, the log-sum-exps of the scores of listed keys in the first key
+    set, and the largest score.
     """
     samples, heads, count, first = sizes
     PART: tl.constexpr = WIDTHS[2]
@@ -110,8 +111,8 @@ def _add_to_keys(dk, at, inside, values, start: tl.constexpr, size: tl.constexpr
 
 @triton.jit
 def _of_keys(ds, queries, p, grads):
-    """Return the gradients [keys, PART] of one part of the channels: the gradients as keys plus the gradients as
-    values."""
+    """Return the gradients [keys, PART] of a slice of the key channels that also serve as values. Each gradient is the
+    sum of two terms: the gradient of the channels as keys, and the gradient of the channels as values."""
     return dot(p, grads, tl.dot(ds, queries, input_precision="ieee"))
 
 

@@ -161,7 +161,7 @@ def _planned_gradients(
 
 
 def samples(shapes: RunShapes) -> Iterator[tuple[Index, Loss]]:
-    """Yield arguments of `divergence` for each item of `attention.samples` that has selected keys."""
+    """Yield test arguments for `divergence`, computed from each item of `attention.samples` that has selected keys."""
     if shapes.config is None:
         return
     own = shapes.config.options(SparseAttentionFlags)

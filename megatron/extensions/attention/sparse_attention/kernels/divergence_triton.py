@@ -64,8 +64,8 @@ def _sums_of_list(
     HELD: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Return the log-sum-exp of the indexer scores of listed keys, and the sum of the attention weights of these
-    keys."""
+    """Return two sums over the keys in a query's list: the log-sum-exp of their indexer scores, and the sum of their
+    attention weights."""
     samples, sample, count = sizes
     # Each position in a block has its own sum, because a reduction per block would synchronize all threads.
     top = tl.full([KEYS], float("-inf"), tl.float32)
@@ -201,7 +201,8 @@ def divergence_of_keys(
 
 
 def warps_of(heads: int, adds: bool) -> int:
-    """Return the number of warps per program of the first kernel, such that its sums fit in registers."""
+    """Return the number of warps per program of the first kernel. The number is chosen so that the sums that a program
+    accumulates fit in registers."""
     return 8 if adds or heads > 16 else 4
 
 

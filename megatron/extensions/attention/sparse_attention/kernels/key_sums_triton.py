@@ -117,14 +117,16 @@ class Readers(NamedTuple):
     places: Tensor
     """Position of each key in the key list of each query, [n, b, blocks * block]; -1 if the key is not in the list."""
     firsts: Tensor
-    """For each block of keys, the first query that lists a key of the block, [b, blocks]."""
+    """For each block of keys, the first query whose key list contains a key of the block, [b, blocks]."""
     ends: Tensor
-    """For each block of keys, the position after the last query that lists a key of the block, [b, blocks]."""
+    """For each block of keys, the position after the last query whose key list contains a key of the block, [b,
+    blocks]."""
 
 
 def readers_of(picked: Tensor, s: int, block: int) -> Readers:
-    """For each block of keys, find the queries that list at least one key of the block. This function does not
-    synchronize with the device. `picked` [n, b, count] contains key indices below s; -1 marks unused entries."""
+    """For each block of keys, find the queries whose key lists contain at least one key of the block. This function
+    does not synchronize with the device. `picked` [n, b, count] contains key indices below s; -1 marks unused
+    entries."""
     n, b, count = picked.shape
     blocks = triton.cdiv(s, block)
     places = torch.full((n, b, blocks * block + 1), -1, dtype=torch.int32, device=picked.device)

@@ -125,9 +125,10 @@ def end_of_list(lists, count, SCAN: tl.constexpr):
 
 @triton.jit
 def place_of(samples, heads, BLOCK: tl.constexpr):
-    """Return the row, the sample and the heads that a program processes, a mask of heads that exist, and the offset of
-    the row's first head in [n, b, heads]. The first programs process the last rows, which have the most keys. Adjacent
-    programs process heads of the same row, because they read the same keys."""
+    """Return five values that locate the work of a program: its row, its sample, its heads, a mask that is True for
+    heads that exist, and the offset of the row's first head in a tensor [n, b, heads]. The first programs process the
+    last rows, which have the most keys. Adjacent programs process heads of the same row, because they read the same
+    keys."""
     blocks = tl.cdiv(heads, BLOCK)
     row = (tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks).to(tl.int64)
     sample = tl.program_id(1).to(tl.int64)

@@ -147,7 +147,7 @@ KEYS = FusedKernel(
     keys,
     keys_of_chunks,
     lambda index, *_: kernel_for("scores_of_keys", *index) is not None,
-    lambda shapes: (),  # the kernels that `keys` launches are checked separately
+    lambda shapes: (),  # no samples: the two kernels that `keys` launches are checked by their own entries
     0.0,
     planned_keys,
 )

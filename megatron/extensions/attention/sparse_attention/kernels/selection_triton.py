@@ -64,9 +64,9 @@ def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, P
     preferred.
 
     The inputs are scores [n, b, keys] and the first and last key [n, 1 or b] that each query may attend to. The output
-    is out [n, b, topk]. If a query may attend to fewer than topk keys, the list is padded with -1. The padding at the
-    end of the list has one entry for each existing key after the last allowed key, as far as there is room. All other
-    padding is at the start of the list.
+    is out [n, b, topk]. If a query may attend to fewer than topk keys, the list is padded with -1. Padding is placed at
+    both ends of the list. The end receives one entry for each existing key after the last allowed key, or all of the
+    padding if there are more such keys. The rest of the padding is placed at the start.
     """
     samples, count, topk = sizes
     row, sample = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
