@@ -44,7 +44,7 @@ def gathered_attention(
         sinks: [heads], logits of attention sinks.
 
     Returns:
-        [s/cp, b, heads, dv]
+        Attention outputs [s/cp, b, heads, dv] for the queries of this rank.
     """
     if causal.shards is not None:
         return _gathered(q, torch.cat((k, v), dim=-1), k.shape[-1], cp, causal, causal.shards, sinks)
@@ -112,7 +112,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal,
         sinks: [heads / cp], attention sink logits of the heads that this rank computes.
 
     Returns:
-        [s/cp, b, heads, dv]
+        Attention outputs [s/cp, b, heads, dv] for the queries of this rank.
     """
     qkv, split = _by_rank(q, k, v, cp)
     q, k, v = split(sequence_to_heads(qkv, cp))
@@ -132,7 +132,7 @@ def nested_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, 
         sinks: [heads / inner], attention sink logits of the heads that this rank computes.
 
     Returns:
-        [s/cp, b, heads, dv]
+        Attention outputs [s/cp, b, heads, dv] for the queries of this rank.
     """
     inner, outer = cp.levels
     shards = causal.shards_of(q.shape[0], cp.size)
@@ -182,7 +182,7 @@ def sequence_to_heads(x: Tensor, cp: Axis) -> Tensor:
     """Exchange sequence shards x [s/cp, b, cp, ...] for whole sequences [s, b, ...] by an all-to-all. Dimension 2 of x
     is divided between the ranks: each rank receives the whole sequence of slice x[:, :, cp.rank]. The sequence shards
     are those of `rank_spans`."""
-    # dim 0 is the source rank of a block
+    # dimension 0 of the exchanged tensor is the rank that sent the block
     return from_rank_order(swap_blocks(x.movedim(2, 0), cp).flatten(0, 1), cp.size)
 
 

@@ -76,7 +76,8 @@ class NormedValueAttention(SelfAttention):
         q = self.q_layernorm(q) if self.normed_last else q
         both = context.left.get(source)
         if both is None:
-            assert not has_values(x), f"layer {source} is in another stage"  # only a memory plan, which runs each layer separately on fake tensors, lacks the source layer
+            # Only a memory plan gets here: it runs each layer separately on fake tensors, without the source layer.
+            assert not has_values(x), f"layer {source} is in another stage"
             both = q.new_zeros(*q.shape[:2], self.groups, sum(self.widths))
         k, v = both.split(self.widths, dim=-1)
         return q, gate, k, v

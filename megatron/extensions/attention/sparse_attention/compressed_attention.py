@@ -304,7 +304,8 @@ class CompressedAttention(MultiLatentAttention):
     channels form a pair, as in DeepSeek's weights. The RMSNorm of query heads has no weight."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        nn.Module.__init__(self)  # skips the base class's __init__, which would create parameters that this class does not use
+        # The base class's __init__ is skipped, because it would create parameters that this class does not use.
+        nn.Module.__init__(self)
         own, of_groups = config.options(LatentAttentionFlags), config.options(CompressedAttentionFlags)
         linears = latent_linears(name, config)
         self.tp = ctx.tp

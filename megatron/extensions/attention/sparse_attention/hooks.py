@@ -24,7 +24,8 @@ class IndexerLoss(Callback):
 
 class IndexerTallies(Tallies):
     """Indexer loss of one rank, summed over tokens and layers. Under sequence parallelism, the sums of all
-    tensor-parallel ranks count, because these ranks have different tokens."""
+    tensor-parallel ranks are added, because these ranks have different tokens. Otherwise, only the sum of the first
+    rank is used."""
 
     def __init__(self, run: TrainingRun) -> None:
         modules = [module for model in run.stages.values() for module in model.modules()]

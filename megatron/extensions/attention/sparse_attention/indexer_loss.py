@@ -50,9 +50,9 @@ class Loss(NamedTuple):
 @operation
 @torch_function
 def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """Return the indexer loss, the sum of KL(p, softmax(scores)) over this rank's queries, and the gradients of this
-    loss. Let G = softmax(scores) - p be the gradient of a score. The gradient of a head weight w is the sum of G ReLU(q
-    · k) over keys. The gradient of a product q · k is G w if the product is positive, and 0 otherwise."""
+    """Return the indexer loss and its gradients. The loss is the sum of KL(p, softmax(scores)) over this rank's
+    queries. Let G = softmax(scores) - p be the gradient of a score. The gradient of a head weight w is the sum of G
+    ReLU(q · k) over keys. The gradient of a product q · k is G w if the product is positive, and 0 otherwise."""
     wide = torch.promote_types(index.q.dtype, torch.float32)
     total = torch.zeros((), dtype=torch.float64, device=index.q.device)
     found = Index(*(torch.zeros(x.shape, dtype=wide, device=x.device) for x in index))

@@ -80,8 +80,8 @@ class Rows:
         return weights @ keys if self.flat is not None else self._by_sample(weights, keys.transpose(0, 1))
 
     def add_to_keys_(self, out: Tensor, weights: Tensor, rows: Tensor) -> None:
-        """For each key, add the sum of `rows` [rows, b, h, w], weighted by `weights` [rows, b, h, keys or topk], to
-        `out` [s, b, w]."""
+        """Add a weighted sum of `rows` [rows, b, h, w] to each key's row of `out` [s, b, w]. The weights are [rows, b,
+        h, keys], or [rows, b, h, topk] if keys were selected."""
         if self.flat is not None:
             add_rows_(out.flatten(0, 1), self.flat.flatten(), (weights.mT @ rows).flatten(0, 2))
         else:
@@ -106,8 +106,9 @@ class Rows:
 
 
 class Keys(NamedTuple):
-    """Keys of one key set that each query attends to, given by their bounds (`queries`) and by their indices if they
-    are selected (`picked`)."""
+    """The keys that each query attends to in one key set. A key set is a tensor of keys, such as the token keys or the
+    compressed keys. `queries` contains the bounds of these keys; if keys are selected, `picked` contains their
+    indices."""
 
     queries: Queries
     picked: Tensor | None = None

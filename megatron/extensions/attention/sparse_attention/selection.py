@@ -130,7 +130,8 @@ def largest(scores: Tensor, topk: int) -> Tensor:
     latest = equal.flip(-1).cumsum(-1).flip(-1) <= wanted
     keys, last = torch.arange(scores.shape[-1], device=scores.device), scores.shape[-1] - 1
     chosen = torch.where(above | (equal & latest), keys, last + 1).topk(topk, largest=False, sorted=True).values
-    chosen = chosen.clamp_(max=last)  # if scores are NaN, fewer than topk keys are selected, and the remaining entries are out of range
+    # If scores are NaN, fewer than topk keys are selected, and the remaining entries are out of range.
+    chosen = chosen.clamp_(max=last)
     return chosen.masked_fill_(scores.gather(-1, chosen) == -torch.inf, -1).to(torch.int32)
 
 

@@ -194,7 +194,8 @@ class SelectedKeys(CoreAttention):
             return picked
         last = queries.last
         assert not has_values(last), "a stage begins with a layer without an indexer"
-        every = max(chunk.keys for chunk in queries.chunks) <= self.topk  # plans run each layer separately
+        # Only a memory plan, which runs each layer separately, gets here. It needs only the shape of the selection.
+        every = max(chunk.keys for chunk in queries.chunks) <= self.topk
         return None if every else last.unsqueeze(-1).expand(-1, samples, self.topk)
 
     def _attend(self, q: Tensor, seen: tuple[Keys, ...], *k: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -83,7 +83,8 @@ class IndexedDatasetBuilder:
             self._data = self._open("bin")
             self._lengths = self._open("lengths")
             self._boundaries = self._open("boundaries")
-        except BaseException:  # for example too many open files, or KeyboardInterrupt
+        except BaseException:
+            # Any error, for example too many open files or KeyboardInterrupt, must leave no temporary files.
             self._remove()
             raise
         self._boundaries.write(np.zeros(1, "<i8").tobytes())
@@ -155,7 +156,8 @@ class IndexedDatasetBuilder:
         """Delete all files written so far."""
         for stream in (self._data, self._lengths, self._boundaries):
             with suppress(OSError):  # closing a file flushes its buffer, which fails if the disk is full
-                getattr(stream, "discard", stream.close)()  # an upload is discarded, because closing it would complete it
+                # An upload is discarded, because closing it would complete it.
+                getattr(stream, "discard", stream.close)()
         self._remove()
 
     def __enter__(self) -> IndexedDatasetBuilder:

@@ -100,8 +100,8 @@ def balanced_shards(documents: Documents, seq_length: int, ranks: int) -> Shards
 
 @lru_cache(maxsize=64)
 def hybrid_shards(documents: Documents, seq_length: int, ranks: int, longest: int | None) -> Shards:
-    """Return the division with the lowest cost among the divisions that keep every short document on one rank, unless
-    the document fits on no rank.
+    """Return the division with the lowest cost among the divisions that keep every short document on one rank. A short
+    document is divided only if it fits on no rank.
 
     Args:
         documents: Start positions of the documents, for exactly one sample.
@@ -163,7 +163,8 @@ def chunks_of_documents(lengths: NDArray[np.int64], ranks: int) -> Owners:
         late = 0
         for extra in range(more):
             rank = (turn + extra) % ranks
-            late = extra // ranks  # a rank's first extra token extends its early chunk, and its second extra token extends its late chunk
+            # A rank's first extra token extends its early chunk, and its second extra token extends its late chunk.
+            late = extra // ranks
             sizes[2 * ranks - 1 - rank if late else rank] += 1
         turn = (turn + more) % ranks
         parts.append(np.repeat(order, sizes))
@@ -242,7 +243,8 @@ class _Deal:
             if not len(mine) or not len(others):
                 return
             moved = works[mine][:, None] - works[others]
-            # resulting work of the busier rank minus the present work of the idle rank
+            # for each pair of chunks: work of the busier of the two ranks after the exchange, relative to the idle
+            # rank's work before it
             left = np.maximum(moved, gap - moved)
             give, take = np.unravel_index(int(left.argmin()), left.shape)
             if left[give, take] >= gap:
@@ -272,7 +274,8 @@ def shards_of(owners: Owners, documents: Documents, ranks: int) -> Shards:
     shared = _in_cut_documents(owners, documents)
     most = max(int(shared[places].sum()) for places in held)
     spans = tuple(as_spans(places) for places in held)
-    if 4 * most > 3 * len(held[0]):  # if most keys must be sent, sending all of them costs little more and avoids copying the selected keys to a buffer
+    # If most keys must be sent, sending all of them costs little more and avoids copying the selected keys to a buffer.
+    if 4 * most > 3 * len(held[0]):
         return Shards(spans, spans)
     sent = []
     for places in held:

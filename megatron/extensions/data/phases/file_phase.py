@@ -157,7 +157,8 @@ def _in_units(config: RunConfig, entry: PhaseEntry) -> PhaseEntry:
     for unit, length in (("iterations", t.train_iters), ("tokens", t.train_tokens), ("samples", t.train_samples)):
         if length is not None:
             return replace(entry, unit=unit, start=round(entry.start * length))
-    return replace(entry, unit="samples", start=0)  # another rule reports that the run has no length
+    # Any start will do, because another rule reports that the run has no length.
+    return replace(entry, unit="samples", start=0)
 
 
 def _walk(config: RunConfig, entries: Sequence[PhaseEntry]) -> tuple[list[FilePhase], BatchSizes, list[Problem]]:

@@ -143,7 +143,8 @@ def _encode_in_worker(chunk: Chunk) -> Encoded:
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Context manager that delays termination signals until the end of the block."""
-    if threading.current_thread() is not threading.main_thread():  # nothing to delay: Python handles signals only in the main thread
+    # There is nothing to delay: Python handles signals only in the main thread.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []

@@ -87,6 +87,6 @@ def stand_in_for(tokenizer: Tokenizer) -> StandIn:
         return StandIn(tokenizer)
     except DifferentIds:
         raise
-    except Exception as error:  # gigatoken does not support this kind of model
-        reason = str(error).split("\n", 1)[0]  # the other lines refer to gigatoken's source
+    except Exception as error:  # any error means that gigatoken does not support this tokenizer
+        reason = str(error).split("\n", 1)[0]  # the message's other lines refer to gigatoken's source code
         raise DifferentIds(f"gigatoken does not support this tokenizer: {reason}") from None

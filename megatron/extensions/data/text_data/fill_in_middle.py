@@ -25,8 +25,8 @@ from megatron.extensions.data.text_data.flags import FillInMiddleConfig, of_user
 from megatron.training.config.flags import dashed
 
 REPLACEMENT = "\ufffd"
-"""Character that decoders insert in place of invalid bytes. A document that is cut at the end of a sample may begin or
-end within a character."""
+"""Character that decoders insert in place of invalid bytes. Invalid bytes occur at the beginning or end of a document
+that was cut within a character, for example at the end of a sample."""
 
 
 @dataclass(frozen=True)

@@ -221,8 +221,8 @@ LOOKS_LIKE = (
     (rb"\x28\xb5\x2f\xfd", "compressed; name it .zst"),
 )
 """Pairs of a pattern and a description of a file format. The pattern matches the first bytes of files in this format.
-Letters alone are not sufficient, because a text may begin with them, so each pattern also contains bytes that do not
-occur in text or the structure of a header."""
+Letters alone are not sufficient, because a text may begin with them. Each pattern therefore also matches bytes that do
+not occur in text, or the structure of the format's header."""
 
 
 def format_of(file: TextFile, stream: IO[bytes]) -> str:

@@ -81,7 +81,8 @@ class Digests:
         return kept if isinstance(kept, dict) else {}
 
     def _keep(self, digests: Mapping[str, object]) -> None:
-        with suppress(OSError), whole_file(self.folder / DIGESTS) as temporary:  # the folder may be read-only
+        # Errors are ignored, because the folder may be read-only and the digests are only a cache.
+        with suppress(OSError), whole_file(self.folder / DIGESTS) as temporary:
             temporary.write_text(json.dumps(self._kept() | dict(digests), indent=1))
 
 
@@ -114,7 +115,7 @@ def _ids_of_probes(identity: str, config: TokenizerConfig, vocab_size: int | Non
         for text in PROBES:
             try:
                 found.append([int(id) for id in tokenizer.tokenize(text)])
-            except Exception as error:  # the identity of a tokenizer includes its errors
+            except Exception as error:  # a tokenizer is also identified by the kind of error that a text causes
                 found.append(type(error).__name__)
         _PROBED[identity] = content_hash({"ids": found})
     return _PROBED[identity]

@@ -107,7 +107,8 @@ class _Decompressed(io.RawIOBase):
                 yield self._stream.decompress(data)
             except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
                 raise Damaged(str(error)) from None
-            except Exception as error:  # zstandard is optional, so its exception class ZstdError cannot be imported and is recognized by name
+            except Exception as error:
+                # Zstandard is optional, so its exception class ZstdError cannot be imported and is recognized by name.
                 if type(error).__name__ != "ZstdError":
                     raise
                 raise Damaged(str(error)) from None
@@ -258,7 +259,8 @@ def find_inputs(patterns: Sequence[str], flag: str = "--input") -> list[TextFile
     for pattern in map(take_credentials, patterns):
         try:
             files = list(_remote_files(pattern) if "://" in pattern else _local_files(pattern))
-        except Exception as error:  # for URLs, every exception is caught, because each storage library raises its own exception classes
+        except Exception as error:
+            # For URLs, every exception is caught, because each storage library raises its own exception classes.
             if "://" not in pattern and not isinstance(error, (ValueError, OSError)):
                 raise
             problems.append(f"{flag} {pattern}: {redacted(str(error)).removeprefix(f'{pattern}: ')}")

@@ -134,9 +134,11 @@ class TextData:
             target = folder / f"{name.partition('.')[0]}-{content_hash(source.described)}"
             if not _intact(target):
                 with folder_lock(folder):
-                    if not _intact(target):  # another process may have created it in the meantime
+                    # Another process may have created the dataset before this process got the lock.
+                    if not _intact(target):
                         self._tokenize(job, source, target)
-            self._check_bad(left_out(target))  # the dataset may be from a run with a larger --max-bad-lines
+            # An existing dataset is checked, too, because it may be from a run with a larger --max-bad-lines.
+            self._check_bad(left_out(target))
         except OSError as error:
             rule = f"its tokens cannot be written to {folder} ({error})"
             raise ValueError(
@@ -178,7 +180,8 @@ class TextData:
             describe_tokens(temporary, source.described, files, source.digests, bad)
             if target.exists() and not _intact(target):
                 os.replace(target, damaged)
-            if not target.exists():  # on a file system without working locks, another process may have created the target in the meantime
+            # On a file system without working locks, another process may have created the target in the meantime.
+            if not target.exists():
                 os.replace(temporary, target)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -62,7 +62,8 @@ class _OverTokenizers:
         text."""
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
-        except BaseException as error:  # the package raises Exception itself, not a subclass; Rust panics do not derive from Exception
+        except BaseException as error:
+            # The package raises Exception itself, not a subclass; Rust panics do not derive from Exception.
             if type(error) is not Exception and type(error).__name__ != "PanicException":
                 raise
             raise ValueError(

@@ -21,7 +21,8 @@ class _OverModel:
         model = str(config.tokenizer_model)
         try:
             self._model = SentencePieceProcessor(model_file=model)
-        except (OSError, RuntimeError, UnicodeDecodeError) as error:  # the message may quote invalid bytes
+        except (OSError, RuntimeError, UnicodeDecodeError) as error:
+            # UnicodeDecodeError is raised if the package's message contains invalid bytes of the file.
             wrong = described(Path(model), "a SentencePiece model", error)
             if wrong.startswith("not "):
                 wrong += "; train one with tools/train_tokenizer.py, or use a different --tokenizer-type"

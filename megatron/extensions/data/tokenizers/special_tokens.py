@@ -147,7 +147,8 @@ class _Settings(dict[str, object]):
                 continue
             if isinstance(value, dict) and "__type" in value:
                 found[key] = _token(self.files[key], key, value)
-            elif isinstance(value, str | AddedToken):  # skips settings that are not tokens, such as "add_bos_token": true
+            elif isinstance(value, str | AddedToken):
+                # Settings that are not tokens, such as "add_bos_token": true, are skipped.
                 found[key] = value
         return found
 

@@ -61,7 +61,7 @@ class TokenWeights(nn.Module):
         self.epsilons, self.compiled = Epsilons(config.norm_epsilon, own.mhc_epsilon), ctx.compiled
 
     def of_kept(self, function: Callable[[Tensor], T], x: Tensor) -> T:
-        """Return function(x). In training, only x is saved for the backward pass."""
+        """Return function(x). In training, only x is saved for the backward pass, which computes function(x) again."""
         return recomputed(function, x) if self.training else function(x)
 
     def projected(self, x: Tensor, weight: Tensor) -> Tensor:

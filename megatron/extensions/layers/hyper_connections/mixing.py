@@ -68,7 +68,7 @@ def stream_weights(
         projected: [..., n * (n + 2)], projection of the streams.
         factors: Three scalars, by which the weights of the sublayer's input, the weights of its output and the mixing
             matrix are multiplied.
-        bias: [n * (n + 2)].
+        bias: [n * (n + 2)], bias that is added to the weights.
         iterations: Number of Sinkhorn-Knopp iterations.
         epsilons: Epsilon of the norm and epsilon of the weights.
 

@@ -34,8 +34,8 @@ class CopyQueue:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start_after(self, event: torch.cuda.Event | None = None) -> None:
-        """Make later copies wait for `event`. If `event` is None, they wait for all work launched on the current
-        stream."""
+        """Make later copies wait for `event`. If `event` is None, the later copies wait for all work launched on the
+        current stream."""
         if self._stream is not None:
             self._stream.wait_event(event or torch.cuda.current_stream(self._stream.device).record_event())
 

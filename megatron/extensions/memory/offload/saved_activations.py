@@ -107,8 +107,8 @@ class ActivationOffload:
         return self.pool
 
     def begin(self, x: Tensor, shared: object) -> OffloadedPass:
-        """Begin the forward pass of a stage with input x. Tensors in `shared`, which is an object or a mapping, stay on
-        the device."""
+        """Begin the forward pass of one micro-batch through a stage; x is the input of the stage. Tensors in `shared`,
+        which is an object or a mapping, stay on the device."""
         stays = {storage_id(tensor) for tensor in tensors_in(shared)}
         if x.is_leaf:
             stays.add(storage_id(x))

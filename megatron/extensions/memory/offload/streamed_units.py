@@ -194,7 +194,8 @@ class StreamedBucket(UnitBucket):
 
     def _add_to_sum(self, reduced: Tensor) -> None:
         if self.summed:
-            total = self.grads.chunk(self.axis.size)[self.axis.rank]  # the sum is fetched into this rank's slice of the gradient buffer, which is free after the reduction
+            # The sum is fetched into this rank's slice of the gradient buffer, which is free after the reduction.
+            total = self.grads.chunk(self.axis.size)[self.axis.rank]
             self.store.start_fetch(self.grad_shard, total, ALONE).wait()
             reduced = total.add_(reduced)
         self.store.start_send(reduced, self.grad_shard).wait()

@@ -44,7 +44,8 @@ class KimiDeltaAttention(GatedDeltaNet):
     first."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
-        nn.Module.__init__(self)  # skips the base class's __init__, which would create parameters that this class does not use
+        # The base class's __init__ is skipped, because it would create parameters that this class does not use.
+        nn.Module.__init__(self)
         own, hidden = config.options(KimiDeltaFlags), config.hidden_size
         heads, taps = own.kda_num_heads, own.kda_conv_kernel_dim
         self.cp = ctx.state.cp
@@ -67,7 +68,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         # Initial values match Hugging Face's implementation. None of the projections has a bias.
         in_proj = ColumnLinear(f"{name}.in_proj", hidden, (heads, 3 * width + 1), False)
         self.in_proj = column_parallel(in_proj, ctx)
-        self.f_a_proj, self.g_a_proj = down("f"), down("g")  # for decays and for output gates
+        self.f_a_proj, self.g_a_proj = down("f"), down("g")  # low-rank projections: f for decays, g for output gates
         self.f_b_proj, self.g_b_proj = up("f"), up("g")
         self.conv1d = make_sharded_parameter(f"{name}.conv1d.weight", (heads, 3 * width, taps), ctx, role="convolution")
         self.dt_bias = make_sharded_parameter(f"{name}.dt_bias", (heads, width), ctx, role="bias", init=steps)
@@ -108,12 +109,12 @@ def sigmoid_gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> T
 
     Args:
         x: [s, b, heads, d], head outputs.
-        gate: [s, b, heads, d].
+        gate: [s, b, heads, d], gates before the sigmoid.
         weight: [d], norm weight, shared by all heads.
         eps: Epsilon of the norm.
 
     Returns:
-        [s, b, heads * d] in the dtype of `gate`.
+        The gated and normalized head outputs, [s, b, heads * d], in the dtype of `gate`.
     """
     wide = torch.promote_types(gate.dtype, torch.float32)
     y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps) * gate.to(wide).sigmoid()

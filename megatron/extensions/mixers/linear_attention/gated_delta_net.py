@@ -63,10 +63,10 @@ class GatedDeltaNet(nn.Module):
     """Gated delta net, which consists of a projection, a convolution, the gated delta rule, a gated norm, and an output
     projection.
 
-    in_proj is [key heads, channels, h], ordered by key head: all channels of the first key head come first. See
-    `linear_channels`. The backward pass starts from the saved output of in_proj, and recomputes all activations between
-    in_proj and the output projection. If a kernel of flash-linear-attention computes the gated delta rule, activations
-    are recomputed only with `--recompute-modules core_attn`."""
+    The weight of in_proj is [key heads, channels, h], ordered by key head: all channels of the first key head come
+    first. See `linear_channels`. The backward pass starts from the saved output of in_proj, and recomputes all
+    activations between in_proj and the output projection. If a kernel of flash-linear-attention computes the gated
+    delta rule, activations are recomputed only with `--recompute-modules core_attn`."""
 
     steps = 1
     """Number of key-value pairs that each token writes to the state. Each pair is one row of the operands of the gated
@@ -128,8 +128,8 @@ class GatedDeltaNet(nn.Module):
         return self.in_proj(x)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, context: BatchContext) -> Tensor:
-        """Return the gated and normalized head outputs [s, b, heads/(tp*cp) * dv] for the projected channels `mixed`
-        [s, b, key heads/(tp*cp), channels]."""
+        """Compute the gated and normalized head outputs, [s, b, heads/(tp*cp) * dv], from the projected channels
+        `mixed` [s, b, key heads/(tp*cp), channels]."""
         operands, gate, _ = self._operands(mixed, number, None)
         if self.kernel is not None:
             out = self.kernel(*operands, documents_in_steps(context.documents, self.steps))
@@ -158,8 +158,8 @@ class GatedDeltaNet(nn.Module):
         return self.gated(out[self.steps - 1 :: self.steps], gate, self.out_norm, self.eps)
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor, Tensor]:
-        """Return three values: the operands of the gated delta rule, the gates [s, b, heads/(tp*cp), dv], and the last
-        inputs of the convolution."""
+        """Compute the operands of the gated delta rule from the projected channels `mixed`. Returns three values: these
+        operands, the gates [s, b, heads/(tp*cp), dv], and the last inputs of the convolution."""
         *qkv, gate, beta, decay = self.channels
         inputs, gate, beta, decay = mixed.split((sum(qkv), gate, beta, decay), dim=-1)
         conv1d, dt_bias, a_log = (local_slice(weight, self.cp) for weight in (self.conv1d, self.dt_bias, self.a_log))
@@ -322,12 +322,12 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [s, b, heads, dv], head outputs.
-        gate: [s, b, heads, dv].
+        gate: [s, b, heads, dv], gates before SiLU.
         weight: [dv], norm weight, shared by all heads.
         eps: Epsilon of the norm.
 
     Returns:
-        [s, b, heads * dv] in the dtype of `gate`.
+        The gated and normalized head outputs, [s, b, heads * dv], in the dtype of `gate`.
     """
     wide = torch.promote_types(gate.dtype, torch.float32)
     y = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps) * F.silu(gate.to(wide))

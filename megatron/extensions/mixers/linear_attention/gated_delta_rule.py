@@ -132,7 +132,8 @@ def gated_delta_chunks(
         keys, scores = region(decayed, hardware.compiled)(products, total, numbers).unbind()
     mixed = keys * beta
     rows = torch.eye(g.shape[-2], dtype=wide, device=v.device).expand(mixed.shape)
-    solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)  # reads below the diagonal
+    # The solver reads only the entries of `mixed` below the diagonal.
+    solved = torch.linalg.solve_triangular(mixed, rows, upper=False, unitriangular=True)
     values_in, keys_in, kept, read_by = region(_weighted, hardware.compiled)(q, k, v, beta, reach, left)
     if state is None:
         state = v.new_zeros(samples, heads, k.shape[-1], values)
@@ -154,8 +155,9 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: i
 
 
 def _weighted(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, reach: Tensor, left: Tensor) -> tuple[Tensor, ...]:
-    """Return four tensors: diag(beta) V and diag(beta exp(G)) K, which are later multiplied by T; the keys times their
-    decay until the end of the chunk; and the queries times the decay since the start of the chunk."""
+    """Return four tensors: diag(beta) V; diag(beta exp(G)) K; the keys, multiplied by their decay until the end of the
+    chunk; and the queries, multiplied by the decay since the start of the chunk. The caller multiplies the first two by
+    T."""
     return v * beta, k * (beta * reach), k * left, (q * reach).to(q.dtype)
 
 
@@ -285,10 +287,10 @@ def channel_products(
 
 
 def _of_block(both: Tensor, k: Tensor, total: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return three tensors for the block of `BLOCK` tokens that begins at `start`: the products of tokens within the
-    block, [2, ..., i, j]; the earlier keys, multiplied by their decay until the first token of the block, [..., j, dk];
-    and the keys and queries of the block, multiplied by their decay since the first token of the block, [2, ..., i,
-    dk]."""
+    """Return three tensors for the block of `BLOCK` tokens that begins at `start`. The first, [2, ..., i, j], contains
+    the products of the block's keys with its keys and of its queries with its keys. The second, [..., j, dk], contains
+    the keys of earlier blocks, multiplied by their decay until the first token of this block. The third, [2, ..., i,
+    dk], contains the keys and queries of the block, multiplied by the decay since the first token of the block."""
     own, first = slice(start, start + BLOCK), total[..., start : start + 1, :]
     pairs = total[..., own, None, :] - total[..., None, own, :]
     later = torch.ones(pairs.shape[-3:-1], dtype=torch.bool, device=pairs.device).triu(1)
@@ -303,13 +305,13 @@ class ScanContext(AutogradContext):
 
 
 class _Scan(torch.autograd.Function):
-    """Autograd function of the recurrence over chunks c: N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c. Return
-    three tensors: the written values N_c of all chunks, the states S_c before all chunks, and the state after the last
+    """Autograd function of the recurrence N_c = U_c - W_c S_c, S_{c+1} = r_c S_c + K_cᵀ N_c over chunks c. Return three
+    tensors: the written values N_c of all chunks, the states S_c before all chunks, and the state after the last
     chunk."""
 
-    # Shapes of the arguments: written U [chunks, n, chunk, dv], read W and keys K [chunks, n, chunk, dk], carried r
-    # [chunks, n, 1 or dk, 1], state S [n, dk, dv]. Shapes of the results: [chunks, n, chunk, dv], [chunks, n, dk, dv]
-    # and [n, dk, dv].
+    # `written` is U [chunks, n, chunk, dv]. `read` is W and `keys` is K, both [chunks, n, chunk, dk]. `carried` is r
+    # [chunks, n, 1 or dk, 1]. `state` is the initial state S_0 [n, dk, dv]. The written values are returned as [chunks,
+    # n, chunk, dv], the states before all chunks as [chunks, n, dk, dv], and the final state as [n, dk, dv].
     @staticmethod
     def forward(
         ctx: ScanContext,

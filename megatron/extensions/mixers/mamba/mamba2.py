@@ -134,8 +134,8 @@ class Mamba2(nn.Module):
         return torch.cat(own, dim + 2).flatten(dim, dim + 1).unsqueeze(dim + 1)
 
     def _mix(self, mixed: Tensor, number: Tensor | None) -> Tensor:
-        """Return the head outputs [s, b, heads/(tp*cp) * p] for the projected channels `mixed` [s, b, groups/(tp*cp),
-        channels]."""
+        """Compute the head outputs, [s, b, heads/(tp*cp) * p], from the projected channels `mixed` [s, b,
+        groups/(tp*cp), channels]."""
         weights, (widths, dt_bias) = self._convolution(), self._widths_and_bias()
         chunk, decay = min(self.chunk, len(mixed)), self._decay()
         prepared = mixed, *weights, dt_bias, widths, self.min_step, number, None
@@ -162,8 +162,8 @@ class Mamba2(nn.Module):
         return self.with_input(y, x, local_slice(self.d, self.cp))
 
     def _operands(self, mixed: Tensor, number: Tensor | None, before: Tensor | None) -> tuple[Operands, Tensor]:
-        """Return the operands of the state-space model and the last inputs of the convolution for the projected
-        channels `mixed`."""
+        """Compute the operands of the state-space model from the projected channels `mixed`. Returns these operands,
+        and the last inputs of the convolution."""
         widths, dt_bias = self._widths_and_bias()
         return self.prepare(mixed, *self._convolution(), dt_bias, widths, self.min_step, number, before)
 
@@ -173,8 +173,8 @@ class Mamba2(nn.Module):
         return weight, bias
 
     def _widths_and_bias(self) -> tuple[tuple[int, int, int], Tensor]:
-        """Return a tuple of three channel counts on this context-parallel rank (x per group, B per group, x per head),
-        and this rank's part of the bias for step sizes."""
+        """Return the channel counts of this context-parallel rank and its shard of the step size bias. The three
+        channel counts are those of x per group, of B per group, and of x per head."""
         parts = max(1, self.cp.size // self.groups)
         widths = self.channels[0] // parts, self.channels[1], self.head_dim
         return widths, local_slice(self.dt_bias, self.cp)

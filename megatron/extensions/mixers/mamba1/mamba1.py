@@ -85,7 +85,7 @@ class Mamba1(BetweenProjections):
         self.convolved = region(convolved, ctx.compiled)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """Return the gated outputs [s/cp, b, channels/tp] for the projected inputs and gates, `mixed` [s/cp, b, 2 *
+        """Compute the gated outputs, [s/cp, b, channels/tp], from the projected inputs and gates, `mixed` [s/cp, b, 2 *
         channels/tp]."""
         x, gate = mixed.unflatten(-1, (2, -1)).unbind(-2)
         x = sequence_to_heads(x.unflatten(-1, (self.cp.size, -1)), self.cp)  # [s, b, channels/(tp*cp)]

@@ -109,7 +109,7 @@ class _SelectiveScan(torch.autograd.Function):
             own = grad_y[..., part, None] * C.unsqueeze(-2)
             own[-1] += grad_final[:, part]
             of_written = adjoint(decay, own)
-            read = (of_written @ B.unsqueeze(-1)).squeeze(-1)  # gradient with respect to dt * x
+            read = (of_written @ B.unsqueeze(-1)).squeeze(-1)  # `read` is the gradient with respect to dt * x
             of_decay = of_written * decay * torch.cat((state[:, part].unsqueeze(0), states[:-1]))
             of_x[..., part] = read * dt[..., part]
             of_dt[..., part] = read * x[..., part] + (of_decay * a[part]).sum(-1)

@@ -78,7 +78,7 @@ class RgLru(BetweenProjections):
         self.convolved, self.gated = region(convolved, ctx.compiled), region(gated_inputs, ctx.compiled)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """Return the gated outputs [s/cp, b, channels/tp] for the projected gates and inputs, `mixed` [s/cp, b, 2 *
+        """Compute the gated outputs, [s/cp, b, channels/tp], from the projected gates and inputs, `mixed` [s/cp, b, 2 *
         channels/tp]."""
         gate, x = mixed.unflatten(-1, (2, -1)).unbind(-2)
         x = sequence_to_heads(x.unflatten(-1, (self.cp.size, -1)), self.cp)  # [s, b, channels/(tp*cp)]

@@ -72,7 +72,8 @@ class ShortConvolution(BetweenProjections):
         self.convolved = region(convolved, ctx.compiled)
 
     def _mix(self, mixed: Tensor, number: Tensor | None, cache: EarlierTokens | None) -> Tensor:
-        """Return the gated outputs [s/cp, b, h/tp] for the projected gates and inputs, `mixed` [s/cp, b, 3 * h/tp]."""
+        """Compute the gated outputs, [s/cp, b, h/tp], from the projected gates and inputs, `mixed` [s/cp, b, 3 *
+        h/tp]."""
         before_gate, behind_gate, x = mixed.unflatten(-1, (3, -1)).unbind(-2)
         x = sequence_to_heads((before_gate * x).unflatten(-1, (self.cp.size, -1)), self.cp)
         weight = local_slice(self.conv_weight, self.cp)

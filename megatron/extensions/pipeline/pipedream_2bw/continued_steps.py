@@ -54,7 +54,8 @@ class ContinuingExecutor(PipelineExecutor[GPTModel, Batch]):
         super().handle(action)
 
     def _number_from(self, first: int) -> None:
-        """Renumber the held messages and graphs, so that micro-batch `first` becomes micro-batch 0."""
+        """Renumber the messages and autograd graphs that are kept for the next step, so that micro-batch `first`
+        becomes micro-batch 0."""
         later = lambda action: action._replace(microbatch=action.microbatch - first)  # noqa: E731
         self.held = Held(
             outbox={later(send): tensor for send, tensor in self.held.outbox.items()},
@@ -73,11 +74,12 @@ class ContinuingPipeline(Pipeline):
     """Micro-batches of the next step. The next call of `train` may already run some of their passes."""
 
     _begun = 0
-    """Number of micro-batches in the last step. The number is 0 if no passes of the following step have begun."""
+    """Number of micro-batches in the last step if passes of the following step have begun; otherwise 0."""
 
     @property
     def counting_rank(self) -> int | None:
-        return None  # no rank can count tokens for this step: the rank that computes the loss may still process the previous step
+        # No rank can count tokens for this step: the rank that computes the loss may still process the previous step.
+        return None
 
     def train(self, batches: Sequence[Batch], seed: float) -> list[Tensor]:
         following, self.following = self.following, ()

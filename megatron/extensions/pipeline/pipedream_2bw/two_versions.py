@@ -8,8 +8,8 @@ update,
 
 so that the passes of a step can begin before the previous step ends, and the pipeline never empties. Clipping is exact,
 unlike in the paper: gradients are kept until the norm over all stages is known. No rank waits for the norm. Each rank
-performs the update of step t before its first pass of step t+2 (VALIDATE). While the update of step t is pending, the
-passes of step t+1 continue.
+performs the update of step t before its first pass of step t+2, in the action VALIDATE. While the update of step t is
+pending, the passes of step t+1 continue.
 
 Each parameter has two memory locations, one for each of its two versions. The parameter buffers contain the newest
 version, which is all-gathered and saved in checkpoints. The other location contains the previous version. An update
@@ -145,7 +145,7 @@ class LateOptimizer(DistributedOptimizer):
     def start(self) -> bool:
         """Gather the weights before the last update from the shards that each rank loaded. If the checkpoint does not
         contain the weights before the last update, the newest weights are used instead. Return True if the checkpoint
-        contained all weights of this rank. Collective."""
+        contained all weights of this rank. This method is a collective."""
         complete = True
         for shard in self.versioned:
             pieces = shard.pieces({PREVIOUS: shard.previous})

@@ -46,7 +46,8 @@ def expanded(text: str) -> str:
     """Expand repetitions and groups, and remove commas and spaces. Raises ValueError if `text` does not follow the
     grammar."""
     rest = re.sub(r"[,\s]", "", text)
-    open_groups: list[list[str]] = [[]]  # a stack: the items outside parentheses, then the items of each open parenthesis
+    # Stack of item lists: first the items outside parentheses, then the items inside each open parenthesis.
+    open_groups: list[list[str]] = [[]]
     at = 0
     while at < len(rest):
         token = TOKEN.match(rest, at)

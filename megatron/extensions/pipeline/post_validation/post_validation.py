@@ -172,7 +172,8 @@ class ValidatingExecutor(PipelineExecutor[GPTModel, Batch]):
     rolled back, the executor raises `StaleForwards`."""
 
     validate: Callable[[], bool]
-    """Function that returns True on all ranks if parameters have changed."""
+    """Function that checks the previous update. It returns True on all ranks if the update was rolled back, so that the
+    parameters have changed."""
 
     def handle(self, action: Action) -> None:
         if action.kind is not Kind.VALIDATE:
@@ -190,7 +191,8 @@ class ValidatingPipeline(Pipeline):
 
     @property
     def counting_rank(self) -> int | None:
-        return None  # no rank can count tokens for this step: the rank that computes the loss may still process the previous step
+        # No rank can count tokens for this step: the rank that computes the loss may still process the previous step.
+        return None
 
     def lists(self, microbatches: int, in_turns: bool = False) -> Lists:
         shape = self.schedule, self.pp.size, microbatches, self.layout.chunks

@@ -73,7 +73,8 @@ def zb_v(p: int, m: int) -> Schedule:
         f1 = (Kind.F, up)
         i1 = (Kind.I, up)
         w1 = (Kind.W, up)
-        fed = n - (2 * p - 1 - rank)  # `fed`: number of steady-state rounds in which the rank's first stage runs another forward pass
+        # Number of steady-state rounds in which the rank's first stage runs another forward pass.
+        fed = n - (2 * p - 1 - rank)
         order = [f0] * (2 * (p - rank) - 1) + [f1, f0] * rank + [f1, i1, w1] * (p - rank)
         order += [f0, i0, w0, f1, i1, w1] * fed + [i0, w0, f1, i1, w1] * (n - p - fed)
         order += [i0, i1] * rank + [i0, w0] * (p - rank) + [w1] * rank + [w0] * rank

@@ -107,7 +107,7 @@ def attend(
     width: int,
     notes: bool,
 ) -> Attended:
-    """Implement `attend_to_selected` with Triton kernels, with the same arguments."""
+    """Triton implementation of `attend_to_selected`, which has the same arguments."""
     keys, picked, first = joined_sets(seen, k)
     out, lse, of_first, highest = _attend(_dense(q), keys, picked, sinks, first, scale, width)
     return Attended(out, lse, lse if len(k) == 1 else of_first, highest.amax((0, 1)) if notes else None)
@@ -123,7 +123,7 @@ def gradients(
     scale: float,
     width: int,
 ) -> tuple[Tensor, ...]:
-    """Implement `selected_attention_gradients` with Triton kernels, with the same arguments."""
+    """Triton implementation of `selected_attention_gradients`, which has the same arguments."""
     keys, picked, _ = joined_sets(seen, k)
     adds = adds_gradients(q.device, len(keys), picked.shape[-1])
     dq, dk = _gradients(_dense(grad), _dense(q), keys, picked, out, lse, scale, adds)
@@ -131,7 +131,7 @@ def gradients(
 
 
 def weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
-    """Implement `attended_weights` with a Triton kernel, with the same arguments."""
+    """Triton implementation of `attended_weights`, which has the same arguments."""
     assert rows.picked is not None and lse is not None
     return listed_weights(q, rows.all_keys.contiguous(), rows.picked.to(torch.int32).contiguous(), lse, scale)
 
@@ -225,8 +225,8 @@ in chunks small enough for this limit."""
 
 
 def pairs_of(seen: Sequence[Keys], samples: int) -> tuple[float, float]:
-    """Return two counts of query-key pairs: the number of pairs that are computed, and the number of pairs from which
-    they are selected."""
+    """Return two counts of query-key pairs: the number of pairs for which attention is computed, and the number of
+    candidate pairs among which the indexer selects."""
     some = every = 0.0
     for each in seen:
         for chunk in each.queries.chunks:

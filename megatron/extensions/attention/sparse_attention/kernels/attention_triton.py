@@ -6,7 +6,8 @@ products are therefore keys or channels, and 16 heads suffice to fill the tensor
 into four parts, so that the gradients of one part fit in registers.
 
 The gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass
-(`key_sums_triton.py`). For the second pass, the first pass stores the weights and the score gradients of listed keys.
+(`key_sums_triton.py`). For the second pass, the first pass stores the attention weights and the score gradients of the
+keys in each query's list.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -53,12 +54,11 @@ def _log2_sum(a, b):
 def selected_forward(
     q, k, picked, sinks, out, sums, sizes, to_log2, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, SCAN: tl.constexpr
 ):
-    """Compute attention to listed keys.
+    """Compute attention to the keys in each query's list `picked`.
 
-    The inputs are q [n, b, heads, w], k [s, b, w], picked [n, b, count] and sinks [heads] or None. `picked` lists the
-    keys that each query attends to. The outputs are out [n, b, heads, values] and `sums`, three tensors [n, b, heads]:
-    the log-sum-exps of the scores of all listed keys, the log-sum-exps of the scores of listed keys in the first key
-    set, and the largest score.
+    The inputs are q [n, b, heads, w], k [s, b, w], picked [n, b, count] and sinks [heads] or None. The outputs are out
+    [n, b, heads, values] and `sums`, three tensors [n, b, heads]: the log-sum-exps of the scores of all listed keys,
+    the log-sum-exps of the scores of listed keys in the first key set, and the largest score.
     """
     samples, heads, count, first = sizes
     PART: tl.constexpr = WIDTHS[2]
@@ -209,8 +209,8 @@ def selected_delta(grad, out, delta, samples, heads, values, HELD: tl.constexpr,
 def selected_weights(
     q, k, picked, lse, out, sizes, to_log2, WIDTHS: tl.constexpr, BLOCKS: tl.constexpr, SCAN: tl.constexpr
 ):
-    """Compute the attention weights of the listed keys, summed over heads, in `out` [n, b, count], which must be zero
-    initially."""
+    """Compute the attention weights of the keys in each query's list `picked`, summed over heads. The weights are added
+    to `out` [n, b, count], which must be zero initially."""
     samples, heads, count = sizes
     HEADS: tl.constexpr = BLOCKS[0]
     KEYS: tl.constexpr = BLOCKS[1]
@@ -235,7 +235,7 @@ def selected_weights(
             if h0 > 0:
                 total += tl.load(into, mask=start + j < count, other=0.0)
             tl.store(into, total, mask=start + j < count)
-        tl.debug_barrier()  # the next iteration reads sums that other threads stored
+        tl.debug_barrier()  # the next iteration of the loop over heads reads sums that other threads stored
 
 
 class Tiling(NamedTuple):

@@ -46,7 +46,7 @@ SCAN = 1024
 
 @triton.jit
 def _listed(k, lists, at, count, samples, sample, WIDTH: tl.constexpr, HELD: tl.constexpr):
-    """Return the indices of listed keys, and the rows of these keys."""
+    """Load the keys at the positions `at` of a query's list. Returns the indices of these keys, and their rows."""
     key = tl.load(lists + at, mask=at < count, other=-1)
     return key, load_rows(k, (key.to(tl.int64) * samples + sample) * WIDTH, key >= 0, 0, WIDTH, HELD)
 

@@ -55,7 +55,8 @@ def selected_sum(
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Divide the queries into parts, and add the fp32 sum over each part, in ascending order, to dk [parts, s, b, w].
+    """Add the key gradients of a chunk of queries to dk [parts, s, b, w]. The queries are divided into parts. Within
+    each part, gradients are summed in fp32 in ascending order of queries.
 
     `weights` and `ds` are the attention weights and score gradients [n, b, count, heads]. `readers` is a tuple of the
     tensors in `Readers`."""
