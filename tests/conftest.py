@@ -65,7 +65,7 @@ LONGEST = (
     "tests/cli/test_gpu_bench.py",
     "tests/parity/test_context_parallel.py",
 )
-"""Slowest test files. These tests run first so that parallel workers finish at about the same time."""
+"""The slowest test files, which run first so that parallel workers finish at about the same time."""
 
 
 CAMPAIGNS = tuple(Path(__file__).with_name("campaigns.txt").read_text().split())

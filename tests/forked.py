@@ -139,8 +139,8 @@ def run_forked(
 
 
 def join(ranks: Sequence[Any], seconds: float = HANG) -> list[int]:
-    """Wait until all processes have exited, and return their exit codes. Raises TimeoutError with the state of all
-    ranks if any rank has not exited in time."""
+    """Wait until all processes have exited, and return their exit codes. If a rank does not exit within `seconds`,
+    raises TimeoutError with a description of all ranks that still run."""
     limit = time.monotonic() + seconds
     for process in ranks:
         process.join(max(0.0, limit - time.monotonic()))

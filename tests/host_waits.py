@@ -1,4 +1,5 @@
-"""Detection, on any device, of calls in this thread that would make a GPU wait for the host or the host for a GPU.
+"""Detect calls in this thread that would make the host wait for a GPU or a GPU wait for the host. The detection works
+on any device.
 
 `HostWaits` lists three kinds of calls. Calls of the first kind, such as `item`, read tensor values into Python. Results
 of the second kind have shapes that depend on values, which torch must read from the device. Calls of the third kind
@@ -37,9 +38,9 @@ is on a device."""
 
 
 class HostWaits(TorchDispatchMode):
-    """Dispatch mode that records in `found` every call that could wait, in the form `file:function what`. The function
-    is the innermost function of the library. Calls within the functions named in `ignored` do not count. `calls` counts
-    all torch operations by name."""
+    """Dispatch mode that records in `found` every call that could wait, in the form `file:function what`. The recorded
+    function is the innermost library function on the call stack. Calls within the functions named in `ignored` do not
+    count. `calls` counts all torch operations by name."""
 
     def __init__(self, ignored: Iterable[str] = ()) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Collect the memory of this process into huge pages, so that forks need not copy one page table entry per 4 KiB.
+"""Move the memory of this process into huge pages. A fork then copies one page table entry per huge page instead of one
+per 4 KiB.
 
 Forked worlds share the modules that the tests have imported, about 300 MB. With small pages, Linux copies 80,000 page
 table entries at each fork and walks through these entries again when the rank exits.

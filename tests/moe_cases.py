@@ -65,8 +65,8 @@ def projected(layer: Any, x: Any) -> Tensor:
 
 
 def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute a layer for x [s, b, h] one token and one expert at a time, and return (output, auxiliary loss per token,
-    kept assignments [s, b, E])."""
+    """Compute a layer for x [s, b, h], one token and one expert at a time. Return the output, the auxiliary loss per
+    token, and the kept assignments [s, b, E]."""
     s, b, _ = x.shape
     count, k = config.moe_choices, config.moe_router_topk
     logits = F.linear(x, layer.router.weight, layer.router.bias)

@@ -156,7 +156,7 @@ def stack_of(built: Any) -> int:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors have the same dtype, shape and bits. All NaNs count as equal."""
+    """Return True if two tensors have the same dtype, shape and bits. NaNs with different bits count as equal."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]

@@ -106,7 +106,7 @@ def test_commands_of_a_page_run(page: str, clone: Path) -> None:
 
 
 def text_commands(page: str) -> list[str]:
-    """Return the commands that start pretrain_gpt.py in blocks fenced as text, one per line."""
+    """Return all commands that run pretrain_gpt.py in a page's blocks fenced as text. Continued lines are joined."""
     text = "\n".join(TEXT_BLOCK.findall((ROOT / page).read_text())).replace("\\\n", " ")
     return [line for line in text.splitlines() if re.match(r"(\w+=\S+ )*(python pretrain_gpt.py|bash scripts/)", line)]
 

@@ -43,8 +43,8 @@ HARMLESS = ("tools/report.py {run}", "tools/inspect_checkpoint.py {run}")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run with an extension, and a copy of its files in the folder `downloaded`, as another user would receive
-    them."""
+    """Train a run that uses an extension. Also copy the files of the run to the folder `downloaded`, as if another user
+    had received them."""
     folder = tmp_path_factory.mktemp("foreign")
     (folder / "own.py").write_text(SOURCE)
     train = [*FLAGS, "--extension", str(folder / "own.py"), "--save", str(folder / "run")]

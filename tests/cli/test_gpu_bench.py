@@ -1,4 +1,5 @@
-"""tools/bench/gpu.py without a GPU: choice of models that fit, a whole run, and the grouping of a profile."""
+"""Tests of tools/bench/gpu.py without a GPU: how models that fit are chosen, a complete run, and how profiled kernels
+are grouped."""
 
 from __future__ import annotations
 

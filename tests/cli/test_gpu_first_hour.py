@@ -240,7 +240,8 @@ echo >>{log}
 
 
 def test_later_parts_read_the_device_file(tmp_path: Path) -> None:
-    """Later parts read the device file in FOLDER, or DEVICE_FILE if FOLDER is emptied between the parts."""
+    """Later parts read the device file that an earlier part wrote to FOLDER. If FOLDER is emptied between the parts,
+    DEVICE_FILE names the file to read."""
     out, kept, log = tmp_path / "out", tmp_path / "kept.yaml", tmp_path / "log"
     python = stub(tmp_path, CALIBRATES.format(log=log))
     for variables in ({}, {"DEVICE_FILE": "kept.yaml"}):

@@ -1,4 +1,4 @@
-"""tools/bench/head_memory.py: memory of the output layer and the loss, planned and measured."""
+"""tools/bench/head_memory.py plans and measures the memory of the output layer and the loss."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create an environment with this tree installed; the dependencies are those of the test environment."""
     folder = tmp_path_factory.mktemp("package")
     source, home = folder / "source", folder / "environment"
-    source.mkdir()  # a copy, because building leaves files behind
+    source.mkdir()  # install from a copy, because building leaves files behind
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "pretrain_gpt.py"):
         shutil.copy(ROOT / name, source)
     for name in ("megatron", "paritrain", "tools"):
@@ -104,7 +104,8 @@ except ImportError as error:
 
 @pytest.fixture
 def other_megatron(environment: Path) -> Iterator[Path]:
-    """Add the `megatron.core` of another distribution to the environment: a namespace package, like megatron-core's."""
+    """Add the package `megatron.core` of a different distribution to the environment. As in megatron-core, `megatron`
+    is a namespace package."""
     other = site_of(environment) / "megatron"
     (other / "core").mkdir(parents=True)
     (other / "core/__init__.py").write_text("__version__ = 'of the other'\n")

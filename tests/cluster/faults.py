@@ -120,7 +120,8 @@ class Run:
         return [len(screen) for screen in self.screens()]
 
     def last_world(self, before: Sequence[int]) -> int:
-        """Return the number of ranks of the latest start that logged a step since then, or 0 if no start did."""
+        """Return the number of ranks in the latest start that logged a step after the marks `before`. Return 0 if no
+        start did."""
         return max((world for text in self.since(before) for world in _worlds_with_steps(text)), default=0)
 
     def wait(self, condition: Callable[[], bool], what: str) -> float:

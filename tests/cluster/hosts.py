@@ -7,7 +7,8 @@
 
 Each host has its own network, host name, processes, mounts, /dev/shm and, on request, disk. All other files are shared
 with this machine. Nothing is visible outside the namespaces, so several boxes can run at once. A box disappears with
-the process that created it, however that process ends. `tc ... tbf` limits the rate of a cable in both directions.
+the process that created it, however that process ends. The command `tc` with the discipline `tbf` limits the rate of
+each cable in both directions.
 """
 
 from __future__ import annotations
@@ -312,7 +313,8 @@ def bits_per_second(rate: str) -> float:
 
 
 def sweep() -> None:
-    """Delete the folders of boxes whose creating process was killed. Such a box leaves nothing else behind."""
+    """Delete the folders of boxes whose creating process was killed. If its creating process is killed, a box leaves
+    nothing behind except this folder."""
     for folder in Path("/tmp").glob("box-*"):
         with suppress(OSError, ValueError):
             if not Path(f"/proc/{(folder / 'owner').read_text()}").exists():

@@ -73,7 +73,7 @@ def test_hosts_without_a_shared_disk_train_the_same(
         run("--save", str(shared))
         assert trained(shared)[0] == pytest.approx(trained(tmp_path / "one")[0], rel=1e-9)
         built = [sorted(path.name for path in (box.disk_of(host) / "data/cache").rglob("*.npy")) for host in range(2)]
-        assert built[0] == built[1] and len(built[0]) == 9  # each host builds three files per split
+        assert built[0] == built[1] and len(built[0]) == 9  # three index files for each of three splits
 
         said = run("--save", f"{disk}/save", code=1)
         assert f"--save {disk}/save is not the same folder for all ranks" in said and "rank 1 (on host1) cannot" in said

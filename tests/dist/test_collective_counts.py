@@ -45,7 +45,7 @@ Call = tuple[str, int]
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Record the collectives that this process launches through torch.distributed."""
+    """Yield a list that records the collectives that this process launches through torch.distributed."""
     calls: list[Call] = []
     originals = {name: getattr(dist, name) for name in (*NAMES, *OTHERS)}
 

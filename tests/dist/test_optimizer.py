@@ -20,7 +20,7 @@ from tests.dist.toy import DECAY, KINDS, LR, Oracle, ToyStage, add_gradients, bu
 from tests.harness import run_world
 
 LAYOUTS = ParallelDims(dp=3), ParallelDims(tp=2, dp=2, ep=2, expt_tp=2)
-"""Layouts that the parity matrix does not cover."""
+"""Layouts that are tested here because the parity matrix does not cover them."""
 
 
 def torch_optimizer(kind):

@@ -45,8 +45,8 @@ SIZES = st.sampled_from([1, 2, 3])
 def test_all_ranks_create_their_groups_together(
     tp: int, pp: int, cp: int, dp: int, expert: bool, swapped: bool
 ) -> None:
-    """NCCL creates each group by splitting the world, and every rank must take part in the split. The n-th groups of
-    all ranks must therefore partition the world under any layout."""
+    """NCCL creates each group by splitting the world, and every rank must take part in the split. Under every layout,
+    the groups that all ranks create in their n-th call must therefore contain each rank exactly once."""
     dims = ParallelDims(tp, pp, cp, dp, ep=dp * cp if expert else 1, expt_tp=tp, tp_pp_dp=swapped)
     made: list[list[tuple[int, ...]]] = []
     for rank in range(dims.world_size):
@@ -75,6 +75,6 @@ def initialize_repeatedly(rank: int, world_size: int) -> int:
 
 
 def test_groups_can_be_created_again() -> None:
-    """A process creates groups a second time when it loads a second model. Ranks that own neither the first nor the
-    last pipeline stage belong to fewer groups."""
+    """A process that loads a second model creates process groups again. Ranks that own neither the first nor the last
+    pipeline stage belong to fewer groups."""
     assert run_world(3, initialize_repeatedly) == [12, 12, 12]

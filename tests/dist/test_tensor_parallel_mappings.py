@@ -43,7 +43,8 @@ def adjointness(rank: int, size: int, name: str) -> None:
         return product if common else m.all_reduce_(product.clone(), tp)
 
     torch.testing.assert_close(inner(ax, y, common_out), inner(x, aty, common_in))
-    # The backward pass is itself a map with an adjoint: the derivative of A'y along z is A z.
+    # The backward pass A' can itself be differentiated. Its adjoint is A, so the gradient of <A'y, z> with respect to y
+    # is A z.
     z = operand(100 + (0 if common_in else rank), *x.shape)
     (az,) = torch.autograd.grad(aty, y, z)
     torch.testing.assert_close(az, function(z, tp).detach())

@@ -58,7 +58,7 @@ predicate returns True, which means that the call has work to do."""
 class Watch:
     """Record the events of units in order: "gather" and "reduce" when a collective starts, "reduced" when the wait for
     a reduction ends, and "add" when a backward pass computes the first gradient of a unit. Also records the largest
-    number of units that were unsharded at the same time."""
+    number of units that are unsharded at the same time."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.params, self.grads, self.run, self.events = 0, 0, run, list[tuple[str, str]]()
@@ -100,7 +100,8 @@ def steps(rank: int, world_size: int, flags: str) -> dict[str, Any]:
 
 
 def bytes_of(found: dict[str, Any], kind: str) -> int:
-    """Return the bytes of the collectives of a kind whose operands are unit buckets."""
+    """Return the total bytes of the collectives of one kind, counting only collectives whose operands are unit
+    buckets."""
     sizes = set(found["sizes"].values())
     return sum(nbytes * count for (name, nbytes), count in found["calls"].items() if name == kind and nbytes in sizes)
 
@@ -108,7 +109,8 @@ def bytes_of(found: dict[str, Any], kind: str) -> int:
 def test_gradients_are_reduced_with_each_micro_batch_and_parameters_gathered_once_a_step() -> None:
     flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads')}"
     for found in run_world(2, steps, flags):
-        assert bytes_of(found, "all_to_all") == MICROBATCHES * found["psi"]  # a reduce-scatter on CPU
+        # on CPU, a reduce-scatter is implemented as all-to-all
+        assert bytes_of(found, "all_to_all") == MICROBATCHES * found["psi"]
         assert bytes_of(found, "all_gather") == found["psi"]
         assert found["whole"][1] == 2, "the gradients of one unit are summed while those of another are reduced"
         assert found["held"] == 0

@@ -31,8 +31,7 @@ ROOT = Path(__file__).parents[2]
 RUN = f"{TINY} --tp 2 --pp 2 --num-layers 4 --hidden-size 32 --seq-length 16 --micro-batch-size 1 --train-iters 3"
 
 # Program that runs in the copy of the library without the deleted extensions. It writes the flags that --help all
-# shows, the errors for the given flags, and the
-# losses of 3 steps.
+# shows, the errors for the given flags, and the losses of 3 steps.
 TRIAL = """
 import io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -101,8 +100,8 @@ NAMES = [extension.name for extension in extensions.BUILT_IN]
 
 
 def deleted_together() -> Iterator[frozenset[str]]:
-    """Yield sets of extensions. Each trial deletes one set. Each set is chosen to test the most new pairs of a deleted
-    and a remaining extension."""
+    """Yield sets of extensions. Each trial deletes one set. Each set is chosen so that its trial covers as many new
+    pairs of a deleted extension and a remaining extension as possible."""
     draw = Random(0)
     sets = [with_users(draw.sample(NAMES, count)) for count in (1, 2, 3, 4, 5, 6, 8, 10) for _ in range(150)]
     sets += [with_users([name]) for name in NAMES]

@@ -97,8 +97,8 @@ def saved(run_folder: Path, tmp_path: Path) -> Saved:
 
 
 def readers(root: Path) -> list[Callable[[], object]]:
-    """Return all readers of the metadata that work without tensors: flags, plan and state of a resumed run, inspection,
-    conversion, and the report."""
+    """Return functions that read a checkpoint's metadata without reading tensors. The functions resume a run (its
+    flags, plan and state), inspect or convert the checkpoint, and write a report."""
     run = parse_args([*MODEL, "--train-iters", "4", "--load", str(root), "--save", str(root)])
     asks = replace(run.checkpoint, use_checkpoint_args=True, use_checkpoint_opt_param_scheduler=True)
 

@@ -138,7 +138,7 @@ def read_only(folder: Path, rounds: int) -> None:
     cached = race(prefix, writable / "cache", [1] * PROCESSES, user)
     assert cached.digests == {1: {expected}} and len(cached.stores) == len(set(cached.stores)), cached
     (folder / "data").chmod(0o755)
-    digest_of(prefix, None, 1)  # a user with permission has written the index files next to the data
+    digest_of(prefix, None, 1)  # let a user with write permission write the index files next to the data
     (folder / "data").chmod(0o555)
     found = race(prefix, None, [1] * PROCESSES, user)
     assert found.digests == {1: {expected}} and not found.stores, found

@@ -78,7 +78,7 @@ def reaches(steps: int, share: float, ranks: list[Any], screen: Path) -> bool:
 
 
 def assert_resumed(said: str, latest: int) -> None:
-    """Assert that a start loaded the newest complete checkpoint, if it got that far."""
+    """Assert that a run loaded the newest complete checkpoint, unless it was killed before it loaded a checkpoint."""
     assert "skipped checkpoint" not in said
     if found := re.search(r"loaded checkpoint of iteration (\d+)|starting at iteration (0)", said):
         assert int(found[1] or found[2]) == latest

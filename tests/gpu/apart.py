@@ -16,7 +16,8 @@ def multiplies_in_fp8() -> bool:
 
 
 def assert_agrees(program: str) -> None:
-    """Run a program, and assert that its output ends with "agree"."""
+    """Run Python code in a separate process, and assert that the process succeeds and that its output ends with
+    "agree"."""
     done = python_apart("-c", program)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("agree\n")

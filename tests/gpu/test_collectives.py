@@ -21,7 +21,7 @@ from tests.gpu.shared_gpu import GLOO, NCCL, SHARED_GPU, Ranks, ranks_of
 ROWS, WIDTH = 6, 40
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
 ON_STREAMS = 20
-"""Number of collectives that are in flight at the same time while GEMMs run on another stream."""
+"""Number of collectives that are in flight at the same time while GEMMs run on a different stream."""
 
 
 def operand(rank: int, rows: int, dtype: torch.dtype = torch.float64, salt: int = 0) -> Tensor:

@@ -52,8 +52,9 @@ def on_device(device: str) -> Callable[[RunConfig, int, int], Runtime]:
 
 
 def train_all(rank: int, world_size: int, combinations: Sequence[Combination], ranks: Ranks, folder: Path) -> None:
-    """Write each combination's results to a file. If the combination fails, write its traceback instead. One process
-    per rank runs all combinations, because initializing the GPU in each process takes long."""
+    """Train all combinations, and write the results of each combination to a file. For a combination that fails, write
+    the traceback instead. One process per rank runs all combinations, because initializing the GPU in each process
+    takes long."""
     if ranks.device == "cuda":
         torch.cuda.set_device(0)
         for name in ON_HOST:

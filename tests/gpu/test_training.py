@@ -54,7 +54,8 @@ SP = "--tp 2 --sequence-parallel"
     [
         (1, "--fp32", 1e-3),
         (1, "--bf16", 2e-2),
-        (1, "--fp16 --initial-loss-scale 4096", 2e-2),  # an overflowing loss scale would skip the first steps
+        # with a larger loss scale, gradients would overflow and the first steps would be skipped
+        (1, "--fp16 --initial-loss-scale 4096", 2e-2),
         *((1, f"--bf16 --attention-backend {backend}", 2e-2) for backend in ("flash", "cudnn", "unfused")),
         *((2, flags, 1e-3) for flags in (SP, "--pp 2", "--dp 2", "--cp 2", "--dp 2 --cuda-graph-impl local")),
         needs("overlap", 2, f"{SP} --tp-comm-overlap", 1e-3),
@@ -97,7 +98,7 @@ ACTIVATIONS = "--cpu-offloading --cpu-offloading-num-layers 3 --min-offloaded-te
 def test_graphs_and_offloading_train_alike(flags: str, more: str, tolerance: float, tmp_path: Path) -> None:
     """Runs with CUDA graphs and offloaded activations are bit-identical to runs without them."""
     shared = [*flags.split(), "--micro-batch-size", "2", "--train-iters", "8", "--global-batch-size", "8"]
-    if FUSIONS not in more:  # each process would choose its fastest kernel at startup
+    if FUSIONS not in more:  # with fusions, each process could choose different kernels at startup
         shared += ["--no-fusions", *([] if "--fp32" in flags else ["--attention-backend", "flash"])]
     plain = losses(tmp_path / "plain.jsonl", 1, *shared)
     assert losses(tmp_path / "other.jsonl", 1, *shared, *more.split()) == pytest.approx(plain, rel=tolerance, abs=0)

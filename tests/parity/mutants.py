@@ -43,7 +43,7 @@ library."""
 
 
 class Mutant(NamedTuple):
-    """Edits (old, new) by function, with a combination and additional flags that exercise the edited code."""
+    """Edits of library functions. A combination and additional flags exercise the edited code."""
 
     edits: dict[str, list[tuple[str, str]]]
     combination: Combination

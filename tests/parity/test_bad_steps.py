@@ -56,7 +56,8 @@ class _BadGradient(torch.autograd.Function):
 
 
 def plant(kind: str, run: TrainingRun) -> None:
-    """Break the forward or backward pass of layer 2's MLP for one sample, or the gradient of a weight."""
+    """Plant a fault in layer 2. Depending on `kind`, it breaks the forward or backward pass of the MLP for one sample,
+    or the gradient of a weight."""
     for model in run.stages.values():
         for layer in model.decoder.layers:
             if layer.number != 2:

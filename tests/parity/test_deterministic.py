@@ -29,7 +29,8 @@ def test_a_kernel_that_is_not_deterministic_ends_the_run(monkeypatch: pytest.Mon
     forward = TransformerLayer.forward
 
     def racing(self: TransformerLayer, x: torch.Tensor, context: Any) -> torch.Tensor:
-        torch.zeros(2).put_(torch.zeros(2, dtype=torch.int64), torch.ones(2))  # which value remains is undefined
+        # both values are written to element 0, and it is undefined which value remains
+        torch.zeros(2).put_(torch.zeros(2, dtype=torch.int64), torch.ones(2))
         return forward(self, x, context)
 
     monkeypatch.setattr(TransformerLayer, "forward", racing)

@@ -17,8 +17,8 @@ from tests.parity.matrix.named import NAMED
 from tests.parity.mutants import MUTANTS, edited, function_of, seen
 
 FEW = 7
-"""Number of combinations from `every_choice` that run in the core test suite. They use small worlds and include most
-choices."""
+"""Number of combinations from `every_choice` that run in the core test suite. These combinations have few ranks and
+include most choices."""
 
 MORE = 18
 """Number of additional combinations that run as campaigns. These combinations include three in five of all pairs of

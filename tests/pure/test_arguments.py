@@ -147,8 +147,8 @@ def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.parametrize("text", ["", " ", "\t", "a\x1bb", "a\nb", "\x7f"])
 def test_no_flag_accepts_an_invisible_value(text: str) -> None:
-    """An unset shell variable gives an empty value, and `$'\\t'` gives white space. Such a value is neither dropped nor
-    read as a path or a name."""
+    """A script may pass an empty value by an unset shell variable, or white space by `$'\\t'`. Such a value must
+    neither be ignored nor be read as a path or a name."""
     takers = [flag for flag in all_flags() if flag.kind is not bool and not (flag.spec.empty_is_none and not text)]
     named = [flag.name for flag in takers] + [name for name, option in options().items() if option.usage]
     reader = FlagReader()

@@ -21,7 +21,8 @@ from tests.pure.test_batch_size import SCHEDULES, walk
 def test_resumed_sizes_continue_from_the_position(
     parts: list[tuple[BatchSizes, int]], last: BatchSizes, more: int
 ) -> None:
-    """Each part of the run has different batch sizes and records the changes for the next part."""
+    """The run consists of several parts with different batch sizes. Each part records its batch size changes for the
+    next part."""
     iterations, consumed, past = 0, 0, ()
     positions = []
     for sizes, steps in [*parts, (last, more)]:

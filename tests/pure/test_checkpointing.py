@@ -310,7 +310,7 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 def list_anew(folder: Path) -> None:
-    """Rewrite the manifest to match the current files, as an attacker would."""
+    """Rewrite the manifest so that it matches the changed files, as an attacker would do."""
     files = [path for path in folder.iterdir() if path.name != MANIFEST]
     sums = {path.name: {"bytes": path.stat().st_size, "crc32": zlib.crc32(path.read_bytes())} for path in files}
     write_manifest(folder, sums)

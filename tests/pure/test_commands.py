@@ -27,7 +27,7 @@ RUN += "--train-iters 2"
 
 @dataclass(frozen=True)
 class Count(Command):
-    """Command that prints the number of ranks."""
+    """Test command that prints the number of ranks."""
 
     times: int | None
 
@@ -45,7 +45,7 @@ def count(given: GivenOptions, world_size: int | None) -> Command | None:
 
 @pytest.fixture(autouse=True)
 def counted() -> None:
-    """Register only the test's command, as if no built-in extension had commands."""
+    """Register only the command of this test, without the commands of built-in extensions."""
     COMMANDS._entries.clear()
     options = {
         "--count": Option("Count the ranks.", command=True),

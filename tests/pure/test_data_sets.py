@@ -253,7 +253,8 @@ def test_indices_are_saved_with_the_data_by_default(tmp_path):
 
 @pytest.fixture
 def unwritable(tmp_path):
-    """Return a dataset prefix next to a file named cache, in whose place not even root can create a folder."""
+    """Return a dataset prefix whose folder contains a file named cache. Because of this file, not even root can create
+    the folder cache."""
     prefix = write_documents(tmp_path / "x", [[1] * 90])
     (tmp_path / "cache").write_text("")
     return prefix

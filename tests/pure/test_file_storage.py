@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.file_storage import (
 
 
 class Objects(Storage):
-    """Storage that keeps files in a dictionary. After `cut` writes and removals, every further write or removal
-    fails."""
+    """Storage that keeps files in a dictionary. The first `cut` writes and removals succeed, and all later ones
+    fail."""
 
     def __init__(self, scheme: str) -> None:
         super().__init__(scheme)

@@ -1,4 +1,4 @@
-"""--manual-gc: garbage is collected only at the given interval."""
+"""With --manual-gc, garbage is only collected at the given interval."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.apart import python_apart
 
 
 class Knot:
-    """Object that refers to itself, so that only a collection frees it."""
+    """Object that refers to itself, so that only the garbage collector frees it."""
 
     def __init__(self) -> None:
         self.me = self

@@ -1,4 +1,4 @@
-"""Console lines that parsers of Megatron-LM's log must not misread."""
+"""Parsers of Megatron-LM's log must not misread any console line."""
 
 from __future__ import annotations
 

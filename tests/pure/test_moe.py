@@ -1,5 +1,5 @@
-"""One mixture-of-experts layer in one process: comparison of the layer with a plain implementation, and tests of its
-parts."""
+"""A mixture-of-experts layer in one process is compared with a plain implementation. The parts of the layer are also
+tested."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.rules import problems
 S, B = 16, 3
 CPU = torch.device("cpu")
 SCALE = 1.7
-"""Gradient scale of auxiliary losses, which in training is seed * valid tokens / tokens of the batch."""
+"""Gradient scale of auxiliary losses. In training, the scale is seed * valid tokens / tokens of the batch."""
 
 
 def random_input(config: TransformerConfig, seed: int = 0) -> Tensor:
@@ -209,7 +209,7 @@ def test_layers_in_16_bits_route_in_fp32() -> None:
     assert torch.equal(choice.experts, logits.topk(2).indices)
 
 
-# The whole model and its counts
+# Tests of whole models, including counts
 
 
 def moe_model(**changes: Any) -> TransformerConfig:

@@ -110,7 +110,7 @@ def test_metrics_continue_where_their_file_was_deleted_or_renamed(
 
 
 class KeptStorage(Storage):
-    """Storage that keeps files in the memory of this process."""
+    """In-memory storage whose files belong to the class, so that all instances share them."""
 
     files: ClassVar[dict[PurePath, bytes]] = {}
 

@@ -1,5 +1,5 @@
-"""Attention over packed sequences equals attention with the dense mask. A twin with the same arguments replaces the GPU
-kernel. `tests/gpu/test_flash_tiles.py` tests the kernel itself."""
+"""Attention over packed sequences equals attention with the dense mask. In these tests, a plain-torch twin with the
+same arguments replaces the GPU kernel. `tests/gpu/test_flash_tiles.py` tests the kernel itself."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from tests.pure.test_tile_attention import (
 
 
 class Twin:
-    """Kernel that computes each sequence by the definition of flash attention, in which keys and values have equal
-    widths."""
+    """Kernel that computes each sequence separately by the definition of FlashAttention. Keys and values must have
+    equal widths."""
 
     def __init__(self) -> None:
         self.seen = list[Lengths]()

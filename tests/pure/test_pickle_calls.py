@@ -95,7 +95,8 @@ def zipped(body: bytes, kind: int = zipfile.ZIP_STORED) -> bytes:
 
 @pytest.mark.parametrize("attack", LARGE)
 def test_a_call_that_allocates_by_a_number_is_refused(attack: str, tmp_path: Path) -> None:
-    """These calls are refused in both formats of torch.save, from memory and from a file."""
+    """Files with these calls are refused in both formats of torch.save, whether they are read from memory or from
+    disk."""
     for data in (zipped(LARGE[attack]), older(LARGE[attack])):
         (tmp_path / "file").write_bytes(data)
         with pytest.raises(pickle.UnpicklingError, match=r"^it (calls|asks for|states|changes|has) "):
@@ -142,7 +143,7 @@ def values() -> dict[str, Any]:
 @pytest.mark.parametrize("zip_format", [True, False])
 def test_torch_files_are_accepted(zip_format: bool, tmp_path: Path) -> None:
     whole = values()
-    if zip_format:  # torch cannot read back the older format
+    if zip_format:  # torch cannot read these dtypes from the older format
         whole["further"] = [torch.zeros(4).to(torch.float8_e4m3fn), torch.zeros(4, dtype=torch.uint16)]
     torch.save(whole, tmp_path / "file", _use_new_zipfile_serialization=zip_format)
     found = load_torch_file(tmp_path / "file")

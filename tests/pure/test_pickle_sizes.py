@@ -1,4 +1,4 @@
-"""Pickles of a few bytes that request gigabytes are refused; pickles that Python itself writes are accepted."""
+"""Small pickles that would allocate gigabytes are refused. All pickles that Python itself writes are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of long work is shown as lines in a log and as a bar on a terminal."""
+"""The progress of long operations is shown as lines in a log file, and as a progress bar on a terminal."""
 
 from __future__ import annotations
 

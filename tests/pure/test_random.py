@@ -52,7 +52,8 @@ def test_shards_equal_parts_of_the_whole_tensor(shape: tuple[int, ...], dim: int
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("threads", [2, 5])
 def test_threads_change_no_bit(threads: int) -> None:
-    """There are more blocks than threads. The blocks come from several parameters, one of which is sharded."""
+    """There are more blocks than threads. The blocks belong to several parameters, and one of these parameters is
+    sharded."""
     cut = ParamMeta("decoder.layers.0.mlp.linear_fc1.weight", (40, 30), {"tp": 1}, Init("normal", 0.02), role="hidden")
     metas = [
         cut,
@@ -179,8 +180,8 @@ def test_masks_are_independent_in_every_direction() -> None:
 
 
 def test_corners_of_mask_rectangles_are_independent() -> None:
-    """The hash depends only on the sum of a row's and a column's bits, but the corners of a rectangle must still be
-    independent."""
+    """The hash of an element depends only on the sum of its row's bits and its column's bits. The elements at the four
+    corners of a rectangle must be independent nevertheless."""
     mask = hidden_mask(torch.arange(8), 128, 512, p=0.5)
     corners = mask ^ mask.roll(1, 0) ^ mask.roll(1, 2) ^ mask.roll((1, 1), (0, 2))
     assert abs(corners.float().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(mask.numel())

@@ -1,4 +1,4 @@
-"""Registries: names, lazy imports, facts, and errors that name the place of registration."""
+"""Tests of registries: names, lazy imports, declared facts, and errors that name the place of registration."""
 
 from __future__ import annotations
 

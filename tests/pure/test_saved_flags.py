@@ -34,7 +34,7 @@ def test_the_model_and_the_schedule_come_from_the_checkpoint(folder: Path) -> No
     assert (model.num_layers, model.hidden_size, model.swiglu) == (6, 64, True)
     taken = optimizer.lr, optimizer.min_lr, optimizer.lr_decay_style, optimizer.weight_decay
     assert taken == (3e-4, 1e-5, "cosine", 0.1)
-    assert optimizer.lr_decay_iters == 500  # the decay length of the saved run
+    assert optimizer.lr_decay_iters == 500  # the decay length is that of the saved run
     assert model.recompute_granularity == "none" and optimizer.clip_grad == 1.0
     assert "--hidden-size is 64, as in the checkpoint, not 32" in notes
     assert "--lr is 0.0003, as in the checkpoint, not 1.0" in notes

@@ -136,7 +136,8 @@ def test_backward_passes_are_split_where_the_schedule_says_so():
 
 
 def test_placing_messages_hardly_costs_time():
-    """A receive that is posted too late waits for its message longer than the transfer takes."""
+    """The test detects receives that are posted too late, because such a receive delays its message by more than the
+    transfer time."""
     costs = StageCosts(1.85, 1.8, 0.93, comm=0.2)
     for schedule in PIPELINE_SCHEDULES:
         for p, m in ((4, 8), (8, 24), (8, 13)):

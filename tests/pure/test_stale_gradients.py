@@ -33,8 +33,8 @@ class WithSpare(nn.Module):
 
 
 def gradients(overwrite: bool, together: bool = False) -> list[Tensor]:
-    """Return the gradients of the second of two steps with two micro-batches each. The gradients of the first step are
-    replaced with NaN."""
+    """Run two steps with two micro-batches each, and return the gradients of the second step. Between the steps, the
+    gradients are set to NaN."""
     model = GPTModel(EXPERTS, FP64)
     model.decoder.layers[0].self_attention.linear_proj.weight.requires_grad_(False)
     whole = WithSpare(model)

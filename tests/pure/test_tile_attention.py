@@ -108,7 +108,8 @@ KERNELS: dict[str, Kernel] = {
 def compare(
     kernel: Kernel, groups: int, window: int | None, documents: Tensor | None, sinks: Tensor | None = None
 ) -> None:
-    """Compare a kernel with dense masked attention, on all queries and on the queries of a rank that has all keys."""
+    """Compare a kernel with dense masked attention. The queries are either all queries, or those of one
+    context-parallel rank that has gathered all keys."""
     inputs = operands(groups)
     leaves = inputs if sinks is None else (*inputs, sinks)
     causal = Causal(kernel, None if documents is None else document_starts(documents.tolist()), window)

@@ -1,4 +1,4 @@
-"""Private names of torch: each name exists, and only one module uses private names."""
+"""Each private name of torch that this program uses must exist, and only one module may use private names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PACKAGE_OF_FLASH_ATTENTION_3 = {"_flash_attn_forward", "_flash_attn_backward"}
 """Names that belong to the flash-attention package rather than to torch."""
 
 PARTS = {"inductor", "PyTorchFileReader", "_internal"}
-"""Private names of torch that have no underscore or belong to a public package."""
+"""Names of torch that count as private although they have no leading underscore or belong to a public package."""
 
 
 def is_private(name: str) -> bool:

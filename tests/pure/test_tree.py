@@ -56,7 +56,8 @@ def test_planning_modules_import_without_torch() -> None:
 
 
 def test_every_folder_of_the_library_is_a_package() -> None:
-    """setup.py finds packages by __init__.py: a folder without one would be missing from an installation."""
+    """setup.py finds packages by their __init__.py files. A folder without this file would be missing from an
+    installation."""
     folders = {path.parent for path in (ROOT / "megatron").rglob("*.py")}
     assert folders
     assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
@@ -104,7 +105,7 @@ def test_modules_do_not_import_each_other_in_a_cycle() -> None:
     graph, known = grimp.build_graph("megatron", cache_dir=None), modules().keys()
     arrows = {name: graph.find_modules_directly_imported_by(name) & known for name in known}
     assert sum(map(len, arrows.values())) > len(arrows)
-    TopologicalSorter(arrows).prepare()  # raises CycleError if there is a cycle
+    TopologicalSorter(arrows).prepare()  # `prepare` raises CycleError if there is a cycle
 
 
 def test_no_folder_of_the_library_has_too_many_modules() -> None:
@@ -320,7 +321,7 @@ def depth(tree: ast.AST) -> int:
 
 
 def test_comprehensions_are_not_nested_twice() -> None:
-    """Comprehensions also have at most three loops."""
+    """Comprehensions also must not have more than three `for` clauses."""
     found = []
     for path, tree in LIMITED.items():
         for node in ast.walk(tree):

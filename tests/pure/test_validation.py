@@ -91,7 +91,8 @@ def _text(flag: Flag) -> st.SearchStrategy[list[str]]:
     return st.lists(values, min_size=1, max_size=count).map(lambda texts: [flag.name, *texts])
 
 
-# The module that --extension names is imported while the command line is parsed. If the import fails, parsing stops.
+# --extension is excluded, because its module is imported while the command line is parsed. If the import fails, parsing
+# stops.
 ANY_FLAGS = st.lists(
     st.sampled_from([flag for flag in all_flags() if flag.field != "extension"]).flatmap(_text), max_size=12
 )

@@ -40,7 +40,7 @@ from tools import referee
 EXPECTED = dict(
     line.rsplit(": ", 1) for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
 )
-"""For each mutant, a regular expression that matches the first wrong gradient."""
+"""Maps the name of each mutant to a regular expression that matches the name of the first wrong gradient."""
 
 
 WITHOUT_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")

@@ -60,7 +60,7 @@ class Other:
         gradients = {name: param.grad.clone() for name, param in self.model.named_parameters()}
         plant(gradients)
         files = {name: self.folder / name for name in ("batch.npz", "gradients.safetensors", "judgement.json")}
-        if self.by_files:  # gradient names in files differ from names in memory
+        if self.by_files:  # gradients have different names in files than in memory
             self.model.save_pretrained(files["gradients.safetensors"], state_dict=gradients)
         else:
             save_file({name: each.contiguous() for name, each in gradients.items()}, files["gradients.safetensors"])
@@ -170,8 +170,8 @@ def test_a_norm_gradient_without_the_tokens_of_another_rank_is_named(llama: Othe
 def test_a_norm_gradient_without_the_features_of_another_rank_is_named(
     llama: Other, last: str, norm: str, ours: str, features: tuple[int, int]
 ) -> None:
-    """The fault is a missing all-reduce of a norm gradient under tensor parallelism: the second of two ranks has only
-    its own features."""
+    """The planted fault is a missing all-reduce of a norm gradient under tensor parallelism. The second of two ranks
+    therefore has only the gradient from its own features."""
     layer = llama.model.model.layers[1]
 
     def of_second_half(module: nn.Module, args: tuple[Tensor, ...]) -> None:

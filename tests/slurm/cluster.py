@@ -105,7 +105,7 @@ class Cluster:
         folder.mkdir()
         environ |= {"FAULT": fault, "FAULT_FILE": str(folder / "fault"), "LOG_DIR": str(folder / "logs")}
         environ |= {"FAULT_ONCE": "1"} if once else {}
-        # The job must not inherit variables that a launcher or a job has set for this process.
+        # The job must not inherit environment variables that a launcher or an outer SLURM job set for this process.
         outer = {
             key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_", "TORCHEL"))
         }

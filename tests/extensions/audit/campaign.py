@@ -5,8 +5,8 @@ on a random rank.
     python -m tests.extensions.audit.campaign --flips 40 --seed 1       flips in runs of each layout
     python -m tests.extensions.audit.campaign --cost 10                 CPU time of steps with and without audits
 
-A flip counts as detected if the audit of the same step names the rank. Flips that change no recorded value, for example
-of bits that a later rounding drops, cannot be detected.
+A flip counts as detected if the audit of the same step names the rank. A flip cannot be detected if it changes no
+recorded value, for example because later rounding drops the flipped bit.
 """
 
 from __future__ import annotations

@@ -112,7 +112,8 @@ def _train(rank: int, world_size: int, config: RunConfig, flips: Sequence[Flip])
 
 
 def plant(fault: Flip, run: TrainingRun, callback: Any) -> None:
-    """Flip a bit in the audited computation of some steps, after the reference computation has run."""
+    """Make the fault `fault` strike in the audited computation of its steps. The reference computation runs before the
+    fault and is not affected."""
     (task,) = [task for task in run.tasks if task.name == "audit"]
     begin = task.run
     state = {"left": 0}

@@ -1,4 +1,4 @@
-"""Averaged weights converted to this program's, Hugging Face's and Megatron-LM's formats."""
+"""Averaged weights are converted to the formats of this program, Hugging Face and Megatron-LM."""
 
 from __future__ import annotations
 

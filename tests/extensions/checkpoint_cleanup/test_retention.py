@@ -93,7 +93,8 @@ def test_a_file_system_without_links_gets_a_text_file(tmp_path: Path, monkeypatc
 
 
 def test_losses_of_other_validation_data_are_not_compared(tmp_path: Path) -> None:
-    """The second phase validates on harder data. The metric is the loss of a named validation set."""
+    """The run's second phase uses harder validation data, so that its losses are higher. The metric is the loss of a
+    named validation set."""
     for iteration, data, loss in ((1, "easy", 1.0), (2, "hard", 4.0), (3, "hard", 3.0), (4, "hard", 5.0)):
         tensor = ShardedBoxes((3,), [((0,), torch.ones(3))])
         payload = {"metrics": {"valid_web_loss": loss}, "stages": [{"values": {"data_path": [data]}}]}

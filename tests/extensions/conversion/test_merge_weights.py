@@ -25,11 +25,11 @@ LR, BATCH, BRANCH = 0.25, 8, 5
 """Constant learning rate, number of samples per step, and iteration at which the decay begins."""
 
 Gradient = Callable[[int, Tensor], Tensor]
-"""Function that returns the gradient of a step, given the iteration and the weights."""
+"""Function (iteration, weights) that returns the gradient of one step."""
 
 
 def sgd(gradient: Gradient, steps: int, rate: Callable[[int], float]) -> list[Tensor]:
-    """Return the weights before the first step and after each step."""
+    """Train with SGD, and return a list of the initial weights and the weights after each step."""
     found = [torch.linspace(-1, 1, 6, dtype=torch.float64)]
     for iteration in range(steps):
         found.append(found[-1] - rate(iteration) * gradient(iteration, found[-1]))

@@ -63,7 +63,8 @@ def use_graphs(run: TrainingRun, recorder: FakeRecorder) -> None:
 
 
 def train(rank: int, world_size: int, flags: str, graphs: bool) -> tuple[list[Tensor], list[Tensor], tuple[int, int]]:
-    """Return the loss sums of five steps, the weights after them, and the numbers of recordings and replays."""
+    """Train five steps. Return the loss sum of each step, the final weights, and the numbers of recorded and replayed
+    graphs."""
     with running([*MODEL.split(), "--cpu", *flags.split()], rank, world_size) as run:
         recorder = FakeRecorder()
         if graphs:

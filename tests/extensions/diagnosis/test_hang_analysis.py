@@ -1,4 +1,4 @@
-"""Choice of the rank to blame when ranks wait for one another, given the last collective that each rank entered."""
+"""Tests of how a rank is blamed for a hang. The decision is based on the last collective that each rank entered."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WORLD = (0, 1, 2, 3)
 def standing(
     rank: int, world: int, tp: int, pp: int, waits_in: str = "", what: str = "all_reduce [4]", sender: int | None = None
 ) -> Waiting:
-    """Return the status of a rank that has entered the given number of collectives in each group and waits in the last
-    collective of the group `waits_in`."""
+    """Return the status of a rank. `world`, `tp` and `pp` are the numbers of collectives that the rank has entered in
+    each group. The rank waits in the last collective of the group `waits_in`."""
     counts = {"world": (WORLD, world), "tp": (TP[rank], tp), "pp": (PP[rank], pp)}
     entered = [
         Entered(axis, ranks, number, what if axis == waits_in else "all_reduce [4]", axis == waits_in)

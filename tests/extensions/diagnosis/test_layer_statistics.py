@@ -25,7 +25,7 @@ UNFUSED = MODEL + "--attention-backend unfused --optimizer sgd "
 
 
 def recorded(rank: int, world_size: int, flags: str, steps: int = 2) -> list[dict[str, Any]]:
-    """Return the records of `steps` steps."""
+    """Train for `steps` steps, and return the metric record of each step."""
     with running(flags.split(), rank, world_size) as run:
         for _ in range(steps):
             train_step(run)
@@ -141,4 +141,4 @@ def test_logged_values_match_direct_counts() -> None:
         assert statistics == common | more
         assert {name: found[name] for name in plain} == pytest.approx(plain, rel=1e-12)
         entropies = [value for name, value in found.items() if name.startswith("router_entropy")]
-        assert all(1.0 < entropy <= 1.3863 for entropy in entropies)  # at most log 4
+        assert all(1.0 < entropy <= 1.3863 for entropy in entropies)  # the entropy is at most log 4

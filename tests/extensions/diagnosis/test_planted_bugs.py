@@ -1,5 +1,5 @@
-"""Bugs that hardly change the loss, planted in small training runs: --log-layer-stats names them and raises no alarm in
-runs without bugs."""
+"""Bugs that hardly change the loss are planted in small training runs. --log-layer-stats reports each bug and raises no
+alarm in runs without bugs."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def scaled_embeddings(run: TrainingRun, first: int) -> None:
 
 
 def scaled_lookup(run: TrainingRun, first: int) -> None:
-    """Make tensor-parallel rank 1 multiply the embeddings that it looks up, and their gradients, by `SCALE`, without
-    changing the weights."""
+    """Make tensor-parallel rank 1 scale the embeddings that it looks up, and their gradients, by `SCALE`. The weights
+    stay the same."""
     embedding = next(iter(run.stages.values())).embedding
     assert embedding is not None
     table, tp = embedding.word_embeddings, run.runtime.state.tp

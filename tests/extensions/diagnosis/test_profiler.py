@@ -25,7 +25,7 @@ def profiled(rank: int, size: int, flags: str, folder: str) -> None:
 
 
 def events_of(trace: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Return (number of optimizer steps in a trace, events of the trace)."""
+    """Read a trace file, and return the number of optimizer steps in the trace and all its events."""
     events = json.loads(trace.read_text())["traceEvents"]
     return sum(event.get("name", "").startswith("Optimizer.step") for event in events), events
 

@@ -54,7 +54,7 @@ def traced(rank: int, size: int, flags: str, folder: str) -> tuple[float, bool]:
 
 
 def traced_lines(rank: int, size: int, flags: str, folder: str) -> list[str]:
-    """Return a run's messages about its trace."""
+    """Train with tracing, and return the printed lines that mention the trace."""
     return [line for line in run_of(rank, size, flags, folder)[1] if "trace" in line]
 
 

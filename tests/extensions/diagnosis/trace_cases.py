@@ -71,7 +71,8 @@ def problems(trace: Trace) -> list[str]:
             pairs[event["ph"] in "be", event["cat"], str(event["id"])].append(event)
     found = [f"slices of rank {rank}, track {track} overlap" for (rank, track), each in tracks.items() if cross(each)]
     for (_, *key), ends in pairs.items():
-        ends.sort(key=lambda event: event["ts"])  # events at equal times keep the order in which they were written
+        # the sort is stable, so events with equal times stay in the order of the file
+        ends.sort(key=lambda event: event["ts"])
         if [event["ph"] for event in ends] not in (["b", "e"], ["s", "f"]):
             found.append(f"{key}: no end behind a beginning")
         for event in ends:

@@ -35,8 +35,8 @@ EXPERTS = LLAMA + "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01
 def evaluated(
     rank: int, world_size: int, flags: str, evaluate: bool = True
 ) -> tuple[dict[str, float], list[dict[str, Any]], list[float]]:
-    """Train two steps with an evaluation of the tasks between them, and return (scores, documents, losses of the
-    steps)."""
+    """Train two steps, and evaluate the tasks between the two steps. Return the scores, the evaluated documents, and
+    the loss of each step."""
     config = resolve_legal(parse_args(flags.split()), world_size)
     losses = []
     scores, samples = dict[str, float](), list[dict[str, Any]]()

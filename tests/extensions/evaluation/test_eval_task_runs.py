@@ -69,8 +69,8 @@ def test_a_bad_task_file_ends_the_run_before_it_begins(tmp_path: Path) -> None:
 
 
 def test_the_harness_gives_the_same_scores_for_the_exported_model(tmp_path: Path) -> None:
-    """The harness runs its own transformers model on the exported checkpoint, and "megatron" on the checkpoint
-    itself."""
+    """The evaluation harness runs its transformers model on the exported checkpoint, and the model type "megatron" on
+    the original checkpoint."""
     from lm_eval.models.huggingface import HFLM
 
     from megatron.lm_eval_model.model import CheckpointLM

@@ -45,7 +45,8 @@ GOOD: dict[str, Any] = {
 
 
 def written(folder: Path, name: str = "good", **changes: Any) -> Path:
-    """Write the task file `GOOD` with changes. The file is written as JSON, which is valid YAML."""
+    """Write a task file with the contents of `GOOD` and the given changes. The file is written as JSON, which is valid
+    YAML."""
     data = folder / "good.jsonl"
     data.write_text("".join(json.dumps({"q": f"question {n}", "a": "yes" if n % 2 else "no"}) + "\n" for n in range(6)))
     path = folder / f"{name}.yaml"

@@ -102,13 +102,13 @@ class Exact:
         added = torch.zeros(b.shape[0], dtype=torch.float64) if bias is None else bias.double()
         self.values = a @ b.t() + added
         # Each term is rounded once, and there are four more roundings for the scales, their product and the bias. Each
-        # error is at
-        # most 2^-24 of the sum of the terms' sizes (Higham, Accuracy and Stability of Numerical Algorithms, section
-        # 3.1).
+        # error is at most 2^-24 of the sum of the terms' sizes (Higham, Accuracy and Stability of Numerical Algorithms,
+        # section 3.1).
         self.room = (a.shape[1] + 4) * 2.0**-24 * (a.abs() @ b.abs().t() + added.abs())
 
     def is_near(self, found: Tensor) -> bool:
-        """Return True if `found` can be the product summed in fp32 and rounded once to the dtype of `found`."""
+        """Return True if `found` is within the error bound of a product that is summed in fp32 and rounded once to the
+        dtype of `found`."""
         rounding = 2.0**-8 * (self.values.abs() + self.room) if found.dtype == torch.bfloat16 else 0.0
         return bool(((found.double() - self.values).abs() <= self.room + rounding).all())
 
@@ -196,7 +196,7 @@ def test_cpus_multiply_dequantized_operands(monkeypatch: pytest.MonkeyPatch) -> 
 
 @dataclass
 class Layer:
-    """Linear layer, its gradient buffer, and its operands for one step."""
+    """Linear layer with a gradient buffer and with the operands of one step."""
 
     recipe: str
     hybrid: bool = True

@@ -129,8 +129,8 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_flash3_computes_tiles(groups: int, window: int | None, documents: Tensor | None, package: Package) -> None:
-    """The cases include documents, windows, and parts of context-parallel ranks, which are merged by their
-    log-sum-exps."""
+    """The cases include packed documents, windows, and context parallelism. The partial results of context-parallel
+    attention are merged by their log-sum-exps."""
     compare(FlashCUDAKernel(Flash3(SCALE)), groups, window, documents)
     assert set(package.calls) == {"packed"}
 

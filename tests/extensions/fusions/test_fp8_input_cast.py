@@ -148,10 +148,11 @@ LAYOUTS = [
 
 @pytest.mark.grid(("world_size", "layout"), LAYOUTS[:1], LAYOUTS)
 def test_casts_in_other_kernels_change_no_bit(world_size: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regions run uncompiled, but like compiled code they round only once, at their end."""
+    """Fused regions run uncompiled. As in compiled code, their results are only rounded once, at the end of a
+    region."""
     monkeypatch.setattr(compiled_regions, "_compiled", lambda function, static: function)
     monkeypatch.setitem(activations.FUNCTIONS, "swiglu", (swiglu_in_fp32, swiglu_gradient_in_fp32))
-    # the original function caches the unpatched functions
+    # `_regions_of` has cached the unpatched functions, so call `functions_of` instead
     monkeypatch.setattr(activations, "_regions_of", activations.functions_of)
     flags = flags_of("delayed", f"--compile --swiglu --disable-bias-linear {layout}")
     within = train_in_world(world_size, flags, steps=2)

@@ -32,7 +32,7 @@ MODEL = f"{TINY} --hidden-size 32 --seq-length 16 --vocab-size 64 --micro-batch-
 
 @operation
 def doubled_(x: Tensor, total: Tensor) -> Tensor:
-    """Return 2 x, and add the sum of 2 x to the total."""
+    """Return 2 x. Also add the sum over all elements of 2 x to `total` in place."""
     y = 2 * x
     total.add_(y.sum())
     return y

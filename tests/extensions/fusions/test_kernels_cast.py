@@ -23,8 +23,8 @@ WANTED = ((True, True), (True, False), (False, True))
 
 
 def matrices() -> Iterator[Tensor]:
-    """Yield matrices with every kind of number: strided matrices, empty ones, and ones whose sizes are not multiples of
-    a tile."""
+    """Yield matrices that contain every kind of number. Some matrices are strided, some are empty, and some have sizes
+    that are not multiples of a tile."""
     generator = torch.Generator().manual_seed(3)
 
     def spread(*shape: int) -> Tensor:

@@ -32,7 +32,7 @@ def check_grouped(device: str = "cpu") -> None:
     from megatron.extensions.speed.fusions.kernels import products_triton as kernels
 
     dtypes = [(torch.float16, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.float16)]
-    if device != "cpu":  # fp32 GEMMs use TF32 on GPUs
+    if device != "cpu":  # GPUs compute fp32 GEMMs in TF32
         dtypes = [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)]
     for counts, (dtype, main) in product(([3, 0, 70, 1], [0, 0, 0, 0], [130, 4, 0, 2]), dtypes):
         torch.manual_seed(0)
@@ -194,8 +194,8 @@ def test_every_mutant_of_the_list_is_detected() -> None:
 
 @apart(interpret=False)
 def test_the_list_compiles_without_spills_and_loads_ahead() -> None:
-    """The kernel compiles for A100, H100 and B200. On Hopper, the kernel prefetches steps of the loop and adds tiles
-    without waiting."""
+    """The kernel compiles for A100, H100 and B200. On Hopper, the kernel prefetches the operands of later loop
+    iterations and adds tiles asynchronously."""
     from megatron.extensions.speed.fusions.kernels import grouped_triton as kernels
 
     numbers = ("outputs", "inputs", "experts", "tiles", "programs", "slots")

@@ -204,7 +204,8 @@ def clock_of(*seconds: float) -> Callable[[Callable[[], object]], float]:
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
 def test_the_fastest_correct_kernel_is_chosen_by_shape(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that is wrong or does not fit is not chosen. No kernel is chosen if torch is the fastest."""
+    """A kernel is not chosen if its results are wrong or if it does not fit into the GPU. No kernel is chosen if torch
+    is the fastest."""
 
     def add(out: Tensor, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, ends: Tensor, tiling: str) -> None:
         one, two = (ExpertTiles(*each, 0) for each in ((dy, dy_scale), (x, x_scale)))

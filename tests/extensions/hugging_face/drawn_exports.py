@@ -87,11 +87,12 @@ def is_legal(config: TransformerConfig) -> bool:
     try:
         return not any(problem.flag in of_models for problem in validate(run_of(config), 1))
     except ArithmeticError:
-        return False  # a size is not divisible; other rules refuse it in a whole run
+        return False  # a size is not divisible; in a complete run, other rules report this
 
 
 def weights_of(config: TransformerConfig) -> dict[str, Tensor]:
-    """Return random parameters and states of a model by name. Integer states are expert numbers."""
+    """Return random values for all parameters and states of a model, keyed by name. States with an integer dtype
+    contain expert numbers."""
     generator = torch.Generator().manual_seed(5)
     found = dict[str, Tensor]()
     for meta, dtype in (*((meta, torch.float64) for meta in stage_metas(config)), *states_of(config)):

@@ -1,4 +1,4 @@
-"""Tiny random models of each Hugging Face family, created by transformers without a download."""
+"""Create tiny random models of each Hugging Face family with transformers. Nothing is downloaded."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def derived(model_type: str) -> set[str]:
 
 
 def deletions(model_type: str, stated: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each deleted key and the remaining keys. Each key, including keys of nested objects, is deleted in turn,
-    from the complete file and from one without derived keys."""
+    """Yield one tuple (deleted key, remaining config.json) for each deletion. Each key, including keys of nested
+    objects, is deleted in turn, from the complete file and from one without derived keys."""
     for key, inner in _objects(stated):
         yield f"{key}.{inner}", _without_inner(stated, key, inner)
     for others in (set[str](), derived(model_type) & stated.keys()):

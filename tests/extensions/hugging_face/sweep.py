@@ -52,7 +52,7 @@ def tiny(model_type: str) -> dict[str, Any]:
 
 def verdict(model_type: str, settings: Mapping[str, Any], written: Mapping[str, Any] | None = None) -> tuple[str, str]:
     """Compare a transformers model with our model, and return the verdict and a text with details. `written` is the
-    config.json that is read here; the default is the one that transformers writes."""
+    config.json that our reader gets. By default, it is the config.json that transformers writes."""
     try:
         stated = written or transformers.AutoConfig.for_model(model_type, **settings).to_dict()
     except Exception as error:

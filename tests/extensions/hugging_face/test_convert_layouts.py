@@ -1,4 +1,5 @@
-"""Hugging Face folders are converted, loaded and saved under trained layouts, and converted back to the same bytes."""
+"""A Hugging Face folder is converted to a checkpoint. The checkpoint is loaded and saved by a parallel run and
+converted back. The resulting folder must have the same bytes."""
 
 from __future__ import annotations
 

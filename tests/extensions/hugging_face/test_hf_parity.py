@@ -200,7 +200,8 @@ class StepForCausalLM(torch.nn.Module):
 
 
 def test_step_matches_the_text_layers_of_its_class() -> None:
-    """The test compares logits, the gradients of all weights, and the weights and settings after a round trip."""
+    """The test compares logits and the gradients of all weights. It also checks that a round trip preserves all weights
+    and settings."""
     theirs, tokens = exact(StepForCausalLM()), torch.randint(83, (2, 24))
     stored, settings = theirs.published(theirs.state_dict()), theirs.config.to_dict()
     config = config_from_hf(settings)

@@ -1,4 +1,5 @@
-"""Each test breaks a layer of a published model on purpose, and the comparison with transformers must fail.
+"""Mutation tests of the comparison with transformers. Each test breaks a layer of a published model on purpose, and the
+comparison must fail.
 
 The comparison of layouts cannot detect these errors, because one process makes the same errors.
 """

@@ -32,7 +32,7 @@ def test_two_layers_of_one_sublayer_are_one_layer_of_two(style: str) -> None:
     ours, theirs = GPTModel(config, FP64), GPTModel(hybrid, FP64)
 
     def name_of(name: str) -> str:
-        """Return the name that a parameter has in the model whose layers have two sublayers."""
+        """Map a parameter name to the parameter's name in the model with two sublayers per layer."""
         if not name.startswith("decoder.layers."):
             return name
         number, rest = name.removeprefix("decoder.layers.").split(".", 1)
@@ -74,8 +74,8 @@ def test_more_stages_than_ranks_are_interleaved() -> None:
 
 
 def test_the_cost_of_a_stage_depends_on_its_kinds_of_layers() -> None:
-    """Layer costs are in units of the mean cost of a layer. In this model, an MLP has twice as many matrix elements as
-    attention, and no scores."""
+    """Layer costs are in units of the mean cost of a layer. In this model, the matrices of an MLP have twice as many
+    elements as those of attention. Only attention computes scores."""
     config = config_of("--hybrid-layer-pattern ***|--- --pp 2", 2)
     first, last = stage_costs(config.model, config.parallel)
     h, s = config.model.hidden_size, config.model.seq_length

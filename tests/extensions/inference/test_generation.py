@@ -1,4 +1,5 @@
-"""Generated text compared with its definition, which reads the whole text again for each new token."""
+"""Generated text is compared with that of a reference implementation, which reads the whole text again for each new
+token."""
 
 from __future__ import annotations
 
@@ -200,7 +201,7 @@ def test_a_cancelled_request_frees_its_row_for_one_that_waits() -> None:
 
 
 def test_non_finite_logits_end_only_their_request() -> None:
-    """A later request reuses the row of the failed request, in which no NaN remains."""
+    """A later request reuses the cache row of the failed request. No NaN may remain in this row."""
     model = model_of("llama")
     clean = generate(model, [[1, 2, 3], [4, 4]], 5)
     assert all(77 not in tokens for tokens in clean)

@@ -277,7 +277,7 @@ def posted(body: bytes) -> bytes:
 def test_a_disconnected_client_frees_its_rows(stream: bool) -> None:
     body = LONG if stream else LONG.replace(b'"stream": true', b'"stream": false')
     with serving(slow=0.2) as served:
-        for shut in (False, True):  # the connection is closed, then half-closed
+        for shut in (False, True):  # first close the connection, then only half-close it
             before = served.steps
             with served.raw(posted(body), shut=shut) as connection:
                 if shut:

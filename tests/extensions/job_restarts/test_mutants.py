@@ -1,4 +1,5 @@
-"""Each guarantee of restarts within the job is broken on purpose, and at least one test must fail."""
+"""Mutation tests of restarts within the job. Each guarantee is broken on purpose, and at least one test must then
+fail."""
 
 from __future__ import annotations
 

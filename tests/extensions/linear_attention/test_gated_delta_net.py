@@ -66,8 +66,9 @@ def test_convolution_continues_where_it_stopped() -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_bf16_rounds_nothing_but_the_reads_of_a_chunk(packed: bool) -> None:
-    """The states of bf16 inputs are as exact as in fp32. The error of outputs is at most (2 u + u^2) times the sum of
-    the absolute values of their terms. The relative error of each gradient is at most three bf16 rounding errors."""
+    """With bf16 inputs, the states are as accurate as with fp32 inputs. The error of outputs is at most (2 u + u^2)
+    times the sum of the absolute values of their terms. The relative error of each gradient is at most three bf16
+    rounding errors."""
     length, unit = 150, 2.0**-8
     tokens = [x.detach().bfloat16() for x in operands(length)[:-1]]
     tokens[3] = tokens[3].float()  # the mixer also computes g in fp32
@@ -127,9 +128,9 @@ def test_delta_product_matches_the_recurrence(starts: tuple[int, ...]) -> None:
 
 
 def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:
-    """Return a replacement for flash-linear-attention's chunk_gated_delta_rule. The replacement requires 16-bit
-    operands [b, s, heads, d], equal numbers of query, key and value heads, and a batch size of one for packed
-    sequences."""
+    """Return a replacement for flash-linear-attention's chunk_gated_delta_rule. The replacement asserts that operands
+    are 16-bit tensors [b, s, heads, d] with equal numbers of query, key and value heads. For packed sequences, it also
+    asserts that the batch size is one."""
 
     def chunk_gated_delta_rule(
         q: Tensor,

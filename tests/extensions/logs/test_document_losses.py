@@ -23,7 +23,7 @@ MODEL = (
 ).split()
 
 Means = dict[tuple[str, int], tuple[int, float]]
-"""Number of tokens and mean loss of each document, keyed by source and document number."""
+"""Maps (source, document number) to the number of tokens and the mean loss of the document."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def data(tmp_path: Path) -> list[str]:
 
 
 def losses(rank: int, world_size: int, argv: list[str], log: Path) -> tuple[list[dict], Means]:
-    """Return the log, and the same values computed from token losses in one process."""
+    """Return the lines of the document log, and the same values computed from the token losses of a one-process run."""
     sums = defaultdict[tuple[str, int], list[float]](list)
 
     def look(run: TrainingRun) -> None:

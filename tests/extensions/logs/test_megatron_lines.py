@@ -1,4 +1,4 @@
-"""Console lines in Megatron-LM's format."""
+"""Tests of console lines that have Megatron-LM's format."""
 
 from __future__ import annotations
 

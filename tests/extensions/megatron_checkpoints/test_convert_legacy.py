@@ -280,7 +280,8 @@ def test_damage_is_reported_in_one_line(message: str, interleaved: Path, capsys:
 
 
 def buffers(change: Callable[[dict[str, Any]], object]) -> Damage:
-    """Return damage that changes the flat tensors of every buffer on every rank."""
+    """Return a function that damages a checkpoint by applying `change` to the flat tensors of every buffer on every
+    rank."""
 
     def damage(folder: Path) -> None:
         for path in (folder / "iter_0000002").glob("mp_rank_*/distrib_optim.pt"):

@@ -88,8 +88,8 @@ class Attack:
 
 
 def refusal(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return the error message of a conversion that must be refused and leave no output. The folder contains one
-    checkpoint."""
+    """Convert the checkpoint in a folder, assert that the conversion is refused and leaves no output, and return the
+    error message."""
     with chdir(folder.parent), pytest.raises(SystemExit) as error:
         run_tool(lambda: convert_checkpoint.main(["--input", str(folder), "--output", "ours"]))
     assert error.value.code == 2

@@ -17,7 +17,8 @@ from tools.translate_flags import TABLES, main
 
 TINY = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --vocab-size 128 --mock-data"
 MEETING = tomllib.loads(Path(__file__).with_name("differences_met.toml").read_text(encoding="utf-8"))
-"""Maps the subject of each difference to flags that the difference affects, and to flags that it does not affect."""
+"""Maps the subject of each difference between the programs to two examples: flags that the difference affects, and
+flags that it does not affect."""
 
 
 def subjects_met(flags: str) -> set[str]:
@@ -28,7 +29,7 @@ def subjects_met(flags: str) -> set[str]:
 
 
 def flags_in(table: object) -> set[str]:
-    """Return every flag or flag prefix that is a key or a value in a part of the tables."""
+    """Return all flags and flag prefixes in a part of the tables, whether they are keys or values."""
     if isinstance(table, dict):
         return {key.split()[0] for key in table if key.startswith("--")}.union(*map(flags_in, table.values()))
     if isinstance(table, list):

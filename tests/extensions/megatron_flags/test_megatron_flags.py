@@ -73,7 +73,8 @@ def test_flags_in_a_file_are_translated_too(tmp_path: Path) -> None:
 
 
 def test_tables_do_not_overlap() -> None:
-    """Whoever implements a feature must remove its flags from the tables of missing features."""
+    """A flag must not be listed as missing if it exists. When a feature is implemented, its flags must be removed from
+    the tables of missing features."""
     text = (
         files("megatron.extensions.interop.megatron_flags").joinpath("megatron_flags.toml").read_text(encoding="utf-8")
     )

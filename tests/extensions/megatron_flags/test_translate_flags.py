@@ -1,4 +1,4 @@
-"""Translation of other programs' commands and scripts to flags of this program."""
+"""tools/translate_flags.py translates commands and scripts of other programs to flags of this program."""
 
 from __future__ import annotations
 

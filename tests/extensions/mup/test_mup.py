@@ -1,4 +1,4 @@
-"""Factors of muP and CompleteP, compared with their papers and with Megatron-LM. The parity matrix tests the
+"""The multipliers of muP and CompleteP are compared with the papers and with Megatron-LM. The parity matrix tests the
 layouts."""
 
 from __future__ import annotations

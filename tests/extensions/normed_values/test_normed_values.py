@@ -1,5 +1,5 @@
-"""Layers that use the keys and values of earlier layers: comparison of layouts with one process. The tests of Hugging
-Face families compare logits and gradients with those of transformers."""
+"""Models in which layers reuse the keys and values of earlier layers are compared between parallel layouts and one
+process. The tests of Hugging Face families compare logits and gradients with those of transformers."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def one_round(port: int, seed: int) -> str:
     generator, faults = random.Random(seed), Faults(seed, cut=0.15, late=0.03)
     root, killed = located(f"s3://{BUCKET}/run{seed}"), seed % 2 == 0
     saved = dict[int, int]()
-    _built.cache_clear()  # forget the storage, which stays connected to the proxy of the last round
+    _built.cache_clear()  # discard the cached storage, which is still connected to the proxy of the last round
     with faulty_proxy(port, faults) as proxy, environment(credentials(proxy)):
         for number in (0, 1):
             first = min(len(saved) + 1, 3)

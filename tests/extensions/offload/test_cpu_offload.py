@@ -41,7 +41,7 @@ AWARE = "--use-precision-aware-optimizer "
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make chunks so small that these models have several chunks and reuse slots."""
+    """Reduce the chunk size, so that the models of these tests have several chunks and reuse buffer slots."""
     monkeypatch.setattr(placement, "HOST_CHUNK", 1024)
 
 
@@ -78,8 +78,8 @@ RUNS = [
     ids=["overlapped", "replicated fp32", "ZeRO-2 fp16", "ZeRO-3", "sgd", "packed", "packed fp16", "chain", "fp8"],
 )
 def test_host_and_device_updates_are_bit_identical(ranks: int, flags: str, fraction: float) -> None:
-    """On a CPU, updates with and without offloading use the same kernels. The test compares loss, gradients, weights,
-    main parameters and moments of two steps."""
+    """Results can be bit-identical because, on a CPU, updates with and without offloading use the same kernels. The
+    test compares loss, gradients, weights, main parameters and moments of two steps."""
     both = f"{MODEL}{flags}", f"{MODEL}{flags} {OFFLOAD}{fraction}"
     plain, offloaded = (train_in_world(ranks, shlex.split(each)) for each in both)
     assert len(plain.tensors) > 50 and different(plain, offloaded) == []

@@ -1,5 +1,5 @@
-"""Weights, gradients and states in files (--offload-weights-folder): same bits, no leftover files, and a check of free
-space."""
+"""Tests of --offload-weights-folder, which stores weights, gradients and states in files. Results are bit-identical, no
+files are left behind, and free disk space is checked."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_blockwise_orthogonalizes_each_shard():
     dims = ParallelDims(tp=2, dp=2)
     ranks = run_world(4, step_of, dims, flags)
     whole = run_world(4, step_of, dims, flags | {"muon_tp_mode": "duplicated"})
-    name = "decoder.layers.1.mlp.linear_fc2.weight"  # [31, 6], sharded along its columns
+    name = "decoder.layers.1.mlp.linear_fc2.weight"  # the shape is [31, 6], sharded by columns
     both = lambda ranks: torch.cat([update_of(step, name) for step in ranks[:2]], 1)  # noqa: E731
     assert all(orthonormal(update_of(step, name)) for step in ranks) and not orthonormal(both(ranks))
     assert orthonormal(both(whole))

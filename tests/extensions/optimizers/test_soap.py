@@ -241,8 +241,9 @@ def test_factors_have_the_sizes_of_the_dims() -> None:
 
 
 def test_rounding_errors_do_not_move_directions() -> None:
-    """The images of directions 4 and 5 of the old basis lie in the span of the other images: QR therefore computes only
-    rounding errors for these two directions and for all later directions."""
+    """The gradient covariance maps directions 4 and 5 of the old basis into the span of the images of the other
+    directions. For these two directions and all later ones, a QR decomposition therefore computes only rounding
+    errors."""
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:

@@ -80,8 +80,8 @@ def test_log_normal_lengths_are_balanced() -> None:
 
 @pytest.mark.parametrize(("counts", "pairs"), [([9], 36), ([4, 5], 20), ([4, 4], 20), ([3], 6 + 15), ([9, 0], 36)])
 def test_pairs_of_a_sample(counts: list[int], pairs: int) -> None:
-    """With sequence length 8, the last of nine tokens is only a label. Padding after the documents counts as one more
-    document."""
+    """A sample of sequence length 8 has nine tokens, of which the last is only a label. Padding after the documents
+    counts as one more document."""
     assert pairs_of(counts, 8) == pairs
 
 

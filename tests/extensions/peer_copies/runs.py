@@ -1,4 +1,5 @@
-"""Runs with copies in memory in which each rank counts as a separate host, and faults in these runs."""
+"""Training runs that copy their state to the memory of peers, and faults that are injected into these runs. Each rank
+acts as a separate host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of one process are staged, checked, and loaded into boxes of another layout."""
+"""The copies that one process makes are staged, checked, and loaded into the boxes of a different layout."""
 
 from __future__ import annotations
 

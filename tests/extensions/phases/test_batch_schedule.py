@@ -1,5 +1,5 @@
-"""Batch sizes that change within a run; `tests/pure/test_batch_size.py` compares them with a step-by-step
-simulation."""
+"""Tests of batch sizes that change during a run. `tests/pure/test_batch_size.py` compares batch sizes with a
+step-by-step simulation."""
 
 from __future__ import annotations
 

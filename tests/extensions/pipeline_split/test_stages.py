@@ -1,4 +1,4 @@
-"""Layers of pipeline stages that are set manually."""
+"""Tests of flags that set the number of layers in pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Predicted goodput on failing devices, compared with a simulated run, and the options that request the prediction."""
+"""The predicted goodput on failing devices is compared with that of a simulated run. The options that request the
+prediction are also tested."""
 
 from __future__ import annotations
 

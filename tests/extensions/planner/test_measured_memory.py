@@ -106,7 +106,7 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
         resources.callback(run.data.close)
         train_step(run)
         held = {p.meta.name: p for stage in run.stages.values() for p in stage.parameters()}.values()
-        # Does not include the scales of fp8.
+        # Parameters that are neither trained nor frozen, such as fp8 scales, are not included.
         own = [p for p in held if p.requires_grad or config.optimizer.freezes(p.meta)]
         shards = [shard for shard in run.optimizer.shards if not shard.on_host]
         parameters, gradients, host_units = run.ddp.nbytes
@@ -136,7 +136,7 @@ class WholeUnits:
 
     @property
     def memory(self) -> set[int]:
-        """Storages that a step allocates and frees repeatedly."""
+        """Ids of the storages that are allocated and freed again during a step."""
         tensors = (tensor for b in self.buckets for tensor in (b.params, b.grads))
         return {tensor.untyped_storage()._cdata for tensor in tensors}
 
@@ -345,8 +345,9 @@ def test_every_byte_of_a_layer_is_accounted_for(world_size: int, flags: str, sbh
 
 
 def loss_memory(rank: int, world_size: int, tokens: int, vocab: int) -> tuple[int, int]:
-    """Return (peak bytes of the loss, bytes of fp32 logits). The loss runs forward and backward over bf16 logits
-    [tokens, 1, vocab / tp]. The logits are the result of an operation and do not count."""
+    """Return (peak bytes of the loss, bytes of fp32 logits). Run the forward and backward passes of the loss for bf16
+    logits [tokens, 1, vocab / tp]. The logits themselves are the result of an earlier operation, and their memory is
+    not counted."""
     state = initialize_model_parallel(world_size) if world_size > 1 else ParallelState()
     columns = vocab // world_size
     made_from = torch.randn(tokens, 1, columns, dtype=torch.bfloat16, requires_grad=True)

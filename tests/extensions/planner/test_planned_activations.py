@@ -219,7 +219,8 @@ GRIDS: dict[str, tuple[int, int, Callable[[], list[Case]]]] = {
     "styles": (1, 151, lambda: grid(styles(), RECOMPUTE, OF_DTYPES, (WHOLE, LAST, MIDDLE, FIRST))),
     "offload": (1, 113, offloaded),
     "experts": (1, 11, lambda: grid(EXPERTS, EXPERT_KINDS, [BF16], [WHOLE])),
-    # One-byte copies of inputs replace tensors that are otherwise kept, and add to tensors that are kept in any case.
+    # With fp8, one-byte casts of inputs are saved. They replace inputs that only the GEMM saves, and take additional
+    # memory if other operations save the same input.
     "fp8": (1, 151, lambda: grid(OF_FP8, RECOMPUTE, RECIPES, [WHOLE])),
     "fused regions": (1, 61, lambda: grid(styles(), OF_NORMS, [FUSED], (WHOLE, LAST, MIDDLE))),
     "layouts": (2, 7, over_two_ranks),
@@ -317,7 +318,8 @@ def kept_with_experts(rank: int, world_size: int, batch: MicroBatch) -> tuple[in
 
 
 def test_gradients_summed_in_bf16_need_one_fp32_product_at_a_time() -> None:
-    """GPUs write the product of 16-bit matrices directly in fp32, so summing needs no second tensor."""
+    """With fp32 sums, GPUs add the product of 16-bit matrices to the sum directly. With bf16 sums, one fp32 product
+    needs memory at a time."""
     parallel = ModelParallelConfig(bf16=True)
     batch = MicroBatch(replace(LLAMA, vocab_size=4096), parallel, 1)
     both = (replace(batch, bf16_sums=sums) for sums in (False, True))

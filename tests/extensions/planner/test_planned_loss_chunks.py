@@ -150,8 +150,8 @@ def test_gradients_of_a_chunk_are_added_to_the_sum() -> None:
 
 
 def test_chunks_on_gpus_move_as_much_as_all_tokens_at_once() -> None:
-    """Except for hidden states and weight gradients, chunks move the same bytes, because loss regions are also compiled
-    in chunks."""
+    """Apart from hidden states and weight gradients, computing the loss in chunks moves the same number of bytes,
+    because the fused loss regions are also used in chunks."""
     moved = []
     for size in (0, 16):
         parallel = ModelParallelConfig(bf16=True, loss_chunk_tokens=size)

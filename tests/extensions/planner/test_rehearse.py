@@ -91,7 +91,7 @@ def test_messages_of_a_dense_model_are_not_attributed_to_experts() -> None:
 def test_a_killed_rank_is_reported_with_the_others_in_json() -> None:
     flags = f"{SMALL} --extension {FIXTURE} --normalization PlantedNorm --planted-fault killed --ranks 4,5 --json"
     done = run_program("pretrain_gpt.py", *flags.split(), "--load", "no", "--exit-on-missing-checkpoint")
-    found = json.loads(done.stdout)  # standard output contains nothing else
+    found = json.loads(done.stdout)  # standard output contains only the JSON object
     assert done.returncode == 1 and found["not_rehearsed"] == [{"rank": 5, "ended_by": "SIGKILL"}]
     assert [rank["rank"] for rank in found["ranks"]] == [4]
     (problem,) = found["problems"]

@@ -1,4 +1,5 @@
-"""Predicted step time: replay of events, formulas for collectives, and properties of whole predictions."""
+"""Tests of the predicted step time: the replay of events, the formulas for collectives, and properties of complete
+predictions."""
 
 from __future__ import annotations
 
@@ -236,8 +237,8 @@ WIDE = (
 
 @pytest.mark.parametrize("precision", [needs("overlap", ""), needs("overlap", "--fp8-format hybrid")])
 def test_overlapped_collectives_split_gemms(precision: str) -> None:
-    """Each product is split into concurrent GEMMs that do not add to an output. The FLOPs stay the same. In fp8,
-    gathers move half as many bytes."""
+    """Each GEMM is split into several concurrent GEMMs. These GEMMs write their outputs and do not accumulate into
+    them. The FLOPs stay the same. In fp8, gathers move half as many bytes."""
 
     def events(flags: str) -> list[Event]:
         batch = MicroBatch.of(resolve(parse_args(f"{WIDE} {precision} {flags}".split()), 8))

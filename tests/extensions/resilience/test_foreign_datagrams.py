@@ -1,4 +1,4 @@
-"""Datagrams and connections of strangers: nothing that arrives at a port of a run ends or delays the run."""
+"""Datagrams and connections from other programs must neither end nor delay a run, whatever arrives at its ports."""
 
 from __future__ import annotations
 

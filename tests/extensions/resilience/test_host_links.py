@@ -168,7 +168,7 @@ def test_every_host_is_watched_and_a_large_world_is_not_watched_by_all(hosts: in
 
 
 class Ends:
-    """Replacement for `FailureHandler` that collects the reports that would otherwise end this rank."""
+    """Replacement for `FailureHandler` that only records failure reports. The real handler would end this rank."""
 
     def __init__(self) -> None:
         self.reports = list[str]()

@@ -261,7 +261,7 @@ def run_that_deletes(what: str, tmp_path: Path, code: int) -> str:
 
 
 def test_a_run_whose_folder_is_deleted_saves_everything_again(tmp_path: Path) -> None:
-    # The rename is atomic, so the run never sees the folder without the lease.
+    # The folder is renamed before it is deleted. A rename is atomic, so the run never sees a folder without the lease.
     save, text = tmp_path / "save", run_that_deletes("shutil.rmtree(path.rename(path.with_name('gone')))", tmp_path, 0)
     assert text.count(f"--save {save} is gone") == 1 and "cannot write metrics to" in text
     assert read_latest(save) == 6 and [record["iteration"] for record in read_records(save / "metrics.jsonl")] == [

@@ -1,4 +1,4 @@
-"""Runs on data in which one document causes a spike."""
+"""Training runs whose data contains one document that causes a loss spike."""
 
 from __future__ import annotations
 

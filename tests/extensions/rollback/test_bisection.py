@@ -18,7 +18,7 @@ SPIKE, SEQUENCE, DOCUMENTS = 14, 8, 100
 
 
 def written(folder: Path, bad: Collection[int]) -> str:
-    """Write documents of one sample each, some of which have unusual tokens."""
+    """Write documents that consist of one sample each. The documents in `bad` consist of unusual tokens."""
     noise = np.random.default_rng(1)
     documents = [noise.integers(20, 50, SEQUENCE) if number in bad else range(SEQUENCE) for number in range(DOCUMENTS)]
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Decision after a spike, depending on the flags."""
+"""Tests of how a run decides what to do after a loss spike, depending on its flags."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_goodput_reports_rolled_back_steps(interval: int, data: str, tmp_path: P
 
 
 def ends_after_going_back(rank: int) -> None:
-    """Patch a rank so that it is killed once, before the first step after a rollback."""
+    """Patch the training step of a rank so that the rank is killed once, before the first step after a rollback."""
     os.environ[HOST], made = f"host{rank}", training.train_step
 
     def step(run: TrainingRun) -> None:

@@ -1,4 +1,5 @@
-"""Piecewise schedules follow their formulas, and branches continue exactly from the original run."""
+"""Piecewise learning rate schedules follow their formulas. Branches of a run continue exactly where the original run
+was."""
 
 from __future__ import annotations
 
@@ -53,8 +54,7 @@ def test_shapes() -> None:
 
 
 def test_a_power_law_uses_the_consumed_samples() -> None:
-    """The PowerLR schedule (arXiv 2408.13359) is min(peak, b a n^-0.51) with b a = peak knee^0.51, followed by a
-    decay."""
+    """The PowerLR schedule (arXiv 2408.13359) is min(peak, peak (n / knee)^-0.51), followed by a decay."""
     text = "warm-up 1%, power rest exponent -0.51 after 200 samples, linear 10% to 0"
     assert rates(text, 5, 10, 200) == [1, 2, 2]
     assert rates(text, 400, 900) == pytest.approx([2 * 2**-0.51, 2 * 4.5**-0.51])
@@ -208,7 +208,7 @@ def test_a_branch_continues_from_its_run_and_resumes_bitwise(tmp_path: Path) -> 
     assert steps[0]["lm_loss"] == stable[4]["lm_loss"]  # proves that data, weights and dropout continue
     assert (
         steps[1]["lm_loss"] == stable[5]["lm_loss"]
-    )  # proves that optimizer states continue, as the rate is unchanged
+    )  # the learning rate is unchanged, so equal losses prove that the optimizer states continue
     assert "linear 16 samples; 128 tokens to its end" in (tmp_path / "branch.screen").read_text()
     trained(tmp_path / "killed", f"{branch} --exit-interval 6")
     shutil.rmtree(tmp_path / "stable")

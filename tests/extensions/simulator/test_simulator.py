@@ -8,7 +8,8 @@ from megatron.core.pipeline_parallel.schedules import B, F, build_schedule
 from megatron.core.pipeline_parallel.walk import DeadlockError, Timed
 from megatron.extensions.plan.simulator.simulator import StageCosts, held_at_peak, simulate
 
-# The 1.5B model on 8 stages in tables 5 and 6 of arXiv 2401.10241: m, T_F, T_B, T_W, T_comm (ms), bubble rates.
+# Each row contains m, the times T_F, T_B, T_W and T_comm in ms, and the bubble rates. The values are those of the 1.5B
+# model on 8 stages in tables 5 and 6 of arXiv 2401.10241.
 PUBLISHED = [
     (24, 18.522, 18.086, 9.337, 0.601, {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083}),
     (32, 18.513, 18.086, 9.331, 0.626, {"1f1b": 0.1985, "zb-h1": 0.1242, "zb-h2": 0.0837}),
@@ -52,8 +53,9 @@ def test_micro_batches_in_flight_at_the_peak():
 
 
 def test_alternating_passes_compute_while_the_other_exchanges():
-    """The three parts of F take 1 each and those of B take 2 each, with all-to-alls in between: F0 B0 F1 B1 F2 B2. A
-    pass waits only if its all-to-all takes longer than the other pass."""
+    """The three parts of F take time 1 each, and the three parts of B take time 2 each. An all-to-all separates the
+    parts of a pass. The parts alternate in the order F0 B0 F1 B1 F2 B2. A pass waits only if its all-to-all takes
+    longer than the other pass."""
     pair = (F(1, 1), B(1, 0))
     times = {0.5: (9, 0), 1: (9, 0), 1.5: (10, 1), 3: (15, 6)}
     for exchange, (time, waited) in times.items():

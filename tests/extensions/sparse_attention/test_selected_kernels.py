@@ -42,7 +42,7 @@ SCALE = 0.3
 
 
 class Case(NamedTuple):
-    """Attention problem with the last n queries of a sequence."""
+    """Attention problem in which the queries are the last n positions of a sequence."""
 
     n: int = 5
     s: int = 40
@@ -364,8 +364,8 @@ TYPES: dict[str, Any] = {
 }
 OF_KEYS = {"WIDTH": 576, "VALUES": 512, "SLICES": 3, "HEADS": 32}
 MOST_STACK = {80: 0, 90: 520, 100: 16}
-"""Largest number of bytes that a thread spills. On Hopper, threads spill operand descriptors, which are created before
-the loop."""
+"""Largest number of bytes that a thread may spill, keyed by compute capability. On Hopper, threads spill operand
+descriptors that are created before the loop."""
 
 
 @pytest.mark.grid(

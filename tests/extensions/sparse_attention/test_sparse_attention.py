@@ -42,8 +42,8 @@ COEFF, SCALE = 0.7, 1.3
 
 
 def literal(layer: Any, x: Tensor, context: BatchContext, sparse_loss: bool, topk: int) -> tuple[Tensor, Tensor]:
-    """Compute the output of a layer with dense attention. Its mask is derived by sorting scores in Python. Return the
-    output and the sum of the divergences."""
+    """Compute the output of a layer with dense attention. The mask of the reference is computed by sorting scores in
+    Python. Return the output and the sum of the divergences."""
     whole = MultiLatentAttention._latents(layer, x)
     q, k, v = MultiLatentAttention._heads(layer, Latents(*whole), context)
     (s, b, *_), indexer = q.shape, layer.indexer
@@ -264,7 +264,7 @@ def test_training_in_fp8_follows_bf16(variant: str) -> None:
     (found,) = run_world(1, trained, f"{flags} --fp8-format hybrid --fp8-recipe tensorwise")
     torch.testing.assert_close(found["loss"], plain["loss"], rtol=0.02, atol=0)
     for name, change in plain.items():
-        if change.ndim > 1:  # other parameters are too close to 1 for bf16 to represent their changes
+        if change.ndim > 1:  # one-dimensional parameters are close to 1, where bf16 cannot represent their changes
             assert (found[name] - change).norm() <= 0.3 * change.norm(), name
 
 

@@ -1,8 +1,8 @@
 """Randomly damaged files of text, tokens and vocabularies: readers either report the damage in a clear line or read the
 files correctly.
 
-Each trial damages one file. A tool or a training run's data code then reads the file in a separate process with limited
-memory and time. It fails if that process
+Each trial damages one file. A data tool, or the code that reads data in training, then reads the file in a separate
+process with limited memory and time. It fails if that process
 
 - ends with an error other than a user error (a traceback), with a signal, or not at all;
 - prints a message that does not name the file;
@@ -175,7 +175,7 @@ def damaged(dice: Random, data: bytes) -> Damage:
 
 @dataclass(frozen=True)
 class Trial:
-    """One kind of input, with its reader and the check of the reader's result."""
+    """Input files of one kind, a function that reads the files, and a function that checks what was read."""
 
     name: str
     files: Mapping[str, bytes]
@@ -328,7 +328,8 @@ def _training_trial(suffix: str) -> Trial:
 
 
 def trials(folder: Path) -> list[Trial]:
-    """Return trials of all kinds of input with every reader. The files for the trials are created in the folder."""
+    """Return one trial for each kind of input and each reader of this kind. The input files are created in `folder` as
+    needed."""
     found = [_text_trial(suffix, by) for suffix in DAMAGED for by in ("preprocess_data", "data-path")]
     found += [*_token_trials(folder), *_tokenizers(folder)]
     return [*found, _training_trial(".jsonl"), _training_trial(".parquet")]

@@ -66,8 +66,8 @@ def documents(text: NDArray[np.int64], at: int = END) -> list[list[int]]:
 
 
 def restored(ids: list[int]) -> list[int]:
-    """Return the original of a document that was rearranged in either order. If the suffix comes first, no prefix
-    precedes it."""
+    """Return the original tokens of a document that was rearranged for fill-in-the-middle, in psm or spm order. In spm
+    order, there are no tokens between the prefix marker and the suffix marker."""
     if not ids or ids[0] != PREFIX:
         return ids
     suffix, middle = ids.index(SUFFIX), ids.index(MIDDLE)

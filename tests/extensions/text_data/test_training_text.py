@@ -1,4 +1,4 @@
-"""Text files as training data: cached tokens, JSON keys, source names and logged samples."""
+"""Tests of training on text files directly: cached tokens, JSON keys, source names and logged samples."""
 
 from __future__ import annotations
 
@@ -408,7 +408,7 @@ def test_tools_and_plans_recognize_text(tmp_path: Path) -> None:
 
 @pytest.mark.grid("seed", [7], range(30))
 def test_damage_is_reported_or_harmless(seed: int, tmp_path: Path) -> None:
-    """The test uses one file for each kind of input."""
+    """For each kind of input, the test damages one file."""
     (tmp_path / "made").mkdir()
     found = [
         run_trial(trial, Random(f"{seed} {number}"), tmp_path / f"damaged-{number}")

@@ -355,7 +355,8 @@ def write_parts(folder, **parts):
 
 
 def template(*ids, pattern="<A"):
-    """Return a post-processor that inserts these ids at each "<" in the pattern, and the text at each "A"."""
+    """Return a post-processor of tokenizer.json. Each "<" in `pattern` stands for the special token ids `ids`, and each
+    "A" stands for the text."""
     parts = {"<": {"SpecialToken": {"id": "<s>", "type_id": 0}}, "A": {"Sequence": {"id": "A", "type_id": 0}}}
     around = [parts[letter] for letter in pattern]
     special = {"<s>": {"id": "<s>", "ids": list(ids), "tokens": ["<s>"] * len(ids)}}

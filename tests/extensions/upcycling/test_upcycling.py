@@ -18,7 +18,8 @@ MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-
 TRAINING = """--cpu --fp32 --mock-data --global-batch-size 4 --eval-iters 0 --num-workers 0 --log-interval 1
     --save-interval 1"""
 STILL = "--lr 1e-30 --train-iters 1"
-"""Flags of a step that is too small to change any weight, so that the saved weights equal the initial weights."""
+"""Flags for one training step with a tiny learning rate. The step changes no weight, so the saved weights equal the
+initial weights."""
 
 
 @pytest.fixture(scope="module", params=["gelu", "swiglu"])

@@ -67,8 +67,8 @@ def covering(combinations: Sequence[Combination]) -> list[Combination]:
 
 
 def many_pairs(count: int) -> list[Combination]:
-    """Return additional combinations, beginning with those that add the most pairs of choices relative to their world
-    size."""
+    """Return `count` additional combinations. Combinations that add many new pairs of choices relative to their world
+    size come first."""
     choices = [(name, choice) for name, options in FACTORS.items() for choice in options]
     first, second = np.triu_indices(len(FACTORS), 1)
     numbers = np.array([[choices.index(item) for item in zip(FACTORS, c.choices, strict=True)] for c in pairwise()])
