@@ -245,7 +245,7 @@ def _samples(documents: Documents | None) -> list[tuple[int | None, tuple[int, .
 
 
 def _with_rows(spans: Spans) -> Iterator[tuple[int, range]]:
-    """Return a pair (shift, span) for each span. The token at position p of the span is in row p + shift."""
+    """Return a pair (shift, span) for each span: the token at position p is in row p + shift."""
     row = 0
     for span in spans:
         yield row - span.start, span

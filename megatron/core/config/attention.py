@@ -1,4 +1,4 @@
-"""Configuration of positions and of attention scores, gates and heads. `TransformerConfig` inherits these fields.
+"""Configuration fields for positions and for attention scores, gates and heads, which `TransformerConfig` inherits.
 
 This module does not import torch.
 """

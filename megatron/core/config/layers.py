@@ -119,9 +119,8 @@ class Span:
     if documents are not cut into chunks."""
 
     def mean(self, length: int) -> float:
-        """Return the mean number of tokens to which a token attends in a document of s = `length` tokens. By
-        convention, the result for plain causal attention is s/2. The mean is smaller with a window of w tokens (w - w^2
-        / 2s) or with chunks."""
+        """Return the mean number of tokens to which a token attends in a document of s = `length` tokens. Without a
+        window or chunks, the mean is counted as s/2. With a window of w tokens, the mean is w - w^2 / 2s."""
         if self.chunk is not None and self.chunk < length:
             whole, rest = divmod(length, self.chunk)
             return (whole * self.chunk**2 + rest**2) / (2 * length)

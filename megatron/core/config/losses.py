@@ -65,7 +65,7 @@ def has_perplexity(loss_func: str, z_loss_coeff: float) -> bool:
 
 
 AUTO = -1
-"""Value of the configuration field for --loss-chunk-tokens auto, with which the function `chunk_size` chooses the
+"""Value of the configuration field for --loss-chunk-tokens auto. With `AUTO`, the function `chunk_size` chooses the
 size."""
 
 CHUNK_SIZES = 1024, 2048, 4096, 8192

@@ -139,7 +139,7 @@ class TransformerConfig(ModelFields):
 
     @property
     def _sublayers(self) -> tuple[Sublayers, ...]:
-        """Sublayers of each layer, and of each multi-token prediction module, which has those of the last layer."""
+        """Sublayers of each layer and MTP module. By default, MTP modules have the same sublayers as the last layer."""
         if (stated := self.stated_layers) is not None:
             return stated
         variant = self.experimental_attention_variant
@@ -252,7 +252,7 @@ class TransformerConfig(ModelFields):
         return found
 
     def _pattern(self, present: bool, text: str | None, of_period: Callable[[int, int], bool]) -> tuple[bool, ...]:
-        """Return one bool per layer, as the pattern `text` specifies. Without a pattern, return `present` for all
+        """Return one bool per layer, as the pattern `text` specifies. If `text` is None, return `present` for all
         layers."""
         if not present or text is None:
             return (present,) * self.num_layers

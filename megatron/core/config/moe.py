@@ -84,8 +84,8 @@ class RouterClass(Protocol):
         and `ctx` is the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def make_scores(self, config: Section) -> Scores:
-        """Create the `Scores` whose name is `config.moe_router_scores`. The router is registered with this name in
-        `RouterFacts.scores`. Must be a static method."""
+        """Create the `Scores` with the name `config.moe_router_scores`, which is one of `RouterFacts.scores` of this
+        router. Must be a static method."""
 
 
 ROUTERS = Registry("router", RouterFacts, protocol=RouterClass, makes=RouterModule)

@@ -52,8 +52,8 @@ class Norm(Protocol):
             size: Number of channels.
             config: The layer's `TransformerConfig`.
             ctx: The layer's `megatron.core.tensor_parallel.layers.TPContext`.
-            partial_over: Value of `ParamMeta.partial_over` for the norm's parameters. Use "norm" as the
-                `ParamMeta.role` of these parameters.
+            partial_over: Value of `ParamMeta.partial_over` for the norm's parameters, whose `ParamMeta.role` must be
+                "norm".
         """
 
 

@@ -67,8 +67,8 @@ OPTIMIZERS.register("sgd", "megatron.core.optimizer.fused:sgd", by_element=True)
 
 
 class StatePlan:
-    """Description of the format in which main parameters and optimizer states are stored. By default, both are stored
-    in the main dtype."""
+    """Description of the format in which main parameters and optimizer states are stored. By default, main parameters
+    and states are stored in the main dtype."""
 
     optional: tuple[str, ...] = ()
     """Kinds of optimizer states that may be missing from a checkpoint. If a checkpoint contains such optional states,

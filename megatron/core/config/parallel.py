@@ -136,7 +136,8 @@ class StageSplit(Protocol):
 
 
 STAGE_SPLITS = Registry("split of layers", SplitFacts, protocol=StageSplit)
-"""Registry that maps names to implementations of `StageSplit`. Without extensions, the registry is empty."""
+"""Registry that maps names to implementations of `StageSplit`. Only extensions register implementations of
+`StageSplit`."""
 
 
 @dataclass(frozen=True)

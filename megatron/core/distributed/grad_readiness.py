@@ -4,7 +4,8 @@ For gradients, a parameter reports each contribution to its `main_grad`. If a la
 use of the parameter in the layer causes one report. The sum of the gradients that autograd computes causes one report.
 Every micro-batch therefore causes the same number of reports. A gradient is complete after (reports per micro-batch) *
 (micro-batches) reports. Counting reports works for any order of backward passes, for split backward passes, and for
-parameters that several stages share. A schedule therefore does not have to mark the last backward pass of a step.
+parameters that several stages share. Because reports are counted, a schedule does not have to mark the last backward
+pass of a step.
 
 For parameters, a module waits for the buckets that it reads before it runs.
 """

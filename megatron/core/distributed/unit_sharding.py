@@ -99,7 +99,7 @@ class UnitBucket(Bucket):
             self.drop_params()
 
     def drop_params(self) -> None:
-        """Free whole parameters, for example after their values have changed. This is allowed only between passes."""
+        """Free whole parameters between passes, for example because the values of their shards have changed."""
         assert self.users == 0, "parameters in use"
         if self.shards_params and self.whole_params:
             self.finish_param_sync()
@@ -115,7 +115,7 @@ class UnitBucket(Bucket):
             super().start_param_sync()
 
     def open_grads(self) -> None:
-        """Allocate whole gradients. The first gradient of a parameter overwrites the uninitialized memory."""
+        """Allocate memory for whole gradients. The first contribution to a gradient overwrites this memory."""
         self.finish_grad_sync()
         if not self.whole_grads:
             alloc_storage(self.grads)

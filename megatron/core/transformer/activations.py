@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.torch_private import AutogradContext
 
 PARTIAL_SUMS = 32
-"""Number of row groups over which bias gradients are summed separately. The separate sums of row groups give a GPU
+"""Number of row groups over which bias gradients are summed separately. Summing row groups separately gives a GPU
 enough parallel work even if the bias has few elements."""
 
 

@@ -56,8 +56,9 @@ def build_residual(sublayer: str, config: TransformerConfig, ctx: TPContext) -> 
 class TransformerLayer(nn.Module):
     """Transformer layer of two sublayers f (attention, and an MLP or experts), or of a single sublayer.
 
-    Each sublayer adds dropout(post(f(pre(x)))) to the residual stream x. According to `--norm-placement`, pre and post
-    are norms or identities. With `--norm-placement sum`, each sublayer instead replaces x with post(x + dropout(f(x))).
+    Each sublayer adds dropout(post(f(pre(x)))) to the residual stream x. The functions pre and post are norms or
+    identities, depending on `--norm-placement`. With `--norm-placement sum`, each sublayer instead replaces x with
+    post(x + dropout(f(x))).
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:

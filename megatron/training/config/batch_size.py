@@ -43,8 +43,8 @@ class BatchSizes:
         return cls(config.training.global_batch_size).resumed(config.past_batches)
 
     def resumed(self, past: Sequence[Point]) -> Self:
-        """Return the batch sizes of a run that resumes at the last position in `past`. All positions before the last
-        one are those of batch-size changes."""
+        """Return the batch sizes of a run that resumes at the last position in `past`. The earlier positions in `past`
+        are those of batch-size changes."""
         if not past:
             return self
         begun = replace(self, past=tuple(past[:-1]) or START)
@@ -105,7 +105,7 @@ class SchedulesBatches(Protocol):
         """True if a flag changes the batch size during the run."""
 
     def batch_sizes(self, config: RunConfig) -> BatchSizes:
-        """Return the batch sizes of a run whose flags change the batch size. `config` must have been validated."""
+        """Return the batch sizes of a run whose flags change the batch size, given a validated configuration."""
 
 
 def batch_schedule(config: RunConfig) -> SchedulesBatches | None:

@@ -85,7 +85,7 @@ class Problem:
 
     @classmethod
     def of_message(cls, flag: str, value: object, message: str) -> Problem:
-        """Convert the message of a ValueError to a problem. The message has the form `flag value: rule; remedy`."""
+        """Convert the message of a ValueError, which has the form `flag value: rule; remedy`, to a problem."""
         rule, _, remedy = message.partition(": ")[2].partition("; ")
         return cls(flag, value, rule or message, remedy or "correct it")
 

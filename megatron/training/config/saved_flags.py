@@ -38,8 +38,8 @@ with lr_."""
 
 
 def training_only() -> frozenset[str]:
-    """Return the names of the model fields that affect how a model is trained or stored, but not its outputs. The name
-    `extension_options` is included, because its values belong to components that other fields select.
+    """Return the names of the model fields that affect how a model is trained or stored, but not its outputs.
+    `extension_options` is one of these names, because its values belong to components that other fields select.
     """
     return frozenset(flag.field for flag in all_flags() if flag.spec.training_only) | {"extension_options"}
 

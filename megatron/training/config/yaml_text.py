@@ -128,8 +128,8 @@ def compose(path: str) -> Node | None:
 
 
 def plain(node: Node) -> Plain:
-    """Convert a YAML node to None, a bool, a string, or a list of strings. The caller converts strings to the types of
-    configuration fields.
+    """Convert a YAML node to None, a bool, a string, or a list of strings. Numbers remain strings, which the caller
+    converts to the types of configuration fields.
 
     Returns an empty mapping for a mapping, and for a list that contains lists or mappings.
     """

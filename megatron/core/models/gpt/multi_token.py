@@ -46,8 +46,8 @@ class LossSum(Protocol):
 
 
 def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear:
-    """Build the linear layer `eh_proj`. The input of `eh_proj` is the concatenation of the normalized embedding and the
-    normalized hidden states. The outputs are hidden states."""
+    """Build the linear layer `eh_proj`. `eh_proj` maps the concatenation of the normalized embedding and the normalized
+    hidden states to hidden states."""
     return ColumnLinear(f"{name}.eh_proj", 2 * config.hidden_size, (config.hidden_size,), False)
 
 

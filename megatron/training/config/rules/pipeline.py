@@ -38,7 +38,7 @@ def pipeline(c: RunConfig, world_size: int) -> Iterator[Problem]:
         layout = pipeline_layout(c.model, p)
     except ValueError as error:
         if chunks is None and per_stage is None and p.stage_split is not None:
-            return  # the rules for uneven stages report this error
+            return  # the rules for uneven stages report the error
         if per_stage is None:
             yield Problem.of_message(VIRTUAL, chunks, str(error))
         else:
