@@ -214,8 +214,8 @@ def halved(tiles: tuple[Tile, ...], longest: int, times: int = 4) -> tuple[Tile,
     """Halve diagonal tiles, at most `times` times, until they have at most `longest` queries.
 
     The halves of a diagonal tile contain fewer masked pairs than the whole tile. Smaller diagonal tiles save time in
-    kernels that also compute masked pairs. In the result, as in `tiles`, the diagonal tile of a query precedes its
-    other tiles.
+    kernels that also compute masked pairs. The order of tiles is kept, so that the diagonal tile of a query precedes
+    the query's other tiles.
     """
     return tuple(part for tile in tiles for part in _halves(tile, longest, times))
 

@@ -23,8 +23,8 @@ Lengths = tuple[Tensor, Tensor, int, int]
 longest query sequence, length of the longest key sequence."""
 
 Window = tuple[int, int]
-"""Numbers of keys to the left and to the right of a query that the query sees; -1 for all keys. Positions are aligned
-so that the last query is at the last key."""
+"""Numbers of keys to the left and to the right of a query that the query sees; -1 for all keys. The last query has the
+same position as the last key."""
 
 
 class PackedKernel(Protocol):

@@ -65,8 +65,8 @@ class ResidualFacts:
     pipeline stages send to each other."""
 
     layers: tuple[str, ...] | None = ("transformer_layer",)
-    """Values of --layer-module whose layers add the outputs of their sublayers through this stream. None if the stream
-    supports all values."""
+    """Values of --layer-module whose layers add the outputs of their sublayers through this stream. None if the
+    residual stream supports all values of --layer-module."""
 
     recomputed: str = ""
     """Name by which --recompute-modules selects the part of this stream that can be recomputed; empty if no part

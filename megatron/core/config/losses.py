@@ -76,8 +76,8 @@ MOST_COST = 0.01
 
 WEIGHT_TOKENS = 320
 """Number of tokens for which the matrix products with a weight take as long as reading and writing the weight's fp32
-gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). The number for an
-H100 is the largest among the GPUs that the planner supports."""
+gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). The number is
+computed for an H100, because it is smaller or equal on the other GPUs that the planner supports."""
 
 
 def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:

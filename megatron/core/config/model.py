@@ -113,7 +113,7 @@ class TransformerConfig(ModelFields):
         return max(8 * self.hidden_size // 192, 1) * 64 if self.gated else 4 * self.hidden_size
 
     def layer(self, number: int) -> LayerKind:
-        """Return the kind of layer `number`, or of MTP module `number - num_layers`. Raises ValueError for wrong
+        """Return the kind of layer `number`, or of MTP module `number - num_layers`. Raises ValueError for invalid
         patterns."""
         return self._kinds[number]
 

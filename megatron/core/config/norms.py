@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NormFacts:
-    """Properties of a registered norm. The defaults of these properties are those of a custom RMSNorm."""
+    """Properties of a registered norm. The defaults of `NormFacts` describe a custom RMSNorm."""
 
     centered: bool = False
     """True if the norm subtracts the mean from its input, as LayerNorm does."""

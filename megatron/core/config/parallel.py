@@ -29,8 +29,8 @@ class HostFacts:
     ranges: Callable[..., Mapping[tuple[int, int], Sequence[range]]]
     """Function of the `OptimizerConfig` and the number of elements that the rank owns in each bucket. For each bucket,
     the function returns the ranges of elements whose states are in host memory. A bucket is identified by (buffer
-    number, bucket number in the buffer). The argument lists buckets in the order in which the backward pass completes
-    them."""
+    number, bucket number in the buffer). The second argument has the buckets in the order in which the backward pass
+    completes them."""
 
     slots: Callable[[Sequence[int]], tuple[int, int]]
     """Function of the sizes of all ranges in host memory that returns the number and the size of the device slots

@@ -44,8 +44,8 @@ class ParamGroup:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Sort key of parameter groups. Groups with weight decay precede groups without weight decay. Among groups with
-        weight decay, and among groups without, the other settings determine the order."""
+        """Sort key of parameter groups. Groups with weight decay precede groups without weight decay; then the other
+        settings determine the order."""
         own = -1.0 if self.weight_decay is None else self.weight_decay
         return (not self.decays, self.decoupled, self.lr_mult != 1, self.lr_mult, self.wd_mult, own, self.eps_mult)
 

@@ -204,8 +204,8 @@ class DistributedDataParallel:
         return (self.params[place.index] for bucket in buckets for place in bucket.layout.params)
 
     def zero_stale_grads(self, bucket: int | None = None) -> None:
-        """Zero the gradients to which this step has added nothing, in one bucket or in all buckets. Gradients that were
-        held back are added first.
+        """Zero the gradients to which this step has added nothing, in one bucket or in all buckets, after small
+        gradients that were held back have been added.
         """
         self._small_grads.flush()
         buckets = self._reduced_whole if bucket is None else self._reduced_whole[bucket : bucket + 1]
@@ -264,7 +264,7 @@ class DistributedDataParallel:
         """Wait for all-gathers of parameters, and gather the parameters of which only copies in another format have
         been gathered.
 
-        After this call, all parameters that each rank keeps whole between passes have their updated values. All
+        After this call, each rank has the updated values of all parameters that are not sharded between passes. All
         data-parallel ranks must call this method.
         """
         self.wait_param_sync()

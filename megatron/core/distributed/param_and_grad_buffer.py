@@ -87,8 +87,8 @@ class Bucket:
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def adopt(self, owners: Sequence[nn.Parameter]) -> None:
-        """Take over the parameters `owners` after their values were moved into `params`. Does nothing in this base
-        class."""
+        """Take over the parameters `owners` after their values were moved into `params`. `Bucket.adopt` does
+        nothing."""
 
     def owned_grad(self, piece: Piece) -> Tensor:
         """Return the gradient of `piece`, a part of a parameter from `owned_pieces`, as a 1-D view."""

@@ -199,8 +199,8 @@ def _fill_buckets(
     """Fill buckets of at least `bucket_size` elements. If `bucket_size` is None, make one bucket for each unit.
 
     Only the last bucket and buckets next to shared parameters may be smaller. A parameter shared by two stages has a
-    bucket that contains no other parameter. Without other parameters, shards of the bucket cover the same elements on
-    both stages, and can be summed over the two stages.
+    bucket that contains no other parameter, so that shards of the bucket cover the same elements on both stages and can
+    be summed over the stages.
     """
     buckets: list[BucketLayout] = []
     filling: list[ParamRange] = []

@@ -115,7 +115,7 @@ class UnitBucket(Bucket):
             super().start_param_sync()
 
     def open_grads(self) -> None:
-        """Allocate memory for whole gradients. The first contribution to a gradient overwrites this memory."""
+        """Allocate memory for whole gradients, which the first contribution to each gradient overwrites."""
         self.finish_grad_sync()
         if not self.whole_grads:
             alloc_storage(self.grads)
@@ -274,8 +274,8 @@ class UnitSharding(WholeUnits):
                 after.takes_pending = True  # type: ignore[attr-defined]
                 module.register_forward_hook(after, always_call=True)
         self._last_users: dict[UnitBucket, int] = {}
-        """For each bucket, the number of its first unit in forward order. The gradients of a bucket are complete after
-        the backward pass of this first unit."""
+        """For each bucket, the number of its first unit in forward order. A bucket's gradients are complete after the
+        backward pass of its first unit."""
 
     def begin_step(self, microbatches: int) -> None:
         self.order.begin(microbatches)
@@ -348,7 +348,7 @@ class UnitSharding(WholeUnits):
         input is known. Autograd first runs the operations that were recorded last, so no operation of the unit remains
         at that point. If no operation produced the input, the unit's backward pass ends with the whole backward pass. A
         layer that returns a `Pending` stream has two outputs, one of which was computed in the middle of the layer.
-        The pass of such a layer lasts from the first output gradient to the last input gradient."""
+        The backward pass then lasts from the first output gradient to the last input gradient."""
         made_by = list(dict.fromkeys(result.grad_fn for result in _differentiable(output) if result.grad_fn))
         if not made_by:
             return

@@ -89,7 +89,7 @@ class TransformerBlock(nn.Module):
         self.sequence_shards = ctx.tp.size if ctx.sequence_parallel else 1
         self.watch: dict[int, Callable[[Stream], None]] = {}
         """Hooks that are called in each pass with the residual stream after a layer, keyed by the id of the layer.
-        `watch` is used instead of module hooks, because a layer with a module hook cannot return a `Pending` stream.
+        These hooks are not module hooks, because a layer with a module hook cannot return a `Pending` stream.
         """
 
     def set_positions(self, config: TransformerConfig) -> None:

@@ -33,8 +33,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, context: BatchContext | None = None, addend: Tensor | None = None) -> Tensor:
         """Run the MLP: x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism.
 
-        If `addend` [s, b, h] is given, it is added to the result. This requires `takes_addend` of the last linear
-        layer.
+        If `addend` [s, b, h] is given, it is added to the result. The last linear layer must have `takes_addend`.
         """
         return recomputed(self._run, x, addend) if self.recompute and self.training else self._run(x, addend)
 

@@ -134,8 +134,8 @@ def _tuple(results: Results) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Segment:
-    """A single layer of a stage, or consecutive layers that the backward pass recomputes together. `layers` contains
-    positions in the stage, not layer numbers in the model."""
+    """A single layer of a stage, or consecutive layers that the backward pass recomputes together. The field `layers`
+    contains positions of layers within the stage."""
 
     layers: range
     recompute: bool = False

@@ -55,8 +55,8 @@ def _yarn_frequencies(frequencies: Tensor, channels: int, base: float, config: T
     """
 
     def pair(rotations: float) -> float:
-        """Return the index of the channel pair that makes `rotations` rotations within the original context length. The
-        index may be a fraction."""
+        """Return the index, which may be a fraction, of the channel pair that makes `rotations` rotations within the
+        original context length."""
         wavelengths = config.original_max_position_embeddings / (2 * math.pi * rotations)
         return channels * math.log(wavelengths) / (2 * math.log(base))
 

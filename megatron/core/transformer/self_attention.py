@@ -66,8 +66,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
         """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism; s/cp under context parallelism.
 
-        If `addend` [s, b, h] is given, it is added to the result. This requires `takes_addend` of the last linear
-        layer.
+        If `addend` [s, b, h] is given, it is added to the result. The last linear layer must have `takes_addend`.
         """
         q, gate, k, v = self._project(x, context)
         v = v if self.value_scale == 1 else v * self.value_scale

@@ -1,12 +1,12 @@
 """Record of the code that each of a user's runs has used. Checkpoints and configurations of these runs may name the
 recorded code, although the command line does not name it again. This module does not import torch.
 
-Code runs only if the command line names it. Checkpoints and configurations may come from anywhere, so it is not enough
-that they name the code. The only exception is a checkpoint or configuration in the --save folder of a run that the same
-user started. When a run starts, `record_code` stores the run's folder, and the names and content digests of the code
-that the run uses. The record is in the user's state folder, outside the folder of the run. `standing` compares the code
-that a file names with the record. No checkpoint can extend the record. Code that has changed since it was recorded may
-not run.
+Code runs only if the command line names it. It is not enough that a checkpoint or configuration names the code, because
+these files may come from anywhere. The only exception is a checkpoint or configuration in the --save folder of a run
+that the same user started. When a run starts, `record_code` stores the run's folder, and the names and content digests
+of the code that the run uses. The record is in the user's state folder, outside the folder of the run. `standing`
+compares the code that a file names with the record. No checkpoint can extend the record. Code that has changed since it
+was recorded may not run.
 """
 
 from __future__ import annotations

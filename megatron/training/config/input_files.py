@@ -49,8 +49,8 @@ def unusable_checkpoint(config: RunConfig, has_model: bool = True) -> list[Probl
     """Return a problem if --load does not exist or is a file. Return no problem if the run may start from scratch
     instead.
 
-    `has_model` is False if neither the flags nor the checkpoint describe the model. If nothing describes the model, a
-    --load folder that contains no model is a problem too.
+    `has_model` is False if neither the flags nor the checkpoint describe the model. If `has_model` is False, a --load
+    folder that contains no model is a problem too.
     """
     options = config.checkpoint
     load, kind = str(options.load), kind_of(options.load or "")

@@ -172,7 +172,7 @@ def print_problems(problems: Sequence[Problem], json_file: str | None = None) ->
         if not json_file:
             print(text, end="", flush=True)
         else:
-            with suppress(OSError):  # if the file cannot be written, a problem that is printed below says so
+            with suppress(OSError):  # if the JSON file cannot be written, one of the problems printed below says so
                 Path(json_file).write_text(text, encoding="utf-8")
     head = f"This configuration cannot run: {len(problems)} problem{'s' if len(problems) != 1 else ''}."
     tell_last("\n".join([head, *(f"  {problem}" for problem in problems)]))

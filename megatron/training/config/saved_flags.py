@@ -39,7 +39,7 @@ with lr_."""
 
 def training_only() -> frozenset[str]:
     """Return the names of the model fields that affect how a model is trained or stored, but not its outputs.
-    `extension_options` is one of these names, because its values belong to components that other fields select.
+    `extension_options` is also returned, because its values belong to components that other fields select.
     """
     return frozenset(flag.field for flag in all_flags() if flag.spec.training_only) | {"extension_options"}
 
@@ -126,7 +126,7 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the configuration, changed so that multi-token prediction modules have the same layer kind as in the
     checkpoint, and notes about changes. The configuration changes only if the model has layers of different kinds, and
-    the modules in the checkpoint have the kind of the last layer."""
+    the multi-token prediction modules in the checkpoint have the kind of the last layer."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:

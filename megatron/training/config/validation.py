@@ -47,8 +47,7 @@ MOCK_VOCAB_SIZE = 50257
 
 
 def validate(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return every problem that prevents `config` from running on `world_size` ranks. `config` may lack derived
-    values."""
+    """Return every problem that prevents a run with `config`, which may lack derived values, on `world_size` ranks."""
     return [problem for problem in findings(config, world_size) if not problem.harmless]
 
 
@@ -185,8 +184,8 @@ def _with(section: S, values: Mapping[str, object]) -> S:
 
 
 def _without_training(config: RunConfig) -> RunConfig:
-    """Fill in values that a run without training does not need, so that its command line may omit their flags. These
-    flags set the learning rate, the length and, if only callbacks evaluate, the data."""
+    """Fill in values that a run without training does not need, so that its command line may omit their flags: a
+    learning rate, a length and, if only callbacks evaluate, data."""
     training, data = config.training, config.data
     if not names_data(config) and callbacks_evaluate(config) and not training.full_validation:
         data, training = replace(data, mock_data=True), replace(training, eval_iters=0)

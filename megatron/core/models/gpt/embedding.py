@@ -39,7 +39,7 @@ class EmbeddingContext(AutogradContext):
 
 class EmbeddingFunction(torch.autograd.Function):
     """Look up ids in a row-sharded embedding table. Each rank looks up the ids of its own rows, and uses zeros for all
-    other ids. The embeddings are then summed over the ranks.
+    other ids. The sum over the ranks is the embedding.
 
     The gradient is added to `weight.main_grad` row by row, which avoids a gradient tensor as large as the table.
     """

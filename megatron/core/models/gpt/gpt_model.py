@@ -125,7 +125,7 @@ class GPTModel(nn.Module):
             parallel: Parallelism settings; by default, the settings for a single process.
             state: Process groups; by default, there are none.
             stage: Stage to build; None builds the whole model.
-            embedding: Embedding of the first stage. Pass it to the last stage if both stages are on the same rank.
+            embedding: Embedding of the first stage, which the last stage needs if both stages are on the same rank.
             passes: State that all stages of the rank share.
             weights: Settings for creating the parameters.
             hardware: Capabilities of the stage's device.

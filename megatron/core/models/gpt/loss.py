@@ -56,9 +56,10 @@ class Head(OutputLayer):
     def forward(self, x: Tensor, use: Callable[[Tensor], T] | None = None) -> Tensor | T:
         """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp].
 
-        If the layer has no bias, x is divided by the logit divisor. This is cheaper than dividing the logits, because x
-        is smaller. If `use` is given, the method passes the input of the matrix multiplication to `use`, and returns
-        its result instead of the logits. Hooks that gather the parameters of this module run with and without `use`.
+        If the layer has no bias, x is divided by the logit divisor instead of the logits, because x is smaller and the
+        result is the same. If `use` is given, the method passes the input of the matrix multiplication to `use`, and
+        returns its result instead of the logits. Hooks that gather the parameters of this module run with and without
+        `use`.
         """
         x = x / self.divisor if self.divisor != 1 and self.bias is None else x
         return self.finished(super().forward(x)) if use is None else use(x)

@@ -74,9 +74,9 @@ def _candidates(problem: Problem, given: int, tried: dict[int, list[Problem]]) -
     """Yield values that may replace the refused value of a flag, in the order in which they are tried.
 
     The first candidates are values that the remedy of `problem` suggests. The next candidates are values that other
-    rules suggest when they refuse a candidate. After these come common multiples of the numbers of which rules require
-    multiples, and finally small numbers. `tried` maps each value tried so far to the problems that rules found with
-    this value.
+    rules suggest when they refuse a candidate. If rules require multiples of certain numbers, common multiples of these
+    numbers are tried next. Small numbers are tried last. `tried` maps each value tried so far to the problems that
+    rules found with this value.
     """
     named, steps = [*_values(problem)], [_step(problem)]
     for value in named:
