@@ -159,8 +159,8 @@ class BackgroundAudit(Callback, Meter):
         return self.folder / f"iter_{iteration:07d}"
 
     def _boxes(self) -> dict[str, Tensor]:
-        """Return the weight shards that this rank writes to a snapshot. If several ranks hold the same shard, only the
-        first of them writes it."""
+        """Return the weight shards that this rank writes to a snapshot: a folder with the weights and samples of one
+        step. If several ranks hold the same shard, only the first of them writes it."""
         state = self.run.runtime.state
         found = {}
         for model in self.run.stages.values():
@@ -190,7 +190,8 @@ class BackgroundAudit(Callback, Meter):
         return found
 
     def after_update(self, step: StepView, result: StepResult) -> None:
-        """Write the loss and the gradient sums of the step to a file, and request an audit from the audit process."""
+        """Write the loss and the random-sign sums of the gradients to a file, and request an audit from the audit
+        process."""
         if self._step is None:
             return
         run, world = self.run, self.run.runtime.state.world

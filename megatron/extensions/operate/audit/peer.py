@@ -36,17 +36,17 @@ from megatron.training.run import TrainingRun
 from megatron.training.train_step import TrainStep
 
 ALLOWED = {"torch.float64": 1e-10, "torch.float32": 1e-4, "torch.bfloat16": 4e-2, "torch.float16": 1e-2}
-"""Largest relative difference between two computations of the same tensor that counts as rounding, keyed by dtype.
+"""Largest relative difference that counts as rounding error when the same tensor is computed twice, keyed by dtype.
 Deterministic runs allow no difference."""
 
 ALLOWED_SUMS = {"torch.float64": 1e-12, "torch.float32": 1e-5, "torch.bfloat16": 2e-2, "torch.float16": 5e-3}
-"""Largest relative difference that counts as rounding if the same gradients are reduced over ranks twice, keyed by the
-dtype of the reduction."""
+"""Largest relative difference that counts as rounding error when the same gradients are reduced over ranks twice, keyed
+by the dtype of the reduction."""
 
 
 FLOOR = 1e-3
-"""Minimum divisor of a relative difference between gradients, as a fraction of the largest gradient norm. Without a
-minimum, gradients that consist only of rounding errors would have large relative differences."""
+"""Relative differences between gradients are computed with a divisor of at least this fraction of the largest gradient
+norm. Without a minimum, gradients that consist only of rounding errors would have large relative differences."""
 
 
 class Recording:
@@ -119,7 +119,8 @@ class PeerAudit(Callback, Meter):
 
     def _hashes_of_weights(self, shards: bool = False) -> dict[str, Tensor]:
         """Return a hash for each parameter that is not sharded over data-parallel ranks. If `shards` is True, also
-        return a hash for each shard of this rank. The peer cannot compare shards, because it holds different ones."""
+        return a hash for each shard of this rank. The peer holds different shards, so it cannot compare the hashes of
+        shards."""
         parts = list(self.run.ddp.sharded_params())
         sharded = {piece.meta.name for piece in parts}
         found = {piece.meta.name: hash_of(piece.data) for piece in parts if shards}
@@ -230,7 +231,8 @@ class PeerAudit(Callback, Meter):
         return start_all_to_all(rows, outgoing, incoming, dp).wait().cpu()
 
     def _first(self, recording: Recording, rows: Tensor) -> int | None:
-        """Return the index of the first row in which a recording differs from `rows`; None if they agree."""
+        """Compare the recording of this rank with `rows`, the recording of its peer. Return the index of the first
+        recorded tensor that differs; None if all tensors agree."""
         own = recording.rows
         length = min(len(own), len(rows))
         unequal = (own[:length, :2] != rows[:length, :2]).any(dim=1).nonzero().view(-1).tolist()

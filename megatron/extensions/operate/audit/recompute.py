@@ -65,8 +65,8 @@ LEAST_ALLOWED = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 4e-2, "float16": 
 
 
 class Piece(NamedTuple):
-    """Part of a gradient that one rank computes or owns. A parameter slice of the given offset and shape is flattened,
-    and the piece consists of its elements [start, stop)."""
+    """Part of a gradient that one rank computes or owns. The gradient of a parameter slice, which begins at `offset`
+    and has the shape `shape`, is flattened. The piece consists of the elements [start, stop) of the result."""
 
     rank: int
     name: str
@@ -149,8 +149,8 @@ class Recomputation:
         self.run_micro_batch = parse_args(["--config", str(folder / CONFIG)]).training.micro_batch_size or 1
 
     def gradients(self, snapshot: Path, step: Step, look: Look | None = None) -> tuple[float, dict[str, Tensor]]:
-        """Recompute a step, and return the mean loss and the gradients in fp64. The gradients are ordered as the
-        backward pass completes them. The gradients are sums over data-parallel replicas. For each replica, `look` is
+        """Recompute a step, and return the mean loss and the gradients in fp64. The gradients are sums over
+        data-parallel replicas, in the order in which the backward pass completes them. For each replica, `look` is
         called with the index and the gradients of this replica."""
         run, passes = self.run, self.run.forward_backward
         self._load(snapshot)
@@ -208,7 +208,7 @@ class Auditor:
         self.terms = [(replica, Piece.read(values)) for replica, values in kept["terms"]]
 
     def judge(self, snapshot: Path) -> Result:
-        """Compare a step with its recomputation."""
+        """Compare the step that a snapshot describes with its recomputation."""
         job = json.loads((snapshot / JOB).read_text())
         step, by_layout = Step(**job["step"]), job["means"] == "layout"
         terms: dict[str, Gaps] = {}
@@ -232,8 +232,8 @@ class Auditor:
     def _look(
         self, sketches: Sequence[Sequence[float]], found: dict[str, Gaps], replica: int, grads: Mapping[str, Tensor]
     ) -> None:
-        """Compare the recomputed gradients of one data-parallel replica with the gradient sums of the run, and add the
-        relative differences to `found`."""
+        """Compare the recomputed gradients of one data-parallel replica with the random-sign sums of the run's
+        gradients, and add the relative differences to `found`."""
         for (own, piece), sketch in zip(self.terms, sketches, strict=True):
             if own == replica:
                 part = piece.of(grads[piece.name])
@@ -274,7 +274,7 @@ def _gap(one: float, other: float) -> float:
 
 
 def main(folder: Path) -> None:
-    """Process the snapshots that standard input names, until standard input ends."""
+    """Read the names of snapshots from standard input until it ends, and recompute the step of each snapshot."""
     megatron.extensions.load()
     auditor: Auditor | None = None
     for line in sys.stdin:

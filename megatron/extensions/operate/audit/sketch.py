@@ -21,7 +21,7 @@ SIGNS = 4
 
 COLUMNS = 2 + SIGNS
 """Number of int64 values per sketch: the hash, the norm and the random-sign sums. The norm and the random-sign sums are
-float64 values, stored bit by bit as int64."""
+float64 values, of which the bits are stored as int64."""
 
 BLOCK = 1 << 14
 """Number of elements per block. Each position in a block has its own random number, which all blocks use."""
@@ -96,8 +96,8 @@ def _random_of_blocks(first: int, count: int, device: torch.device) -> tuple[Ten
 
 
 def _mixed(start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a random odd int64 number and random signs for each of `count` consecutive integers. Two rounds of a
-    multiplicative hash compute them."""
+    """Return a random odd int64 number and random signs for each of `count` consecutive integers. The numbers are
+    computed with two rounds of a multiplicative hash."""
     mixed = torch.arange(start, start + count, device=device) * _GOLDEN
     mixed = (mixed ^ (mixed >> 29)) * _MIXER
     mixed = mixed ^ (mixed >> 32)
@@ -106,7 +106,7 @@ def _mixed(start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _bits(flat: Tensor) -> Tensor:
-    """Reinterpret the elements [n] as integers of the same size."""
+    """Reinterpret the elements of a flat tensor as integers with the same number of bytes."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return flat.view(integers[flat.element_size()])
 

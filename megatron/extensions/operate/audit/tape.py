@@ -1,4 +1,5 @@
-"""Recording of a rank's passes in one step, as sketches in order of computation.
+"""Recording of a rank's forward and backward passes in one step. The recording consists of sketches in the order of
+computation.
 
 The tape contains sketches of module outputs, of the operands and results of messages between the ranks of a replica, of
 gradients after the last micro-batch, and of gradients before their reduction. Collectives are recorded by wrappers
@@ -62,13 +63,13 @@ class Entry(NamedTuple):
 
 
 class Tape:
-    """Recorded tensors of one rank's passes in a step."""
+    """Sketches of the tensors in the forward and backward passes of one rank in a step."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.buckets: dict[str, Tensor] = {}
-        """Sketches of gradients before the reduction over data-parallel ranks, keyed by parameter name because the
-        order of reductions may vary."""
+        """Sketches of gradients before the reduction over data-parallel ranks, keyed by parameter name. The keys are
+        needed because the order of reductions may vary."""
 
         self.sketches: list[Tensor] = []
         self._recording = self._ends = False
@@ -155,8 +156,8 @@ class Tape:
             yield
 
     def message(self, operands: Sequence[Tensor], axis: str, ranks: str) -> Callable[[Sequence[Tensor]], None] | None:
-        """Record the operands of a message, and return a function to call with the results of the message. If recording
-        is off, do nothing and return None."""
+        """Record the operands of a collective or point-to-point message. Return a function to call with the results of
+        the message. If recording is off, do nothing and return None."""
         if not self._recording:
             return None
         self._count += 1

@@ -5,8 +5,8 @@ Each rank compares its own recording of a step with its peer's recording of the 
 the rank repeats its work, which gives a third recording. A difference originates at a rank in two cases: the first
 values that differ were computed by the rank, or were received although all ranks sent equal values. In all other cases,
 a rank that differs from its peer has received wrong values from another rank. The third recording shows whether the
-rank or its peer computed wrong values. A rank with a permanent fault computes wrong values twice, for its own part and
-for the part of another rank, and therefore gets two votes.
+rank or its peer computed wrong values. A rank with a permanent fault computes wrong values twice, for its own
+micro-batches and for the micro-batches of another rank, and therefore gets two votes.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def best_of(scores: Mapping[int, float | None], newest: int) -> int | None:
 
 
 def retain(rules: RetentionFlags, root: PurePath, newest: int, held: Collection[PurePath]) -> None:
-    """Delete the checkpoints that no rule keeps, after the checkpoint `newest` is complete. Call this function on one
-    rank only.
+    """Delete the checkpoints that no retention rule keeps. Call this function after the checkpoint `newest` is
+    complete, and on one rank only.
 
     Checkpoint folders in `held` are kept, and so are folders that do not contain a complete checkpoint. A checkpoint
     folder is renamed to a hidden name before its files are deleted. Raises OSError.

@@ -1,8 +1,8 @@
-"""Search for a layout with which a run can continue on fewer ranks with the same global batch. The result is the layout
-that fits in memory and for which the planner predicts the fastest step. This module does not import torch.
+"""Search for a layout with which a run can continue on fewer ranks without a change of its global batch. The result is
+the layout that fits in memory and for which the planner predicts the fastest step. This module does not import torch.
 
-If the planner has no rates for the device, for example on CPUs, layouts are ranked with the rates of an H100. The
-search also considers the layout that the run's flags describe, with fewer data-parallel replicas.
+If the planner has no performance data for the device, for example on CPUs, layouts are ranked with the data of an H100.
+The search also considers the layout that the run's flags describe, with fewer data-parallel replicas.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ DEFAULT_DEVICE = "h100"
 
 
 def device_here(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> DeviceFile:
-    """Return the planner's data about the GPU of this machine: its speed, links and memory. The name that the driver
-    reports identifies the GPU. This function does not initialize CUDA, because a process that has initialized CUDA
-    cannot fork ranks."""
+    """Return the planner's data about the GPU of this machine: its speed, interconnects and memory. The name that the
+    driver reports identifies the GPU. This function does not initialize CUDA, because a process that has initialized
+    CUDA cannot fork ranks."""
     for about in sorted(drivers.glob("*/information")):
         words = about.read_text().lower().replace("-", " ").split()
         for name in device_names():

@@ -1,6 +1,6 @@
 """Messages with which the launcher's processes agree on how to start the ranks again. The messages go through the
 rendezvous store. Each process that the launcher starts is called a parent, because it forks the process of a rank.
-`roster` calls parents workers, and identifies them by the rank numbers that the launcher assigns.
+In `roster`, a parent is called a worker, and is identified by the rank number that the launcher assigns.
 
 The ranks are launched once at the beginning, and again after each failure. Each launch is called a start, and the
 starts are numbered from 0. The store has these keys for worker W and start number N:
@@ -8,7 +8,7 @@ starts are numbered from 0. The store has these keys for worker W and start numb
     `parent/W`: host and process of worker W.
     `beat/W`: heartbeat counter of worker W.
     `again/N`: set if a parent has requested start N.
-    `here/N/W`: set if worker W has arrived at start N.
+    `here/N/W`: set if worker W is ready for start N.
     `decides/N`: worker that plans start N.
     `start/N`: plan of start N.
     `over`: exit code of a parent that has ended permanently.
@@ -57,7 +57,8 @@ ROLL = 15.0
 """Maximum time in seconds to wait until all living parents are ready to start the ranks again."""
 
 PARTING = 5.0
-"""Maximum time in seconds that worker 0, which may serve the store, waits for the other workers at the end."""
+"""Maximum time in seconds that worker 0, which may serve the store, waits for the other workers at the end of the
+run."""
 
 OFFERS = 5.0
 """Maximum time in seconds to wait until workers without ranks have reported the copies on their hosts."""
@@ -167,7 +168,7 @@ class Start:
 
 
 Decide = Callable[[Collection[int], "dict[int, str]"], Start]
-"""Function that plans how to start the ranks again. The arguments are the workers that have arrived, and a mapping from
+"""Function that plans how to start the ranks again. The arguments are the workers that are ready, and a mapping from
 workers to hosts."""
 
 
@@ -218,7 +219,7 @@ class Parents:
         self._answered(lambda: self.store.set(f"beat/{self.worker}", str(self._beats)))
 
     def ask(self, number: int) -> None:
-        """Request a start."""
+        """Request that the ranks be started again, as start number `number`."""
         self._answered(lambda: self.store.set(f"again/{number}", "1"))
 
     def asked(self, number: int) -> bool:

@@ -55,7 +55,8 @@ ASK = 0.4
 """Seconds between two checks of the store."""
 
 GRACE = 8.0
-"""Seconds that a child has to exit after another rank has failed, before it is killed."""
+"""Maximum time in seconds that a child may take to exit after another rank has failed. After this time, the child is
+killed."""
 
 STUCK = 30.0
 """Maximum time in seconds that a parent waits for a child to end after SIGKILL. The kernel cannot end a process that is
@@ -84,8 +85,8 @@ MET = 9
 """Index of the byte in `_progress` that states whether the child has connected to the other ranks (1) or not (0)."""
 
 _progress: mmap.mmap | None = None
-"""Memory that a parent shares with its child: the last iteration that the child has completed in 8 bytes, followed by
-the bytes `IN_ORDER` and `MET`."""
+"""Memory that a parent shares with its child. The first 8 bytes contain the last iteration that the child has
+completed; the bytes `IN_ORDER` and `MET` follow."""
 
 
 def end_in_order() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 Roster = tuple[int, ...]
-"""Rank -> worker."""
+"""Tuple of the workers that run the ranks, indexed by rank."""
 
 
 def spares_of(roster: Roster, living: Collection[int]) -> list[int]:

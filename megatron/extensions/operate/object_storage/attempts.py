@@ -143,8 +143,8 @@ class AttemptStorage(FsspecStorage):
         super().withdraw(final)
 
     def _clean(self, checkpoint: PurePath) -> None:
-        """Delete the files that processes have left in a checkpoint's folder because they were killed while writing.
-        Each process cleans the folder of a published checkpoint only once."""
+        """Delete leftover files from a checkpoint's folder. Such files remain if a process was killed while it was
+        writing a checkpoint. Each process cleans the folder of a published checkpoint only once."""
         if not self.finished(checkpoint):
             self.withdraw(checkpoint)
         elif checkpoint not in self._cleaned and (attempt := self._attempt(checkpoint)):

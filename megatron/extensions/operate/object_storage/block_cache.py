@@ -1,11 +1,11 @@
 """Cache for blocks of stored files on the local disk. All processes of a host share this cache. This module does not
 import torch.
 
-A cache file contains one block of a stored file and a checksum, so that a block that was damaged by a power cut or the
-disk is fetched again. The name of a cache file's folder contains a hash that identifies the content of the stored file.
-Each block has a lock, so that only one process at a time fetches the block. A separate lock protects the total size of
-all blocks. The least recently used blocks are deleted before the total size exceeds the limit. If the disk is full,
-blocks are not cached.
+A cache file contains one block of a stored file and a checksum. If the checksum shows that the block was damaged, for
+example by a power cut, the block is fetched again. The name of a cache file's folder contains a hash that identifies
+the content of the stored file. Each block has a lock, so that only one process at a time fetches the block. A separate
+lock protects the total size of all blocks. The least recently used blocks are deleted before the total size exceeds the
+limit. If the disk is full, blocks are not cached.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SMALLEST_BLOCK, USUAL_BLOCK = 64 << 10, 256 << 10
 MOST_BLOCKS = 1 << 18
 LONG_READ = 4
 """A read of more than this number of blocks bypasses the cache. Such a long read is probably part of reading a whole
-file in order, and the same bytes will not be needed again soon."""
+file in order, so the same bytes are not likely to be needed again soon."""
 
 PIECE = 16 << 20
 CHECKSUM = 4
@@ -186,8 +186,8 @@ class BlockCache:
         return kept
 
     def _blocks(self) -> Iterator[tuple[int, int, str]]:
-        """Yield a tuple for each block: time of last use, size in bytes, and path. Incomplete files that killed
-        processes have left also count as blocks."""
+        """Yield a tuple for each block: time of last use, size in bytes, and path. If a process was killed while it was
+        writing a block, the incomplete file also counts as a block."""
         for folder in self.folder.glob("*-*/*"):
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
                 for entry in entries:

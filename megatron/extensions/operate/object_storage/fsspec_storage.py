@@ -1,7 +1,7 @@
 """Object storage, accessed with fsspec. This module does not import torch.
 
-`Storage` describes how folders are written. A folder contains the file `.unfinished` until all other files are written,
-of which the manifest is the last. Writing a folder therefore does not require renames, and readers never see a folder
+`Storage` describes how folders are written. A folder contains the file `.unfinished` until all other files are written.
+The last of them is the manifest. Writing a folder therefore does not require renames, and readers never see a folder
 whose upload was interrupted. Each request has a time limit and is retried if it fails (`limits`). Credentials are read
 from the environment, or from the configuration files of the store's command-line tools.
 
@@ -179,8 +179,8 @@ class FsspecStorage(Storage):
         LIMITS.tried(path, removed)
 
     def _remove_all(self, place: str) -> None:
-        """Remove an object or a folder. fsspec's `rm` would interpret `[`, `*` and `?` in `place` as a pattern, and
-        remove matching objects of other runs."""
+        """Remove an object or a folder. This method does not use fsspec's `rm`, because `rm` would interpret `[`, `*`
+        and `?` in `place` as a pattern, and remove matching objects of other runs."""
         if not set(place) & set("*?["):
             self._fs.rm(place, recursive=True)
             return
@@ -249,7 +249,8 @@ class FsspecStorage(Storage):
             print(visible(f"{path}: {rule}; {remedy}"), file=sys.stderr, flush=True)
 
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
-        """Begin to write a folder, and abort interrupted multipart uploads, so that the storage deletes their parts."""
+        """Begin to write a folder. Also abort multipart uploads that were interrupted, so that the storage deletes
+        their parts."""
         super().begin(final, keeps_names)
         self._abort_uploads(final)
 

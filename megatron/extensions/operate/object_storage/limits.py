@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FIRST_CONTACT = 20.0
-"""Time in seconds during which requests are retried before any request of this process has succeeded. The time before
-the first success is shorter than `Limits.retry_seconds`, because a wrong URL should be reported soon."""
+"""Maximum time in seconds for which a request is retried while no request of this process has succeeded yet. It is
+shorter than `Limits.retry_seconds`, so that a wrong URL is reported soon."""
 
 LONGEST_PAUSE = 15.0
 
@@ -110,10 +110,11 @@ class Limits:
     def tried(self, what: object, request: Callable[[int], T], sleep: Callable[[float], object] = time.sleep) -> T:
         """Make a request, and retry it with increasing delays if it fails, for `retry_seconds`.
 
-        `request` is called with the number of the attempt, starting at 0, because an earlier attempt may have succeeded
-        although its response was lost. If all attempts fail, raises an OSError with a message that contains `what` and
-        the last error, without credentials. A permanent error is raised immediately. Time during which this process was
-        suspended does not count toward `retry_seconds`, and at least two attempts are made.
+        `request` is called with the number of the attempt, starting at 0. If the number is above 0, `request` must
+        expect that an earlier attempt has succeeded although its response was lost. If all attempts fail, raises an
+        OSError with a message that contains `what` and the last error, without credentials. A permanent error is raised
+        immediately. Time during which this process was suspended does not count toward `retry_seconds`, and at least
+        two attempts are made.
         """
         began, attempt = time.monotonic(), 0
         waited = 0.0

@@ -2,8 +2,8 @@
 background.
 
 All checkpoints of the run are saved to the local folder, which keeps only the newest ones. A thread of the first rank
-uploads the checkpoints of --save-interval and the last checkpoint of the run. A resumed run loads the newest complete
-checkpoint from either location.
+uploads the checkpoints that --save-interval requests, and the last checkpoint of the run. A resumed run loads the
+newest complete checkpoint from either location.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron.training.run import TrainingRun
 from megatron.training.tasks import save
 
 UPLOADED = "uploaded"
-"""Name of the file in the local folder that contains the iteration of the last uploaded checkpoint."""
+"""Name of a file in the local folder. The file contains the iteration of the last uploaded checkpoint."""
 
 ATTEMPTS, PAUSE = 3, 2.0
 

@@ -5,6 +5,6 @@ Flags: --peer-copies, --peer-copy-interval, --peer-copy-bandwidth, --peer-copy-p
 
 Read `placement` first: it determines which hosts hold a copy of each part of the training state. `shards` divides the
 state into parts, and `copies` stores and sends them. `holder` is a process on each host that outlives the ranks and
-serves the copies. `sets` finds the newest step of which all parts have a copy. `idle_hosts` finds copies on hosts
+serves the copies. `sets` finds the newest step for which all parts have a copy. `idle_hosts` finds copies on hosts
 without ranks. `memory_checkpoint` loads copies. `hooks` contains the callback.
 """

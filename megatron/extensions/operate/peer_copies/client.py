@@ -30,8 +30,8 @@ from megatron.extensions.operate.peer_copies.holder import ABOUT, CHUNK, read_ex
 
 PROGRAM = Path(__file__).with_name("holder.py")
 HOST = "PEER_COPY_HOST"
-"""Environment variable with the name of a rank's host for the placement of copies. With different names, ranks on one
-machine count as several hosts."""
+"""Environment variable that overrides the name of a rank's host for the placement of copies. Ranks on one machine count
+as ranks on several hosts if their names differ."""
 
 OPENS = 120.0
 """Maximum time in seconds that a new holder process may take to start."""
@@ -252,7 +252,7 @@ class Link:
         self._answer()
 
     def end(self) -> None:
-        """End the holder and delete all copies."""
+        """End the holder process, which then deletes all copies."""
         self._ask(op="end")
         self._answer()
 

@@ -1,13 +1,13 @@
 """Copies of a rank's state after a step. The state is first copied to the memory of the rank's own host. A thread then
 sends the copy to other hosts. The copies of a step are valid after all ranks have reported in the store that theirs are
-complete. Each part has two files, called slots: one for the copy of the previous step, which remains until all ranks
-have reported, and one for the copy in progress.
+complete. Each part of the state has two files, called slots: one for the copy of the previous step, which remains until
+all ranks have reported, and one for the copy in progress.
 
 The store has these keys:
 
     `copied/COPY`: number of ranks that have stored and sent their parts.
     `failed/COPY`: reason why a rank failed to store or send a part.
-    `copied-by/RANK`: number of the last copy of a rank.
+    `copied-by/RANK`: COPY number of the last copy that a rank has stored and sent.
     `holder/HOST`: address of a restarted holder.
 
 COPY counts the copied steps since the ranks were started. COPY differs from the iteration, because a run may return to

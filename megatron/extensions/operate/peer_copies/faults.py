@@ -17,7 +17,7 @@ from megatron.extensions.operate.peer_copies.holder import write_whole
 NOTE = "fault.json"
 
 RUNG = "RUNG_IN_JOB"
-"""Environment variable in which --restarts-in-job passes the recovery method to the ranks, such as `SPARES`."""
+"""Environment variable in which --restarts-in-job passes the recovery method, such as `SPARES`, to the ranks."""
 
 SAME_RANKS, SPARES = "restart in the job", "spare ranks in the job"
 FEWER_RANKS = "another layout in the job"
@@ -72,7 +72,7 @@ def read_fault(folder: Path) -> Fault | None:
 
 
 def drop_fault(folder: Path) -> None:
-    """Delete the record."""
+    """Delete the record of a failure, if there is one."""
     (folder / NOTE).unlink(missing_ok=True)
 
 

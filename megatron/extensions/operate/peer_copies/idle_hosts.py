@@ -74,7 +74,8 @@ def leave_note(config: RunConfig, offers: Iterable[str]) -> None:
 
 
 def read_note(folder: Path) -> tuple[IdleHost, ...]:
-    """Read the file that `leave_note` wrote, and delete it. Returns the hosts without ranks whose holders answer."""
+    """Read the file that `leave_note` wrote, and delete it. Returns the hosts without ranks whose holder processes
+    answer."""
     found: tuple[IdleHost, ...] = ()
     with suppress(OSError, ValueError, TypeError, KeyError):
         found = tuple(map(IdleHost.from_json, json.loads((folder / NOTE).read_bytes())))

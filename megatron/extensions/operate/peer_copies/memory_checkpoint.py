@@ -65,8 +65,8 @@ def damaged(folder: Path, copies: Iterable[Copy]) -> list[Copy]:
 
 
 class Readers:
-    """Reader of copies from this host's memory, or over connections to the holders of other hosts. Connections stay
-    open until `close` is called. `idle` contains the hosts on which no rank runs."""
+    """Reader of copies in the memory of this host, and of other hosts through connections to their holder processes.
+    Connections stay open until `close` is called. `idle` contains the hosts on which no rank runs."""
 
     def __init__(
         self, folder: Path, own: str, holders: Mapping[str, Address], idle: Collection[str] = frozenset()
@@ -75,7 +75,8 @@ class Readers:
         self.holders, self.idle = holders, idle
         self._links = dict[str, Link]()
         self._lost = dict[str, str]()
-        """Maps each host whose holder did not answer to the error. No further requests are sent to such a holder."""
+        """Maps each host whose holder process did not answer to the error message. No further requests are sent to
+        these holders."""
 
     def read(self, copies: Sequence[Copy], entry: Entry, crc: int) -> bytearray:
         """Read a tensor shard from a copy that is not damaged, if possible from the copy on this host. Raises CopyError
@@ -120,8 +121,8 @@ class Readers:
 
     @contextmanager
     def _asking(self, host: str) -> Iterator[Link]:
-        """Provide a connection to the holder of a host for the `with` block. If the holder does not answer, later calls
-        for this host fail at once. Raises OSError if the holder does not answer or refuses a request."""
+        """Provide a connection to the holder process of a host for the `with` block. If the holder does not answer,
+        later calls for this host fail at once. Raises OSError if the holder does not answer or refuses a request."""
         if host in self._lost:
             raise OSError(self._lost[host])
         try:

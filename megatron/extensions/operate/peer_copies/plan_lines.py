@@ -22,8 +22,8 @@ written."""
 
 
 def planned_parts(config: RunConfig, world_size: int) -> list[Part]:
-    """Return the training state parts of all ranks. Tensors that are replicated over tensor-parallel ranks are counted
-    once per rank."""
+    """Return the parts of the training state on all ranks. Tensors that are replicated over tensor-parallel ranks are
+    counted once per rank."""
     dims = ParallelDims.from_config(config.parallel, world_size)
     memory = [states_of_rank(config, dims, pp_rank).memory for pp_rank in range(dims.pp)]
     replicas = {rank: group for group in dims.groups("dp", "cp") for rank in group}

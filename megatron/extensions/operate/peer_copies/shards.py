@@ -132,8 +132,8 @@ def _padded(data: Tensor) -> int:
 
 
 class Slot:
-    """File on an in-memory file system whose bytes are mapped as a tensor. If `pin` is True, the memory is page-locked
-    for copies from a GPU."""
+    """File on an in-memory file system. The bytes of the file are mapped as a tensor. If `pin` is True, the memory is
+    page-locked for copies from a GPU."""
 
     def __init__(self, path: Path, nbytes: int, pin: bool) -> None:
         self.path, self.nbytes = path, nbytes
@@ -154,7 +154,7 @@ class Slot:
 
     @property
     def view(self) -> memoryview:
-        """Bytes of the file, without copying them."""
+        """View of the bytes of the file, without a copy."""
         return memoryview(self.memory)[: self.nbytes]
 
     def stage(self, entries: Sequence[Entry], boxes: Iterable[Tensor]) -> None:

@@ -38,7 +38,8 @@ BEAT = 0.25
 """Seconds between two messages to each watched host."""
 
 PAUSE = 1.0
-"""Number of seconds between two heartbeats after which this process is considered to have been suspended."""
+"""If this process has sent no heartbeat for more than this number of seconds, it is considered to have been
+suspended."""
 
 SLACK = 4 * BEAT
 """Hosts that are lost at the same moment exceed the timeout at slightly different times. If one host exceeds the
@@ -214,8 +215,8 @@ class Links:
         return {"from": self.here, "ages": ages, "end": end}
 
     def targets(self, now: float) -> list[Address]:
-        """Return the addresses that messages are sent to: the hosts that this host watches, and the hosts that watch
-        this host."""
+        """Return the addresses of the hosts that messages are sent to: the hosts that this host watches, and the hosts
+        that watch this host."""
         own = watched(self.peers, self.here)
         return [
             peer.address

@@ -111,7 +111,7 @@ class AskedStore:
 
 
 def watch_hosts(config: RunConfig, watchdog: Watchdog) -> HostWatch:
-    """Start to watch the other hosts from this rank, and return the watch. This function is called before the run
+    """Start watching the other hosts from this rank, and return the `HostWatch`. This function is called before the run
     checks its folders."""
     assert watchdog.board is not None
     timeout = config.options(ResilienceConfig).host_heartbeat_timeout_seconds
@@ -152,7 +152,7 @@ class HostWatch(Watch):
         self._ignored = Ignored(launch.name(socket.gethostname()))
 
     def open(self) -> None:
-        """Start to watch."""
+        """Start watching the other hosts."""
         board = self._board
         board.store = self._store
         self._ear.bind(("127.0.0.1", 0))

@@ -32,7 +32,7 @@ file systems cache the content of folders, so other hosts see new files late."""
 
 
 class SharedFolder(Callback):
-    """Check the --save folder before the model is built."""
+    """Callback that checks the --save folder before the model is built."""
 
     def on_setup(self, runtime: Runtime) -> None:
         check_shared(Path(str(self.config.checkpoint.save)), "--save", runtime.state.world)

@@ -6,11 +6,11 @@ Under `c10d`, an agent that ends with a failure closes the rendezvous for good. 
 the agent's request to close the rendezvous is delivered when the network returns, and no host can join after that.
 Under `c10d-open`, only the end of the run closes the rendezvous.
 
-Under `c10d`, an agent that writes to the store of a lost host waits for the TCP timeout of a quarter of an hour. Under
-`c10d-open`, the agent ends if the store has not answered for some seconds.
+Under `c10d`, an agent that writes to the store of a lost host waits until TCP times out, which takes a quarter of an
+hour. Under `c10d-open`, the agent ends if the store has not answered for some seconds.
 
 Under `c10d`, the agent restarts ranks even if their flags do not fit the remaining hosts. Under `c10d-open`, the agent
-ends with code 2 if OUTCOME_FILE says that the configuration cannot run.
+ends with code 2 if the file named by the environment variable OUTCOME_FILE says that the configuration cannot run.
 
 Under `c10d-open`, the environment variable RENDEZVOUS_WAITS can name a file that exists while the agent waits for the
 other hosts. If the file exists for a long time, a script can conclude that the other hosts have continued without this

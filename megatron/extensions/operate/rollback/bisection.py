@@ -47,7 +47,7 @@ losses."""
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Files of a run with a spike: the records of the run, and the checkpoint before the spike."""
+    """Files of a run with a loss spike: the records of the run, and the checkpoint before the spike."""
 
     folder: Path
     records: tuple[dict[str, Any], ...]

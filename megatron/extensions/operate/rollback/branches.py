@@ -118,8 +118,9 @@ class HeldRate:
 
 
 def config_of(run: Path, checkpoint: Path, flags: Sequence[str]) -> RunConfig:
-    """Return the configuration for branches of a run, without defaults filled in. The parallel layout of the run is
-    dropped, its precision flags are kept, and `flags` are added. Raises ValueError if the flags are invalid."""
+    """Return the configuration for branches of a run, in which no defaults are filled in yet. The parallel layout of
+    the run is dropped, its precision flags are kept, and `flags` are added. Raises ValueError if the flags are
+    invalid."""
     config = parse_args(["--config", str(run / RUN_CONFIG)])
     kept = {each.name: getattr(config.parallel, each.name) for each in fields(PrecisionConfig)}
     config = replace(
@@ -179,8 +180,8 @@ def _on_rank(rank: int, world_size: int, config: RunConfig, last: int, change: C
 
 
 def _make_step(run: TrainingRun, found: Outcome) -> None:
-    """Run the next step, and add its loss, gradient norm and learning rate to `found`. If the run skips the batch of
-    the step, add only the sample indices."""
+    """Run the next step, and add its sample indices, loss, gradient norm and learning rate to `found`. If the run skips
+    the batch of the step, add only the sample indices."""
     step = run.progress.next_step(run.batch_sizes)
     train_step(run)
     run.guard.settle()
@@ -211,8 +212,8 @@ def losses_of(run: TrainingRun, samples: range) -> list[Part]:
 
 
 def _masked_loss(run: TrainingRun, sample: int, labels: range) -> float:
-    """Return the mean loss over the labels of a sample whose positions are in `labels`. The loss is computed on a
-    micro-batch that contains only copies of the sample."""
+    """Return the mean loss of a sample over the labels at the positions `labels`. The loss is computed on a micro-batch
+    that contains only copies of the sample."""
     config, runtime = run.config, run.runtime
     micro = config.training.micro_batch_size or 1
     batch = collate([run.data.train.dataset[sample]] * micro, [sample] * micro)

@@ -19,7 +19,7 @@ from megatron.core.parallel_state import Axis
 MAIN = optimizer_key(MAIN_PARAM, "")
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offset and shape."""
+"""Offset and shape of a shard within its tensor."""
 
 
 @dataclass
