@@ -35,7 +35,7 @@ class Program:
     """True if the loss over a sharded vocabulary copies the logits to fp32 and reads the copy several times."""
 
     def events(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Yield the events of a pass as the published program runs them."""
+        """Yield the events with which the published program runs a forward or backward pass."""
         waited = set[int]()
         for event in events:
             if isinstance(event, Wait) and event.number in waited:
@@ -73,8 +73,8 @@ PASSES_OF_LOSS = 6 - 2, 4, 8, 8, 4, 8
 are already counted for this program's kernel are subtracted."""
 
 PASSES_OF_GRADIENT = 8 - 4, 6
-"""Bytes per logit in two passes: multiplication by the loss gradient, and conversion to 16 bits. The bytes that this
-program's kernel moves are subtracted."""
+"""Bytes per logit in two passes: multiplication by the loss gradient, and conversion to 16 bits. Bytes that are already
+counted for this program's kernel are subtracted."""
 
 
 def attention_with_scores(event: Attention) -> list[Event]:
@@ -106,8 +106,8 @@ class ProgramCache(PlannerCache):
 
     program: Program = THIS
     made: dict[tuple[int, bool], tuple[PassEvents, PassEvents]] = field(default_factory=dict)
-    """Cache of converted events. A key is (`id(part)`, head), where head is true if the part includes the output layer.
-    The value keeps the part alive, so its id stays valid."""
+    """Cache of converted events. The key consists of `id(part)` and of a flag that is true if the part includes the
+    output layer. The value refers to the part, so the id stays valid."""
 
     def parts_of(self, batch: MicroBatch, stages: Sequence[Stage]) -> list[list[PassEvents]]:
         found = super().parts_of(batch, stages)

@@ -101,8 +101,8 @@ def open_or_complain(path: PurePath) -> Contents:
 
 
 def describe(found: Contents) -> str:
-    """Return a text that describes the training progress, the layout, and every tensor. Parameters come first;
-    parameters and other tensors are each sorted by name."""
+    """Return a text that describes the training progress, the layout, and every tensor. Parameters precede all other
+    tensors. Both groups are sorted by name."""
     tensors = found.tensors
     names = in_order(tensors)
     width = max(map(len, names), default=0)

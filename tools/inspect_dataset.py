@@ -14,7 +14,7 @@ Text files are tokenized as in a run. --sample-log shows the samples of a step. 
 including --data-phases if the run has several data phases. The exit code is 1 if a dataset is inconsistent. With
 --dump, the data flags have the same meaning as in training. The written file has an array [samples, seq_length + 1] of
 token ids for each split that exists: `train`, `valid` and `test`. The arrays `train_len`, `valid_len` and `test_len`
-contain the number of samples in each split.
+contain the numbers of samples in the splits.
 """
 
 from __future__ import annotations

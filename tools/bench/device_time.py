@@ -1,8 +1,8 @@
 """Measure device times of calls, upper limits on the speed of a training step, and the breakdown of a profiled step on
 one device.
 
-On GPUs, a profile contains kernels and copies. "Idle" is the part of the step in which no kernel or copy runs. On CPU,
-a profile contains torch operations. The time of an operation excludes the operations that it calls. A kernel of another
+On GPUs, a profile lists kernels and copies. "Idle" is the part of the step in which no kernel or copy runs. On CPU, a
+profile contains torch operations. The time of an operation excludes the operations that it calls. A kernel of another
 library belongs to the first group whose pattern matches the kernel's name.
 """
 

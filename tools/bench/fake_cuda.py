@@ -268,8 +268,8 @@ def fake_cuda(device: DeviceFile) -> Iterator[FakeTensorMode]:
 
 @dataclass
 class RegionUse:
-    """Use of a compiled region: the number of calls, of compiled graphs, and of calls that ran uncompiled. Forward and
-    backward graphs are counted separately."""
+    """Numbers of calls, compiled graphs and uncompiled calls of a compiled region. Forward and backward graphs are
+    counted separately."""
 
     name: str
     calls: int = 0

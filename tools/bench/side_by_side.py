@@ -152,8 +152,8 @@ def interleaved(
     """Run the rounds of contestants in turns A B C A B C, so that a temporary slowdown of the machine affects all
     contestants.
 
-    If a contestant fails, its result is the last line of the error. `note` is called after each round of a contestant
-    with all results so far.
+    If a contestant fails, its result is the last line of the error. After each round of a contestant, `note` is called
+    with the results of all rounds so far.
     """
     found: Found = {c.name: [] for c in contestants}
     workers = {c.name: _Worker(c) for c in contestants}

@@ -29,7 +29,7 @@ ENDS = ("&&", "||", "|", ";", "&", ">", ">>", "2>&1", "&>")
 """Words after which the text of a variable no longer belongs to the command."""
 
 SETS_NONE = re.compile(r"conda|activate$|rc$|profile$")
-"""Pattern for the names of scripts that a launch script may source, but that set no variables that it tests."""
+"""Pattern for the names of sourced scripts, such as `.bashrc`, which do not set variables that launch scripts test."""
 
 PROGRAM = re.compile(r"[^\s,:]*(?:\.py|pretrain\w*)")
 INTERPRETER = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed)")

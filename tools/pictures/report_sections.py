@@ -206,7 +206,7 @@ def memory(run: RunFolder, plan: Sequence[Mapping[str, int]] | None, why_no_plan
 
 
 def layout(run: RunFolder, gpus_per_node: int) -> Markup:
-    """Draw the placement of ranks, and list the groups that cross nodes."""
+    """Draw the nodes and their ranks, and list the parallel groups that span several nodes."""
     found, source = None, ""
     if run.trace is not None and not run.older_trace:
         try:
