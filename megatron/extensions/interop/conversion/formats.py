@@ -119,8 +119,8 @@ class Source(ABC):
     """All parameters by name."""
 
     states: Collection[str] = ()
-    """Names of the untrained tensors in the source. If the model has further untrained tensors, the target format
-    initializes them."""
+    """Names of the untrained tensors, such as expert biases, that the source contains. If the model has other untrained
+    tensors, the target format initializes them."""
 
     origin: Origin = Origin()
     """Hugging Face model from which the weights were loaded. If the weights do not come from a Hugging Face model, the

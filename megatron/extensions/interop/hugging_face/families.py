@@ -83,7 +83,8 @@ class Family:
     """
 
     class_names: Mapping[str, str] = field(default_factory=dict)
-    """Maps config.json keys to the usual key names, for keys that the family's transformers class names differently."""
+    """Maps keys that the family's transformers class names differently to the key names that the family's tables
+    use."""
 
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
     """Maps config.json keys to their supported values. When config.json is written, the first supported value of each
@@ -106,7 +107,7 @@ class Family:
     """Name prefixes of tensors to ignore, because the transformers model class has no modules for these tensors."""
 
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Maps alternative spellings of config.json keys to the usual spellings."""
+    """Maps alternative spellings of config.json keys to the spellings that the family's tables use."""
 
     spelling: Mapping[str, str] = field(default_factory=dict)
     """Maps the usual name of a config.json key with special rules to the key's name in this family."""
@@ -209,7 +210,8 @@ FAMILIES = Registry("model_type", NoFacts, protocol=Family)
 ROTARY = "rope_parameters"
 
 UNSET = (None, "auto")
-"""Values of a config.json key for which the transformers class computes the value from other keys."""
+"""Values which mean that a config.json key is not set. The transformers class then computes its value from other
+keys."""
 
 
 def usual_names(family: Family) -> dict[str, str]:

@@ -37,15 +37,15 @@ class Layout:
         return self.ours(config, [tensor[()] for tensor in tensors])[box]
 
     def of_layer(self, number: int) -> Layout:
-        """Return the layout of the parameter in layer `number`. The layout depends on the layer if one Hugging Face
-        tensor contains the parameters of all layers."""
+        """Return the layout of the parameter in layer `number`. It differs from `self` if one Hugging Face tensor
+        contains the parameters of all layers."""
         return self
 
 
 @dataclass(frozen=True)
 class Pieces(Layout):
-    """Layout in which a parameter consists of pieces. Each piece is a Hugging Face tensor, or a section of one, with
-    permuted dims."""
+    """Layout in which a parameter is a concatenation of pieces. Each piece is a Hugging Face tensor, or a section of a
+    Hugging Face tensor, with rearranged dims."""
 
     pattern: str | tuple[str, ...] = "... -> ..."
     """Rearrangement pattern, such as "(g n d) ... -> g n d ...". The left side of the arrow lists the dims of the
@@ -57,7 +57,7 @@ class Pieces(Layout):
 
     sizes: Callable[[TransformerConfig], Mapping[str, int]] = lambda config: {}
     """Function that returns the sizes of the axes in the pattern. If a dim consists of several axes, one of the axes
-    may be omitted; its size is computed."""
+    may be omitted. The size of the omitted axis is computed."""
 
     joined: int | None = None
     """Dim of the parameter along which pieces are concatenated; None for a single piece."""
@@ -140,8 +140,8 @@ class Pieces(Layout):
 
 
 class _Section:
-    """Section of a tensor along one dim. The dim is divided into sections with sizes in proportion to `counts`; this
-    object is section number `at`."""
+    """View of one section of a tensor. The dim `dim` is divided into sections whose sizes are in proportion to
+    `counts`, and this view is section number `at`."""
 
     def __init__(self, tensor: Sliceable, dim: int, start: int, counts: Sequence[int], at: int) -> None:
         self.tensor = tensor
@@ -235,8 +235,8 @@ class StackedExperts(Layout):
 class OneOfThree(Layout):
     """Layout of a parameter with a single element that is stored in a Hugging Face tensor of three elements.
 
-    When files are written, tensors with the same name are summed. The other two elements are set to -0.0, because
-    adding -0.0 changes no number.
+    The other two elements store other parameters. When files are written, each parameter contributes a tensor in which
+    the elements of the other parameters are -0.0. The contributions are summed; adding -0.0 changes no number.
     """
 
     place: int

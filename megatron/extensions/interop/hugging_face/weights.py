@@ -28,8 +28,8 @@ from megatron.extensions.interop.hugging_face.safetensors_file import Sliceable
 
 @dataclass(frozen=True)
 class Placement:
-    """Parameter or untrained buffer of this program's model, and the names of the Hugging Face tensors that it is
-    assembled from."""
+    """Parameter or untrained buffer ("state") of this program's model, and the names of the Hugging Face tensors from
+    which it is assembled."""
 
     meta: ParamMeta
     theirs: tuple[str, ...]

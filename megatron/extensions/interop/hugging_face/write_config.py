@@ -188,8 +188,8 @@ def _lost(config: TransformerConfig, hf: Values) -> list[str]:
 
 
 def _unconditional_parts(config: TransformerConfig) -> list[str]:
-    """Return the routers and residual streams that extensions add to every model, whatever its flags. A config.json
-    cannot describe these routers and residual streams."""
+    """Return a description of each router and each residual stream that an extension adds to every model, whatever the
+    model's flags. A config.json cannot express them."""
     plain = replace(config, extension_options=())
     of_experts = (number for number, kind in enumerate(plain.layers) if kind.experts)
     routers = {router_of(plain, number, in_training=False) for number in of_experts}

@@ -3,9 +3,9 @@
 Identical layers may be stacked along a new first dim under one name. If layers are not stacked, each layer's tensors
 have their own names. Megatron-LM tensors have the same elements as this program's parameters, but different shapes.
 Megatron-LM merges query groups, heads and channels into one dim. Megatron-LM also merges gate and up into one dim. In a
-HybridModel, each sublayer is a separate layer, also in multi-token prediction modules, and hyper-connections wrap each
-of these layers. Parameters whose names differ between Megatron-LM and this program are listed in three tables of
-`names.json`. A row of `renamed` replaces the beginning of a parameter's name within its layer. A row with the key
+HybridModel, attention and MLP are two separate layers, also in multi-token prediction modules, and hyper-connections
+wrap each of these layers. Parameters whose names differ between Megatron-LM and this program are listed in three tables
+of `names.json`. A row of `renamed` replaces the beginning of a parameter's name within its layer. A row with the key
 `beside` applies only to layers that also have a parameter whose name begins with the value of `beside`. A tensor is
 written under all names in `theirs` and can be read from any of these names. Rows of `kinds` describe parameters that
 Megatron-LM splits into several tensors, one for each kind of channel, such as queries and keys. In Megatron-LM, a
@@ -158,8 +158,8 @@ def their_shape(meta: ParamMeta) -> tuple[int, ...]:
 
 
 def their_states(model: TransformerConfig) -> dict[str, tuple[ParamMeta, torch.dtype]]:
-    """Return the untrained tensors of a model as Megatron-LM stores them. Megatron-LM stores tables with one row per
-    token as int32, and pads these tables to the padded vocabulary size."""
+    """Return the metadata and dtypes of a model's untrained tensors, such as expert biases, as Megatron-LM stores them.
+    Megatron-LM stores tables with one row per token as int32, and pads these tables to the padded vocabulary size."""
     found = {}
     for meta, dtype in model_states(model):
         table = meta.name.endswith(OF_TOKENS)
@@ -193,10 +193,11 @@ class Piece(NamedTuple):
 class Names:
     """Names of a model's parameters in Megatron-LM's checkpoints.
 
-    `metas` contains all parameters and all untrained states. `hybrid` is True for a HybridModel, which is described by
-    a layer pattern, and False for a GPTModel. Megatron-LM fuses a norm with the following linear layer, and names the
-    norm after this layer. For a norm before experts, checkpoints written with Transformer Engine use a separate name,
-    and other checkpoints use the name of a fused norm.
+    `metas` contains all parameters and all untrained tensors, such as expert biases. `hybrid` is True for a
+    HybridModel, which is described by a layer pattern, and False for a GPTModel. Megatron-LM fuses a norm with the
+    following linear layer, and names the norm after this layer. The norm before experts is not fused: checkpoints
+    written with Transformer Engine store it under a separate name, and other checkpoints store it under the name of a
+    fused norm.
     """
 
     def __init__(self, metas: Iterable[ParamMeta], hybrid: bool) -> None:

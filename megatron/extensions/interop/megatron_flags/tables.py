@@ -169,8 +169,8 @@ class ForeignFlags:
         return True
 
     def _read_other_values(self, reader: FlagReader, name: str, texts: list[str]) -> bool:
-        """Replace flag values that are spelled as in another program with this program's spelling. Returns False if no
-        value was translated."""
+        """Translate flag values from another program's spelling to this program's spelling. Returns False if no value
+        was translated."""
         flag, _ = spelling_table()[name]
         ours, same = list(texts), self.same_values.get(flag.name, {})
         for place, text in enumerate(texts):
@@ -233,7 +233,7 @@ def _judge(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt)
 
 
 def _exchange(reader: FlagReader, name: str, entry: Exchange) -> None:
-    """Apply a flag without a value that changes the value of another flag, as described by `entry`."""
+    """Apply a flag that has no value itself, but changes the value of another flag as `entry` describes."""
     flag, _ = spelling_table()[entry.flag]
     value = reader.values.get(flag.field, flag.default)
     if entry.before not in ("any", value):

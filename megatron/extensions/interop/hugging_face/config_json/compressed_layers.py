@@ -27,8 +27,8 @@ KIND_OF_RATIO: dict[object, str] = {0: LOCAL, 4: SELECTED, 128: COMPRESSED}
 
 
 def compressed_from_hf(hf: Values) -> Fields:
-    """Return the fields for the compression ratio of each layer, hash-routed layers, rotated channels, and both rotary
-    bases."""
+    """Return the TransformerConfig fields for the layers' compression ratios, the hash-routed layers, the rotated
+    channels, and the two rotary bases."""
     fields: Fields = {"csa_compress_ratios": str(_ratios(hf))}
     if hashed := _hashed_layers(hf):
         fields["moe_n_hash_layers"] = hashed

@@ -55,8 +55,8 @@ def count(values: Values, key: str) -> int:
 
 
 def pattern_from_hf(hf: Values) -> Fields:
-    """Return the fields for the layer pattern in Megatron-LM's letters and for the number of layers. Older config.json
-    files contain the letters, and newer files list the layer kinds."""
+    """Return the fields for the number of layers and for the layer pattern, which is written in Megatron-LM's letters.
+    Older config.json files contain the letters, and newer files list the layer kinds."""
     if hf.get("layers_block_type") is None:
         letters = [*text(hf, "hybrid_override_pattern")]
     else:

@@ -54,8 +54,9 @@ class Outputs:
     """Logits [b, vocab_size] after the last new token of each row."""
 
     prompt: Tensor | None = None
-    """Log-probabilities of the prompt tokens, [s - 1, 1 + 2 n] in fp64. Each row contains the log-probability of a
-    token, then the n most likely tokens, and then their log-probabilities."""
+    """Log-probabilities of the prompt tokens except the first, as a tensor [s - 1, 1 + 2 * n] in fp64. Each row
+    contains the log-probability of a token, then the ids of the n most likely tokens, and then their
+    log-probabilities."""
 
 
 class StageRunner:
