@@ -29,7 +29,8 @@ class DifferentialAttention(nn.Module):
 
     Query groups p and p + pairs form a pair, where `pairs` is half the number of groups. The weight of linear_qkv is
     [pairs, 2, q_per_group + 2, head_dim, h]; each group consists of its query heads, its key and its value. Each layer
-    has one lambda, exp(q1 k1) - exp(q2 k2) for four trained vectors, plus a constant that grows with the layer number.
+    has one lambda: exp(q1 · k1) - exp(q2 · k2), plus a constant that grows with the layer number. Here, q1, k1, q2 and
+    k2 are four trained vectors.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:

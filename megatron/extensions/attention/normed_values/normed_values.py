@@ -76,7 +76,7 @@ class NormedValueAttention(SelfAttention):
         q = self.q_layernorm(q) if self.normed_last else q
         both = context.left.get(source)
         if both is None:
-            # Only a memory plan gets here: it runs each layer separately on fake tensors, without the source layer.
+            # Only the planner gets here: it runs each layer separately on fake tensors, without the source layer.
             assert not has_values(x), f"layer {source} is in another stage"
             both = q.new_zeros(*q.shape[:2], self.groups, sum(self.widths))
         k, v = both.split(self.widths, dim=-1)

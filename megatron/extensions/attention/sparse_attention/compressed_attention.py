@@ -1,11 +1,12 @@
 """Compressed attention of DeepSeek-V4: sections 2.3.1 (CSA) and 2.3.2 (HCA) of the technical report.
 
 A query attends to the last tokens of its document, and to compressed keys, each of which is computed from several
-consecutive tokens. With a ratio of 4, each compressed key covers two windows of 4 tokens, and an indexer selects the
-keys that a query attends to. If the compression ratio is larger than 4, a query attends to all compressed keys without
-a selection. One key, which is also the value, serves all heads. The last channels of a key are rotated by the key's
-position. The position of a compressed key is the position of the first token that the key is computed from. The output
-of a query is rotated back by the query's position. The formulas match Hugging Face's implementation of DeepSeek-V4.
+consecutive tokens. With a compression ratio of 4, each compressed key covers two windows of 4 tokens, and an indexer
+selects the keys that a query attends to. If the compression ratio is larger than 4, a query attends to all compressed
+keys without a selection. One key, which is also the value, serves all heads. The last channels of a key are rotated by
+the key's position. The position of a compressed key is the position of the first token that the key is computed from.
+The output of a query is rotated back by the query's position. The formulas match Hugging Face's implementation of
+DeepSeek-V4.
 
 Every tensor-parallel rank computes all keys and the queries of its own heads. Context-parallel ranks gather the keys
 and the inputs from which compressed keys are computed. No compressed key spans two documents.
@@ -222,7 +223,7 @@ class CompressedKeys(SelectedKeys):
         self.rotation: Rotation = rotation
         self.compressors: tuple[Compressor, ...] = ()
         """The compressors of the layer: first the one for attention keys, then the one for indexer keys, if the layer
-        has them. They are in a tuple because they are registered as submodules of other modules."""
+        has them. The tuple keeps this module from registering them: other modules own them as submodules."""
 
     def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
         """Compute attention and project the outputs of each head group to a low rank. Returns the projected outputs of
@@ -231,10 +232,10 @@ class CompressedKeys(SelectedKeys):
         Args:
             q: [s, b, heads/tp, d], queries after the rotary embedding.
             kv: [s, b, d], keys after the rotary embedding; they are also the values.
-            more: Inputs of the compressed keys, if the layer has compressed keys; inputs of the indexer keys, indexer
-                queries and head weights, if the layer has an indexer; and the batch context, which is the last
-                argument. Under sequence parallelism, the indexer queries and head weights cover only this rank's
-                tokens.
+            more: Tensors that depend on the layer, followed by the batch context. A layer with compressed keys has the
+                inputs of the compressed keys. A layer with an indexer also has the inputs of the indexer keys, the
+                indexer queries and the head weights. Under sequence parallelism, the indexer queries and head weights
+                cover only this rank's tokens.
         """
         operands, context = parted(more)
         made_of, index = operands[: len(self.compressors)], operands[len(self.compressors) :]

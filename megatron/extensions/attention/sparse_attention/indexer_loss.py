@@ -71,10 +71,10 @@ def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
         logs = index_scores(index, mine, products).masked_fill(hidden, -torch.inf).log_softmax(-1)
         logs.masked_fill_(hidden, -torch.inf)  # replaces the NaN that log_softmax returns for a query without keys
         total += (torch.xlogy(p, p) - p * logs.masked_fill(hidden, 0.0)).sum(dtype=torch.float64)
-        g = (logs.exp_() - p).transpose(0, 1).unsqueeze(2)  # gradients of the scores, [b, rows, 1, keys]
+        g = (logs.exp_() - p).transpose(0, 1).unsqueeze(2)  # g: gradients of the scores, [b, rows, 1, keys]
         found.weights[mine.rows] = (products @ g.mT).squeeze(-1).transpose(0, 1)
         of_products = products.gt_(0).mul_(g).mul_(index.weights[mine.rows].transpose(0, 1).unsqueeze(-1))
-        of_products = of_products.to(index.q.dtype).flatten(1, 2)  # now [b, rows * indexer heads, keys]
+        of_products = of_products.to(index.q.dtype).flatten(1, 2)  # of_products: [b, rows * indexer heads, keys]
         q = index.q[mine.rows].transpose(0, 1)
         dq = of_products @ index.k[: chunk.keys].transpose(0, 1)
         found.q[mine.rows] = dq.unflatten(1, q.shape[1:3]).transpose(0, 1).to(wide)

@@ -63,8 +63,8 @@ class Rows:
         return self.all_keys[self.keys] if self.flat is None else self.all_keys.flatten(0, 1)[self.flat]
 
     def scores(self, scale: float) -> Tensor:
-        """Return the attention scores [rows, b, h, keys or topk] in fp32 or fp64. The score is -infinity if a query may
-        not attend to the key."""
+        """Return the attention scores in fp32 or fp64: [rows, b, h, keys], or [rows, b, h, topk] if keys were selected.
+        The score is -infinity if a query may not attend to the key."""
         q = self.q * scale
         wide = torch.promote_types(q.dtype, torch.float32)
         return self.with_keys(q, self.k).to(wide).masked_fill_(self.hidden.unsqueeze(2), -torch.inf)
@@ -222,7 +222,7 @@ def selected_attention_gradients(
 @operation
 @torch_function
 def attended_weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
-    """Return the attention weights, summed over heads, [rows, b, keys or topk].
+    """Return the attention weights, summed over heads: [rows, b, keys], or [rows, b, topk] if keys were selected.
 
     Args:
         q: [rows, b, h, w], queries of `rows`.

@@ -194,7 +194,7 @@ class SelectedKeys(CoreAttention):
             return picked
         last = queries.last
         assert not has_values(last), "a stage begins with a layer without an indexer"
-        # Only a memory plan, which runs each layer separately, gets here. It needs only the shape of the selection.
+        # Only the planner, which runs each layer separately, gets here. It needs only the shape of the selection.
         every = max(chunk.keys for chunk in queries.chunks) <= self.topk
         return None if every else last.unsqueeze(-1).expand(-1, samples, self.topk)
 

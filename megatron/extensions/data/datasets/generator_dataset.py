@@ -86,8 +86,8 @@ def stream_splits(
     sizes: Sequence[int | None],
     fingerprint: str,
 ) -> Datasets:
-    """Return data sets that read the splits of a run from a stream. Functions registered in `DATASETS` may return the
-    result.
+    """Return data sets that read the splits of a run from a stream. A dataset function that is registered in `DATASETS`
+    can return this result.
 
     Raises ValueError if the length of a split is not given, because the length cannot be derived from a stream, which
     has no epochs.

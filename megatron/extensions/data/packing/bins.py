@@ -19,7 +19,7 @@ def best_fit_decreasing(lengths: NDArray, capacity: int) -> NDArray[np.int64]:
     """Return the bin number of each item, [n]; bins are numbered from 0 in the order in which they are opened.
 
     Each item must have a length between 1 and `capacity`. If several bins are equally full, the next item goes into the
-    bin that reached this level first.
+    bin that became that full first.
     """
     bins = np.empty(len(lengths), np.int64)
     if not len(lengths):
@@ -52,7 +52,8 @@ class _Room:
         while items:
             above = self.rooms >> length
             room = length + (above & -above).bit_length() - 1 if above else self.capacity
-            each = room // length  # a bin that has just received an item is the fullest bin with room for the next item
+            # A bin that has just received an item is the fullest bin with room for the next item of the same length.
+            each = room // length
             wanted = -(-items // each)
             taken = self._take(room, wanted) if above else self._open(wanted)
             count = min(items, len(taken) * each)

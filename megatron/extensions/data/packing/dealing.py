@@ -19,7 +19,7 @@ from megatron.core.datasets.dataset import Dataset
 from megatron.core.datasets.sample_order import documents_of
 
 SWAPS = 4
-"""Limit on the swaps that balance the work of the groups, as an average number of swaps per group."""
+"""Limit on the swaps that balance the work of groups: at most `SWAPS` times the number of groups."""
 
 
 def pairs_of(counts: Sequence[int], seq_length: int) -> int:

@@ -47,7 +47,8 @@ def cut_anew(source: SourceOrder, format: SampleFormat) -> None:
 
 
 def _rest(source: SourceOrder) -> Pieces | None:
-    """Return the unused rest of the partly used segment; return None if no segment is partly used."""
+    """Return the document pieces that are left of the segment of the source's sample order from which only some samples
+    were consumed. Return None if there is no such segment."""
     taken = source.taken
     for segment in source.segments:
         if taken < len(segment):
@@ -77,8 +78,7 @@ NO_LENGTHS: Mapping[str, float | None] = dict.fromkeys(LR_LENGTHS) | {
 
 def values_of(config: RunConfig, entry: PhaseEntry | None = None) -> dict[str, object]:
     """Return the properties of a phase that must not change once the phase has begun. `entry` is None for a run without
-    phases. Of the paths of data sets, only the file names are returned, so that data sets may move to a different
-    folder."""
+    phases. Paths of data sets are reduced to their file names, so that data sets may move to a different folder."""
     values = flat_values(config)
     found: dict[str, object] = {field: values[field] for field in COMPARED if field in values}
     found["data_path"] = [Path(word.rstrip("/")).name for word in values["data_path"] or ()]

@@ -42,7 +42,7 @@ class Documents(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[Value]:
-        """Yield the document in each record, which is the value under `key`."""
+        """Yield the document of each record: the record's value under `key`."""
 
     def read_from(self, cursor: object) -> Iterator[tuple[object, Value]]:
         """Yield pairs of a cursor and a document, starting at the document to which `cursor` refers, or at the first

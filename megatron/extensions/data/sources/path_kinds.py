@@ -1,5 +1,5 @@
-"""Path kinds for data sets that the libraries `datasets`, `webdataset` and `mosaicml-streaming` read. This module does
-not import torch, and imports a library only when it is used."""
+"""Kinds of --data-path values: data sets that the libraries `datasets`, `webdataset` and `mosaicml-streaming` read.
+This module does not import torch, and imports a library only when it is used."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class SourceKind(DataKind):
-    """Path kind for data sets that one library reads. `documents` is the name of the class that reads these data sets.
-    `holds` is a function that returns True if the library can read a given path."""
+    """Kind of --data-path value: data sets that one library reads. `documents` is the name of the class that reads
+    these data sets. `holds` is a function that returns True if the library can read a given path."""
 
     urls = True
 

@@ -34,7 +34,7 @@ class Place(NamedTuple):
     """Number of the window within the epoch."""
 
     cursor: object = None
-    """Cursor of the first document of the window."""
+    """Cursor of the first document of the window, as `Documents.read_from` yields it."""
 
     document: int = 0
     """Number of documents that have been consumed, in shuffled order, from the window."""

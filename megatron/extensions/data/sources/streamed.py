@@ -81,7 +81,7 @@ def build_stream(config: object, format: SampleFormat, seed: int, sizes: Sequenc
 
 
 def stream_in(dataset: object) -> StreamedDataset:
-    """Return the streamed data set that a data set of the run wraps, possibly in several layers."""
+    """Return the `StreamedDataset` that a data set of the run wraps, either directly or inside other wrappers."""
     while not isinstance(dataset, StreamedDataset):
         dataset = vars(dataset)["inner"]
     return dataset
@@ -102,7 +102,7 @@ class PlaceInStream(Callback):
     """
 
     known: Mapping[str, object] = MappingProxyType({})
-    """State in the checkpoint from which the run resumes."""
+    """State that was loaded from the checkpoint from which the run resumes."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         self._run = run

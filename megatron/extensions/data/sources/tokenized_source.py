@@ -43,7 +43,7 @@ class DocumentSource(Source):
 
     @classmethod
     def from_documents(cls, documents: Documents, path: str, job: Job, folder: Path) -> DocumentSource:
-        """Create the source of documents.
+        """Create the source for documents that a library reads.
 
         Args:
             documents: Documents to convert, which a library reads.

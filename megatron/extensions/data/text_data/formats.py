@@ -29,8 +29,8 @@ ROWS, ROWS_BYTES = 1024, 1 << 20
 """Two sizes: the number of table rows that are read at once, and the number of bytes per chunk in `read_rows`."""
 
 LONGEST_ESCAPE = 16
-"""Number of characters at the end of the text read so far. If a JSON error occurs there, more text is read before the
-error is reported, because an escape sequence that is cut off may cause the error."""
+"""If a JSON error occurs within this number of characters before the end of the text read so far, more text is read
+before the error is reported. An escape sequence that is cut off at the end may be the cause."""
 
 Record = bytes | tuple[bytes | str | None, ...] | dict[str, object] | ValueError
 """Content of a record: a line as bytes, a tuple with one value per key, a JSON object or whole table row as a dict, or

@@ -65,7 +65,7 @@ class Source:
 
     @classmethod
     def of(cls, files: Sequence[TextFile], folder: Path, job: Job) -> Source:
-        """Create the source of text files. `folder` stores the digests of files."""
+        """Create the source for text files. `folder` stores the digests of files."""
         states = {file.path: state_of(file.path) for file in files if not file.remote}
         digests = Digests(folder).of(files)
         described = {
@@ -117,7 +117,8 @@ class TextData:
         return self.made(flag, value, job, lambda folder: Source.of(files, folder, job))
 
     def made(self, flag: str, value: str, job: Job, source_of: Callable[[Path], Source]) -> str:
-        """Return the dataset prefix of a source. Create the dataset if it does not exist.
+        """Return the path prefix of the dataset that contains the tokens of a source. Create the dataset if it does not
+        exist.
 
         Args:
             flag: Flag that the data was passed to. Error messages contain the flag.

@@ -1,4 +1,5 @@
-"""Special and added tokens of a Hugging Face folder. The files and their precedence match transformers.
+"""Special and added tokens of a Hugging Face tokenizer folder. The files that are read and their precedence are the
+same as in transformers.
 
 - tokenizer_config.json contains special tokens by role (`eos_token`), and other special tokens. The key
 `added_tokens_decoder` contains all tokens that are added to the vocabulary.
@@ -66,7 +67,7 @@ class SpecialTokens:
         by_role = set(filter(None, map(self.role, self.roles)))
         for token in (*self.roles.values(), *self.extra):
             if _text(token) not in names and token not in new:
-                new.append(token)  # of several tokens with the same text, the last one takes precedence
+                new.append(token)  # the last of several tokens with the same text takes precedence
         made = [AddedToken(token, special=True) if isinstance(token, str) else token for token in new]
         for token in made:
             token.special = token.special or token.content in by_role

@@ -1,4 +1,4 @@
-"""Residual stream whose additions are scaled according to their position."""
+"""Residual stream whose additions are scaled according to their depth in the model."""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ def weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
 def stream_weights(
     x: Tensor, projected: Tensor, factors: tuple[Tensor, ...], bias: Tensor, iterations: int, epsilons: Epsilons
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the input of a sublayer and the weights of its streams (arXiv 2512.24880, equations 7 and 8).
+    """Compute the input of a sublayer and the weights with which the streams are updated (arXiv 2512.24880, equations 7
+    and 8).
 
     Args:
         x: [..., n, h], streams.

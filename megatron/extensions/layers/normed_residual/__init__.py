@@ -1,4 +1,4 @@
-"""Layers whose sublayers add to their normalized inputs, as in MiniMax-Text-01.
+"""Layers in which the output of each sublayer is added to the sublayer's normalized input, as in MiniMax-Text-01.
 
 Enabled by --layer-module normed_residual. Flag: --residual-weight.
 

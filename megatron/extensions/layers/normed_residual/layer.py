@@ -1,4 +1,4 @@
-"""Layer whose sublayers add to their normalized inputs."""
+"""Layer in which the output of each sublayer is added to the sublayer's normalized input."""
 
 from __future__ import annotations
 

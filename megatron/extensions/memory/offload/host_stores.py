@@ -1,4 +1,5 @@
-"""Entry of HOST_MEMORY that provides the update of states in host memory, and the store of offloaded activations."""
+"""Entry of the registry HOST_MEMORY that provides the update of states in host memory, and the store of offloaded
+activations."""
 
 from __future__ import annotations
 

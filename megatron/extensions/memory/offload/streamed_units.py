@@ -13,10 +13,10 @@ pass adds to the sum. All additions are performed on the device, so every sum is
 offloading.
 
 `UnitSharding` determines when a unit is needed and which unit is next; this module performs the copies between host and
-device. The device holds the parameters of at most two units, and the gradients of at most three units. At any time, the
+device. The device holds the parameters of at most two units, and the gradients of at most three units. While the
 gradients of one unit are copied to the host, the gradients of another unit are accumulated, and the gradient sum of a
-third unit is copied to the device. With several data-parallel ranks (ZeRO-3), each rank keeps its shards in its host
-memory. Parameter shards are copied to the device and then all-gathered. Gradients are reduce-scattered, and the
+third unit may be copied to the device. With several data-parallel ranks (ZeRO-3), each rank keeps its shards in its
+host memory. Parameter shards are copied to the device and then all-gathered. Gradients are reduce-scattered, and the
 resulting shards are added to the gradient sums on the device.
 """
 
@@ -101,8 +101,9 @@ class HostUnitStore(ShardedUnits):
         return units
 
     def start_fetch(self, shard: Tensor, whole: Tensor, axis: Axis) -> Pending:
-        """Start copying a shard from the host, and then gathering `whole` from the shards of all ranks. Kernels
-        launched so far may still use the memory of `whole` for another tensor, so the copy waits for these kernels."""
+        """Start copying a shard from the host. Once the shard has been copied, `whole` is gathered from the shards of
+        all ranks. Kernels launched so far may still use the memory of `whole` for another tensor, so the copy waits for
+        these kernels."""
         part = whole.chunk(axis.size)[axis.rank]
         self.to_device.start_after()
         event = self.to_device.copy(shard, part)

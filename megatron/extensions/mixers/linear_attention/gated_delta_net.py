@@ -7,10 +7,10 @@ hidden states. Key heads, together with their value heads, are sharded over the 
 
 Under context parallelism, an all-to-all before the convolution exchanges sequence shards for key heads, so that each
 rank has the whole sequence for some of the key heads. A second all-to-all converts the outputs back to sequence shards.
---cp-comm-type applies only to attention. Each rank convolves and scans whole sequences for its heads. Convolution,
-documents, chunks and kernels therefore work as in one process, and all ranks compute at the same time. The alternative,
-to pass the state from rank to rank, would be sequential: the state would cross the borders between zig-zag shards one
-after another.
+--cp-comm-type applies only to attention. Each rank convolves and scans whole sequences for its heads. The convolution,
+the document borders, the chunks and the kernels are therefore the same as in a single process, and all ranks compute at
+the same time. The alternative, to pass the state from rank to rank, would be sequential: the state would cross the
+borders between zig-zag shards one after another.
 """
 
 from __future__ import annotations

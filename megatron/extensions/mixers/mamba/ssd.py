@@ -20,11 +20,11 @@ adjacent.
 
 fp16 operands are computed in fp32. bf16 operands are multiplied in bf16 and summed in fp32, as in the kernels of arXiv
 2405.21060. The operands x, B and C enter the products without rounding. Four quantities are rounded to bf16, with a
-relative error of u = 2^-8: the weights of tokens in a chunk, ((C Bᵀ) * L) diag(dt), which also contain the factor D on
-the diagonal; the inputs diag(dt) X that a chunk adds to the state; the states that tokens read; and both terms of Y.
-States and their decays are kept in fp32. Let Y* and S* be the outputs and states that are computed from the absolute
-values |x|, |B| and |C|. The error of an output is then at most ((1 + u)^3 - 1) Y*, and the error of a state is at most
-u S*, in addition to fp32 rounding.
+relative error of u = 2^-8. The first is the matrix of weights in a chunk, ((C Bᵀ) * L) diag(dt), which also contains
+the factor D on its diagonal. The second is diag(dt) X, the inputs that a chunk adds to the state. The third is the
+states that tokens read. The fourth is the two terms of Y. States and their decays are kept in fp32. Let Y* and S* be
+the outputs and states that are computed from the absolute values |x|, |B| and |C|. The error of an output is then at
+most ((1 + u)^3 - 1) Y*, and the error of a state is at most u S*, in addition to fp32 rounding.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def ssd_chunks(
         x: [s, b, heads, p], inputs.
         dt: [s, b, heads], step sizes.
         a: [heads], negative decay rates.
-        B: [s, b, groups, n].
-        C: [s, b, groups, n].
+        B: [s, b, groups, n], vectors that multiply the inputs of the state.
+        C: [s, b, groups, n], vectors with which the state is read.
         number: [s, b], index of each token's document within its sample, from 0; 0 for tokens that continue the
             document of `state`; None if there is only one document.
         state: [b, heads, n, p], initial state; None for zeros.
@@ -148,8 +148,8 @@ def operands_in_chunks(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, c
         x: [s, b, heads, p], inputs.
         dt: [s, b, heads], step sizes.
         a: [heads], negative decay rates.
-        B: [s, b, groups, n].
-        C: [s, b, groups, n].
+        B: [s, b, groups, n], vectors that multiply the inputs of the state.
+        C: [s, b, groups, n], vectors with which the state is read.
         chunk: Tokens per chunk.
     """
     groups, wide = B.shape[2], torch.promote_types(x.dtype, torch.float32)

@@ -109,8 +109,8 @@ class Mamba1(BetweenProjections):
         return local_slice(parameter, self.cp, dim)
 
     def _steps(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the step sizes for the inputs u, [s, b, channels/(tp*cp)] in fp32 or wider, and B and C, [s, b,
-        states].
+        """Compute three tensors from the inputs u: the step sizes [s, b, channels/(tp*cp)], in fp32 or wider, and B and
+        C, both [s, b, states].
 
         B, C and the low-rank step sizes are sums over all channels, and therefore over ranks. In the backward pass,
         each rank computes only a partial gradient of B, C, the low-rank step sizes and the norm weights.

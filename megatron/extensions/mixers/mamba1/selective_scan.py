@@ -39,8 +39,8 @@ def selective_scan(
         x: [s, b, c], inputs.
         dt: [s, b, c], step sizes.
         a: [c, n], negative decay rates.
-        B: [s, b, n].
-        C: [s, b, n].
+        B: [s, b, n], vectors that multiply the inputs of the state.
+        C: [s, b, n], vectors with which the state is read.
         number: [s, b], index of each token's document within its sample, from 0; 0 for tokens that continue the
             document of `state`; None if there is only one document.
         state: [b, c, n], initial state; None for zeros.
@@ -56,8 +56,8 @@ def selective_scan(
 
 
 def recurrence(decay: Tensor, written: Tensor, state: Tensor) -> Tensor:
-    """Return h [s, ...] with h_t = decay_t h_{t-1} + written_t, for decay and written [s, ...] and the initial state
-    [...]."""
+    """Return the states h [s, ...] of the recurrence h_t = decay_t h_{t-1} + written_t. `decay` and `written` are [s,
+    ...], and `state`, the state before the first token, is [...]."""
     size = next(size for size in range(isqrt(len(decay)), 0, -1) if len(decay) % size == 0)
     reach, found = (x.unflatten(0, (-1, size)).clone() for x in (decay, written))
     for t in range(1, size):

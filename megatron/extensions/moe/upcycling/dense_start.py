@@ -75,9 +75,9 @@ class DenseWeights:
     """Weights of an MoE model, computed from the weights of a dense model.
 
     The outputs of a token's k experts are summed with weights that sum to the scaling factor s. If each MLP is divided
-    along its width into G parts, every part has copies among the experts of a token, and the weights of these copies
-    sum to s / G. The sum over experts equals the output of the dense MLP if the linear_fc2 weight of each expert is
-    multiplied by G / s and the linear_fc2 bias by 1 / s.
+    along its width into G parts, the k experts of a token include copies of every part. The weights of the copies of
+    one part sum to s / G. The sum over experts equals the output of the dense MLP if the linear_fc2 weight of each
+    expert is multiplied by G / s and the linear_fc2 bias by 1 / s.
     """
 
     def __init__(self, source: Source, config: RunConfig) -> None:

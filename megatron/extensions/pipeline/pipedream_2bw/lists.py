@@ -43,10 +43,10 @@ def lists_of_step(schedule: str, p: int, before: int, microbatches: int, after: 
 
 
 def cut_behind(lists: Lists, microbatches: int) -> tuple[Schedule, Schedule]:
-    """Divide action lists with communication into two parts. On each rank, the first part ends once the backward passes
-    of the first `microbatches` micro-batches are complete. A receive is in the same part as the matching send, so that
-    no message that is sent in the first part is received in the second part. Actions in the second part may use tensors
-    that were received in the first part."""
+    """Divide action lists that include sends and receives into two parts. On each rank, the first part ends once the
+    backward passes of the first `microbatches` micro-batches are complete. A receive is in the same part as the
+    matching send, so that no message that is sent in the first part is received in the second part. Actions in the
+    second part may use tensors that were received in the first part."""
     heads: Schedule = []
     for actions in lists:
         ends = [i for i, a in enumerate(actions) if a.kind in ENDS and a.microbatch < microbatches]

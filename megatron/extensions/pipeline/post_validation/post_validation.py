@@ -87,7 +87,8 @@ class PostValidatedOptimizer(DistributedOptimizer):
     """Optimizer that may perform an update before the gradient norm is known. If the result of a step is read before
     the next step, the optimizer waits for the norm.
 
-    Main parameters, states and gradients are copied, because an update scales gradients in place.
+    Before such an update, main parameters and states are copied, so that they can be restored. Gradients are copied,
+    too, because the update scales them in place.
     """
 
     def __init__(

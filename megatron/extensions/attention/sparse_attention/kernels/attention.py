@@ -204,7 +204,7 @@ BackwardOperands = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Keys, ...], tuple
 
 
 class Gathers(Protocol):
-    """Interface of `Launches`, as far as it records those kernels of a plan that gather keys."""
+    """Part of the planner's interface `Launches`: the methods that record kernels that gather keys."""
 
     any_order: bool
     """True if kernels may use atomic additions, whose order varies between runs."""
@@ -213,11 +213,12 @@ class Gathers(Protocol):
 
 
 HEADS, PARTS = 32, 4
-"""Block sizes that a plan assumes: the number of heads per program of the kernel that gathers keys, and the number of
-programs among which the second pass divides the queries of one block of keys."""
+"""Block sizes that the planner assumes. The first is the number of heads per program of the kernel that gathers keys.
+The second is the number of programs among which the second pass divides the queries of one block of keys."""
 
 BLOCK_OF_KEYS, SLICE = 128, 192
-"""Block sizes that a plan assumes: the number of keys and the number of channels per program of the second pass."""
+"""Block sizes that the planner assumes: the number of keys and the number of channels per program of the second
+pass."""
 
 MOST_BYTES = 2**28
 """Maximum size in bytes of the weights and score gradients that are stored for the second pass. Queries are processed
@@ -247,8 +248,8 @@ def planned_attend(
     width: int,
     notes: bool,
 ) -> Attended:
-    """Simulate `attend` for a plan: allocate its tensors, and record its kernels in `launches`. The arguments after
-    `launches` are the arguments of `attend`."""
+    """Simulate `attend` for the planner: allocate the same tensors, and record the kernels in `launches` instead of
+    launching them. The arguments after `launches` are the arguments of `attend`."""
     if not fits(q, width):
         return _plain_attend(q, sinks, seen, k, scale, width, notes)
     joined_sets(seen, k)
@@ -260,8 +261,8 @@ def planned_attend(
 
 
 def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[Tensor, ...]:
-    """Simulate `gradients` for a plan: allocate its tensors, and record its kernels in `launches`. The GPU is assumed
-    to have fast atomic additions."""
+    """Simulate `gradients` for the planner: allocate the same tensors, and record the kernels in `launches` instead of
+    launching them. The GPU is assumed to have fast atomic additions."""
     grad, q, out, lse, *_ = operands
     seen, k = operands[4:6]
     scale, width = operands[6:]
@@ -283,9 +284,9 @@ def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[
 
 
 def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, some: float, every: float) -> None:
-    """Simulate the second pass for a plan: allocate the tensors stored for one chunk of queries, and record the kernels
-    of all chunks. For each slice of channels, a program looks up its keys in the list of each query, and reads the
-    stored weights and score gradients of the keys that it finds."""
+    """Simulate the second pass for the planner: allocate the tensors that are stored for one chunk of queries, and
+    record the kernels for all chunks. For each slice of channels, a program looks up its keys in the list of each
+    query, and reads the stored weights and score gradients of the keys that it finds."""
     (n, b, heads, w), count = q.shape, picked.shape[-1]
     rows = min(n, max(1, MOST_BYTES // (2 * b * count * heads * q.element_size())))
     kept = q.new_empty(2, rows, b, count, heads)
@@ -300,15 +301,16 @@ def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, s
 def planned_weights(
     launches: Gathers, q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None
 ) -> Tensor:
-    """Simulate `weights` for a plan: allocate its tensors, and record its kernel in `launches`. The arguments after
-    `launches` are the arguments of `weights`."""
+    """Simulate `weights` for the planner: allocate the same tensors, and record the kernel in `launches` instead of
+    launching it. The arguments after `launches` are the arguments of `weights`."""
     if rows.picked is None or lse is None or not fits(q, min(q.shape[-1], WIDEST_VALUES)):
         return unwrap(attended_weights)(q, rows, scale, beside, lse)
     return planned_listed_weights(launches, q, rows.picked, rows.picked.numel())
 
 
 def planned_listed_weights(launches: Gathers, q: Tensor, places: Tensor, pairs: float) -> Tensor:
-    """Simulate `listed_weights` for a plan: allocate its tensors, and record its kernel.
+    """Simulate `listed_weights` for the planner: allocate the same tensors, and record the kernel instead of launching
+    it.
 
     Args:
         launches: Recorder of kernel launches.

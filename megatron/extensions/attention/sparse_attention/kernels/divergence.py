@@ -30,7 +30,7 @@ from megatron.extensions.attention.sparse_attention.selection import Chunk, Inde
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 KEYS, PARTS = 128, 4
-"""Block sizes that a plan assumes: the number of keys per program of the second kernel, and the number of programs
+"""Block sizes that the planner assumes: the number of keys per program of the second kernel, and the number of programs
 among which the queries of these keys are divided."""
 
 MOST_HEADS = 64
@@ -123,8 +123,8 @@ kernel sums them."""
 
 
 def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """Simulate `by_kernels` for a plan: allocate its tensors, and record its kernels in `launches`. The GPU is assumed
-    to have fast atomic additions."""
+    """Simulate `by_kernels` for the planner: allocate the same tensors, and record the kernels in `launches` instead of
+    launching them. The GPU is assumed to have fast atomic additions."""
     if not fits(index, loss):
         return unwrap(divergence)(index, loss)
     assert loss.picked is not None

@@ -30,7 +30,7 @@ from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShap
 
 WIDEST, SAMPLED = 128, 64
 """Two limits: the largest number of channels per indexer head that the kernel supports, and the number of queries in
-the inputs with which kernels are checked."""
+the test inputs on which the kernels are compared with plain PyTorch."""
 
 
 def fits(q: Tensor) -> bool:
@@ -75,7 +75,7 @@ _largest = gpu_operator(
 
 
 class Multiplies(Protocol):
-    """Interface of the object `Launches`, which records the matrix products of a plan."""
+    """Part of the planner's interface `Launches`: the methods that record matrix products."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
 
@@ -83,8 +83,8 @@ class Multiplies(Protocol):
 
 
 def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Simulate `scores` for a plan: allocate its tensors, and record its kernel in `launches`. The arguments after
-    `launches` are the arguments of `scores`."""
+    """Simulate `scores` for the planner: allocate the same tensors, and record the kernel in `launches` instead of
+    launching it. The arguments after `launches` are the arguments of `scores`."""
     if not fits(q):
         return unwrap(scores_of_keys)(q, k, weights)
     out = _fake_scores(q, k, weights)
@@ -95,9 +95,9 @@ def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) 
 
 
 def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """Simulate `largest` for a plan: allocate its tensors, and record its reads. The arguments after `launches` are the
-    arguments of `largest`. The kernel reads each row of scores several times, but only the first read is from memory;
-    later reads hit the cache."""
+    """Simulate `largest` for the planner: allocate the same tensors, and record the memory reads of the kernel instead
+    of launching it. The arguments after `launches` are the arguments of `largest`. The kernel reads each row of scores
+    several times, but only the first read is from memory; later reads hit the cache."""
     if found.dtype != torch.float32:
         return unwrap(largest_scores)(found, first, last, topk)
     for _ in range(2):
@@ -106,13 +106,13 @@ def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Te
 
 
 def planned_keys(launches: Multiplies, index: Index, queries: Queries, topk: int) -> Tensor:
-    """Simulate `keys` for a plan: allocate its tensors, and record its kernels in `launches`. The arguments after
-    `launches` are the arguments of `keys`."""
+    """Simulate `keys` for the planner: allocate the same tensors, and record the kernels in `launches` instead of
+    launching them. The arguments after `launches` are the arguments of `keys`."""
     return keys(index, queries, topk) if fits(index.q) else unwrap(keys_of_chunks)(index, queries, topk)
 
 
 def _score_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield the arguments of one call of `scores_of_keys` for each kind of layer with an indexer."""
+    """Yield test arguments for `scores_of_keys`, one set for each kind of layer with an indexer."""
     if shapes.config is None:
         return
     own = shapes.config.options(SparseAttentionFlags)
@@ -123,7 +123,7 @@ def _score_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor]]
 
 
 def _largest_samples(shapes: RunShapes) -> Iterator[tuple[Tensor, Tensor, Tensor, int]]:
-    """Yield arguments of `largest_scores` in which many scores are equal."""
+    """Yield test arguments for `largest_scores` in which many scores are equal."""
     for q, k, _ in _score_samples(shapes):
         assert shapes.config is not None
         topk = min(len(k), shapes.config.options(SparseAttentionFlags).dsa_indexer_topk)

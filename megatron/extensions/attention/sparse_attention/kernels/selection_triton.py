@@ -52,7 +52,8 @@ def score_keys(
 
 @triton.jit
 def _ordered(x):
-    """Map fp32 numbers to uint32 in the same order; positive and negative zero are equal."""
+    """Map fp32 numbers to uint32 numbers in a way that preserves their order. Positive and negative zero are mapped to
+    the same number."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     flipped = tl.where(bits < 0, tl.full([], -1, tl.int32), tl.full([], -(2**31), tl.int32))
     return (bits ^ flipped).to(tl.uint32, bitcast=True)
