@@ -21,7 +21,7 @@ SIGNS = 4
 
 COLUMNS = 2 + SIGNS
 """Number of int64 values per sketch: the hash, the norm and the random-sign sums. The norm and the random-sign sums are
-float64 values, of which the bits are stored as int64."""
+float64 values whose bits are stored as int64."""
 
 BLOCK = 1 << 14
 """Number of elements per block. Each position in a block has its own random number, which all blocks use."""

@@ -113,8 +113,8 @@ class Limits:
         `request` is called with the number of the attempt, starting at 0. If the number is above 0, `request` must
         expect that an earlier attempt has succeeded although its response was lost. If all attempts fail, raises an
         OSError with a message that contains `what` and the last error, without credentials. A permanent error is raised
-        immediately. Time during which this process was suspended does not count toward `retry_seconds`, and at least
-        two attempts are made.
+        immediately. Time during which this process was suspended does not count toward `retry_seconds`. At least two
+        attempts are made.
         """
         began, attempt = time.monotonic(), 0
         waited = 0.0

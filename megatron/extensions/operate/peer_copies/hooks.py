@@ -394,8 +394,8 @@ class PeerCopies(Callback):
         copies.copy(run.progress.iteration, tensors, payload if first else None)
 
     def _note_save(self) -> None:
-        """After a save, read from --save which checkpoint is the latest, because local checkpoints are uploaded later.
-        Write SAVE/peer_copies_id again if --save was deleted before the save."""
+        """After a save, read from --save which checkpoint is the latest. This may be an older one, because local
+        checkpoints are uploaded later. Write SAVE/peer_copies_id again if --save was deleted before the save."""
         assert self._identity is not None
         with suppress(OSError, ValueError):  # if --save is not available, the next save reports the error
             keep_identity(self._save, self._identity)

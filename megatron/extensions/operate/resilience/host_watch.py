@@ -5,7 +5,7 @@ is considered lost if the store does not answer and the host of the store does n
 The store has these keys:
 
     `link/R`: the `Link` of rank R.
-    `heartbeats`: token that all heartbeats contain until the ranks are started again.
+    `heartbeats`: token that all heartbeats contain. Each start of the ranks uses a new token.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class HostWatch(Watch):
             self._publish(self._start())
         world = self._launch.world_size
         if len(self._links) < world and (world <= FEW or board.complete("link")):
-            # Create a new dict, because the other thread may be iterating over the old one.
+            # Create a new dict, because another thread may be iterating over the old one.
             self._links = self._links | board.read_all("link", _parse_link)
         known = len(self._links) if len(self._links) == world or len(self._hosts()) <= FULL_MESH else 0
         if self._process is not None and known > self._told:

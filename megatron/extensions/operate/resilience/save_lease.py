@@ -1,11 +1,11 @@
 """Lease on the --save folder. If two runs, or two halves of a split cluster, save to the same folder, only one of them
 continues.
 
-Rank 0 holds the lease, which is the file SAVE/.lease, and rewrites the file every two seconds. A new run that finds
-another run's lease takes over the lease if the process that holds it no longer exists on this machine. If that process
-is on another machine or is stopped, the new run takes over the lease after `STALE` seconds without a renewal. The new
-run measures this time with its own clock. If the process that holds the lease runs on this machine, or renews the lease
-from another machine, the new run ends with an error.
+Rank 0 holds the lease, which is the file SAVE/.lease, and rewrites the file every two seconds. A new run may find the
+lease of another run. If the process that holds this lease ran on the same machine and no longer exists, the new run
+takes over the lease. If that process is on another machine or is stopped, the new run takes over the lease after
+`STALE` seconds without a renewal. The new run measures this time with its own clock. If the process that holds the
+lease runs on this machine, or renews the lease from another machine, the new run ends with an error.
 
 A run ends if another run takes over the lease, or if the lease disappears from the folder. A lease may disappear
 because another run took it over, finished and released it while this run was suspended. The run also checks the lease

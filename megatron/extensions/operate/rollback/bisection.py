@@ -27,7 +27,7 @@ GONE = 0.5
 increase."""
 
 TYPICAL = 10
-"""Number of losses before the spike. Their median is the loss that the spike is compared with."""
+"""The loss of the spike is compared with the median of this number of losses before the spike."""
 
 LARGE_NORM = 3.0
 """If the gradient norm of a step exceeds the median of earlier norms by more than this factor, the batch of the step
