@@ -12,10 +12,10 @@ Therefore w_i is the mean of this ratio over the updates between theta_{i-1} and
 
     c_0 = 1 - w_1,    c_j = w_j - w_{j+1},    c_k = w_k
 
-The merged weights equal the decayed run's weights if updates are proportional to the learning rate and independent of
-the weights, and if either the ratio of the learning rates or the update is constant between two consecutive
-checkpoints. If these conditions do not hold, the merged weights approximate the decayed run's weights. The
-approximation ignores that a decayed run computes different gradients, and that momentum delays updates.
+The merged weights equal the decayed run's weights under two conditions. First, updates are proportional to the learning
+rate and independent of the weights. Second, either the ratio of the learning rates or the update is constant between
+two consecutive checkpoints. If these conditions do not hold, the merged weights approximate the decayed run's weights.
+The approximation ignores that a decayed run computes different gradients, and that momentum delays updates.
 """
 
 from __future__ import annotations

@@ -256,8 +256,8 @@ class RowsOfEachHead(Layout):
     """
 
     rows: Callable[[TransformerConfig], tuple[int, int, int]]
-    """Function that returns three row counts, which are the same for each head: the number of rows before this
-    parameter, the number of rows of this parameter, and the number of rows after it."""
+    """Function that returns how many rows each head has before this parameter, for this parameter, and after this
+    parameter."""
 
     def theirs(self, config: TransformerConfig, parameter: Tensor) -> tuple[Tensor, ...]:
         before, _, after = self.rows(config)

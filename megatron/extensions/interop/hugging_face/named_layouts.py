@@ -112,8 +112,8 @@ def _with_swapped_halves(config: TransformerConfig) -> list[int]:
 
 
 QUERIES_KEYS_VALUES = Pieces(HEADS, _query_groups, 1, _of_group("q", "k", "v"))
-"""Layout of the merged attention projection. It converts the three tensors q [heads * d, ...], k [groups * d, ...] and
-v [groups * d, ...] to [groups, queries per group + 2, d, ...]."""
+"""Layout of the merged attention projection. The Hugging Face tensors are q [heads * d, ...], k [groups * d, ...] and v
+[groups * d, ...]. The parameter is [groups, queries per group + 2, d, ...]."""
 
 ATTENTION: dict[str, Layout] = {
     "QueryGroups": QUERIES_KEYS_VALUES,
@@ -144,7 +144,8 @@ ATTENTION: dict[str, Layout] = {
     "JointHeads": Pieces("... (g n d) -> g n d ...", _query_groups, 1, _of_group("q", "k", "v"), section=-1),
     # BLOOM, GPT-NeoX: each head's query, key and value are adjacent, in the same order as in the parameter
     "GroupByGroup": Pieces(HEADS, _query_groups),
-    # CodeGen: four blocks of heads. Each block contains the queries of all its heads, then the values, then the keys
+    # CodeGen: one tensor contains four blocks of heads. Each block contains the queries of all its heads, then the
+    # values, then the keys
     "BlocksOfHeads": Reordered(
         Pieces("(m p n d) ... -> (m n) p d ...", lambda config: {"m": 4, "p": 3, "d": config.head_dim}),
         1,
@@ -236,7 +237,8 @@ def _of_key_head_in_two(config: TransformerConfig) -> tuple[int, int]:
 
 
 DELTA_NETS: dict[str, Layout] = {
-    # Qwen3-Next: two tensors, each of which stores all rows of a key head contiguously
+    # Qwen3-Next: one tensor contains each key head's queries, keys, values and gates; another contains its betas
+    # (writing strengths) and decays
     "KeyHeads": Pieces(ROWS, _key_heads, 1, _of_key_head_in_two),
     # Qwen3.5: one tensor contains the queries of all heads, then the keys, then the values; the gates, the betas
     # (writing strengths) and the decays are three more tensors

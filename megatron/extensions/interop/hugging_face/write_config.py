@@ -189,7 +189,7 @@ def _lost(config: TransformerConfig, hf: Values) -> list[str]:
 
 def _unconditional_parts(config: TransformerConfig) -> list[str]:
     """Return a description of each router and each residual stream that an extension adds to every model, whatever the
-    model's flags. A config.json cannot express them."""
+    model's flags. A config.json cannot express these routers and residual streams."""
     plain = replace(config, extension_options=())
     of_experts = (number for number, kind in enumerate(plain.layers) if kind.experts)
     routers = {router_of(plain, number, in_training=False) for number in of_experts}

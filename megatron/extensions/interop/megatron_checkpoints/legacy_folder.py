@@ -96,8 +96,9 @@ class Layout:
         return f"mp_rank_{tp:02d}" + f"_{pp:03d}" * (self.pp > 1) + f"_{ep:03d}" * (self.ep > 1)
 
     def check_complete(self, ranks: Collection[Rank]) -> None:
-        """Raise ValueError if the folder of a rank is missing. If experts are not sharded over TP, a combination of a
-        TP rank and an EP rank may lack a folder, provided that both ranks occur in the names of other folders."""
+        """Raise ValueError if the folder of a rank is missing. If experts are not sharded over TP, the folder for a
+        combination of a TP rank and an EP rank may be missing, provided that the names of other folders contain both
+        ranks."""
         whole = self.expt_tp == self.tp
         for tp, pp, ep in ((tp, pp, ep) for tp in range(self.tp) for pp in range(self.pp) for ep in range(self.ep)):
             present = (tp, pp, ep) in ranks

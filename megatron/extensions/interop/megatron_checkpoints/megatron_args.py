@@ -216,8 +216,8 @@ def unequal_parts(config: RunConfig) -> list[str]:
 
 
 def _unequal(config: RunConfig) -> Iterator[tuple[str, object]]:
-    """Yield a pair for each kind of model part that cannot be converted: the description of the part, and a value that
-    is true if the model contains the part."""
+    """Yield a pair for each model feature that cannot be converted. The pair contains the description of the feature,
+    and a value that is true if the model uses the feature."""
     model, pattern = config.model, _pattern(config) or ""
     kinds = (*model.layers, *model.mtp_layers)
     used = {kind.linear for kind in kinds if kind.linear is not None}

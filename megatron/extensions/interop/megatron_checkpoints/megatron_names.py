@@ -10,9 +10,9 @@ of `names.json`. A row of `renamed` replaces the beginning of a parameter's name
 written under all names in `theirs` and can be read from any of these names. Rows of `kinds` describe parameters that
 Megatron-LM splits into several tensors, one for each kind of channel, such as queries and keys. In Megatron-LM, a
 tensor with one kind of channel contains all groups; in this program's parameter, all channels of a group are adjacent.
-For some kinds, the number of channels per group is computed from another parameter of the module: it is the size of
-this parameter's last dim, divided by the number of groups. The channels that remain are divided equally among the other
-kinds. Rows of `older` rename tensors of checkpoints that predate Megatron Core.
+For some kinds, the number of channels per group is the size of the last dim of another parameter of the module, divided
+by the number of groups. The channels that remain are divided equally among the other kinds. Rows of `older` rename
+tensors of checkpoints that predate Megatron Core.
 """
 
 from __future__ import annotations

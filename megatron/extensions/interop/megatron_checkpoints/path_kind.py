@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class MegatronCheckpoint:
-    """Class in `PATH_KINDS` that recognizes Megatron-LM checkpoints. It is also their conversion format; see
-    `megatron.extensions.interop.conversion.formats.Format`."""
+    """Class in `PATH_KINDS` that recognizes Megatron-LM checkpoints. The class also implements the conversion format;
+    see `megatron.extensions.interop.conversion.formats.Format`."""
 
     format = "megatron"
     usual = False

@@ -1,5 +1,5 @@
-"""Megatron-LM as a foreign program: translation of its flags, and known differences in results. This module does not
-import torch."""
+"""Entry of `FOREIGN_PROGRAMS` for Megatron-LM: translation of its flags, and known differences in results. This module
+does not import torch."""
 
 from __future__ import annotations
 

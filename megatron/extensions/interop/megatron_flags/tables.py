@@ -50,9 +50,9 @@ class SameAs:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Flag without a value that changes another flag from `before` to `after`. The other flag is changed whether its
-    value `before` is explicit or the default. A value other than `before` is kept. The order of the flags is
-    irrelevant."""
+    """Flag that has no value itself, but changes another flag from `before` to `after`. The other flag is changed if
+    its value is `before`, whether the user set this value or it is the default. A value other than `before` is kept.
+    The order of the flags is irrelevant."""
 
     flag: str
     before: str

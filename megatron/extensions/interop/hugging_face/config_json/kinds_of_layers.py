@@ -53,9 +53,9 @@ class RotaryOfKinds(Adapter):
 
 
 def _rotates(layers: list[tuple[bool, bool]], local: bool) -> set[bool]:
-    """Return which values the flag `rotated` takes in one kind of layer. Each entry of `layers` is a pair: whether the
-    layer has a sliding window, and whether it is rotated. If `local` is True, only layers with a sliding window are
-    considered; otherwise, only layers without one."""
+    """Return the set of values of `rotated` among the layers of one kind. Each entry of `layers` is a pair of Booleans:
+    whether the layer has a sliding window, and whether it has a rotary embedding (`rotated`). If `local` is True, only
+    layers with a sliding window are considered; otherwise, only layers without one."""
     return {rotated for window, rotated in layers if window == local}
 
 

@@ -194,7 +194,7 @@ def selecting(period: int, offset: int, layers: int) -> list[bool]:
 
 
 def selections_from_hf(hf: Values) -> Fields:
-    """Return the fields that specify which layers have an indexer, which selects the keys that a query attends to.
+    """Return the fields that specify the layers with an indexer. An indexer selects the keys that a query attends to.
     Layers with an indexer must be the first layers of the model and every N-th layer after them."""
     period = count(hf, "index_topk_freq")
     offset = whole(hf, "index_skip_topk_offset")

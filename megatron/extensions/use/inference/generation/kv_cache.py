@@ -28,8 +28,10 @@ class KeyValueCache:
     def __init__(self) -> None:
         self.lengths: list[int] = []
         """Number of cached tokens in each row."""
-        self._layers: dict[int, tuple[Tensor, ...]] = {}  # by layer: cached tensors [rows, groups, columns, width]
-        self._states: dict[int, tuple[Tensor, ...]] = {}  # by layer: recurrent states [rows, ...]
+        self._layers: dict[int, tuple[Tensor, ...]] = {}
+        """Cached tensors of each layer, [rows, groups, columns, width]."""
+        self._states: dict[int, tuple[Tensor, ...]] = {}
+        """Recurrent states of each layer, [rows, ...]."""
 
     def extend(
         self, counts: Sequence[int], device: torch.device, first: int | None = None, multiple: int = 1
