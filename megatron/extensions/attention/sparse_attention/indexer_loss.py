@@ -69,7 +69,8 @@ def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
         mine = chunk.moved(loss.own.start)
         products = index_products(index, mine)
         logs = index_scores(index, mine, products).masked_fill(hidden, -torch.inf).log_softmax(-1)
-        logs.masked_fill_(hidden, -torch.inf)  # replaces the NaN that log_softmax returns for a query without keys
+        # For a query without keys, log_softmax returns NaN, which is replaced here.
+        logs.masked_fill_(hidden, -torch.inf)
         total += (torch.xlogy(p, p) - p * logs.masked_fill(hidden, 0.0)).sum(dtype=torch.float64)
         g = (logs.exp_() - p).transpose(0, 1).unsqueeze(2)  # g: gradients of the scores, [b, rows, 1, keys]
         found.weights[mine.rows] = (products @ g.mT).squeeze(-1).transpose(0, 1)

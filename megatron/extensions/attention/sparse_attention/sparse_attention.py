@@ -157,7 +157,8 @@ class SelectedKeys(CoreAttention):
         up_value: Tensor,
         *index_and_context: Tensor | BatchContext,
     ) -> Tensor:
-        """Return the head outputs [s, b, heads/tp * v_head_dim], with s/cp instead of s under context parallelism.
+        """Return the head outputs [s, b, heads/tp * v_head_dim]. Under context parallelism, the first dimension is
+        s/cp.
 
         Args:
             q: [s, b, heads/tp, w], queries.
@@ -165,7 +166,7 @@ class SelectedKeys(CoreAttention):
             up_value: [heads/tp, v_head_dim, kv_lora_rank], up-projection of values.
             index_and_context: Batch context, which is the last argument. In a layer with an indexer, the operands of
                 the indexer scores come before it: index_q [s, b, indexer heads, d], index_k [s, b, d] and index_weights
-                [s, b, indexer heads], with s/(cp * tp) instead of s under sequence parallelism.
+                [s, b, indexer heads]. Under sequence parallelism, their first dimension is s/(cp * tp).
         """
         operands, context = parted(index_and_context)
         index = Index(*operands) if operands else None

@@ -155,8 +155,9 @@ class IndexedDatasetBuilder:
     def abort(self) -> None:
         """Delete all files written so far."""
         for stream in (self._data, self._lengths, self._boundaries):
-            with suppress(OSError):  # closing a file flushes its buffer, which fails if the disk is full
-                # An upload is discarded, because closing it would complete it.
+            # An upload is discarded, because closing it would complete it. A file is closed, which flushes its buffer
+            # and fails if the disk is full.
+            with suppress(OSError):
                 getattr(stream, "discard", stream.close)()
         self._remove()
 

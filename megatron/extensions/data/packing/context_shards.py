@@ -41,8 +41,8 @@ CHUNKS = (1, 2, 4, 8)
 """Numbers of chunk pairs per rank to evaluate when the sample is divided into chunks that are assigned by work."""
 
 WHOLE = (1.0, 0.5, 0.25, 0.125)
-"""Candidate length limits up to which a document is assigned undivided to one rank, as fractions of a rank's tokens.
-Each candidate is evaluated."""
+"""Length limits to evaluate, as fractions of a rank's tokens. Documents up to the limit are assigned undivided to one
+rank."""
 
 Owners = NDArray[np.int64]
 """Rank that holds each position, [seq_length]."""

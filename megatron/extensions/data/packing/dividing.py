@@ -37,8 +37,8 @@ class Imbalance(NamedTuple):
 class Divider:
     """Divider of micro-batches over context-parallel ranks (`megatron.core.attention.tiles.DividesSequences`). If
     `hybrid` is True, documents with at most `longest` tokens stay on one rank. If `longest` is None, the limit with the
-    lowest estimated cost is used. Work is balanced only between groups of `inner` adjacent ranks, because the ranks of
-    a group exchange heads and therefore have the same work."""
+    lowest estimated cost is used. Groups of `inner` adjacent ranks exchange heads, so all ranks of a group have the
+    same work. Work is therefore balanced only between groups."""
 
     def __init__(self, hybrid: bool = False, longest: int | None = None, inner: int = 1) -> None:
         self.hybrid, self.longest = hybrid, longest

@@ -1,4 +1,4 @@
-"""Kinds of --data-path values: data sets that the libraries `datasets`, `webdataset` and `mosaicml-streaming` read.
+"""Kinds of --data-path values that name data sets of the libraries `datasets`, `webdataset` and `mosaicml-streaming`.
 This module does not import torch, and imports a library only when it is used."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SourceKind(DataKind):
-    """Kind of --data-path value: data sets that one library reads. `documents` is the name of the class that reads
+    """Kind of --data-path value that names data sets of one library. `documents` is the name of the class that reads
     these data sets. `holds` is a function that returns True if the library can read a given path."""
 
     urls = True

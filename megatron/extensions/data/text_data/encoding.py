@@ -120,8 +120,10 @@ _encoder: Encoder | None = None
 
 def _start_worker(job: Job) -> None:
     global _encoder
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes already run in parallel
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl+C, the parent process stops the workers
+    # The worker processes already run in parallel, so tokenizers must not start threads.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # On Ctrl+C, the parent process stops the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     load()
     job.prepare()

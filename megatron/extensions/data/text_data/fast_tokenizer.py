@@ -87,6 +87,8 @@ def stand_in_for(tokenizer: Tokenizer) -> StandIn:
         return StandIn(tokenizer)
     except DifferentIds:
         raise
-    except Exception as error:  # any error means that gigatoken does not support this tokenizer
-        reason = str(error).split("\n", 1)[0]  # the message's other lines refer to gigatoken's source code
+    except Exception as error:
+        # Any error means that gigatoken does not support this tokenizer. Only the first line of the message is shown,
+        # because the other lines refer to gigatoken's source code.
+        reason = str(error).split("\n", 1)[0]
         raise DifferentIds(f"gigatoken does not support this tokenizer: {reason}") from None

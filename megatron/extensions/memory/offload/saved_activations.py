@@ -68,7 +68,8 @@ class HostPool:
         self.nbytes = 0
         """Total size in bytes of all buffers, both used and free."""
         self._free: dict[int, list[HostBuffer]] = {}
-        self._returned: deque[HostBuffer] = deque()  # a deque, because finalizers append buffers from any thread
+        # Finalizers append returned buffers from any thread, and appending to a deque is thread-safe.
+        self._returned: deque[HostBuffer] = deque()
 
     def take(self, nbytes: int) -> HostBuffer:
         """Return a free buffer of at least `nbytes`. The pool does not hand out the buffer again until the caller

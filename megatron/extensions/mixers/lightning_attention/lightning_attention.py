@@ -87,7 +87,7 @@ class LightningAttention(nn.Module):
         if cache is not None:
             (state,) = cache.states(self.layer) or (None,)
             rule = ssd_steps if len(mixed) <= FEW_TOKENS else rule
-            if cache.lengths is not None:  # padding leaves the state unchanged
+            if cache.lengths is not None:  # with step sizes of 0, padding does not change the state
                 padding = torch.arange(len(mixed), device=mixed.device)[:, None, None] >= cache.lengths[:, None]
                 steps = steps.masked_fill(padding, 0.0)
         y, state = rule(v, steps, -self.rates(wide, mixed.device), k, q, number, state)

@@ -94,7 +94,8 @@ class Mamba1(BetweenProjections):
         u, last = self.convolved(x, self._own(self.conv_weight), self._own(self.conv_bias), number, before)
         u = F.silu(u)
         dt, B, C = self._steps(u)
-        if cache is not None and (lengths := cache.lengths) is not None:  # padding leaves the state unchanged
+        # With step sizes of 0, padding does not change the state.
+        if cache is not None and (lengths := cache.lengths) is not None:
             dt = dt.masked_fill(torch.arange(len(x), device=x.device)[:, None, None] >= lengths[:, None], 0.0)
             last = last_rows(x, before, lengths, len(last))
         rates = -self._own(self.a_log).to(dt.dtype).exp().view(-1, self.widths[-1])

@@ -96,7 +96,7 @@ class RgLru(BetweenProjections):
             torch.einsum("sbgi,gio->sbgo", u.unflatten(-1, (-1, self.width)), gate) for gate in (of_input, of_state)
         )
         kept, written = self.gated(u, i, r, input_bias, state_bias, decay, begins)
-        if cache is not None and (lengths := cache.lengths) is not None:  # padding leaves the state unchanged
+        if cache is not None and (lengths := cache.lengths) is not None:  # padding multiplies the state by 1 and adds 0
             padding = torch.arange(len(x), device=x.device)[:, None, None] >= lengths[:, None]
             kept, written = kept.masked_fill(padding, 1.0), written.masked_fill(padding, 0.0)
             last = last_rows(x, before, lengths, len(last))

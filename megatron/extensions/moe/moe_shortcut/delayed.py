@@ -54,7 +54,7 @@ class SumOfBoth(nn.Module):
     """Module that returns the hidden states after the last layer: the sum of both halves of the stream."""
 
     def forward(self, stream: Tensor) -> Tensor:
-        """Return the hidden states [s, b, h] for the stream [s, b, 2h]. Under sequence parallelism, the first dimension
-        is s/tp."""
+        """Return the hidden states [s, b, h]: the sum of both halves of the stream [s, b, 2h]. Under sequence
+        parallelism, the first dimension is s/tp."""
         x, waiting = stream.chunk(2, dim=-1)
         return x + waiting

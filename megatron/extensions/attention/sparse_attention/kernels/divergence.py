@@ -71,7 +71,7 @@ def loss_chunks(loss: Loss, samples: int) -> tuple[Chunk, ...]:
 
 
 def by_kernels(index: Index, loss: Loss) -> tuple[Tensor, Index]:
-    """Implement `divergence` with Triton kernels."""
+    """Triton implementation of `divergence`."""
     assert loss.picked is not None and loss.lse is not None
     q, k, weights = (x.contiguous() for x in index)
     keys_of_attention, count = loss.k.contiguous(), loss.picked.shape[-1]

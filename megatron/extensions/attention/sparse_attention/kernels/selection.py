@@ -39,7 +39,7 @@ def fits(q: Tensor) -> bool:
 
 
 def scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Implement `scores_of_keys` with a Triton kernel."""
+    """Triton implementation of `scores_of_keys`."""
     return _scores(q.contiguous(), k.contiguous(), weights.contiguous())
 
 
@@ -50,7 +50,7 @@ def largest(found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
 
 
 def keys(index: Index, queries: Queries, topk: int) -> Tensor:
-    """Implement `keys_of_chunks` with Triton kernels. The kernels need little memory per query, so adjacent chunks are
+    """Triton implementation of `keys_of_chunks`. The kernels need little memory per query, so adjacent chunks are
     merged."""
     return selected_in(merged(queries.chunks, index.q.shape[1]), index, queries, topk)
 
