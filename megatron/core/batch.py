@@ -48,8 +48,8 @@ class Batch:
     Each id occupies a contiguous range of positions."""
 
     documents: Documents | None = None
-    """Start positions of the documents in the whole samples, on the host. The start positions are computed from the
-    `document_ids` of all context-parallel ranks."""
+    """Start positions of the documents, on the host. Each position counts from the start of the unsharded sample, so
+    the positions are computed from the `document_ids` of all context-parallel ranks."""
 
     shards: Shards | None = None
     """Token positions on each context-parallel rank; None for the default sharding."""
@@ -66,8 +66,8 @@ class Batch:
     """
 
     loss_seed: Tensor | None = None
-    """Scalar gradient of the loss sum with which the backward pass starts. In fp16, this gradient is the loss scale.
-    None means 1."""
+    """Gradient of the loss sum, a scalar tensor that autograd receives at the start of the backward pass. In fp16, this
+    gradient is the loss scale. None means 1."""
 
     number: int = 0
     """Number of the micro-batch in its step."""
@@ -119,7 +119,7 @@ class Batch:
         masks, documents = [self.loss_mask], self.document_ids
         for k in shifts:
             masks.append(masks[-1] * _later(self.loss_mask, k))
-        if documents is not None:  # the label after the last token counts as the same document
+        if documents is not None:  # the label of the last token counts as part of the last token's document
             of_labels = torch.cat((documents[:, 1:], documents[:, -1:]), dim=1)
             masks[1:] = [masks[k] * (_later(of_labels, k) == documents) for k in shifts]
         return replace(
@@ -169,7 +169,7 @@ def _later(x: Tensor, places: int) -> Tensor:
 
 
 class CachedCore(Protocol):
-    """Settings of a `megatron.core.attention.core_attention.CoreAttention` that attention to cached tokens needs."""
+    """Attributes of a `megatron.core.attention.core_attention.CoreAttention` that `EarlierTokens.attend` reads."""
 
     scale: float
     span: Span
@@ -179,8 +179,9 @@ class CachedCore(Protocol):
 
 
 class EarlierTokens(Protocol):
-    """Cache of the tokens that b texts already contain during generation. Each forward pass appends s new tokens to
-    each text. Texts are padded on the right. The cache does not support context parallelism."""
+    """Cache for generation. For each of b texts, it holds the keys, values and states of the tokens that earlier
+    forward passes processed. Each forward pass appends s new tokens to each text. Texts are padded on the right. The
+    cache does not support context parallelism."""
 
     positions: Tensor
     """Positions of the new tokens [b, s]."""
@@ -189,8 +190,9 @@ class EarlierTokens(Protocol):
     """Number of new tokens in each text, [b]; None if all texts have s new tokens."""
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...] | None:
-        """Store keys and values [s, b, groups, width] of the new tokens. Returns the keys and values of all tokens [b,
-        groups, columns, width]; None if there are no earlier tokens."""
+        """Store keys and values [s, b, groups, width] of the new tokens. Returns the keys and values [b, groups,
+        columns, width] of all tokens, with one column per position in the cache. Returns None if there are no earlier
+        tokens."""
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
         """Return the states [b, ...] of a layer after the earlier tokens; None if there are no earlier tokens."""
@@ -199,8 +201,8 @@ class EarlierTokens(Protocol):
         """Replace the states that the cache holds for the layer with number `layer`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CachedCore) -> Tensor:
-        """Compute attention: queries q [s, b, heads, d] of the new tokens, keys k [b, groups, columns, d] and values v
-        [b, groups, columns, dv] of all tokens -> [s, b, heads, dv].
+        """Compute attention of the new tokens to all tokens. Shapes: queries q [s, b, heads, d] of the new tokens; keys
+        k [b, groups, columns, d] and values v [b, groups, columns, dv] of all tokens. Returns [s, b, heads, dv].
 
         The settings of the attention, such as the softmax scale, are those of `core`.
         """
@@ -218,7 +220,7 @@ class BatchContext:
     """Token positions [b, s]; None for 0 .. s-1."""
 
     documents: Documents | None = None
-    """Start positions of the documents in the whole samples; None if each sample is one document."""
+    """Start positions of the documents in the unsharded samples; None if each sample is one document."""
 
     shards: Shards | None = None
     """As in `Batch`."""
@@ -230,7 +232,8 @@ class BatchContext:
     """Cosines and sines [s, 1 or b, 1, rotary_dim / 2] of each rotary embedding used by the stage's layers."""
 
     query_scales: Tensor | None = None
-    """Query factors [s, 1 or b, 1, 1] in fp32 for layers that are `tempered`; None if the stage has no such layer."""
+    """Factors [s, 1 or b, 1, 1] in fp32 that scale the queries of layers with temperature scaling (`tempered`); None if
+    the stage has no such layer."""
 
     cache: EarlierTokens | None = None
     """Cache of the tokens that precede the batch's tokens during generation; None outside generation."""
@@ -261,7 +264,7 @@ class BatchContext:
         return cls(**{name: getattr(batch, name) for name in shared}, documents=documents, cache=cache)
 
     def places_of(self, x: Tensor, tp_rank: int) -> Tensor:
-        """x [n, ...] -> [n]: positions of the tokens of x in their samples.
+        """Return the positions [n] of the n tokens of x [n, ...] in their samples.
 
         Without sequence parallelism, x is this context-parallel rank's part of the sequence, and `tp_rank` is 0. Under
         sequence parallelism, that part is sharded over the tensor-parallel ranks, and x is the shard with index

@@ -27,8 +27,8 @@ def boxes_of_flat_range(
 ) -> list[FlatBox]:
     """Divide elements [start, stop) of a row-major shard into rectangular blocks.
 
-    The blocks tile the range in flat order. There are at most 2 * ndim - 1 blocks: all whole rows form one block, and a
-    partial row at either end needs one block for each inner dimension.
+    The blocks tile the range in flat order. There are at most 2 * ndim - 1 blocks. All complete rows form one block. An
+    incomplete row at the start or end of the range is divided into at most one block for each inner dimension.
 
     Args:
         local_offset: Offset of the shard in the global tensor.

@@ -95,7 +95,8 @@ def start_all_reduce_(x: Tensor, axis: Axis) -> Pending:
 
 
 def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
-    """x [n, ...] -> [t * n, ...], written to `out` if given: launch an all-gather along dim 0, in rank order."""
+    """Launch an all-gather along dim 0, in rank order: x [n, ...] -> [t * n, ...]. The result is written to `out` if
+    given."""
     if axis.size == 1:
         return Pending(x)
     x = x.contiguous()
@@ -105,7 +106,7 @@ def start_all_gather(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pendin
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pending:
-    """x [t * n, ...] -> [n, ...], written to `out` if given: launch a reduce-scatter (sum) along dim 0.
+    """Launch a reduce-scatter (sum) along dim 0: x [t * n, ...] -> [n, ...]. The result is written to `out` if given.
 
     `out` may be the view of `x` that contains this rank's part. The rest of `x` does not change.
     """
@@ -121,7 +122,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, out: Tensor | None = None) -> Pe
 
 
 def start_all_to_all(x: Tensor, outgoing: list[int], incoming: list[int], axis: Axis) -> Pending:
-    """x [sum(outgoing), ...] -> [sum(incoming), ...]: launch an all-to-all, in rank order.
+    """Launch an all-to-all, in rank order: x [sum(outgoing), ...] -> [sum(incoming), ...].
 
     This rank sends outgoing[i] rows to rank i, and receives incoming[i] rows from rank i.
     """
@@ -154,7 +155,7 @@ def all_reduce_(x: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Reduce
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """x [..., n, ...] -> [..., t * n, ...]: concatenate the ranks' tensors along `dim`."""
+    """Concatenate the ranks' tensors along `dim`: x [..., n, ...] -> [..., t * n, ...]."""
     gathered = start_all_gather(x, axis).wait()
     if axis.size == 1 or dim % x.ndim == 0:
         return gathered
@@ -162,12 +163,12 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    """x [t * n, ...] -> [n, ...]: sum over the axis and keep this rank's part of dim 0."""
+    """Sum over the axis and keep this rank's part of dim 0: x [t * n, ...] -> [n, ...]."""
     return start_reduce_scatter(x, axis).wait()
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
-    """All-gather Python objects: the value of every rank, in order."""
+    """All-gather a Python object from each rank. Returns the objects of all ranks, in rank order."""
     if axis.size == 1:
         return [value]
     values = [value] * axis.size
@@ -176,7 +177,7 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
 
 
 def local_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """x [..., t * n, ...] -> [..., n, ...]: view of this rank's part of `dim`."""
+    """Return a view of this rank's part of `dim`: x [..., t * n, ...] -> [..., n, ...]."""
     if axis.size == 1:
         return x
     part = part_length(x, axis, dim)
@@ -272,13 +273,13 @@ def all_gather_sequence(x: Tensor, axis: Axis) -> Tensor:
 
 
 def swap_blocks(x: Tensor, axis: Axis) -> Tensor:
-    """All-to-all: send block i of x [t, ...] to rank i, and receive block i of the result from rank i. Its own
-    backward."""
+    """All-to-all: send block i of x [t, ...] to rank i, and receive block i of the result from rank i. The backward
+    pass exchanges the gradient in the same way."""
     return _pair(x, axis, _swap, _swap)
 
 
 def features_to_sequence(x: Tensor, axis: Axis) -> Tensor:
-    """x [s, ..., f/t] -> [s/t, ..., f]: change the sharding from features to sequence with an all-to-all."""
+    """Change the sharding from features to sequence with an all-to-all: x [s, ..., f/t] -> [s/t, ..., f]."""
     if axis.size == 1:
         return x
     blocks = x.unflatten(0, (axis.size, part_length(x, axis, 0)))

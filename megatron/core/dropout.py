@@ -43,7 +43,7 @@ def mask_bits(x: Tensor, key: int, sample_index: Tensor, seq_offset: int | Tenso
     """Return int32 hashes of the rows [s * b] and columns [h] of x [s, b, h]. `drop_at_once` computes the mask of
     `dropout` from these hashes.
 
-    For each element, `_mix_` is applied to the sum of its row hash and its column hash.
+    The hash of an element of x is `_mix_` of the sum of its row hash and its column hash.
     """
     return _row_and_column_bits(*_rows_and_columns(x, key, sample_index, seq_offset))
 
@@ -143,8 +143,8 @@ def bits_of_columns(places: Tensor) -> Tensor:
 
 
 def _row_and_column_bits(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int32 hashes of rows and of columns. For each element, `_mix_` is applied to the sum of its row hash and
-    its column hash."""
+    """Return an int32 hash of each row and of each column. The hash of the element at (row, column) is `_mix_` of the
+    sum of the row hash and the column hash."""
     return _low_bits(rows.flatten()), bits_of_columns(columns)
 
 

@@ -21,11 +21,11 @@ def name_full_file(error: BaseException, path: Path | str) -> None:
 
 @contextmanager
 def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; the file replaces `path` at the end, so readers never see a partial
-    file. If writing fails, the temporary file is deleted. With `synced`, the content is flushed to disk before the file
-    replaces `path`.
+    """Yield a temporary path in the folder of `path`. When the context exits, the temporary file replaces `path`, so
+    readers never see a partial file. If an exception is raised in the context, the temporary file is deleted. With
+    `synced`, the content is flushed to disk before the file replaces `path`.
 
-    Yields `path` itself if it is a link or not a regular file, such as /dev/null or a named pipe."""
+    If `path` is a link or a special file, such as /dev/null or a named pipe, yields `path` itself."""
     if path.is_symlink() or (path.exists() and not path.is_file()):
         yield path
         return

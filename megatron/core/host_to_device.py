@@ -31,7 +31,7 @@ def integers_on(device: torch.device, values: Iterable[int], dtype: torch.dtype 
 
 
 def has_values(x: Tensor) -> bool:
-    """Return whether `x` has values: fake and meta tensors, which plans use, have only a shape."""
+    """Return whether `x` has values. The fake and meta tensors of memory plans have a shape but no values."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 

@@ -52,12 +52,13 @@ def alloc_storage(tensor: Tensor) -> None:
 
 
 def free_storage(tensor: Tensor) -> None:
-    """Free the memory of a tensor that does not share its storage. Views remain."""
+    """Free the memory of a tensor. Only views of the tensor may share its storage. They remain valid objects, but have
+    no values until `alloc_storage` is called."""
     resize_storage(tensor, 0)
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory."""
+    """Return whether memory is allocated for a tensor, which is not the case after `free_storage`."""
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 

@@ -27,7 +27,8 @@ class ParallelDims:
     expt_tp: int = 1
     tp_pp_dp: bool = False
     instances: int = 1
-    """Number of instances, which are groups of data-parallel ranks that shard states separately."""
+    """Number of distributed-optimizer instances. An instance is a group of data-parallel ranks that together hold one
+    sharded copy of the optimizer states."""
     cp_inner: int | None = None
     """Number of neighbouring context-parallel ranks that divide the attention heads among them; None if context
     parallelism has only one level."""
@@ -133,8 +134,8 @@ class ParallelDims:
         return sorted(groups)
 
     def instance_groups(self, *axes: str, parts: int | None = None) -> list[tuple[int, ...]]:
-        """Divide each group along the axes into one part of consecutive ranks for each instance, such as a node.
-        Returns these parts."""
+        """Divide each group along the axes into parts of consecutive ranks, one part for each instance. Returns these
+        parts. An instance may be a node, for example."""
         size = self.size(*axes) // (parts or self.instances)
         return [ranks[i : i + size] for ranks in self.groups(*axes) for i in range(0, len(ranks), size)]
 

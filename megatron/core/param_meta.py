@@ -272,7 +272,7 @@ class InitPolicy:
     """Standard deviation of word and position embeddings."""
 
     norm_weight: float = 1.0
-    """Initial norm weight: 0 if norms multiply by 1 + weight."""
+    """Initial norm weight: 0 if norms multiply by 1 + weight, and 1 otherwise."""
 
     rules: Sequence[InitRule] = ()
     """Rules that change the initial values, applied in order."""

@@ -1,5 +1,5 @@
-"""Registries of named parts. A registry contains the choices for one kind of part, built in or added by extensions.
-This module does not import torch.
+"""Registries of named parts, which are interchangeable components such as activation functions or optimizers. A
+registry contains the choices for one kind of part, built in or added by extensions. This module does not import torch.
 
 A registry initially contains the parts of the library. Each entry point calls `megatron.extensions.load`, which adds
 the parts of the built-in extensions. Parts are registered by import path, "module:attribute", and imported on first
@@ -24,7 +24,7 @@ Given = TypeVar("Given")
 
 @dataclass(frozen=True)
 class NoFacts:
-    """Facts without fields, for kinds of parts of which nothing must be known before they are imported."""
+    """Facts without fields, for a registry whose parts need no properties that are known before the import."""
 
 
 @dataclass(frozen=True)

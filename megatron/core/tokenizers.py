@@ -144,7 +144,7 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None = None) -> T
     if problems:
         raise ValueError("\n".join(problems))
     model = config.tokenizer_model
-    if model is not None and not Path(model).exists():  # By the next call, the name may refer to new files.
+    if model is not None and not Path(model).exists():  # not cached: later, the name may refer to other files
         return TOKENIZERS[kind](config, vocab_size)
     built = _built(config, tuple(_state_of_files(config)))
     if vocab_size not in built:

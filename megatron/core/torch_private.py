@@ -161,8 +161,8 @@ def wrapper_tensor(
 ) -> Wrapper:
     """Create a tensor with a shape but no memory, for the `__new__` of a subclass.
 
-    `Tensor._make_wrapper_subclass`, torch 2.13. Fallback: call the function with which DTensor then creates its
-    tensors.
+    `Tensor._make_wrapper_subclass`, torch 2.13. Fallback: call the function with which DTensor creates its tensors in
+    that release.
     """
     make = torch.Tensor._make_wrapper_subclass
     return make(cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=False)

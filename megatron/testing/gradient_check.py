@@ -1,7 +1,8 @@
 """Comparison of gradients with finite differences of the loss, parameter by parameter, in one process.
 
-Layouts that agree with one process prove nothing if one process is wrong. For each parameter p with gradient g and a
-random direction d of norm 1, (loss(p + e d) - loss(p - e d)) / 2e must equal <g, d>.
+Comparing a layout with a single-process run proves nothing if the gradients of the single-process run are wrong. This
+check tests those gradients. For each parameter p with gradient g and a random direction d of norm 1, (loss(p + e d) -
+loss(p - e d)) / 2e must equal <g, d>.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training of a model under a matrix of layouts, each compared with one process; see `megatron.testing.parity`."""
+"""Comparison of training under each of many layouts with training in one process; see `megatron.testing.parity`."""
 
 from __future__ import annotations
 
@@ -128,7 +128,9 @@ def compared(row: Row, reference: Snapshot, snapshot: Snapshot) -> Row:
 
 
 def judged(row: Row, found: Iterator[tuple[str, float]], tolerance: float) -> Row:
-    """Return `row` with the largest difference, and with the first tensor whose difference exceeds `tolerance`."""
+    """Return `row` with the largest of the relative differences in `found`, which contains (key, difference) for each
+    tensor. If a difference exceeds `tolerance`, the verdict is "differs", and the reason names the first such
+    tensor."""
     pairs = list(found)
     row = replace(row, difference=max((value for _, value in pairs), default=0.0))
     wrong = [(key, value) for key, value in pairs if not value <= tolerance]
@@ -181,7 +183,7 @@ def report(parity: Parity, names: Sequence[str], path: Path | None) -> int:
         rows.append(parity.run(name))
         print(rows[-1], flush=True)
         if rows[0].failed:
-            break  # Without the reference, no other row can be compared.
+            break  # The other rows are compared with the first row, the reference.
     verdicts = Counter(row.verdict for row in rows[1:])
     counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()) or "nothing compared"
     print(f"{len(rows) - 1} rows: {counted} ({time.perf_counter() - began:.0f} s)")

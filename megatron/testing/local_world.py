@@ -92,7 +92,7 @@ def _wait(ranks: Sequence[BaseProcess], folder: Path, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while any(process.is_alive() for process in ranks):
         if any(process.exitcode not in (None, 0) for process in ranks):
-            time.sleep(0.2)  # another rank may be about to report the cause
+            time.sleep(0.2)  # time for another rank to report an error that caused this failure
             break
         if time.monotonic() > deadline:
             for process in ranks:

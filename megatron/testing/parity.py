@@ -1,4 +1,4 @@
-"""Train a model under a matrix of layouts and compare each with one process: weights, loss, gradients, moments.
+"""Train a model under many layouts, and compare the weights, loss, gradients and moments with training in one process.
 
     python -m megatron.testing.parity --extension my_activation.py -- --activation-func my_activation --num-layers 8
 
@@ -10,7 +10,7 @@ Rows of the table:
 - `finite-differences`: compares each gradient with finite differences of the loss, in one process.
 - a layout, such as `tp2-sp` or `pp2-zb-v`: initial weights must be bit-identical to one process. Loss, gradient norm,
   gradients, weights, and optimizer and callback states of each step must agree within 1e-9. The row `given` is the
-  layout that the flags themselves set. Some gradients, such as those of key biases, are zero except for rounding.
+  layout that the flags after `--` set. Some gradients, such as those of key biases, are zero except for rounding.
   Sign-based optimizers amplify the rounding. Elements of weights and states that differ only for this reason are
   allowed, and the row shows how many there are.
 - `A-to-B`: a checkpoint saved under layout A and loaded under layout B must have bit-equal weights and states.

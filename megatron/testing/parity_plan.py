@@ -176,7 +176,7 @@ def changed_flags(a: RunConfig, b: RunConfig) -> list[str]:
 
 
 def print_head(flags: Sequence[str], plan: ParityPlan) -> None:
-    """Print the command line, and list those of its flags that have no effect in parity tests."""
+    """Print the command line, and list its flags that have no effect in parity tests."""
     print(f"flags: {shlex.join(flags)}")
     if plan.unused:
         print(f"not used here: {', '.join(plan.unused)}")

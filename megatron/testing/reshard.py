@@ -62,7 +62,7 @@ class Visit:
     keyed by the source, which is the layout under which the checkpoint was saved."""
 
     refused: set[str] = field(default_factory=set)
-    """Sources whose checkpoints the run refused to load."""
+    """Sources (layouts under which checkpoints were saved) whose checkpoints the run refused to load."""
 
     boxes: list[Box] = field(default_factory=list)
     """Blocks of global tensors that this rank compared with the saved tensors of every source."""

@@ -58,8 +58,8 @@ PHASES = ("activation", "loss", "gradient", "grad_norm", "weight", "state", "mom
 
 @dataclass(frozen=True)
 class Label:
-    """Step to which a tensor belongs. Keys begin with its text form: `step 1`, or `initial` for the state before the
-    first step."""
+    """Step to which a tensor belongs. The keys of a snapshot begin with the text form of a label: `step 1`, or
+    `initial` for the state before the first step."""
 
     step: int
 
@@ -144,7 +144,7 @@ def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
     interval = run.interval = Interval()
     found: list[Fragment] = []
     for buffer in run.ddp.buffers:
-        buffer.grad_data.fill_(torch.nan)  # exclude the previous step's gradients
+        buffer.grad_data.fill_(torch.nan)  # so that a gradient that this step does not compute shows as NaN
 
     seen = _GradientMeter(run, label)
     run.meters.append(seen)
@@ -252,7 +252,7 @@ def _weights(run: TrainingRun, label: Label) -> Iterator[Fragment]:
         yield _shard(run, label, "weight", param.meta, param.detach(), *places[param.meta.name])
     for model in run.stages.values():
         for param, meta in model.named_metas().values():
-            if not param.requires_grad:  # frozen, or a state without gradient
+            if not param.requires_grad:  # frozen, or without gradient like router biases
                 yield _shard(run, label, "state", meta, param.detach())
 
 

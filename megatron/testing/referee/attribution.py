@@ -112,7 +112,7 @@ def _as_whole(found: Tensor, expected: Tensor, allowed: float) -> str | None:
     factor = (torch.sum(found * expected) / torch.sum(expected * expected)).item()
     if factor and difference(found, factor * expected) <= allowed:
         times = fraction(factor, allowed)
-        if found.numel() > 1 or "." not in times:  # any two scalars differ by some factor
+        if found.numel() > 1 or "." not in times:  # a factor explains nothing if the gradient is one number
             return f"is {times} times as large"
     for dims in _transposed(found, expected):
         if difference(found, expected.transpose(*dims)) <= allowed:

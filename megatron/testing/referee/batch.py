@@ -11,7 +11,7 @@ All arrays are [samples, s]:
 
     input_ids           label i is token i, shifted by the model
     labels              optional; -100 does not count
-    position_ids        optional; without the next three, documents begin where it does not grow by 1
+    position_ids        optional; if the next three arrays are absent, a document begins where it does not grow by 1
     attention_mask      optional; 0 for padding after the text
     document_ids, cu_seqlens as above
 
@@ -41,7 +41,7 @@ Arrays = Mapping[str, NDArray[Any]]
 OF_MEGATRON = ("tokens", "labels", "loss_mask", "position_ids", "document_ids", "cu_seqlens")
 OF_TRANSFORMERS = ("input_ids", "labels", "position_ids", "attention_mask", "document_ids", "cu_seqlens")
 OF_STEPS = ("sample_index", "source_ids")
-"""Arrays that saved steps contain but the reference ignores."""
+"""Arrays in the folder of a saved training step that the reference does not use."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,8 @@ class Batch:
 
 
 def _arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a file, or the concatenated files of all data-parallel ranks in a folder."""
+    """Return the arrays in a file. If `path` is a folder with one file per data-parallel rank, return the concatenated
+    arrays of all files."""
     files = sorted(path.glob(SAMPLES)) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"--batch {path} is a folder without {SAMPLES}; give an .npz file or a folder of --dump-step")

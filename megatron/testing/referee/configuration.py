@@ -1,5 +1,5 @@
-"""Configuration of the reference, which is the model's own configuration. Flags set the values that the model's
-configuration does not define."""
+"""Configuration with which the reference gradients are computed. It is the model's own configuration, and flags set the
+values that the model's configuration does not define."""
 
 from __future__ import annotations
 
@@ -60,12 +60,13 @@ def check_same_model(source: Source, config: RunConfig) -> None:
 
 
 def in_one_process(config: RunConfig, **parallel: bool) -> RunConfig:
-    """Return a configuration for one process on the CPU, without a run's output files and checks."""
+    """Return a configuration for one process on the CPU. Output files and checks of the run are turned off. `parallel`
+    contains fields to set in the `ModelParallelConfig`."""
     return replace(
         config,
         parallel=ModelParallelConfig(cpu=True, **parallel),  # type: ignore[arg-type]
         training=replace(config.training, micro_batch_size=1, num_microbatches=None, eval_iters=0),
-        optimizer=replace(config.optimizer, lr=1e-3, min_lr=0.0),  # validation requires a learning rate
+        optimizer=replace(config.optimizer, lr=1e-3, min_lr=0.0),  # not used, but required by validation
         checkpoint=CheckpointConfig(),
         logging=LoggingConfig(),
         checks=ChecksConfig(),

@@ -47,7 +47,7 @@ MOST = 100_000
 
 
 def sample_numbers(text: str) -> tuple[int, ...]:
-    """Parse numbers and ranges such as `0-7,12`. Raises ValueError."""
+    """Parse numbers and ranges such as `0-7,12`. Raises ValueError if the text has another form."""
     found: list[int] = []
     for part in text.split(","):
         match = RANGE.fullmatch(part.strip())

@@ -197,7 +197,8 @@ def _over_labels(model: Model, batch: Batch, name: str) -> Iterator[Part]:
 
 
 def _over_samples(model: Model, batch: Batch, name: str) -> Iterator[Part]:
-    """Yield sums over groups of samples that may be those of a replica or a micro-batch."""
+    """Yield the gradient summed over only some samples. The other program may have forgotten to add the sums of all
+    data-parallel replicas or micro-batches, each of which covers one group of samples."""
     count = len(batch.tokens)
     if not 1 < count <= MOST_SAMPLES:
         return

@@ -54,8 +54,8 @@ def _is_large(tensor: Tensor) -> bool:
 
 
 class LargeTensorsOnDisk(TorchFunctionMode):
-    """Context manager that stores large tensors in files when they are created with given values, as weight and
-    gradient buffers are."""
+    """Context manager under which factory functions such as `torch.zeros` store large CPU tensors in files. Weight and
+    gradient buffers are created with these functions."""
 
     def __torch_function__(
         self,

@@ -94,8 +94,8 @@ class RunCheckpoint:
         """Return the tensors and the other values that a checkpoint of `progress.iteration` contains. The tensors are
         not copied.
 
-        `metrics` contains values that were measured at this iteration. Which older checkpoints are deleted may depend
-        on these metrics.
+        `metrics` contains values that were measured at this iteration. The choice of the older checkpoints to delete
+        may depend on these metrics.
         """
         config = self.config
         optimizer = self.optimizer

@@ -144,7 +144,8 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
 
 
 def check_may_start(options: CheckpointConfig) -> None:
-    """Raise ValueError if the --load folder has no checkpoint and the run must not start from scratch."""
+    """Raise ValueError if the --load folder has no checkpoint but --finetune or --exit-on-missing-checkpoint
+    requires one."""
     flag = "--finetune" if options.finetune else "--exit-on-missing-checkpoint"
     if options.finetune or options.exit_on_missing_checkpoint:
         raise ValueError(
@@ -220,7 +221,8 @@ def _same_rows(saved: RunConfig, config: RunConfig) -> bool:
 
 
 def tell_of_new_tokens(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:
-    """Under --finetune, report which tokens use rows that padded the checkpoint's vocabulary."""
+    """Under --finetune, report the new tokens whose embedding rows were only padding of the vocabulary in the
+    checkpoint."""
     before, now = (each.model.vocab_size or 0 for each in (saved, config))
     if now > before:
         say(f" tokens {before} to {now - 1} use untrained rows that padded the checkpoint's vocabulary")

@@ -35,7 +35,7 @@ class RunSaver:
         self._progress = progress
         self._lines = lines
         self.last = progress.iteration or None
-        """Iteration that was last saved or loaded; None if no iteration was."""
+        """Iteration of the checkpoint that was last saved or loaded; None if there is none."""
 
         self._told: tuple[int, str] | None = None
         """Iteration and error message of the failed save that was printed last. Digits are removed from the message."""
@@ -107,7 +107,8 @@ class RunSaver:
     def _say_failure(self, report: SaveReport, message: str) -> None:
         """Print why a save failed. If later saves fail for the same reason, print only the iterations of these
         saves."""
-        failure = report.iteration, re.sub(r"[\d,]+", "", str(report.error))  # ignore varying numbers (free bytes)
+        # Numbers in the message, such as the free bytes, may differ although the reason is the same.
+        failure = report.iteration, re.sub(r"[\d,]+", "", str(report.error))
         if failure == self._told and not report.complete:
             message = f"checkpoint of iteration {report.iteration} was not saved, for the same reason; {_then(report)}"
         self._told = failure
