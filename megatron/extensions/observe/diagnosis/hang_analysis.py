@@ -57,11 +57,11 @@ class Entered:
 
 
 Group = tuple[str, tuple[int, ...]]
-"""Identity of a process group: its axis and its ranks."""
+"""Key that identifies a process group: the name of its axis, and its ranks."""
 
 
 def groups_of(state: ParallelState) -> dict[str, Group]:
-    """Return a dict that maps torch's name of each process group of this rank to the identity of the group."""
+    """Return a dict that maps torch's name of each process group of this rank to the `Group` key of the group."""
     axes = {"all ranks": state.world, **state.axes}
     found: dict[str, Group] = {}
     for name, axis in axes.items():
@@ -107,7 +107,7 @@ def last_entered(recorded: list[FlightTrace], groups: Mapping[str, Group], last_
             over = entry["state"] == "completed" or entry["retired"]
             pending = not over or (last_pending and place == 0)
             if name in found and found[name].pending and pending:
-                continue  # of several pending collectives, keep the first
+                continue  # if several collectives are pending, keep the first
             found[name] = Entered(*groups[name], entry["collective_seq_id"], _describe(entry), pending)
     return list(found.values())
 

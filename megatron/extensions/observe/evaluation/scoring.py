@@ -149,7 +149,7 @@ def token_scores(model: GPTModel, hidden: Tensor | None, batch: Batch) -> Tensor
 
 @torch.no_grad()
 def most_likely(logits: Tensor, tp: Axis, vocab_size: int) -> Tensor:
-    """Return the most likely tokens: logits [s, b, V/t] -> ids [s, b] int64.
+    """Return the id of the most likely token at each position. logits: [s, b, V/t]. Returns int64 ids [s, b].
 
     If several tokens have the same logit, the lowest id is returned. Only two numbers per token are gathered, not the
     logits. Columns from `vocab_size` on are padding.

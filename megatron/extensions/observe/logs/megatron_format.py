@@ -83,7 +83,7 @@ def tag_of(key: str) -> str:
 
 
 class MegatronLines(LogLines):
-    """Log lines in the format that parsers of Megatron-LM's logs expect."""
+    """Log format that parsers of Megatron-LM's logs can read."""
 
     def start(self, run: RunView) -> Iterator[str]:
         count = sum(parameter.numel() for stage in run.stages.values() for parameter in stage.parameters())

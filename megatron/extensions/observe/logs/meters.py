@@ -82,8 +82,8 @@ class SourceTallies(Tallies):
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[Tensor]:
         """Yield this rank's sums for an evaluation as a float64 tensor [sources, 2]. The sums are complete when the
-        `with` block ends. Afterwards, the tallies have the same values as before, because a training step may still be
-        in progress.
+        `with` block ends. Afterwards, the tallies have the same values as before the evaluation, because a training
+        step may still be in progress.
         """
         kept = [tally.clone() for tally in self.tallies]
         self.discard_step()
@@ -125,8 +125,8 @@ class ModelSums(Callback, Meter):
         return ({"params_norm": squares**0.5} if self.norm else {}) | ({"num_zeros": zeros} if self.zeros else {})
 
     def _shards(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield a pair of flat tensors (values, gradient) for each parameter part that this rank counts. For frozen
-        parameters, the gradient is None."""
+        """Yield a pair of flat tensors (values, gradient) for each parameter, or part of a parameter, that this rank
+        counts. For frozen parameters, the gradient is None."""
         state = self.run.runtime.state
         for shard in self.run.optimizer.shards:
             for piece, span in shard.owned_pieces(*shard.bucket.shard_range):

@@ -13,7 +13,7 @@ ROWS = 2
 
 
 class TerminalLines(LogLines):
-    """Log lines that are as wide as the terminal."""
+    """Log format that fits each line to the width of the terminal."""
 
     def progress(self, record: Record) -> str:
         width = shutil.get_terminal_size().columns

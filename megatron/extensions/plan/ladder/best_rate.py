@@ -23,7 +23,7 @@ class BestRate:
 
 def rate_of_target(found: Sequence[BestRate], parameters: float, transfers: bool) -> tuple[float, float, float] | None:
     """Return the best learning rate for a model with N `parameters`, as a tuple (rate, lowest, highest). Return None if
-    no size has a bracketed rate.
+    no size has a bracketed rate (see `BestRate.bracketed`).
 
     If `transfers` is True, as with muP, the best rate is assumed to be the same for all sizes. In this case, the result
     consists of the geometric mean and the range of the bracketed rates. Without muP, the rate is extrapolated by a

@@ -113,7 +113,7 @@ def fit(points: Sequence[Point], form: Form | None = None, start: Law | None = N
     not installed.
 
     Args:
-        start: Law whose constants the fit starts from. It is used for losses that differ from the law's predictions
+        start: Law whose constants the fit starts from. Pass it for losses that differ from the predictions of this law
             only by noise. By default, the fit is repeated from many starting points.
     """
     try:

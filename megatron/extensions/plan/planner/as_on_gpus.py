@@ -101,7 +101,7 @@ class Launches(Protocol):
 
 
 class Unrecorded:
-    """`Launches` that records nothing and runs every loop in full."""
+    """Implementation of `Launches` that records nothing and runs every part of a loop."""
 
     any_order = True
 
@@ -128,7 +128,7 @@ UNRECORDED = Unrecorded()
 
 
 class PlannedFlash:
-    """Planned FlashAttention on packed sequences, which allocates outputs but no temporary memory inside the kernel."""
+    """FlashAttention on packed sequences, for plans. It allocates outputs, but no temporary memory of the kernel."""
 
     def __init__(self, launches: Launches = UNRECORDED) -> None:
         self.launches = launches
@@ -146,7 +146,7 @@ class PlannedFlash:
         return _gradients_of(*qkv)
 
     def _launch(self, q: Tensor, v: Tensor, lengths: Lengths | None, window: Window, backward: bool) -> None:
-        """Record an attention launch on whole samples. `FakeKernel` records launches on tiles."""
+        """Record an attention launch over complete samples. `FakeKernel` records launches over attention tiles."""
         if lengths is not None:
             (rows, heads, width), longest = q.shape, lengths[2]
             seen = Span(window[0] + 1 or None).mean(longest)
@@ -154,7 +154,7 @@ class PlannedFlash:
 
 
 class PlannedFlashKernel(FlashCUDAKernel):
-    """Planned kernel that packs tiles in the same way as kernels on GPUs."""
+    """FlashAttention kernel for plans. It packs tiles in the same way as on GPUs, but computes nothing."""
 
     def __init__(self, launches: Launches = UNRECORDED) -> None:
         super().__init__(PlannedFlash(launches))
@@ -188,9 +188,9 @@ def seen_pairs(tile: Tile) -> float:
 
 
 class FakeKernel:
-    """Attention kernel that only allocates outputs, and records one launch per tile. The kernel `parts` plans attention
-    on parts of samples, as used under context parallelism. Attention on whole samples needs no packing. It takes one
-    launch for any head width."""
+    """Attention kernel that only allocates outputs, and records one launch per tile. If one tile covers all samples
+    completely, no packing is needed, and one launch is recorded for any head width. Otherwise, as under context
+    parallelism, the kernel `parts` plans the tiles."""
 
     needs_places, most_queries = False, None
 
@@ -211,7 +211,7 @@ class FakeKernel:
         return self._launched(made if parts is None else parts.backward(rows, q, k, v, tiles), q, v, backward=True)
 
     def _parts_of(self, q: Tensor, k: Tensor, tiles: Sequence[Tile]) -> Kernel | None:
-        """Return the kernel for parts of samples; None if one tile contains all queries and keys of all samples."""
+        """Return `self.parts`, or None if one tile contains all queries and keys of all samples."""
         one = len(tiles) == 1 and tiles[0].sample is None
         whole = one and len(tiles[0].queries) == q.shape[0] and len(tiles[0].keys) == k.shape[0]
         return None if whole else self.parts
@@ -289,7 +289,7 @@ class PlannedBackend:
 
 @dataclass(frozen=True)
 class PlannedHardware(Hardware):
-    """Planned hardware of a CPU."""
+    """`Hardware` for plans of CPU runs."""
 
     launches: Launches = UNRECORDED
 
@@ -302,14 +302,14 @@ class PlannedHardware(Hardware):
 
 @dataclass(frozen=True)
 class PlannedGPU(PlannedHardware):
-    """Planned hardware of a GPU, which may be absent. Tiles are packed for FlashAttention as on a GPU."""
+    """`Hardware` for plans of GPU runs, which needs no GPU. Tiles are packed for FlashAttention as on a GPU."""
 
     fused_dropout: bool = False
     """True if attention with dropout is one fused kernel."""
 
     packs: bool = True
-    """True if parts of samples are packed into one attention launch. If False, each tile is a separate launch with the
-    tile's own shape, for any head width."""
+    """True if all attention tiles of a rank are packed into one launch. If False, each tile is a separate launch with
+    the tile's own shape, and any head width is supported."""
 
     def host_waits_for(self, x: Tensor) -> bool:
         return True
@@ -433,17 +433,17 @@ class PlannedFunctions(PlannedRegions):
         return out
 
     def _add_fp8_product_(self, out: Tensor, dy: Scaled, x: Scaled, overwrite: bool) -> None:
-        """Compute out [o, i] += dy [o, n] x [i, n]^T."""
+        """Plan out += dy x^T, or out = dy x^T with `overwrite`. dy: [o, n]; x: [i, n]; out: [o, i]."""
         self.launches.product("fp8_", dy.values, x.values.t(), out, {"beta": not overwrite})
 
     def _bmm_in_fp32(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-        """a [n, i, k] b [n, k, j] -> [n, i, j]"""
+        """Plan the batched product of a and b. a: [n, i, k]; b: [n, k, j]. Returns [n, i, j]."""
         out = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=dtype, device=a.device)
         self.launches.product("bmm", a, b, out, {})
         return out
 
     def _add_product_(self, out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) -> None:
-        """Compute out [o, i] += dy [n, o]^T x [n, i]."""
+        """Plan out += dy^T x, or out = dy^T x with `overwrite`. dy: [n, o]; x: [n, i]; out: [o, i]."""
         if out.dtype == torch.float32 and dy.dtype != out.dtype:
             torch.addmm(out, dy.t(), x, out_dtype=torch.float32, beta=0 if overwrite else 1, out=out)
         else:

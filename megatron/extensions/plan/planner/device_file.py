@@ -222,7 +222,8 @@ class DeviceFile:
         return max(self.kernel_floor_us, 2.0 * batches * m * n * k / rate / 1e6 / share)
 
     def sustained_share(self, precision: str) -> float:
-        """Return the share of the isolated matrix product rate that a whole step sustains at a given precision."""
+        """Return the rate of matrix products within a whole step, as a share of the rate of isolated products at the
+        same precision."""
         own = self.sustained_fp8 if precision == "fp8" else None
         return self.sustained if own is None else own
 

@@ -144,7 +144,7 @@ class Unit(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Separately run part of a stage: units of layers, the embedding if `first`, and the head if `last`."""
+    """Part of a stage that is run separately: units of layers, the embedding if `first`, and the head if `last`."""
 
     units: tuple[Unit, ...] = ()
     first: bool = False

@@ -63,14 +63,15 @@ def model_flops(
         attn_logit_softcapping=None,
         recompute_granularity="none",
     )
-    # Kernels that pack neither report their launches nor keep the actual widths of keys and values, so packing is off.
+    # Packing is disabled, because a kernel that packs tiles neither reports its launches nor keeps the actual widths of
+    # keys and values.
     batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cuda", packs=False)
     parts = StageParts(batch, kinds=kinds)
     layers = [Part((Unit((number,)),)) for number in range(config.num_layers)]
     found = parts.of([Part(first=True, last=True), *layers])
     products = [each for part in found for each in part.every if isinstance(each, Product) and not each.again]
     attention = 0.0
-    # The first recording is that of the model ends, which include the multi-token prediction modules.
+    # The first recording covers the ends of the model: the embedding, the head, and the multi-token prediction modules.
     for part, tokens in zip(found, [fmean(modules or seen), *seen], strict=True):
         of_square = sum(2 * each.flops for each in part.forward if isinstance(each, Attention))
         attention += 3 * of_square * tokens / length / length  # the backward pass has twice as many FLOPs

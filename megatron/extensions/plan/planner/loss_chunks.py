@@ -54,11 +54,11 @@ def chosen_chunk(
     step_of: Callable[[RunConfig], StepTime],
     memory_of: Callable[[RunConfig], Sequence[RankMemory]],
 ) -> ChunkChoice | None:
-    """Return the best chunk size. A smaller size is preferred only if it saves at least `LEAST_SAVED` more of the
-    memory.
+    """Return the best chunk size. A smaller size is chosen over a larger one only if it saves more memory than the
+    larger one, by more than `LEAST_SAVED` of the fullest rank's memory.
 
     Only chunk sizes that slow down a step by at most `MOST_COST` are considered. Returns None if the loss cannot be
-    chunked, or if no such size saves at least `LEAST_SAVED` of the memory.
+    chunked, or if none of these sizes saves at least `LEAST_SAVED` of the memory.
 
     Args:
         config: Configuration without chunks.

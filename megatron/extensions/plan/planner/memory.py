@@ -64,15 +64,15 @@ class BufferBytes:
     """Bytes of main parameters and moments in host memory."""
 
     host_slots: int = 0
-    """Bytes of the host buffers that gradients and parameters pass through."""
+    """Bytes of the host buffers through which gradients and parameters are copied."""
 
     host_parameters: int = 0
-    """Bytes of unit parameters held in host memory."""
+    """Bytes of parameters that are stored in host memory between passes."""
 
     host_gradients: int = 0
 
     disk: int = 0
-    """Bytes of unit parameters and their states held in files."""
+    """Bytes of parameters and optimizer states that are stored in files."""
 
     rollback: int = 0
     """Bytes saved to roll back an update made before the gradient norm is known."""
@@ -107,7 +107,7 @@ def buffer_bytes(
     The result is exact, except that it omits one scalar step count for each range of states. Units that are temporarily
     unsharded are not included; see `UnitsInFlight`. `of_chain` contains two sizes in bytes, one on the device and one
     on the host. Each is the size of all callback states and of the transform-chain states that are stored outside
-    shards. `units` is the place (DEVICE, HOST or DISK) that stores units between passes.
+    shards. `units` is the place (DEVICE, HOST or DISK) that stores units, such as layers, between passes.
     """
     from megatron.core.optimizer.fused import states_of_shards  # imports torch
 
@@ -232,7 +232,8 @@ def planned_buffers(config: RunConfig, dims: ParallelDims, metas: Sequence[Param
 
 
 def place_of_units(parallel: ModelParallelConfig) -> str:
-    """Return the place that stores unit parameters and gradients between passes: DEVICE, HOST or DISK."""
+    """Return the place (DEVICE, HOST or DISK) that stores the parameters and gradients of units, such as layers,
+    between passes."""
     if parallel.unit_store is None or not (facts := UNIT_STORES.facts(parallel.unit_store)).on_host:
         return DEVICE
     return DISK if facts.on_disk(parallel) else HOST
@@ -321,7 +322,7 @@ def _units_in_flight(
 
 
 def _buckets_of_units(buffers: Sequence[BufferLayout]) -> dict[str, list[BucketLayout]]:
-    """Map each unit to its gradient buckets, in forward order."""
+    """Map each unit, such as a layer, to its gradient buckets, in forward order."""
     found: dict[str, list[BucketLayout]] = {}
     buckets = [bucket for buffer in buffers if buffer.by_unit for bucket in buffer.buckets]
     for bucket in sorted(buckets, key=lambda bucket: min(place.index for place in bucket.params)):

@@ -92,7 +92,7 @@ def memory_lines(config: RunConfig, dims: ParallelDims, ranks: Sequence[RankMemo
 
 def _unit_line(config: RunConfig, plans: Sequence[RankStates]) -> Iterator[str]:
     """Yield a line that states where matrices and their gradients are stored between passes. Yield nothing if every
-    device keeps whole matrices and gradients."""
+    device keeps unsharded matrices and gradients."""
     if config.ddp.unit_ranks(config.parallel) is None:
         return
     what = "gradients and parameters" if config.ddp.drops_parameters(config.parallel) else "gradients"

@@ -27,7 +27,7 @@ class MicroBatch:
     """True if gradients are summed in bf16 (--main-grads-dtype)."""
 
     packs: bool = True
-    """True if parts of samples are packed into one attention launch, as in `PlannedGPU`."""
+    """True if all attention tiles of a rank are packed into one launch, as in `PlannedGPU`."""
 
     deterministic: bool = False
     """True if every sum is computed in a fixed order (--deterministic-mode)."""

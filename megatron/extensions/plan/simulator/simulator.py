@@ -173,8 +173,8 @@ def held_at_peak(actions: Sequence[Action], costs: StageCosts) -> tuple[float, d
 
 
 def lists_of_steps(schedule: str, p: int, steps: Sequence[int]) -> Schedule:
-    """Return the action lists of an unflushed run whose steps have the micro-batch counts in `steps`. Micro-batches are
-    numbered consecutively."""
+    """Return the action lists of a run without pipeline flushes. `steps` contains the number of micro-batches of each
+    step. Micro-batches are numbered consecutively."""
     of_step = PIPELINE_SCHEDULES.facts(schedule).of_step
     assert of_step is not None, f"{schedule} flushes"
     lists: Schedule = [[] for _ in range(p)]

@@ -154,8 +154,8 @@ class ActivationTaps:
 
     @torch.no_grad()
     def _probabilities(self, key: Key, balance: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """Measure the entropy of a router's probabilities. `args` starts with weights, logits and probabilities [s, b,
-        E]."""
+        """Measure the entropy of a router's probabilities. `args` starts with the weights, the logits and the
+        probabilities of the router. The probabilities have the shape [s, b, E]."""
         if self._measures():
             p = args[2].detach()
             self.sums[key].add_(torch.special.entr(p).sum(dtype=torch.float64))

@@ -140,8 +140,8 @@ class _Track:
     """Number of consecutive records, up to the latest one, in which the member met the conditions for an outlier."""
 
     told: bool = False
-    """True if the member was reported as an outlier and its growth has stayed above the threshold since then, so that
-    it is not reported again."""
+    """True if the member was reported as an outlier and its growth has stayed above the threshold since that report, so
+    that it is not reported again."""
 
     @property
     def earlier(self) -> list[float]:

@@ -83,7 +83,7 @@ class ParameterSquares:
 
     def _squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return a 1-D float64 tensor with the sum of squares of each counted parameter, in order. `tensors` contains
-        one tensor for each part of this rank."""
+        one tensor for each `_Part` of this rank."""
         found = [torch.zeros(0, dtype=torch.float64, device=self.device)]
         for part, values in zip(self._parts, tensors, strict=True):
             found.append(_squares_of(part, values).to(self.device, non_blocking=True))

@@ -57,8 +57,8 @@ class MeasuredStep:
 
     @property
     def bubble(self) -> float:
-        """Fraction of the time that the ranks of the pipeline are idle between the first start and the last end of an
-        action, averaged over the ranks, as in `Simulation.bubble`."""
+        """Share of the step during which a rank is idle, averaged over the ranks of the pipeline, as in
+        `Simulation.bubble`. The step lasts from the first start to the last end of an action."""
         busy = sum(covered((timed.start, timed.stop) for timed in timeline) for timeline in self.timeline)
         return 1 - busy / (len(self.ranks) * self.makespan) if self.makespan else 0.0
 

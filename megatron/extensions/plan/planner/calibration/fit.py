@@ -215,8 +215,8 @@ Predict = Callable[[DeviceFile], float]
 
 
 def fit_steps(device: DeviceFile, steps: Sequence[tuple[Predict, float]]) -> DeviceFile:
-    """Return the device with the bandwidth, the gap between operations and the step overhead that best fit the measured
-    step times. On GPUs, only the step overhead is fitted, because the bandwidth is known from separately timed
+    """Return a copy of `device` with the bandwidth, the gap between operations and the step overhead that best fit the
+    measured step times. On GPUs, only the step overhead is fitted, because the bandwidth is known from separately timed
     copies."""
     alone = replace(device, copy_tb_per_second=1e9, launch_gap_us=0.0, step_overhead_ms=0.0, kernel_floor_us=0.0)
     fixed = [predict(alone) for predict, _ in steps]

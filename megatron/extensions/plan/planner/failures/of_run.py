@@ -70,5 +70,5 @@ class RunOnFailing:
 
     @property
     def record(self) -> dict[str, object]:
-        """Return the values that `lines` states as a JSON object. Times are in seconds."""
+        """Return, as a JSON object, the values that `lines` states. Times are in seconds."""
         return failure_record(self.expected, self.save_interval, self.nodes, self.repair_hours)

@@ -70,7 +70,7 @@ class CollectiveLog:
                 self.axes.setdefault(self.group(axis.group), name.partition("_lane")[0])
 
     def group(self, group: dist.ProcessGroup | str) -> Group:
-        """Return the identity of a process group, which is given as an object or by its name."""
+        """Return the `Group` (members and ordinal) of a process group, which is passed as an object or by its name."""
         name = group if isinstance(group, str) else group.group_name
         if name not in self._groups:
             self._groups.clear()

@@ -24,8 +24,8 @@ POINT_TO_POINT = ("send", "recv")
 class Group(NamedTuple):
     """A process group.
 
-    A group is identified by its members and the number of earlier groups with the same members. All ranks derive the
-    same identity without communication.
+    A group is identified by its members and the number of earlier groups with the same members. All ranks know these
+    values, so no communication is needed to identify a group.
     """
 
     ranks: tuple[int, ...]
@@ -77,7 +77,7 @@ class Collective(NamedTuple):
     @property
     def agreed(self) -> tuple[object, ...]:
         """Return the properties of a call on which all ranks of the group must agree."""
-        if self.op in ("gather", "scatter"):  # the root holds the whole tensor
+        if self.op in ("gather", "scatter"):  # the root also holds the whole tensor, so the size of a part is compared
             return self.op, self.dtype, min(self.sent or self.received, self.received or self.sent), self.peer
         sizes = () if self.op == "all_to_all" else (self.sent, self.received)
         return self.op, self.dtype, self.reduce, self.peer, *sizes
@@ -387,7 +387,7 @@ def coverage_problems(records: Sequence[RankRecord], every_rank: bool) -> list[s
 
 
 def _overlap(written: Sequence[tuple[RankRecord, Box]]) -> tuple[RankRecord, RankRecord] | None:
-    """Return the first two ranks whose boxes overlap."""
+    """Return the first two ranks that write overlapping parts (boxes) of a tensor."""
     ordered = sorted(written, key=lambda each: each[1].offset)
     for number, (record, box) in enumerate(ordered):
         end = box.offset[0] + box.shape[0] if box.shape else 1

@@ -190,8 +190,8 @@ class LayoutCosts:
         return not validate(config, ranks)
 
     def _probe(self, family: Family) -> RunConfig:
-        """Return a configuration of a family without pipeline parallelism, which is used to time the family's
-        layers."""
+        """Return the family's configuration without pipeline parallelism. This configuration is used to time the
+        family's layers."""
         config = self.run.with_layout(Layout(family))
         schedule = next(filter(splits_backward, self.run.space.schedules)) if family.split else "1f1b"
         return replace(config, parallel=replace(config.parallel, pipeline_schedule=schedule))

@@ -156,7 +156,8 @@ def found_record(each: Found, run: SearchedRun, limit: int) -> dict[str, object]
 
 
 def nearest_lines(nearest: Found | None, run: SearchedRun, limit: int) -> Iterator[str]:
-    """Yield the lines of a report that explains that no layout fits."""
+    """Yield report lines that state that no layout fits, and that describe the layout that exceeds the memory limit by
+    the least."""
     yield f"no layout fits {gib(limit)} GiB"
     if nearest is None:
         yield "no layout is legal for this model, batch and number of ranks"
@@ -216,7 +217,7 @@ def progress_text(effort: Effort) -> str:
 def print_suggestions(
     asked: Prepared, device: str, gpus_per_node: int | None, device_memory: float | None, most_timed: int | None
 ) -> bool:
-    """Print whether the given layout fits and how long a step takes, and the ten fastest layouts that fit.
+    """Print whether the given layout fits and how long its step takes. Then print the ten fastest layouts that fit.
 
     Returns True if at least one layout is legal. `device_memory` is in GiB; the default is the memory in the device
     file. `most_timed` is passed to `LayoutSearch`. The same content is written to the file of --json. If this path is

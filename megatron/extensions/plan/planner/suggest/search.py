@@ -163,7 +163,7 @@ class LayoutSearch:
         Raises ValueError if the device file lacks a rate that the search needs.
         """
         families = list(self._families())
-        gc.freeze()  # garbage collection then skips existing objects, which are the majority of all objects
+        gc.freeze()  # afterwards, garbage collection skips all objects that already exist
         try:
             for candidate in best_first(families, self._refine):
                 assert isinstance(candidate.item, Found)

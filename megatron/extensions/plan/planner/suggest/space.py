@@ -62,7 +62,7 @@ class Pipeline(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """Memory-saving settings of a layout other than recomputation: entries of `SHARDING` and `OFFLOADING`."""
+    """Memory-saving settings of a layout, apart from recomputation: entries of `SHARDING` and `OFFLOADING`."""
 
     sharding: str = SHARDING[0]
     offload: str = OFFLOADING[0]
@@ -70,8 +70,8 @@ class Saving(NamedTuple):
     def next(self, replicas: int) -> Iterator[Saving]:
         """Yield the settings that add one further way of saving memory to this setting.
 
-        Each yielded setting takes at least as long as the current setting, so it is worth evaluating only if the
-        current setting does not fit.
+        With a yielded setting, a step takes at least as long as with the current setting. A yielded setting is
+        therefore worth evaluating only if the current setting does not fit.
         """
         place = SHARDING.index(self.sharding) + 1
         if replicas > 1 and place < len(SHARDING):

@@ -1,7 +1,8 @@
 """Events and memory of one micro-batch in a part of a stage. This module does not import torch.
 
 The events depend only on the shapes of a rank's part of the model, but not on the device or on the placement of ranks.
-One recording therefore gives the memory, the FLOPs and the times for all devices and placements.
+One recording is therefore sufficient to predict the memory, the FLOPs and the times on all devices and under all
+placements.
 """
 
 from __future__ import annotations

@@ -29,7 +29,10 @@ class Products(Protocol):
 
 
 def _add_products(launches: Products, out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """Record the products out [experts, o, i] += dy_e [n_e, o]^T x_e [n_e, i] for each expert e."""
+    """Record the product that adds dy_e^T x_e to out[e] for each expert e.
+
+    dy_e: [n_e, o]; x_e: [n_e, i]; out: [experts, o, i].
+    """
     if x.shape[0]:
         launches.product("grouped_", dy.t(), x, out, {})
 
@@ -42,7 +45,10 @@ def _add_fp8_products(launches: Products, out: Tensor, dy: ExpertTiles, x: Exper
 def _multiply_rows(
     launches: Products, a: Scaled, b: Scaled, segments: Segments, out_dtype: torch.dtype, in_one_kernel: bool
 ) -> Tensor:
-    """Compute products a [n, k] x b [experts, m, k] -> [n, m]."""
+    """Plan the product of each row of `a` with the transposed matrix of the row's expert.
+
+    a: [n, k]; b: [experts, m, k]. Returns [n, m].
+    """
     out = torch.empty(a.values.shape[0], b.values.shape[1], dtype=out_dtype)
     if out.shape[0]:
         launches.product("fp8_grouped", a.values, b.values.transpose(1, 2), out, {})

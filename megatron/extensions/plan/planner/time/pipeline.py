@@ -34,8 +34,8 @@ class Schedule:
     group: int | None = None
     in_turns: bool = False
     validates: bool = False
-    """True if no rank waits for the other ranks between two steps. `times` then returns the time between the ends of
-    consecutive steps."""
+    """True if a run updates parameters before the gradient norm is known, so that no rank waits for the other ranks
+    between two steps. `times` then returns the time between the ends of consecutive steps."""
 
     flows: bool = False
     """True if each step starts before the previous step ends. `times` then returns the time between the ends of
@@ -147,7 +147,8 @@ def unflushed(
 ) -> tuple[float, float]:
     """Return (step time, idle share of the step) for a schedule without pipeline flushes, in the steady state.
 
-    If weights are `tied`, the last rank waits for the first rank to end each step.
+    If `tied` is True, the first and the last rank share weights. At the end of each step, the last rank then waits for
+    the first rank.
     """
     lists = lists_of_steps(schedule, p, [microbatches] * STEPS)
     if tied and p > 1:

@@ -1,9 +1,9 @@
 """Record the kernels, collectives and memory of one micro-batch in a part of a stage.
 
 Outside compiled regions, each operation counts as one kernel that reads or writes each of its tensors once. Views take
-no time. Only the inputs and outputs are counted for a compiled region, and for a cast that is one kernel on GPUs. The
-backward pass of a region or cast reads the inputs again. FlashAttention and cuDNN kernels are represented by fake
-kernels, which support any tile.
+no time. A compiled region counts as one kernel that reads its inputs and writes its outputs. So does a cast that is one
+kernel on GPUs. The backward pass of such a region or cast reads the inputs again. FlashAttention and cuDNN kernels are
+represented by fake kernels, which accept attention tiles of any size.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Recorder(LiveMemory):
         Args:
             fp32_sums: True if gradients of 16-bit weights are summed in fp32.
             backend: Name of the fused attention kernel.
-            any_order: As in `Launches`.
+            any_order: True if kernels may add values in any order, using nondeterministic atomics.
         """
         super().__init__()
         self.any_order = any_order
@@ -154,10 +154,10 @@ class Recorder(LiveMemory):
     def some_of(self, parts: Sequence[T]) -> Iterator[T]:
         """Yield the parts of a loop that are run as representatives of all parts.
 
-        The middle part represents an odd number of parts if the first, the middle and the last part do the same work,
-        with sizes that grow evenly. Otherwise, each half of the parts is checked in the same way. The last two parts of
-        the loop run first, one after the other, because the memory peak may occur there. Their memory includes the
-        tensors that the previous part left.
+        The loop is checked in ranges with an odd number of parts. The middle part represents its range if the first,
+        the middle and the last part of the range do the same work, with sizes that grow evenly. Otherwise, each half of
+        the range is checked in the same way. The last two parts of the loop run first, one after the other, because the
+        memory peak may occur there. Their memory includes the tensors that the previous part left.
         """
         outer = self.events
         passes = dict[int, list[Event]]()

@@ -85,7 +85,8 @@ class Network:
             return self._message(moved, group)
         node, network = self._links(group)
         if kind == "all_to_all" or (kind == "reduce_scatter" and self.device.device_type == "cpu"):
-            # On CPUs, a reduce-scatter is an exchange of parts, which each rank then sums (`core.collectives`).
+            # In a reduce-scatter on CPUs, the ranks exchange parts, and each rank sums the parts that it receives
+            # (`core.collectives`).
             near = moved * (group.in_node - 1) / group.size / _rate(node, kind)
             far = moved * (group.size - group.in_node) / group.size / self._rank_rate(network, kind)
             return max(near, far) + self._latency(group, 1)

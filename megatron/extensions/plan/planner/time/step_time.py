@@ -342,7 +342,7 @@ class Step:
         gathers.
 
         If collectives take T seconds and the computation that can hide them takes C seconds, at least T - C seconds are
-        exposed. The hidden part slows the computation.
+        exposed. The hidden part of the collectives slows the computation.
 
         Args:
             elements: Numbers of trained parameters; the key is True for experts and False for dense parameters.
@@ -385,7 +385,7 @@ class Step:
 
     def _reductions(self, numel: float, expert: bool, units: int) -> list[float]:
         """Return the communication times of the gradient buckets. If gradients are sharded, there is at least one
-        bucket for each unit."""
+        bucket for each unit, such as a layer."""
         main = 2 if self.config.ddp.grad_reduce_in_bf16 or self.config.optimizer.gradients_dtype == "bfloat16" else None
         size = main or DTYPE_BYTES[self.config.parallel.main_dtype]
         kind = "reduce_scatter" if self.config.optimizer.use_distributed_optimizer else "all_reduce"

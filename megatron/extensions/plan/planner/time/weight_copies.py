@@ -25,7 +25,8 @@ from megatron.training.config.run_config import RunConfig
 
 
 class UnitPass(NamedTuple):
-    """Forward or backward pass of one unit, with the bytes that are copied before and after the pass."""
+    """Forward or backward pass of one unit, such as a layer, and the number of bytes that are copied before and after
+    the pass."""
 
     seconds: float
     needed: float
