@@ -211,7 +211,7 @@ def _ports() -> Iterator[int]:
     wanted = worker % 10 * 10 + os.getpid() % 10
     for hundred in [*range(wanted, 100), *range(wanted)]:
         name = Path(tempfile.gettempdir()) / f"test-ports-{os.getuid()}-{hundred}"
-        # stays open until the last process of these tests ends
+        # the file stays open and locked until the last process of these tests ends
         lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o600)
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -33,8 +33,8 @@ OPERATIONS = {
 is meant."""
 
 METHODS = ("tolist", "numpy", "cpu")
-"""Tensor methods that read values without one of the recorded operations, or with such an operation only if the tensor
-is on a device."""
+"""Tensor methods that read values but do not dispatch one of the recorded operations, or only dispatch it for tensors
+on a device."""
 
 
 class HostWaits(TorchDispatchMode):

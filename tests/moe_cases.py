@@ -126,7 +126,7 @@ def written_out(config: TransformerConfig, layer: MoELayer, x: Tensor) -> tuple[
     auxiliary = config.moe_z_loss_coeff * logits.logsumexp(-1).square().mean()
     for kind, coefficient in zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff, strict=True):
         counts = unbiased.sum(0)
-        shares = [sum(counts[: j + 1]) / (k * s * (j + 1)) for j in range(b)]  # the shares over samples 0 to j
+        shares = [sum(counts[: j + 1]) / (k * s * (j + 1)) for j in range(b)]  # expert load shares in samples 0 to j
         if kind == "seq_aux_loss":
             shares = counts / (k * s)
         loss = count * sum((share * probabilities[:, j].mean(0)).sum() for j, share in enumerate(shares)) / b
@@ -181,7 +181,7 @@ def mlp(config: TransformerConfig, part: nn.Module, x: Tensor, expert: int | Non
 
 
 def gated_by_quick_gelu(x: Tensor) -> Tensor:
-    """Apply gpt-oss's gated activation with its clamps and its offset."""
+    """Apply the gated activation of gpt-oss, which clamps both halves and adds an offset of 1 to the up projection."""
     gate, up = x.chunk(2, dim=-1)
     gate, up = gate.clamp(max=0.7), up.clamp(-0.7, 0.7)
     return (up + 1) * gate * (gate * 1.702).sigmoid()

@@ -1,5 +1,5 @@
-"""Runs that resume with a different batch size, from the newest checkpoint or, if it is damaged, from an earlier
-one."""
+"""Runs resume with a different batch size from the newest checkpoint. If this checkpoint is damaged, they resume from
+an earlier one."""
 
 from __future__ import annotations
 

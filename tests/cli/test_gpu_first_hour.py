@@ -211,8 +211,8 @@ def alive(pid: int) -> bool:
 
 
 def test_the_first_half_hour_includes_the_headline(recorded: Recorded) -> None:
-    """The script and the documentation state the minutes that follow from the time limits. The first parts must fit
-    into 30 minutes of GPU time."""
+    """The script and the documentation must state the same minutes as result from the time limits. The first parts must
+    fit into 30 minutes of GPU time."""
     documented = (ROOT / "docs/performance.md").read_text()
     first, rest = ("tests", "llama", "headline"), ("curve", "calibrate", "parts", "models", "features")
     all_parts = ("nccl", *first, *rest)

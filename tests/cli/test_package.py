@@ -60,7 +60,7 @@ def site_of(home: Path) -> Path:
 
 
 def run(environment: Path, folder: Path, *command: str | Path) -> str:
-    """Run a program of the environment in a folder outside the repository."""
+    """Run a program of the virtual environment. The working directory is outside the repository."""
     environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
     words = [environment / "bin" / command[0], *command[1:]]
     return run_command(words, code=0, cwd=folder, env=environ | {"OMP_NUM_THREADS": "1"}).stdout
@@ -161,7 +161,7 @@ def test_pinned_versions_satisfy_the_package_requirements() -> None:
     files = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
     pinned = set(re.findall(r"^([\w.-]+)==", "".join(file.read_text() for file in files), re.MULTILINE))
     asked = set(re.findall(r'"([\w.-]+)>=', (ROOT / "pyproject.toml").read_text()))
-    # tests/extensions/object_storage/emulators.py tests them manually, against emulators
+    # these packages are only tested manually, by tests/extensions/object_storage/emulators.py
     without_tests = {"adlfs", "gcsfs"}
     assert asked - {"setuptools"} - without_tests <= pinned
     assert "\ntorch==2.13.0\n" in (ROOT / "requirements.txt").read_text()

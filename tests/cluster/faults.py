@@ -218,7 +218,7 @@ def told(outcome: Outcome) -> str:
 
 
 def finish(run: Run) -> int:
-    """Ask the run to stop and return its last iteration."""
+    """Request that the run stop, wait until its hosts exit, and return the iteration of the last checkpoint."""
     (run.save / "exit").touch()
     for process in run.scripts.values():
         process.wait(PATIENCE)

@@ -1,5 +1,5 @@
-"""Background saves: the files that they write, the files that remain after a kill, and the effect of a failed save on
-the run."""
+"""Tests of saving in the background: the written files, the files that remain after a kill, and how a failed save
+affects the run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def start(rank: int, root: Path, **options: Any) -> tuple[CheckpointWriter, torc
 
 
 def test_a_save_keeps_the_newer_latest_checkpoint_of_another_run(tmp_path: Path) -> None:
-    """A second run saves to the same folder between two saves of the first run."""
+    """Between two saves of this run, a second run saves a newer checkpoint to the same folder."""
     saver, tensors = CheckpointWriter(tmp_path, Axis()), {"model.a": ShardedBoxes((3,), [((0,), torch.zeros(3))])}
     saver.pause = 0.0
     for iteration, others in ((1, None), (2, "40"), (50, None)):

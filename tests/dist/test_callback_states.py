@@ -156,7 +156,7 @@ def loaded(rank: int, world_size: int, config: RunConfig, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved_by_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder to which a one-process run saved."""
+    """Save a checkpoint of a one-process run, and return the folder."""
     folder = tmp_path_factory.mktemp("one")
     run_world(1, saved, config_of(f"--fp64 --save {folder}", 1))
     return folder

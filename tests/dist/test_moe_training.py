@@ -43,7 +43,7 @@ def test_load_and_losses_are_logged_alike_under_every_layout(tmp_path: Path) -> 
     assert len(first) == 2 and len({first[0][key] for key in ("lm_loss", "mtp_loss_1", "mtp_loss_2")}) == 3
     for record in first:
         load = record["moe_load_of_layer"]
-        assert list(load) == ["1", "2", "3", "4"]  # two decoder layers and two multi-token prediction layers
+        assert list(load) == ["1", "2", "3", "4"]  # the two decoder layers and the two multi-token prediction layers
         assert all(len(row) == 8 and sum(row) == pytest.approx(8, abs=1e-3) for row in load.values())
         assert record["moe_load_max"] == pytest.approx(max(map(max, load.values())), abs=1e-4)
         assert record["moe_load_min"] == pytest.approx(min(map(min, load.values())), abs=1e-4)

@@ -87,7 +87,8 @@ def test_bf16_has_fp32_main_parameters(distributed):
 
 
 def bad_step(rank, world, distributed, dtype, kind, bad_rank, name):
-    """Run four steps. In the third, one rank's gradient is infinite in fp16 and NaN in fp64."""
+    """Run four steps. In the third step, one rank has a non-finite gradient, which is infinite in fp16 and NaN in
+    fp64."""
     state = build_parallel_state(ParallelDims(tp=2, dp=2), rank)
     scaler = {"initial_loss_scale": 64.0, "hysteresis": 1, "loss_scale_window": 2}
     ddp, optimizer = build(state, distributed, dtype=dtype, optimizer=kind, **scaler)

@@ -56,9 +56,9 @@ predicate returns True, which means that the call has work to do."""
 
 
 class Watch:
-    """Record the events of units in order: "gather" and "reduce" when a collective starts, "reduced" when the wait for
-    a reduction ends, and "add" when a backward pass computes the first gradient of a unit. Also records the largest
-    number of units that are unsharded at the same time."""
+    """Record the events of units in order. "gather" and "reduce" are recorded when a collective starts, "reduced" when
+    the wait for a reduction ends, and "add" when a backward pass computes the first gradient of a unit. Also records
+    the largest number of units that are unsharded at the same time."""
 
     def __init__(self, run: TrainingRun) -> None:
         self.params, self.grads, self.run, self.events = 0, 0, run, list[tuple[str, str]]()

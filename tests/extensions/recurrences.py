@@ -63,7 +63,8 @@ def check_chunks(chunks: Rule, steps: Rule, operands: list[Tensor], chunk: int, 
 
 
 def check_strong_decay(chunks: Rule, steps: Rule, operands: list[Tensor]) -> None:
-    """Assert that a chunk does not overflow if the state decays in it by more than the largest representable factor."""
+    """Assert that the chunked computation does not overflow if the state decays within a chunk by more than the largest
+    representable factor."""
     *tokens, state = operands
     found, expected = (rule(*tokens, None, state) for rule in (chunks, steps))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -21,8 +21,8 @@ MIXERS = [style for style in (*RECURRENT, "compressed") if style in STYLES]
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("style", [style for style in RECURRENT if style in STYLES])
 def test_recomputation_and_packed_documents_change_no_result(style: str, packed: bool) -> None:
-    """The logits of packed documents equal those of each document alone. With recomputation, loss and gradients stay
-    the same."""
+    """The logits of packed documents equal the logits of the same documents processed one by one. With recomputation,
+    loss and gradients stay the same."""
     batch = random_batch(STYLES[style], **(packed_documents(STYLES[style]) if packed else {}))
     gradients = []
     for training in (True, False):

@@ -1,4 +1,4 @@
-"""Multi-process runs that a fault ends, and the time until all processes have exited."""
+"""Run several processes that end because of a fault, and measure the time until all processes have exited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Runs that resume from damaged checkpoints: messages, the loaded checkpoint, and the result. Also tests a full disk.
+"""Tests of runs that resume from damaged checkpoints: the messages, the loaded checkpoint, and the final result. A full
+disk is also tested.
 
 A run of two processes under TP 2 saves at iterations 2, 4 and 6 and then stops. The same command resumes from a copy
 whose two newest checkpoints are damaged and continues to iteration 8. The last checkpoint of the resumed run is

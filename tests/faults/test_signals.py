@@ -111,7 +111,8 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     with world(tmp_path, slow="step") as ranks:
         run = World(tmp_path, ranks)
         run.wait_for("in a long step")
-        while ranks[1].exitcode is None:  # two signals that arrive at the same moment count as one
+        # send repeatedly, because signals that arrive at the same moment count as one signal
+        while ranks[1].exitcode is None:
             run.send(1, signal.SIGTERM)
             time.sleep(1.5)
         assert run.codes() == [ExitCode.KILLED + signal.SIGTERM] * 2

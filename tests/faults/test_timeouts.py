@@ -107,7 +107,7 @@ def test_the_program_at_the_port_of_the_store_is_described() -> None:
         port = server.getsockname()[1]
         assert describe_port("127.0.0.1", port) == "a program listens there, but it has not answered like a store yet"
         greeter = threading.Thread(target=lambda: [server.accept()[0].sendall(b"SSH-2.0-x\r\n") for _ in range(2)])
-        greeter.start()  # an earlier connection to this port has already been made
+        greeter.start()  # accepts two connections, because the previous call has already connected
         with pytest.raises(ForeignPortError, match=r"another program uses the port: it sends b'SSH-2\.0"):
             describe_port("127.0.0.1", port)
         greeter.join()

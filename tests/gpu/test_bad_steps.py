@@ -1,4 +1,5 @@
-"""Diverging runs and slow ranks on a GPU. Each run is a separate process, as in `tests.gpu.test_training`."""
+"""Tests of diverging runs and of slow ranks on a GPU. Each run is a separate process, as in
+`tests.gpu.test_training`."""
 
 from __future__ import annotations
 

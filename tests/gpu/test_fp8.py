@@ -153,6 +153,6 @@ def test_each_parameter_has_nearly_the_gradient_of_fp32(recipe: str, model: str,
 @pytest.mark.parametrize("layout", ["--tp 2 --sequence-parallel", "--pp 2 --pipeline-schedule zb-h1", "--dp 2"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_layouts_over_nccl_match_one_process(recipe: str, layout: str, in_bf16: list[float], tmp_path: Path) -> None:
-    widths = "--ffn-hidden-size 768" if recipe == "blockwise" else ""  # a tile must not span two ranks
+    widths = "--ffn-hidden-size 768" if recipe == "blockwise" else ""  # with this width, no tile spans two ranks
     flags = ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe, *layout.split(), *widths.split()]
     assert losses(tmp_path / "metrics.jsonl", 2, *flags) == pytest.approx(in_bf16, rel=2e-2)

@@ -77,7 +77,7 @@ def train_all(rank: int, world_size: int, combinations: Sequence[Combination], r
 
 
 def differing(world_size: int, ranks: Ranks, folder: Path, most: int) -> Iterator[str]:
-    """Yield a description of each combination whose results differ from those of one process."""
+    """Compare combinations with one process, and yield a description of each combination whose results differ."""
     combinations = covering([each for each in pairwise() if each.world_size == world_size])[:most]
     run_world(world_size, train_all, combinations, ranks, folder, backend=ranks.backend)
     for number, combination in enumerate(combinations):

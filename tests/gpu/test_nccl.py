@@ -1,7 +1,7 @@
 """Runs of several NCCL ranks that share one GPU, each as if it were on a separate host (--nccl-on-one-gpu).
 
-Losses equal those of one process on the CPU under every kind of layout. Checkpoints load under another layout. If a
-rank is killed, or if ranks call different collectives, the run ends with a message that names these ranks.
+Losses equal those of one process on the CPU under every kind of layout. A checkpoint can be loaded under a different
+layout. If a rank is killed, or if ranks call different collectives, the run ends with a message that names these ranks.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ MUTANTS = {name: each for path in FILES for name, each in read(path) if each.is_
 
 
 def function_of(path: str) -> tuple[Any, FunctionType]:
-    """Return the object at `MODULE.FUNCTION`, and the function within its decorators."""
+    """Return two values: the object at `MODULE.FUNCTION`, and the function that its decorators wrap."""
     found = resolve_name(f"megatron.{path}")
     return found, inspect.unwrap(found.fget if isinstance(found, property) else found)
 

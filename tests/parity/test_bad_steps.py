@@ -1,4 +1,4 @@
-"""Steps with NaN, Inf or spikes are reported and skipped, both under a layout and in one process."""
+"""Steps with NaN, Inf or loss spikes are reported and skipped, both under parallel layouts and in one process."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def test_a_step_skipped_automatically_equals_one_skipped_by_the_user(world_size:
 def rates(
     rank: int, world_size: int, config: RunConfig, kind: str | None, steps: int
 ) -> list[tuple[float, float, int]]:
-    """Return (learning rate, weight decay, number of samples) of each step, except those that the user's flags skip."""
+    """Train, and return one tuple (learning rate, weight decay, number of samples) per step. Steps that the user's
+    flags skip are left out."""
     with local_run(config, rank, world_size) as run:
         if kind:
             plant(kind, run)
@@ -209,7 +210,7 @@ def spiky(
 
 @pytest.mark.skipif(not installed("diagnosis"), reason="diagnosis is deleted")
 def test_spikes_are_skipped_and_resume_is_exact(tmp_path: Path) -> None:
-    samples = (8 * 12 + 3, 8 * 16 + 5)  # in steps 13 and 17
+    samples = (8 * 12 + 3, 8 * 16 + 5)  # these samples belong to steps 13 and 17
     ((whole, progress, spikes),) = run_world(1, spiky, config_of(SPIKES), 20, samples)
     assert [number for number, spike in enumerate(spikes, 1) if spike] == [13, 17]
     assert (progress["skipped_spikes"], progress["skipped_iterations"], progress["nan_iterations"]) == (2, 2, 0)

@@ -1,5 +1,5 @@
-"""Separate learning rate for the word embedding and the output layer. The parity matrix tests layouts with this
-option."""
+"""Separate learning rate for the word embedding and the output layer. The parity matrix tests layouts with a separate
+learning rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Examples that read the logits themselves: a loss with a sum over the vocabulary, and a metric of evaluations."""
+"""Tests of examples that read the logits directly: a loss that sums over the vocabulary, and an evaluation metric."""
 
 from __future__ import annotations
 

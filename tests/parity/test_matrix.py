@@ -65,6 +65,7 @@ def test_every_choice_is_covered() -> None:
 
 
 def test_the_command_lists_every_choice() -> None:
-    """The printed choices include those of extensions, which a program has to load."""
+    """The list must include the choices of extensions. The test uses a new process, which has to load the extensions
+    itself."""
     listed = python_apart("-m", "tests.parity.matrix", "--list", code=0).stdout.splitlines()
     assert [line.split(" ", 1)[1] for line in map(str.strip, listed)] == [str(each) for each in whole_matrix()]

@@ -71,8 +71,8 @@ def index() -> str:
 
 
 def _extension_of(place: str) -> str | None:
-    """Return the built-in extension to which the place of a registration, `FILE:LINE`, belongs, or None if it is the
-    library."""
+    """Return the name of the built-in extension that contains `place` (`FILE:LINE` of a registration), or None if
+    `place` is in the library itself."""
     folder = Path(place.rpartition(":")[0]).parent
     return folder.name if folder.parent.parent == extensions.INDEX.parent else None
 

@@ -1,5 +1,5 @@
-"""Record of the code that the user's own runs used. The record determines which checkpoint files may name code that a
-later run loads."""
+"""Tests of the record of code that the user's own runs used. This record determines whether a later run loads code that
+a checkpoint file names."""
 
 from __future__ import annotations
 

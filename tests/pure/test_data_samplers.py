@@ -1,4 +1,4 @@
-"""The samples of a step depend neither on the layout, nor on the workers, nor on the iteration at which the run
+"""The samples of a step do not depend on the layout, the number of workers or the iteration at which the run
 resumed."""
 
 import threading

@@ -216,8 +216,8 @@ def test_a_changed_index_file_is_rebuilt(tmp_path, caplog, name, change):
 
 
 def test_many_samples_of_a_document_share_rows(tmp_path, monkeypatch):
-    """The compact index gives the same samples, and the same values that a resumed run compares, as an index with one
-    row per sample."""
+    """A compact index gives the same samples as an index with one row per sample. The values that a resumed run
+    compares are also the same."""
     data = ("1", write_documents(tmp_path / "x", [list(range(n, n + 200)) for n in range(7)]))
     found = {}
     for many in (indices.MANY_SAMPLES, 10**9):

@@ -163,7 +163,8 @@ FAILS: dict[str, tuple[str, str, int, str]] = {
     "plan of a device": (RAISES, f"{PLAN} --device h100", 6, "ValueError: deep"),
     "search": (NOPE, f"{PLAN} --device h100 --suggest", 6, LACKS_NOPE),
 }
-"""Source of a faulty extension, flags, and the line number and text of the only message about the extension."""
+"""Cases of faulty extensions. Each case consists of the extension's source, the flags, and the line number and text of
+the only expected message."""
 
 
 @pytest.mark.parametrize(("source", "flags", "line", "what"), FAILS.values(), ids=FAILS.keys())

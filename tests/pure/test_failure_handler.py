@@ -173,7 +173,7 @@ def test_an_out_of_memory_kill_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def of_disk() -> Iterator[tuple[BaseException, bool]]:
-    """Yield each disk error together with a flag that is true if the error is reported without a traceback."""
+    """Yield pairs of a disk error and a boolean that is True if the error is reported without a traceback."""
     full = OSError(errno.ENOSPC, "No space left on device", "/data/cache/a.npy")
     yield CheckpointError("checkpoint of iteration 4 was not saved"), True
     yield full, True

@@ -27,7 +27,7 @@ OFF = [(f, c) for f in all_flags() for c in f.spec.off_without]
 NEEDS = [(f, c) for f in all_flags() for c in f.spec.needs if f.field not in ("apply_layernorm_1p", "norm_parameters")]
 EXCLUDES = [(f, c) for f in all_flags() for c in f.spec.excludes if c.parts[0].split()[0] in spelling_table()]
 FREE_TEXT = ("GPUs", "--profile --use-pytorch-profiler", "--profile on GPUs")
-"""Conditions that are stated as free text, on several flags or on a device."""
+"""Conditions that are declared as free text because they depend on several flags or on the device."""
 
 BROKEN_BY = {
     "GPUs": "--cpu",
@@ -75,7 +75,8 @@ def ids(pairs: list[tuple[Flag, Condition]]) -> list[str]:
 def test_flags_without_effect_are_reported(flag: Flag, condition: Condition) -> None:
     needed = condition.parts[0]
     broken = BROKEN_BY.get(needed, "")
-    if flag.name in needed:  # setting the flag itself satisfies the condition, as with --num-experts and its section
+    # the condition names the flag itself (as for --num-experts), so setting the flag satisfies the condition
+    if flag.name in needed:
         assert not lines(flag)
     else:
         line = f"{given(flag)}: has no effect without {needed}; add {needed}, or remove {flag.name}"

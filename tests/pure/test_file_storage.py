@@ -1,4 +1,5 @@
-"""File storage: URL paths, the operations that are derived from a storage's five methods, and the local disk."""
+"""Tests of file storage: URL paths, the operations that are derived from the five methods of a storage, and the local
+disk."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The output layer and the loss in chunks of tokens have the same losses, gradients and GEMMs as in one piece, and need
-less memory."""
+"""If the output layer and the loss are computed in chunks of tokens, losses, gradients and GEMMs stay the same, and
+less memory is needed."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ LAUNCH = Launch()
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str, launch: Launch = LAUNCH) -> list[str]:
-    """Return the problems of a command line, without those about model flags that --load would provide."""
+    """Return the problems that are reported for --load. Also assert that model flags, which --load would provide, are
+    not reported as missing."""
     with pytest.raises(SystemExit) as ended:
         prepare(command_line([*RUN, *argv], launch), launch)
     assert ended.value.code == 2

@@ -104,7 +104,7 @@ def test_a_step_updates_the_bias_and_logs_the_load() -> None:
     for number in range(2):
         layer(x, context(B, SCALE, number)).sum().backward()
     layer.eval()
-    layer(x, context(B, SCALE)).sum().backward()  # an evaluation does not count loads
+    layer(x, context(B, SCALE)).sum().backward()  # in evaluation mode, loads are not counted
     assigned = end_step([balance], Axis())[0, :8]
     assert assigned.sum() == 2 * S * B * config.moe_router_topk
     signs = torch.sign(accepted.mean() - accepted)

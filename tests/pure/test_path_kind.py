@@ -1,4 +1,4 @@
-"""Recognition of the kind of a path's contents by the files in it."""
+"""The kind of a path (such as a checkpoint or a data set) is recognized by the files that it contains."""
 
 from __future__ import annotations
 

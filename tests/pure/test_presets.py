@@ -26,7 +26,7 @@ HEAD = re.compile(r"^# For ([\d,]+) GPUs?\b.*; ([\d,]+) parameters with a vocabu
 
 
 def stated(path: Path) -> tuple[int, int, int]:
-    """Return (ranks, parameters, vocabulary size) from the header of a preset."""
+    """Read the header of a preset, and return the stated number of ranks, number of parameters and vocabulary size."""
     found = HEAD.search(path.read_text(encoding="utf-8"))
     assert found is not None, path
     ranks, parameters, vocabulary = (int(number.replace(",", "")) for number in found.groups())

@@ -1,4 +1,4 @@
-"""Combinations of model components that occur in no published family. extensions/hugging_face/test_hf_parity.py tests
+"""Tests of model component combinations that no published family has. extensions/hugging_face/test_hf_parity.py tests
 those of published families."""
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ def test_a_substitute_is_built_where_it_applies() -> None:
 
 
 def test_parameters_count_as_the_constructor_makes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A norm with an additional parameter must neither be counted nor exported as an RMSNorm, wherever its file is."""
+    """A norm with an additional parameter must neither be counted nor exported as an RMSNorm, even if it is registered
+    from a module of the library."""
     monkeypatch.setattr(NORMALIZATIONS, "_entries", dict(NORMALIZATIONS._entries))
     library: dict[str, Any] = {
         "__name__": "megatron.extensions.own.flags",

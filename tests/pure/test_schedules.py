@@ -1,5 +1,5 @@
-"""Every pipeline schedule is complete, free of deadlocks, and has the bubble that its paper states, for ranges of
-sizes."""
+"""For ranges of sizes, every pipeline schedule is complete, does not deadlock, and has the bubble that its paper
+states."""
 
 import re
 

@@ -15,7 +15,7 @@ from tests.apart import ROOT
 PRIVATE = ROOT / "megatron/core/torch_private.py"
 
 EXPLAINED = {
-    # Replaces parts of torch's compiler to generate GPU code without a GPU. Only its own command imports it.
+    # This file replaces parts of torch's compiler to generate GPU code without a GPU. Only its own command imports it.
     "tools/bench/fake_cuda.py",
 }
 """Files that may use private names of torch. The comment above each file gives the reason."""

@@ -136,7 +136,8 @@ def docstrings(tree: ast.Module) -> Iterator[str]:
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
-    """Yield the names that a module defines, imports or reads, and short strings, which may be registered names."""
+    """Yield all names that a module defines, imports or reads. Also yield its short strings, because these may be
+    registered names."""
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

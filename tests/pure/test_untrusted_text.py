@@ -1,4 +1,5 @@
-"""Untrusted YAML and JSON: disallowed contents of a settings file are refused quickly and in one line."""
+"""Tests of untrusted YAML and JSON. Disallowed contents of a settings file are refused quickly, with a one-line
+error."""
 
 from __future__ import annotations
 

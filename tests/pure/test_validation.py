@@ -76,7 +76,8 @@ def test_every_path_flag_declares_whether_it_accepts_urls() -> None:
 
 
 def _text(flag: Flag) -> st.SearchStrategy[list[str]]:
-    """Return a strategy for the flag with any value of its type, valid or not."""
+    """Return a hypothesis strategy for command-line words that set the flag to any value of its type, valid or
+    invalid."""
     if flag.kind is bool:
         return st.just([flag.name])
     if flag.spec.choices:

@@ -71,7 +71,7 @@ class Found(NamedTuple):
     """One of `VERDICTS`."""
 
     first: str
-    """First wrong gradient according to the verdict. If the run wrote no step dump, the reason."""
+    """First wrong gradient according to the verdict. If the run wrote no step dump, this is the reason."""
 
     cause: str = ""
     explained: bool = False

@@ -130,7 +130,7 @@ def test_flags_without_effect_are_refused(inputs: Path, flags: str, message: str
 
 
 def test_loss_flags_have_an_effect(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The reference's gradients with a load-balancing loss differ from those without this loss."""
+    """The flags for a load-balancing loss must change the gradients of the reference model."""
     given = ["--model", str(inputs / "experts"), "--batch", str(inputs / "batch.npz"), "--computed-in", "fp32"]
     given += ["--gradients", str(inputs / "experts")]
     for number, coefficient in enumerate(("1e-2", "1e-1")):

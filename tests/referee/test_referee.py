@@ -221,7 +221,7 @@ def test_swapped_gate_and_up_are_named(llama: Other) -> None:
 
 
 def test_a_lost_micro_batch_is_named(llama: Other) -> None:
-    """The fault is that the gradients of the second of two micro-batches overwrite those of the first."""
+    """In the planted fault, the gradients of the second micro-batch overwrite those of the first micro-batch."""
     alone: dict[str, Tensor] = {}
 
     def plant(gradients: dict[str, Tensor]) -> None:

@@ -71,7 +71,7 @@ def corpus(tmp_path: Path) -> str:
 
 
 def dumped(folder: Path, corpus: str, *more: str) -> Path:
-    """Dump the second step of a run on two ranks, and return the dump's folder."""
+    """Train on two ranks, dump the second step, and return the folder of the dump."""
     flags = [*RUN, "--data-path", corpus, "--dump-step-dir", str(folder), *more]
     run_world(2, train, resolve_legal(parse_args(flags), 2))
     return folder

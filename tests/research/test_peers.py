@@ -1,4 +1,5 @@
-"""research/: the other programs train the same model, and every row of this program has a counterpart."""
+"""Tests of the comparisons in research/. The other programs train the same model, and every row of this program has a
+counterpart."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Job:
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def paused(self) -> None:
-        """Wait until the job has reached the step that waits for a stop request."""
+        """Wait until the job has reached the step in which it pauses until a stop request arrives."""
         wait_until(lambda: (self.folder / "fault").exists(), self)
 
     def limit(self, minutes: int = 0) -> None:

@@ -1,5 +1,5 @@
-"""Moving averages of the weights equal their definition under every layout, are exact after a resume, and are evaluated
-on request."""
+"""Moving averages of the weights match their definition under every layout. They are exact after resuming, and they are
+evaluated on request."""
 
 from __future__ import annotations
 

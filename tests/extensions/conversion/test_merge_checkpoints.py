@@ -122,7 +122,7 @@ def test_the_last_k_checkpoints_are_averaged(run: Path, tmp_path: Path, capsys: 
 
 
 def test_the_last_stable_k_exclude_the_decay(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Update 7 still uses the peak rate: the decay of the schedule begins with the next rate."""
+    """Update 7 still uses the peak learning rate, because the decay begins with the next update."""
     merge("--input", run, "--last", 6, "--stable", "--output", tmp_path / "out", "--workers", 2)
     assert_mean(parameters(tmp_path / "out"), [parameters(at(run, each)) for each in range(2, 8)], [1 / 6] * 6)
     assert "note:" not in capsys.readouterr().err

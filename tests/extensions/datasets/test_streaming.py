@@ -1,4 +1,4 @@
-"""Data streams return samples by index, in whatever order they are requested."""
+"""A data stream can be indexed like a dataset: samples may be requested in any order."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Bug:
 
 
 class EachStep(Callback):
-    """Callback that calls a function after each step from the step before iteration `first` on."""
+    """Callback that calls a function after each step, beginning with the step that precedes iteration `first`."""
 
     def __init__(self, run: TrainingRun, first: int, function: Callable[[], object]) -> None:
         super().__init__(run.config)
@@ -110,7 +110,7 @@ BUGS = {
 
 
 def records(path: Path, ranks: int, flags: str, plant: Plant, first: int) -> list[dict[str, Any]]:
-    """Train, and return the records written to `path`."""
+    """Train with a planted bug, and return the metric records that the run writes to `path`."""
     layout = f"--tp {ranks} --sequence-parallel" if ranks > 1 else ""
     argv = f"{flags} {layout} --metrics-file {path}".split()
     run_world(ranks, train_to_the_end, argv, partial(plant, first=first))

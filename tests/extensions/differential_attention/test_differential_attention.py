@@ -15,6 +15,7 @@ def test_layouts_compute_the_same() -> None:
 
 
 def test_value_widths_match_both_heads() -> None:
-    """Plans and kernels use the width of the values that a head attends to."""
+    """`head_widths`, which plans and kernels use, has the width of the values that a differential attention head
+    attends to."""
     widths = model_of("differential").head_widths
     assert (widths.key, widths.value) == (4, 8)

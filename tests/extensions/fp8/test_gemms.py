@@ -221,7 +221,7 @@ class Layer:
         return y.detach(), self.x.grad
 
     def exact(self) -> dict[str, Exact]:
-        """Return the exact products of the cast operands."""
+        """Return the exact products of the layer's operands after they are cast to fp8, keyed by GEMM."""
         x, w, dy = self.x.detach().flatten(0, 1), self.weight.detach().flatten(0, 1), self.dy.flatten(0, 1)
         grad = E5M2 if self.hybrid else E4M3
         if self.recipe == "rowwise":

@@ -52,7 +52,8 @@ def train(recipe: str, world_size: int, layout: str) -> Snapshot:
 
 
 def distance(a: Snapshot, b: Snapshot, kind: str) -> float:
-    """Return the relative distance between all first-step tensors of a kind in two snapshots."""
+    """Concatenate all tensors of one kind from the first step, and return the relative distance between two
+    snapshots."""
     keys = [key for key in a.tensors if key.startswith(f"step 1 {kind}")]
     assert keys and a.tensors.keys() == b.tensors.keys()
     pairs = [(a[key].double().flatten(), b[key].double().flatten()) for key in keys]

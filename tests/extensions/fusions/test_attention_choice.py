@@ -170,8 +170,8 @@ SHAPES: dict[str, dict[str, Any] | None] = {
     f"{NONE} --attn-logit-softcapping 50": None,
     f"{NONE} --deterministic-mode": None,
 }
-"""Differences from `OF_BASE`, keyed by flags. The value is None if the run does not use torch's attention or may not
-depend on measurements."""
+"""Expected differences from `OF_BASE`, keyed by the flags that cause them. The value is None if the run does not use
+torch's attention or may not depend on measurements."""
 
 
 @pytest.mark.parametrize("flags", SHAPES)

@@ -71,7 +71,7 @@ def test_interpreted_losses_and_gradients_match_the_definition() -> None:
         factors = torch.tensor([1.0, 0.0, 0.5, 1.0, -2.0, 0.0, 1.0])
         scaled, left = expected.clone(), expected.clone()
         cross_entropy.scale_rows_.__wrapped__(scaled, factors)
-        left[1] = torch.nan  # the kernel must not read this value
+        left[1] = torch.nan  # the factor of this row is 0, so the kernel must not read its values
         kernels.scale_rows_(left, factors)
         torch.testing.assert_close(left.float(), scaled.float(), rtol=eps, atol=0)
         assert torch.equal(left[0], expected[0]) and not left[1].any()

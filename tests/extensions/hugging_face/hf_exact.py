@@ -31,7 +31,7 @@ OPTIONS = dict.fromkeys(
     ("bloom", "flint", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "vaultgemma"),
     EXACT | EAGER,
 )
-"""Keys whose models use eager attention: score caps, sinks or biases."""
+"""Options for model types with score caps, sinks or biases, keyed by model type. These models use eager attention."""
 
 
 class Fp64(TorchFunctionMode):

@@ -21,7 +21,7 @@ NEEDS = (
     *(("gemma4", "normed_values"), ("gemma4", "per_layer_embeddings"), ("gemma4", "scaled_layer")),
     *(("qwen3-next", "linear_attention"), ("granite4", "mamba")),
 )
-"""Maps prefixes of case names to the extensions that the models need."""
+"""Pairs of a case name prefix and the extension that models of these cases need."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     name: (model_type, BASES[base] | changes)
     for name, (model_type, base, changes) in TABLES["cases"].items()

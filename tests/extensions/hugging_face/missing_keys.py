@@ -94,8 +94,9 @@ def drawn_deletions(model_type: str, count: int, seed: int) -> Iterator[tuple[st
 def difference(
     model_type: str, left: Mapping[str, Any], compared: Mapping[str, Any] | None = None, logits: bool = True
 ) -> str:
-    """Return how our model of an incomplete config.json differs from the model that transformers builds, or "" if it
-    does not. `compared` is a complete config.json for which the logits of both models are known to be equal."""
+    """Compare our model for an incomplete config.json with the model that transformers builds. Return a description of
+    the difference, or "" if there is none. `compared` is a complete config.json for which the logits of both models are
+    known to be equal."""
     try:
         meant = whole(model_type, left)
     except Exception:

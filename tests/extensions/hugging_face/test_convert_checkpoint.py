@@ -254,8 +254,8 @@ def test_untrusted_inputs_are_refused_in_one_line(
 
 
 def test_weights_named_in_config_json_take_precedence(llama: Path, tmp_path: Path) -> None:
-    """As in transformers, config.json may name a weight file in the folder or a subfolder, or an index of files in the
-    folder."""
+    """As in transformers, config.json may name the weight file. The file may be in the folder or a subfolder, or be an
+    index of files in the folder."""
     folder = shutil.copytree(llama, tmp_path / "model")
     (folder / "below").mkdir()
     other = {name: value + 1 for name, value in weights_in(llama).items()}

@@ -51,7 +51,8 @@ INSTALLED = [
 """Families whose layers are provided by installed extensions."""
 
 ALONE = sorted({*INSTALLED} - {model_type for model_type, *_ in TABLES["cases"].values()})
-"""Families without a case in the table whose layers are provided by installed extensions."""
+"""Families that have no case in the table. Only families whose layers are provided by installed extensions are
+included."""
 
 
 @pytest.mark.parametrize("family", ALONE)

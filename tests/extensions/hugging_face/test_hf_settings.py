@@ -78,7 +78,7 @@ def test_names_of_the_bare_decoder_and_buffers_are_understood() -> None:
     ],
 )
 def test_a_part_of_a_parameter_is_read_from_its_tensors(family: str, name: str, box: tuple[slice, ...]) -> None:
-    """Each parameter is made of several pieces of one Hugging Face tensor, or of blocks of heads."""
+    """The tested parameters consist of several pieces of one Hugging Face tensor, or of blocks of heads."""
     if not {*FAMILIES[family].keys.values()} <= {flag.field for flag in flags_of("model")}:
         pytest.skip("the extension that implements the layers is not installed")
     theirs, name = model_with(family, sweep.tiny(family)), f"decoder.layers.0.self_attention.{name}.weight"

@@ -1,5 +1,5 @@
-"""Recipes of published models: each recipe is valid, and its parameters match those of the published model class one by
-one."""
+"""Each recipe for a published model is valid. Each of its parameters matches a parameter of the published model
+class."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PUBLISHED = {
     for recipe, sizes in yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text()).items()
     for size, of_size in sizes.items()
 }
-"""Number of ranks, family and number of parameters of each published model, keyed by recipe and size."""
+"""Maps (recipe, size) of each published model to the number of ranks, the family and the number of parameters."""
 
 
 def test_every_recipe_is_listed() -> None:

@@ -81,8 +81,8 @@ def test_streams_are_saved_once_per_layer() -> None:
 
 
 def test_only_streams_outputs_and_weights_are_saved() -> None:
-    """Compared with the plain model, a sublayer additionally saves its streams, its output and fp32 weights. The
-    sublayer saves neither projections nor Sinkhorn-Knopp iterations."""
+    """Each sublayer with hyper-connections saves more than a plain sublayer: its streams, its output and fp32 weights.
+    The sublayer saves neither projections nor Sinkhorn-Knopp iterations."""
     plain = with_fields(STREAMS, {"enable_mhc_connections": False})
     tokens, sublayers = SAMPLES * STREAMS.seq_length, 4
     of_streams, of_output, of_weights = N * H * 2, H * 2, (N + N * N) * 4

@@ -131,7 +131,7 @@ def phases(screen: str, events: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the ranks with faults, and print the table."""
+    """Run the ranks with faults, and print the table of measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--every", type=int, default=100)

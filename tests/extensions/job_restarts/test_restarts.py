@@ -207,7 +207,7 @@ def test_a_stopped_store_continues(resumed: str, monkeypatch: pytest.MonkeyPatch
                 wait_for(lambda: process_state(store) != "T")
             return 1
         if number == 0:
-            time.sleep(HANG)  # the parent ends this rank after reading in the store that a restart is needed
+            time.sleep(HANG)  # the parent reads in the store that a restart is needed, and ends this rank
         return 75
 
     assert codes_of(2, attempt) == [75, 75]

@@ -1,4 +1,5 @@
-"""Ladders: fits recover known scaling laws, rungs resume, and a run is compared with its prediction."""
+"""Tests of scaling ladders. Fits recover known scaling laws, the runs of a ladder resume, and a run is compared with
+its prediction."""
 
 from __future__ import annotations
 

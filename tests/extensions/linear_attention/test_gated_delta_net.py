@@ -168,8 +168,8 @@ def stub_of_fla(calls: list[dict[str, Any]]) -> ModuleType:
 def test_kernels_of_flash_linear_attention_match_torch(
     monkeypatch: pytest.MonkeyPatch, packed: bool, steps: int
 ) -> None:
-    """The loss and gradients of a model whose linear attention calls the kernels equal those of a model that does
-    not."""
+    """A model whose linear attention calls flash-linear-attention's kernels has the same loss and gradients as a model
+    without these kernels."""
     config = replace(DELTA_NET if steps == 1 else PRODUCT, recompute_granularity="selective" if packed else None)
     batch = random_batch(config, **(packed_documents(config) if packed else {})).local_to(ParallelState().cp)
     losses, gradients, calls = [], [], []
@@ -196,7 +196,7 @@ def test_kernels_of_flash_linear_attention_match_torch(
 
 def test_kernels_run_only_on_gpus_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
-    assert flash_rule(torch.bfloat16, cuda) is None  # flash-linear-attention is not installed
+    assert flash_rule(torch.bfloat16, cuda) is None  # without flash-linear-attention, there is no kernel
     for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule"):
         monkeypatch.setitem(sys.modules, name, stub_of_fla([]))
     assert flash_rule(torch.bfloat16, cuda) is not None

@@ -1,4 +1,5 @@
-"""Metric records in TensorBoard and Weights & Biases files, read back with the readers of both packages."""
+"""Metric records are written to TensorBoard and Weights & Biases files and read back with the readers of both
+packages."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ def data(tmp_path: Path) -> list[str]:
 
 
 def records(rank: int, world_size: int, argv: list[str], folder: Path) -> tuple[list[dict], dict[str, float]]:
-    """Return the log of a run, and the loss of each source in the first step, computed from token losses in one
-    process."""
+    """Return two values: the log of a run, and the loss of each source in the first step. The losses of the sources are
+    computed from the token losses of a one-process run."""
     expected: dict[str, float] = {}
 
     def look(run: TrainingRun) -> None:

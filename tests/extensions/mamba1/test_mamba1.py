@@ -20,7 +20,7 @@ MAMBA1 = model_of("mamba1")
 
 
 def operands(length: int, decay: float = 0.5) -> list[Tensor]:
-    """Return x, dt, a, B and C for 2 samples, 6 channels and 5 states, and an initial state."""
+    """Return random operands x, dt, a, B and C for 2 samples, 6 channels and 5 states, followed by an initial state."""
     generator = torch.Generator().manual_seed(length)
 
     def normal(*shape: int) -> Tensor:

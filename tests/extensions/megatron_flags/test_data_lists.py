@@ -68,7 +68,7 @@ def test_unreadable_lists_are_refused(lists: DataLists, message: str, tmp_path: 
 
 
 def test_lists_cannot_be_combined_with_other_data() -> None:
-    """If the data lists cannot be read, the error messages still consider the run's other data."""
+    """Conflicts with other data flags are reported even if the data lists cannot be read."""
     lists = ("--train-weighted-split-paths", "t: 1 0:1 a", "--valid-weighted-split-paths", "v: 1 0:1 a")
     with pytest.raises(ValueError, match="--train-data-path: cannot be combined with --train-weighted-split-paths, "):
         with_data_lists(parse_args([*lists, "--train-data-path", "b"]))

@@ -41,7 +41,7 @@ EMULATORS: dict[str, tuple[Sequence[str], dict[str, str]]] = {
     "az": (["--blobPort", str(PORT), "--inMemoryPersistence", "--silent", "--skipApiVersionCheck"], AZURITE),
     "gs": (["start", f"--port={PORT}", "--in-memory"], GOOGLE),
 }
-"""Command-line arguments of the emulator, and environment variables of its clients, keyed by URL scheme."""
+"""Maps each URL scheme to the emulator's command-line arguments and the environment variables of its clients."""
 
 
 def write_folder(storage: AttemptStorage, final: PurePath, content: bytes) -> None:

@@ -67,7 +67,7 @@ class Measured(NamedTuple):
     """Peak memory in MiB of the rank that used the most memory."""
 
     def seconds_of(self, pattern: str) -> float:
-        """Return one of the times that the run printed."""
+        """Return the last time in the run's output that matches a pattern, in seconds."""
         return float(re.findall(pattern, self.said)[-1])
 
 

@@ -70,7 +70,8 @@ def lose(tensor: torch.Tensor) -> None:
 
 @contextmanager
 def late_copies() -> Iterator[None]:
-    """Delay copies of offloaded states and weights, and make the memory of units lose its values between uses."""
+    """Within the context, delay copies of offloaded states and weights as long as possible, and overwrite the memory of
+    units between uses."""
     with ExitStack() as patches:
         for module in (host_update, streamed_units):
             patches.enter_context(mock.patch.object(module, "CopyQueue", LateQueue))

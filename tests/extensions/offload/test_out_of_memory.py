@@ -1,4 +1,4 @@
-"""Messages that suggest offloading after a device ran out of memory."""
+"""If a device runs out of memory, the error message suggests offloading."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ LAYOUTS += [ParallelDims(tp=2, cp=2, dp=2, ep=4), ParallelDims(tp=2, pp=2, dp=3,
 
 
 def plans(dims: ParallelDims, distributed: bool, **more) -> MatrixPlan:
-    """Return the plan of the first pipeline stage. In the experts' `linear_maps`, the gate and up projections count as
-    one matrix, because they are not marked as fused."""
+    """Return the plan of the first pipeline stage. The gate and up projections in the experts' `linear_maps` are not
+    marked as fused, so they count as one matrix."""
     coords = {axis: (0, dims.size(axis)) for axis in ("tp", "ep", "expt_tp")}
     shapes = [(meta, meta.box(coords)[1]) for meta in METAS]
     buffers = plan_buffers(shapes, dims.dp * dims.cp, dims.expt_dp, 100, whole_roles=ROLES)

@@ -1,4 +1,5 @@
-"""Muon's updates under any layout equal those of torch.optim.Muon in one process; Adam updates all other parameters."""
+"""Under every layout, Muon makes the same updates as torch.optim.Muon in one process. Adam updates all other
+parameters."""
 
 from __future__ import annotations
 
@@ -124,8 +125,8 @@ ROUTER = "decoder.layers.1.mlp.router.weight"
 
 
 def orthonormal(update: Tensor) -> bool:
-    """Return True if the rows or columns of an update are orthogonal and equally long, up to the error of five
-    iterations."""
+    """Return True if the rows or columns of an update are orthogonal and have equal norms. The tolerance allows for the
+    error of five Newton-Schulz iterations."""
     matrix = update.reshape(-1, update.shape[-1])
     values = torch.linalg.svdvals(matrix)
     return bool(values.amax() < 1.35 * values.amin())
@@ -227,8 +228,8 @@ def test_states_of_a_different_update_rule_are_refused_with_the_remedy(
 
 
 def test_the_packed_projection_of_mamba2_is_left_to_the_scalar_optimizer() -> None:
-    """As in Megatron-LM, Muon does not update the input projection. Its rows compute gates, inputs, B, C and step
-    sizes, and thus do not form a single matrix."""
+    """As in Megatron-LM, Muon does not update the input projection. The rows of this projection compute gates, inputs,
+    B, C and step sizes, so they are several matrices rather than one."""
     layer = GPTModel(model_of("mamba"), weights=WeightSetup("meta", initialize=False)).decoder.layers[0].self_attention
     metas = {p.meta.name.split("self_attention.")[1]: p.meta for p in layer.parameters() if p.meta.matrix}
     whole = OptimizerConfig("muon", lr=1e-2).whole_roles

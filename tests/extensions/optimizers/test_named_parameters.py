@@ -61,7 +61,8 @@ UPDATES = [
 def test_updates_follow_their_parameter_group(
     changes: dict[str, dict[str, torch.Tensor]], name: str, lr_mult: float, decay: float
 ) -> None:
-    """Adam's first update is the learning rate times a direction that depends only on the gradient."""
+    """The test compares first updates, because Adam's first update is the learning rate times a direction that depends
+    only on the gradient."""
     lr, weight = 1e-2, changes["initial"][name]
     usual = OptimizerConfig().weight_decay_on
     kind = "embeddings" if "embed" in name else "biases" if name.endswith("bias") else "matrices"

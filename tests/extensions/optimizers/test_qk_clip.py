@@ -1,4 +1,4 @@
-"""QK-clip: the largest attention logit of each head, and the resulting clip of its weights."""
+"""Tests of QK-Clip: the largest attention logit of each head, and how the weights of the head are clipped."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def one_round(folder: Path, seed: int) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the rounds, and print how long recoveries took."""
+    """Run the rounds of random faults, and print how long recoveries took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)

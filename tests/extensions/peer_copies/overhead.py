@@ -39,7 +39,7 @@ HOSTS = 2
 
 
 def copied(iteration: int) -> bool:
-    """Return True if the run copies its states after this iteration."""
+    """Return True if the run copies its states to peers after this iteration."""
     return (iteration // BLOCK) % 2 == 0
 
 

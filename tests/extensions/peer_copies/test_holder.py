@@ -131,7 +131,8 @@ def test_invalid_requests_are_refused(holder: Address, change: dict[str, str]) -
 
 
 def test_a_sender_is_told_why_its_part_is_not_stored(holder: Address, tmp_path: Path) -> None:
-    (tmp_path / "host" / GENERATION / "0-own.1").mkdir()  # makes writing fail at the same point as a full file system
+    # because of this folder, writing fails at the same point as on a full file system
+    (tmp_path / "host" / GENERATION / "0-own.1").mkdir()
     data, link = bytes(8_000_000), Link(holder)
     with pytest.raises(HolderError, match="IsADirectoryError"):
         link.put(GENERATION, "0-own.1", header(data), memoryview(data), Pace(None))

@@ -43,7 +43,7 @@ def cut(tensor: torch.Tensor, rows: list[int], column: int) -> StateDict:
 
 
 def store(folder: Path, tensors: StateDict, host: str, iteration: int = 3) -> None:
-    """Write a state as the only part in a host's copies."""
+    """Write the copies of a host. The copies consist of a single part, which contains `tensors`."""
     (folder / GENERATION).mkdir(parents=True, exist_ok=True)
     write_whole(folder / GENERATION / WORLD, json.dumps({"parts": ["0-own"]}))
     stored = Stored(Part(0, (0,), 0), ("model.x",))

@@ -1,4 +1,4 @@
-"""Mutation tests of peer copies: each guarantee is broken on purpose, and a test must then fail."""
+"""Mutation tests of copies in peer memory. Each guarantee is broken on purpose, and a test must then fail."""
 
 from __future__ import annotations
 

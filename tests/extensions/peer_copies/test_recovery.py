@@ -1,5 +1,5 @@
-"""Runs that lose ranks, hosts and copies resume bitwise from memory and repeat at most one step, or otherwise resume
-from the disk."""
+"""A run that loses ranks, hosts or copies resumes from copies in memory, repeats at most one step, and gives bitwise
+the same result. If copies are missing, the run resumes from the disk."""
 
 from __future__ import annotations
 

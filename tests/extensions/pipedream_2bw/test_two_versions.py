@@ -61,8 +61,8 @@ def results(run: TrainingRun) -> tuple[list[float], list[float], list[bool]]:
 def trained(
     rank: int, world_size: int, config: RunConfig, nan_at: int = -1
 ) -> tuple[tuple[list[float], list[float], list[bool]], list[bool]]:
-    """Return the results of `STEPS` steps, and a flag for each step that is true if passes of the next step began in
-    it."""
+    """Train `STEPS` steps. Return the results, and one boolean per step: True if passes of the next step already began
+    in the step."""
     with local_run(config, rank, world_size) as run:
         plant_nan(run, nan_at)
         begun = []
@@ -193,7 +193,7 @@ def test_a_nan_in_the_last_stage_alone_is_skipped_by_all() -> None:
 
 
 def evaluated(rank: int, world_size: int, config: RunConfig) -> tuple[list[float], list[float]]:
-    """Return the losses of the last stage on one batch, first in an evaluation with the newest weights and then in the
+    """Return two lists of losses of the last stage on one batch: in an evaluation with the newest weights, and in the
     next training steps."""
     with local_run(config, rank, world_size) as run:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Layout search: generated layouts, lower bounds, and agreement with an exhaustive search."""
+"""Tests of the layout search: the generated layouts, the lower bounds, and the agreement with an exhaustive search."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Memory:
     """Memory of one rank in bytes."""
 
     names: tuple[str, ...]
-    """The parameters and their places, in order of the buffers."""
+    """Names of all parameters with their places, in the order of the buffers."""
 
     elements: int
     parameters: int
@@ -151,7 +151,8 @@ class WholeUnits:
 
 
 def activations_of(run: TrainingRun, units: WholeUnits) -> tuple[int, int]:
-    """Return (largest saved bytes between two actions, peak bytes of the forward and backward passes) of a step."""
+    """Run one step. Return the largest number of bytes that are saved between two actions, and the peak bytes of the
+    forward and backward passes."""
     step, executor, kept = run.progress.next_step(run.batch_sizes), run.pipeline.executor, 0
     batches = run.data.read_batches(step)
     run.ddp.begin_step(len(batches))

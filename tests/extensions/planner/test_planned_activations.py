@@ -1,4 +1,5 @@
-"""The planned bytes of activations equal the bytes that real stages keep between a forward pass and its backward pass.
+"""The planned activation memory equals the memory that real pipeline stages keep between a forward pass and its
+backward pass.
 
 Each test runs every n-th case, or all cases with --whole.
 """

@@ -49,8 +49,8 @@ def forget_gradient(parameter: Tensor) -> None:
 
 
 def measured(batch: MicroBatch, stage: Stage, state: ParallelState | None = None) -> tuple[int, int, int]:
-    """Build a stage, and return the bytes kept between its passes and the peak of each pass, without weights and weight
-    gradients."""
+    """Build a pipeline stage. Return the bytes that it keeps between its two passes, and the peak bytes of each pass.
+    Weights and weight gradients are not counted."""
     weights = WeightSetup("cpu", initialize=False)
     built = GPTModel(batch.model, batch.parallel, state, stage, weights=weights).train()
     dtype = getattr(torch, batch.parallel.params_dtype)

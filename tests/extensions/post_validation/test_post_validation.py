@@ -87,12 +87,12 @@ def verdicts() -> Iterator[list[bool]]:
 
 
 def always_ahead() -> AbstractContextManager[Any]:
-    """Let no step wait for the norm. Normally, the step after a rollback waits."""
+    """Within the context, no step waits for the gradient norm. By default, a step that follows a rollback waits."""
     return mock.patch.object(PostValidatedOptimizer, "likely_to_stand", return_value=True)
 
 
 def state_of(run: TrainingRun) -> dict[str, Any]:
-    """Return the states and parameters that must be bit-identical."""
+    """Return copies of the states and parameters, which the tests compare bit for bit."""
     pieces = run.optimizer.sharded_state()
     found: dict[str, Any] = {f"{p.key} {p.meta.name} {p.start}": p.data.detach().clone() for p in pieces}
     for model in run.stages.values():

@@ -120,7 +120,7 @@ def content_of(name: str, texts: Sequence[str]) -> bytes:
 
 
 CHECKED = (".parquet", *(f".jsonl{compression}" for compression in COMPRESS if compression))
-"""File formats that store checksums of their contents."""
+"""Suffixes of file formats that contain checksums."""
 
 DAMAGED = (".jsonl", ".json", ".csv", ".txt", ".arrow", *CHECKED)
 
@@ -278,7 +278,8 @@ def _first(name: str, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
 
 
 def _tokenizer_trials(kind: str, files: Mapping[str, bytes], **flags: str) -> list[Trial]:
-    """Return one trial per file. `flags` are the configuration fields that contain the files."""
+    """Return one trial per damaged tokenizer file. `flags` maps configuration fields to the names of the files that
+    they refer to."""
 
     def read(folder: Path) -> tuple[int, list[int]]:
         config = TokenizerConfig(tokenizer_type=kind, **{field: str(folder / name) for field, name in flags.items()})

@@ -98,9 +98,9 @@ _plain_sample = mock_data.MockGPTDataset.__getitem__
 
 
 def _masked_sample(self: mock_data.MockGPTDataset, index: int) -> Sample:
-    """Return a sample with a loss mask of random density. Samples 0, 1 and 7 are fully masked, so that whole
-    micro-batches, and a whole data-parallel rank if there are several, have no loss. In sample 5, the tokens of one of
-    two context-parallel ranks are masked."""
+    """Return a sample with a loss mask of random density. Samples 0, 1 and 7 are fully masked. Entire micro-batches
+    therefore have no loss, and with several data-parallel ranks, one entire rank has no loss. In sample 5, the tokens
+    of one of two context-parallel ranks are masked."""
     random = np.random.default_rng(index)
     mask = (random.random(self.format.seq_length) < random.random()).astype(np.float32)
     if index in (0, 1, 7):

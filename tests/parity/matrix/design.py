@@ -35,8 +35,8 @@ Pair = tuple[Choice, Choice]
 
 @cache
 def faults(combination: Combination) -> int:
-    """Return the number of validation findings for a combination, including flags without effect, plus the number of
-    its choices that duplicate another combination."""
+    """Return the number of faults of a combination. The faults are the findings of validation, including flags without
+    effect, and choices that make the combination a duplicate of another one."""
     found = findings(parse_args(combination.argv), combination.world_size)
     said = sum("has a bubble" not in each.rule for each in found)
     if combination["update"] == "two versions":  # this choice implies its own schedule

@@ -1,5 +1,5 @@
-"""Combinations from published reports of silently wrong gradients (docs/layouts.md), and other error-prone
-combinations, as lines `NAME: COMBINATION` of `named.txt`."""
+"""Read `named.txt`, which contains lines `NAME: COMBINATION`. The combinations come from published reports of silently
+wrong gradients (docs/layouts.md) or are error-prone for other reasons."""
 
 from __future__ import annotations
 
