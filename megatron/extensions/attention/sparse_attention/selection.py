@@ -138,8 +138,8 @@ def largest(scores: Tensor, topk: int) -> Tensor:
 @operation
 @torch_function
 def scores_of_keys(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Return the scores [n, b, keys] of keys k [keys, b, d] for queries q [n, b, indexer heads, d] with head weights
-    [n, b, indexer heads], in fp32 for 16-bit inputs."""
+    """Return the score of each key for each query, [n, b, keys], in fp32 for 16-bit inputs. The queries q are [n, b,
+    indexer heads, d], the keys k are [keys, b, d], and the head weights are [n, b, indexer heads]."""
     index, chunk = Index(q, k, weights), Chunk(slice(0, len(q)), len(k))
     return index_scores(index, chunk, index_products(index, chunk))
 

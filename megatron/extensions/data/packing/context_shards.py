@@ -243,8 +243,8 @@ class _Deal:
             if not len(mine) or not len(others):
                 return
             moved = works[mine][:, None] - works[others]
-            # for each pair of chunks: work of the busier of the two ranks after the exchange, relative to the idle
-            # rank's work before it
+            # For each exchange of two chunks: work of the busier rank afterwards, minus the present work of the idle
+            # rank.
             left = np.maximum(moved, gap - moved)
             give, take = np.unravel_index(int(left.argmin()), left.shape)
             if left[give, take] >= gap:

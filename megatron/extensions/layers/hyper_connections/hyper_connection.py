@@ -130,8 +130,8 @@ class HyperConnection(TokenWeights):
         return PendingMix(Mix(self.split(x), post, res, sublayer(read, context)), self.compiled)
 
     def _weights(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sublayer's input [s, b, h] and the weights post [s, b, n] and res [s, b, n, n] for the streams x
-        [s, b, n * h]."""
+        """Compute three tensors from the streams x [s, b, n * h]: the sublayer's input [s, b, h], the weights post [s,
+        b, n], and the weights res [s, b, n, n]."""
         factors = self.alpha_pre, self.alpha_post, self.alpha_res
         projected = self.projected(x, self.mapping_proj)
         weights = region(stream_weights, self.compiled)

@@ -12,9 +12,9 @@ memory. Autograd frees this memory as soon as the backward pass no longer needs 
 Saved-tensor hooks intercept the tensors that autograd keeps (`torch.autograd.graph.saved_tensors_hooks`). The following
 tensors stay on the device:
 
-- parameters and buffers, and tensors that all layers share, such as rotary tables, which do not belong to one
-  micro-batch;
-- the input that another stage has sent, which the pipeline executor holds;
+- tensors that do not belong to one micro-batch: parameters, buffers, and tensors that all layers share, such as rotary
+  tables;
+- the input of the stage, if another stage has sent it, because the pipeline executor holds this tensor anyway;
 - tensors with fewer elements than `--min-offloaded-tensor-size`.
 
 Tensors that are views of the same memory are copied once. With recomputation, autograd saves fewer tensors, and only

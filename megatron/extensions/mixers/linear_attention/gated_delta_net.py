@@ -227,8 +227,8 @@ def delta_operands(
     number: Tensor | None,
     before: Tensor | None,
 ) -> tuple[Operands, Tensor]:
-    """Return the operands of the gated delta rule, each of which has s * steps rows, and the last inputs of the
-    convolution.
+    """Compute the operands of the gated delta rule. Returns the operands, each with s * steps rows, and the last inputs
+    of the convolution.
 
     g = -exp(A_log) softplus(decay + dt_bias) is fp32 even if the other operands are 16-bit, because it is summed over
     tokens. beta is at most `rows.strength`. If each token writes several keys, it has one row per key: the first row of

@@ -165,7 +165,7 @@ def in_chunks(x: Tensor, dtype: torch.dtype, chunk: int, groups: int) -> Tensor:
     """Divide the tokens of x into chunks, and pad the last chunk with zeros. The padding does not change the state.
 
     Args:
-        x: [s, b, n, d] or [s, b, n].
+        x: [s, b, n, d] or [s, b, n], tensor to divide into chunks.
         dtype: Dtype of the result.
         chunk: Tokens per chunk.
         groups: Number of groups into which dimension 2 of `x`, whose size is n, is divided.
@@ -248,8 +248,8 @@ blocks."""
 def channel_products(
     q: Tensor, k: Tensor, g: Tensor, number: Tensor | None, compiled: bool = False
 ) -> tuple[Tensor, ...]:
-    """Compute the products of keys and queries with keys within each chunk, and the decays, if each channel has its own
-    decay.
+    """Compute the products of keys and queries with keys within each chunk, and the decays. This function is used if
+    each channel has its own decay.
 
     Chunks are divided into blocks of `BLOCK` tokens. The products between tokens of different blocks are computed by
     matrix products. For this purpose, the decay from token j to token i is divided into two factors: from token j to

@@ -111,15 +111,15 @@ def ssd_of_chunks(
     direct: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Run the state-space model on operands that are already divided into chunks. Return y, which includes the padding
-    of the last chunk, and the state after the last token.
+    """Run the state-space model on operands that are already divided into chunks. Return y and the state after the last
+    token. Unlike the operands of `ssd_chunks`, y includes the padding of the last chunk.
 
     Args:
         operands: Operands that `operands_in_chunks` returns.
         number: [s, b], index of each token's document within its sample, from 0; None if there is only one document.
         state: [b, heads, n, p], initial state; None for zeros.
         hardware: Settings for compiled regions and for loops over chunks.
-        direct: [heads], factors D; the inputs x, multiplied by D, are added to y. None to add nothing.
+        direct: [heads], factors D; the inputs x, multiplied by D, are added to y. If None, nothing is added.
         dtype: Dtype of y.
     """
     x, dt, g, B, C = operands

@@ -73,8 +73,8 @@ class RollbackCopies:
 
 
 class _Unvalidated(NamedTuple):
-    """Update that was performed before the global gradient norm was known. The fields contain the non-tensor state
-    before the update, which a rollback restores."""
+    """Update that was performed before the global gradient norm was known. The fields also contain the non-tensor state
+    before the update, so that a rollback can restore this state."""
 
     update: Update
     result: StepResult
