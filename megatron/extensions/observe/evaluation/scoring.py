@@ -54,7 +54,7 @@ class Scorer:
     state: ParallelState
     device: torch.device
     go_on: Callable[[], bool] = lambda: True
-    """Function that is called before each round, on all ranks. Scoring stops if this function returns False."""
+    """Function that is called before each `Round`, on all ranks. Scoring stops if this function returns False."""
 
     progress: Callable[[int, int], None] = lambda done, rounds: None
     """Function that is called with the number of finished rounds and the total number of rounds, before the first round

@@ -5,11 +5,11 @@
     {"iteration": 3, "samples": [16, 23], "origins": ["data_text_document:412+96", ...],
      "documents": [[[412, 96, 30], [7, 0, 35]], ...], "crc32": ["5b0ea3c1", ...]}
 
-`samples` contains the run's numbers of the first and last sample of the step. `origins` contains the dataset, document
-and token at which each sample starts. `documents` lists, for each sample, the document parts that form the sample. A
-part is a list of three numbers: the document, the first token within the document, and the number of tokens. `crc32`
-contains a checksum of the token ids that the model received for each sample. tools/inspect_dataset.py --sample-log
-decodes a step.
+`samples` contains the numbers of the step's first and last sample, counted from the start of the run. `origins`
+contains the dataset, document and token at which each sample starts. `documents` lists, for each sample, the document
+parts that form the sample. A part is a list of three numbers: the document, the first token within the document, and
+the number of tokens. `crc32` contains a checksum of the token ids that the model received for each sample.
+tools/inspect_dataset.py --sample-log decodes a step.
 
 One rank of every data-parallel replica reports the samples that it received, so that the file contains the samples that
 were actually used. The file depends on the seed and the data, but not on the layout, the micro-batch size or the number

@@ -45,8 +45,8 @@ def counts(meta: ParamMeta, model: TransformerConfig) -> bool:
 
 @dataclass
 class Parameters:
-    """Matrices on this rank for which the small batch has the same size: either all dense matrices or all expert
-    matrices."""
+    """Group of matrices on this rank: either all dense matrices or all expert matrices. The small batch has the same
+    size for all matrices of a group."""
 
     replicas: int
     """Number of replicas of the matrices. Each replica has a small batch of its own."""

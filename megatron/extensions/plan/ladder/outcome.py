@@ -43,8 +43,8 @@ class Outcome:
         return 1.0 if self.diverged else max(self.losses, default=0) / self.evaluations
 
     def point(self, evaluation: int | None = None) -> Point:
-        """Return the data point that this rung contributes to a law: its size, and its loss at an evaluation (by
-        default, the last one)."""
+        """Return the data point that this rung contributes to a law: the size of the rung, and its loss at an
+        evaluation (by default, the last one)."""
         size, number = self.rung.size, evaluation or self.evaluations
         return Point(size.parameters, size.tokens, self.losses[number])
 

@@ -94,7 +94,7 @@ class Launches(Protocol):
         """Context manager that hides the operators of a launch that is already recorded."""
 
     def some_of(self, parts: Sequence[T]) -> Iterable[T]:
-        """Return the parts of a loop that are run as representatives of all parts."""
+        """Return the parts of a loop that are run. A part that is run may represent several similar parts."""
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
         """Context manager for `count` products, several of which may run concurrently."""

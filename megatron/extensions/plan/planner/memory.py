@@ -178,8 +178,8 @@ class UnitsInFlight:
 class RankStates:
     """Parameters and optimizer states of each rank at one pipeline position.
 
-    All ranks at a pipeline position hold the same number of bytes, except for the states of a transform chain. These
-    states are counted for the rank that holds the most of them.
+    All ranks at a pipeline position hold the same number of bytes, except for the states of an optimizer's transform
+    chain. These states are counted for the rank that holds the most of them.
     """
 
     pp_rank: int
@@ -261,8 +261,9 @@ def states_of_callbacks(config: RunConfig) -> dict[str, tuple[str, ...]]:
 def chain_bytes(
     buffers: Sequence[BufferLayout], optimizer: OptimizerConfig, dims: ParallelDims, pp_rank: int, main: int
 ) -> tuple[list[int], list[int]]:
-    """Return the bytes of transform-chain states that are stored outside shards, as two lists: bytes on the device, and
-    bytes on the host. Each list has an entry for each rank at `pp_rank`, in rank order.
+    """Return the bytes of the states of an optimizer's transform chain that are stored outside the distributed
+    optimizer's shards, as two lists: bytes on the device, and bytes on the host. Each list has an entry for each rank
+    at `pp_rank`, in rank order.
 
     `main` is the element size of the main dtype in bytes.
     """

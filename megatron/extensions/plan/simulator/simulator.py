@@ -87,7 +87,7 @@ def at_stage(value: PerStage, stage: int) -> float:
 
 
 class Simulation(Walk):
-    """Result of `simulate`: the times and activations of each rank, with the durations in `costs`."""
+    """Result of `simulate`: the times and activations of each rank if actions take the durations in `costs`."""
 
     def __init__(self, lists: Lists, costs: StageCosts, rendezvous: bool) -> None:
         super().__init__(lists, rendezvous=rendezvous)

@@ -10,8 +10,8 @@ members do not. Each record has one value per member. For each member, a straigh
 its last `WINDOW` values. The median slope of the group is subtracted from each slope, so that growth of all members, as
 in warm-up, does not count. A member is an outlier if the following conditions hold in two consecutive records:
 
-- Its line rises over the window by more than the logarithm of the threshold, relative to the median.
-- Its line is more than `OWN` times as steep as 80% of its earlier lines, because steady growth counts as noise. Earlier
+- Relative to the median, its fitted line rises over the window by more than the logarithm of --layer-growth-threshold.
+- Its line is more than `OWN` times as steep as 80% of its earlier lines, so steady growth is not reported. Earlier
   lines are those of the last `HISTORY` windows that do not overlap the current window.
 - Its line is more than `OTHERS` times as steep as the current line of any other member.
 
@@ -121,8 +121,8 @@ Member = TypeVar("Member", bound=Hashable)
 
 @dataclass(frozen=True)
 class Growth:
-    """Growth of an outlier: the factor by which its fitted line rises over a window, relative to the median of its
-    group."""
+    """Growth of an outlier (a layer or a tensor-parallel rank): the factor by which its fitted line rises over a
+    window, relative to the median of its group."""
 
     factor: float
     others: float
@@ -151,7 +151,7 @@ class _Track:
 
 
 class GrowthRule(Generic[Member]):
-    """Outlier rule for one group of members.
+    """Rule that finds outliers in one group of members, such as the layers of a model.
 
     A member is reported only if it has at least `warm_up` earlier windows. Members for which `family` returns the same
     value are not compared with each other: their values are relative to each other, so growth of one member makes the
@@ -317,7 +317,7 @@ def _by_layer(record: LayerRecord) -> dict[str, dict[int, float]]:
     }
     for name, norms in record.parameters.items():
         layer = record.facts[name].layer
-        if layer is not None and record.facts[name].init != "zeros":  # growth from 0 is always large
+        if layer is not None and record.facts[name].init != "zeros":  # growth from an initial norm of 0 is always large
             kind = re.sub(r"^.*?\.\d+\.", "", name)
             found.setdefault(f"weight_norm of {kind}", {})[layer] = norms["weight_norm"]
     return found

@@ -54,7 +54,7 @@ class _Rows:
 
     @classmethod
     def of(cls, taps: ActivationTaps, stages: Mapping[int, GPTModel], state: ParallelState) -> _Rows:
-        """Build the rows. Collective over the world."""
+        """Build the row labels. Collective over the world."""
         own = _parameters(stages), set(taps.sums), set(taps.maxima), set(taps.balances)
         of_ranks: list[tuple[dict[str, Parameter], set[Key], set[Key], set[int]]] = gather_objects(own, state.world)
         parameters = {name: parameter for found, *_ in of_ranks for name, parameter in found.items()}

@@ -188,7 +188,7 @@ class CollectiveTaps:
         taps = {name: self._collective(getattr(dist, name), label) for name, label in there.items()}
         with replaced(
             *((dist, name, tap) for name, tap in taps.items()),
-            *((distributed_c10d, name, taps[name]) for name in MESSAGES),  # P2POp accepts only these attributes
+            *((distributed_c10d, name, taps[name]) for name in MESSAGES),  # P2POp accepts only functions of this module
             (dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)),
             (dist.Work, "wait", self._wait(dist.Work.wait)),
         ):

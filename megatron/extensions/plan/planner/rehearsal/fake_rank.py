@@ -90,7 +90,7 @@ class RankMode(LiveMemory):
             raise torch.OutOfMemoryError(f"{self.now:,} bytes are needed, but the device has {self.limit:,}")
 
     def holders(self) -> tuple[Holder, ...]:
-        """Return the places in the code that currently hold the most memory."""
+        """Return the code locations whose tensors currently hold the most memory."""
         found: dict[str, list[int]] = {}
         for key, size in self.sizes.items():
             if size >= NAMED_BYTES:

@@ -206,7 +206,7 @@ def effort_line(effort: Effort, run: SearchedRun) -> str:
 SUGGESTED = 10
 
 MOST_TIMED = 90
-"""Default number of families whose layers are timed."""
+"""Default maximum number of layout families (`Family`) whose layers are timed."""
 
 
 def progress_text(effort: Effort) -> str:

@@ -113,7 +113,7 @@ class Effort:
 
     families: int = 0
     traced: int = 0
-    """Number of families whose layers were timed."""
+    """Number of layout families (`Family`) whose layers were timed."""
 
     layouts: int = 0
     """Number of layouts for which a memory bound was computed, including memory-saving variants."""
@@ -140,8 +140,9 @@ class LayoutSearch:
     """Device memory in bytes."""
 
     most_timed: int | None = None
-    """Maximum number of families whose layers are timed; None to evaluate every family. Families are timed in ascending
-    order of their lower bounds. If the number is limited, only `MOST_OF_A_SHAPE` layouts per shape are predicted."""
+    """Maximum number of layout families (`Family`) whose layers are timed; None to evaluate every family. Families are
+    timed in ascending order of their lower bounds. If the number is limited, only `MOST_OF_A_SHAPE` layouts per shape
+    are predicted."""
 
     progress: Callable[[Effort], None] = lambda effort: None
     """Function that is called at every step of the search."""

@@ -23,7 +23,7 @@ from megatron.extensions.speed.fp8.grouped import ExpertTiles
 
 
 class Products(Protocol):
-    """Recorder of matrix products, which is a part of the `Launches` interface."""
+    """Interface for recording matrix products: the part of `Launches` that this module needs."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
 

@@ -152,7 +152,7 @@ class Recorder(LiveMemory):
             self._unseen = False
 
     def some_of(self, parts: Sequence[T]) -> Iterator[T]:
-        """Yield the parts of a loop that are run as representatives of all parts.
+        """Yield the parts of a loop that are run. A part that is run may represent several similar parts.
 
         The loop is checked in ranges with an odd number of parts. The middle part represents its range if the first,
         the middle and the last part of the range do the same work, with sizes that grow evenly. Otherwise, each half of
@@ -325,7 +325,7 @@ class Recorder(LiveMemory):
         written = [x for x in given if storage_id(x) in changed]
         self._moves[function, read] = move = Move(read + total_size(made) + total_size(written))
         self.add(move)
-        read += total_size([x for x in made if x.is_floating_point()])  # the gradients of the outputs
+        read += total_size([x for x in made if x.is_floating_point()])  # gradients of the outputs
         return out
 
 
