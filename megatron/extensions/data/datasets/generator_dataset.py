@@ -18,8 +18,8 @@ from megatron.core.datasets.mock import SPLITS
 from megatron.core.datasets.sample_format import SampleFormat
 
 WINDOW = 1024
-"""Largest number of samples that have been read from the stream, but not requested yet, and are kept in memory. Such
-samples exist because threads may request samples out of order."""
+"""Largest number of samples that have been read from the stream, but not requested yet, and are kept in memory. All
+samples before a requested sample are read and kept, because another thread may request them later."""
 
 Stream = Callable[[int], Iterator[Sequence[int] | NDArray]]
 """Function that returns an iterator over the samples of a stream, starting with sample number `first`. Each sample has

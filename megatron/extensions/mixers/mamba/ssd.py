@@ -112,7 +112,7 @@ def ssd_of_chunks(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Run the state-space model on operands that are already divided into chunks. Return y and the state after the last
-    token. Unlike the operands of `ssd_chunks`, y includes the padding of the last chunk.
+    token. Unlike the result of `ssd_chunks`, y includes the padding of the last chunk.
 
     Args:
         operands: Operands that `operands_in_chunks` returns.
