@@ -1,5 +1,5 @@
-"""Tests of Triton kernels without a GPU: kernels are interpreted on CPU tensors, or compiled for GPUs that are not
-present."""
+"""Functions for testing Triton kernels without a GPU. Kernels are interpreted on CPU tensors, or compiled for GPUs that
+are not present."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def end_loops_at_loaded_numbers() -> None:
 
 
 def round_to_fp8_as_torch() -> None:
-    """Make the interpreter round fp32 to fp8 and bf16 as torch does. The interpreter's own rounding to fp8 loses the
-    carry out of the mantissa, and its conversion to bf16 truncates."""
+    """Make Triton's interpreter round fp32 numbers to fp8 and bf16 in the same way as torch. The interpreter's own
+    rounding to fp8 loses the carry out of the mantissa, and its conversion to bf16 truncates."""
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -132,8 +132,8 @@ def run_on_cpu(*operators: Any) -> None:
 
 
 def stack_tool() -> str | None:
-    """Return the path of the program in Triton that reports the resources of a compiled kernel, or None if the program
-    is missing."""
+    """Return the path of cuobjdump in Triton's package, or None if it is missing. cuobjdump reports the resources that
+    a compiled kernel uses."""
     try:
         import triton
 

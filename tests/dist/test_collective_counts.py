@@ -40,7 +40,7 @@ NAMES = {
 OTHERS = ("broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 Call = tuple[str, int]
-"""Kind of a collective, and size in bytes of its larger operand, which is the unsharded tensor."""
+"""Tuple of the kind of a collective and a size in bytes. The size is that of the unsharded tensor."""
 
 
 @contextmanager
@@ -94,7 +94,8 @@ def run_model(rank: int, size: int, layers: int, sp: bool, style: str, dtype: st
 
 
 def per_layer(size: int, *args: Any) -> tuple[list[Call], list[Call]]:
-    """Return the collectives of one layer: half the difference between models of three layers and of one."""
+    """Return the collectives of one layer. They are half the difference between a model with three layers and a model
+    with one layer."""
     one, three = (run_world(size, run_model, layers, *args) for layers in (1, 3))
     assert all(result == one[0] for result in one) and all(result == three[0] for result in three)
     phases = []

@@ -1,4 +1,4 @@
-"""Gradient buffers: the gradients that they hold, the precision of their sums, and refused misuse.
+"""Tests of gradient buffers: the gradients in them, the precision of accumulation, and errors if they are misused.
 
 tests/parity/test_matrix.py shows that the gradients equal autograd's under every layout.
 """

@@ -1,4 +1,5 @@
-"""A pipeline executes exactly its action list: it frees outputs and adds weight gradients where the list says so.
+"""A pipeline executes exactly its action list. It frees outputs and accumulates weight gradients at the places in the
+list.
 
 tests/parity/test_matrix.py shows that losses and gradients equal those of one process.
 """

@@ -46,7 +46,8 @@ def waits(rank: int, world_size: int, flags: str) -> Counter[str]:
 
 
 def watched_step(rank: int, world_size: int, flags: str) -> tuple[list[str], Counter[str]]:
-    """Return the places where the third step waits, and the number of calls of each torch operation."""
+    """Watch the third step. Return the places in the code where the host waits, and the number of calls of each torch
+    operation."""
     with running(f"{COMMON} {flags}".split(), rank, world_size) as run:
         run.interval = Interval()
         for _ in range(2):

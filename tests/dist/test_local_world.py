@@ -1,4 +1,5 @@
-"""Forked worlds: the error names a rank that was killed, even though only the other ranks can report an error."""
+"""If a rank of a forked world is killed, the error names this rank, even though only the other ranks can report an
+error."""
 
 from __future__ import annotations
 

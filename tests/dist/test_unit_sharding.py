@@ -117,9 +117,9 @@ def test_gradients_are_reduced_with_each_micro_batch_and_parameters_gathered_onc
 
 
 def test_parameters_are_sent_at_most_three_times_a_micro_batch() -> None:
-    """The backward pass gathers all units again except the output layer, which is kept from the forward pass, and the
-    embedding, whose backward pass reads no parameters. The total is 3 Psi minus these two units (arXiv 1910.02054,
-    section 7.2.2)."""
+    """The backward pass gathers all units again, with two exceptions. The output layer is kept from the forward pass,
+    and the backward pass of the embedding reads no parameters. The total is 3 Psi minus these two units (arXiv
+    1910.02054, section 7.2.2)."""
     flags = f"--global-batch-size {2 * MICROBATCHES} {sharding('optim_grads_params')}"
     for found in run_world(2, steps, flags):
         layers = [f"decoder.layers.{number}" for number in (3, 2, 1, 0)]

@@ -96,8 +96,8 @@ class ToyStage(nn.Module):
 
 
 def add_gradients(ddp: DistributedDataParallel, state: ParallelState, step: int) -> None:
-    """Add this rank's share of the step's gradient: partial sums are split unevenly over tp, and shared gradients over
-    stages."""
+    """Add this rank's share of the gradient of a step. Partial sums are split unevenly over tensor-parallel ranks, and
+    gradients of shared parameters over stages."""
     for param in ddp.params:
         meta = param.meta
         axis = state.axis("expt_dp") if meta.expert else state.dp_cp

@@ -109,7 +109,8 @@ def user_signal(run: training.TrainingRun) -> None:
 
 
 def slow_down(what: str) -> None:
-    """Slow down data building, a step, or the end of a save, and report when it begins."""
+    """Slow down one part of the work: building the data, a training step, or the end of a save. Print a line when this
+    part begins."""
 
     def slowly(module: Any, name: str, line: str, seconds: float) -> None:
         quick = getattr(module, name)

@@ -65,8 +65,8 @@ def logged(save: Path, more: Sequence[str] = ()) -> list[list[float]]:
 
 
 def reaches(steps: int, share: float, ranks: list[Any], screen: Path) -> bool:
-    """Wait for `steps` steps of this start, and then for a share of the time that these steps took. Returns False if
-    the run ends before that."""
+    """Wait until this start has trained `steps` steps, and then for another `share` of the time that these steps took.
+    Returns False if the run ends before that."""
     began = time.monotonic()
     while len(re.findall(r" iteration +\d+/", screen.read_text())) < steps and all(
         process.exitcode is None for process in ranks

@@ -1,4 +1,4 @@
-"""Ranks that do not arrive in a phase of start-up or in a step: the error names the ranks, the phase, and the flag with
+"""Some ranks do not reach a startup phase or a step in time. The error names these ranks, the phase, and the flag with
 the time limit."""
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tests.forked import forked_ranks, join
 from tests.limits import HANG, wait_for
 
 LIMIT = "0.15"
-"""Time limit in minutes, much longer than delays between ranks on a busy machine."""
+"""Time limit in minutes. The limit is much longer than the delays between ranks on a busy machine."""
 
 FLAGS = [*MODEL, "--pp", "1", "--startup-timeout-minutes", LIMIT]
 
 
 def end_of_run(folder: Path, late: int, slow: str) -> str:
-    """Return the output after the rank that is not `late` has ended."""
+    """Delay rank `late`, wait until the other rank has exited with an error, and return the output."""
 
     def prepare(rank: int) -> None:
         if rank == late:

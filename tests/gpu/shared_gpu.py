@@ -1,4 +1,4 @@
-"""Worlds for tests/gpu, over gloo, or over NCCL with all ranks on one GPU (--nccl-on-one-gpu)."""
+"""Run several ranks in tests/gpu, over gloo, or over NCCL with all ranks on one GPU (--nccl-on-one-gpu)."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Mutant(NamedTuple):
 
 
 def read(path: Path) -> Iterator[tuple[str, Mutant]]:
-    """Yield (name, mutant) for each mutant of a file."""
+    """Read a file of mutants, and yield one tuple (name, mutant) per mutant."""
     name, mutant, edits = "", Mutant({}, Combination.of()), list[tuple[str, str]]()
     for line in path.read_text(encoding="utf-8").splitlines():
         mark, text = line[:4].strip(), line[4:]
@@ -87,7 +87,8 @@ def function_of(path: str) -> tuple[Any, FunctionType]:
 
 
 def edited(function: FunctionType, edits: Sequence[tuple[str, str]]) -> CodeType:
-    """Return the code object of a function after editing its source, with the same closure variables."""
+    """Compile the edited source of a function, and return the code object. The code has the same closure variables as
+    the function."""
     source = dedent(inspect.getsource(function))
     for old, new in edits:
         before, found, behind = source.partition(old)

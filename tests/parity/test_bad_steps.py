@@ -242,8 +242,8 @@ def test_spikes_are_only_reported_where_nothing_may_be_skipped() -> None:
 
 
 def ends(rank: int, world_size: int, config: RunConfig, searches: list[StepFinding | None]) -> tuple[str, str]:
-    """Return (message, advice) of the step that ends a run in which the registered searches return the given
-    results."""
+    """Run until a bad step ends the run. The registered searches return the results `searches`. Return the error
+    message and the advice."""
 
     class Searches(Callback):
         def __init__(self, finding: StepFinding | None) -> None:

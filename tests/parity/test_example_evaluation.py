@@ -27,11 +27,11 @@ EXTENSIONS = [str(ROOT / "examples" / name) for name in ("label_smoothing.py", "
 FLAGS = f"{TINY} --fp64 --eval-iters 2 --attention-dropout 0 --hidden-dropout 0"
 
 VOCABULARIES = [(50, 8), (20, 64)]
-"""(vocabulary, divisor of its padded size): some columns of the last rank are padding, or all of them."""
+"""Cases (vocabulary size, divisor of the padded vocabulary size). On the last rank, some or all columns are padding."""
 
 
 class Records(list[dict[str, Any]]):
-    """Log that keeps the records."""
+    """Log that appends all written records to itself."""
 
     def write(self, record: dict[str, Any]) -> None:
         self.append(record)

@@ -1,5 +1,5 @@
-"""Checkpoints of real models, each of which is saved under one layout and loaded bit for bit under others. --whole
-tests all pairs.
+"""Checkpoints of real models are saved under one layout and loaded bit for bit under other layouts. --whole tests all
+pairs.
 
 Under each layout, a model is trained for one step in bf16 and saved. Because of rounding, all checkpoints differ. Then
 other layouts load these checkpoints (`megatron.testing.reshard`). Parameters, fp32 main parameters, both moments of

@@ -83,7 +83,7 @@ class Run:
 
 
 def config(root: Path, **changes: object) -> RunConfig:
-    """Return a configuration in which fields of CheckpointConfig, or whole sections, are changed."""
+    """Return a run configuration. `changes` replaces fields of CheckpointConfig or entire sections."""
     sections = {name: changes.pop(name) for name in ("model", "parallel", "optimizer", "training") if name in changes}
     base = RunConfig(
         model=LLAMA,

@@ -28,7 +28,7 @@ def build(sizes=(4, 0, 0), seq_length=16, eod=None, vocab_size=None, **kwargs):
     return build_datasets(config, seq_length=seq_length, seed=5, sizes=sizes, eod=eod, vocab_size=vocab_size)
 
 
-# Contents of a sample
+# Tests of the contents of a sample
 
 
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=30))

@@ -37,7 +37,7 @@ BROKEN_BY = {
     "--moe-router-topk above 1": "--moe-router-score-function sigmoid --moe-router-topk 1",
     "--eval-iters above 0": "--eval-iters 0",
 }
-"""Flags that violate a condition, for conditions that are true by default."""
+"""Maps each condition that is true by default to flags that violate the condition."""
 
 
 def given(flag: Flag) -> str:

@@ -1,4 +1,4 @@
-"""Indexed datasets: written data is read back, and damaged data is refused."""
+"""Tests of indexed datasets. Written data can be read back, and damaged data is refused."""
 
 import os
 import struct

@@ -36,7 +36,7 @@ class Twin:
     def __init__(self) -> None:
         self.seen = list[Lengths]()
         self.contiguous = True
-        """True if all gradients given to this kernel are contiguous in rows."""
+        """True if the rows of all gradients that this kernel has received were contiguous."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
         starts = lengths[0].tolist()

@@ -1,4 +1,5 @@
-"""Layout-independent random numbers: initial weights and dropout masks, without a process group."""
+"""Tests of random numbers that do not depend on the layout: initial weights and dropout masks. The tests need no
+process group."""
 
 from __future__ import annotations
 
@@ -156,8 +157,8 @@ def test_dropout_has_the_right_rate_and_scale(p: float) -> None:
 
 
 def test_masks_are_independent_in_every_direction() -> None:
-    """Mask elements equal their neighbours along each dim as often as chance predicts. So do the masks of different
-    samples, sites and heads. No row or column is dropped more often than chance allows."""
+    """Mask elements equal their neighbours along each dim as often as chance predicts. The same holds for the masks of
+    different samples, sites and heads. No row or column is dropped more often than chance allows."""
     p, n = 0.5, 128 * 6 * 512
     samples = torch.tensor([0, 1, 2, 3, 1000, 2**33])
     mask = hidden_mask(samples, 128, 512, p=p).float()

@@ -47,7 +47,7 @@ BOUNDED = Bounded("swiglu", 0.7, 2.0)
 
 
 def activated(x: Tensor, compiled: bool, kind: Kind, biased: bool = False) -> Tensor:
-    """Return the activation of x, with the last token of x as the bias."""
+    """Apply the activation function to x. With `biased`, the last token of x is used as the bias."""
     bias = x[-1, -1] if biased else None
     if compiled:
         return FusedActivation(kind, True)(x, bias)

@@ -9,8 +9,8 @@ run.
 regular expression matches the name of the first gradient in the backward pass that is wrong. A run with the mutant
 dumps its first step, which `tools/referee.py --step` judges without the mutant. A verdict is wrong if it names a
 different gradient. The referee misses a fault if it reports all gradients as equal. Runs that abort because of the
-fault write no step dump and are counted separately. A fault is explained if applying the cause to the correct tensor
-gives the dumped tensor. Other causes only describe the difference.
+fault write no step dump and are counted separately. A fault is explained if the named cause, applied to the correct
+tensor, gives the dumped tensor. Other causes only describe the difference.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ LONGEST = 7200.0
 
 @dataclass(frozen=True)
 class Flip:
-    """Bit flip on a rank: in a weight, a gradient bucket, a message, or a GEMM output."""
+    """Bit flip that strikes on one rank, in a weight, a gradient bucket, a message, or a GEMM output."""
 
     kind: str
     rank: int
@@ -49,7 +49,7 @@ class Audited:
     findings: list[tuple[int, Finding]]
     audits: int
     ended: str
-    """Error that ended the run; empty if the run ended without an error."""
+    """Message of the error that ended the run, or "" if there was no error."""
 
     losses: list[tuple[float, float]]
     """One tuple (loss, gradient norm) per step."""

@@ -112,7 +112,8 @@ def test_averages_resume_exactly_and_under_another_layout(before: str, after: st
 
 
 def test_bf16_averages_on_the_host_match_their_definition(tmp_path: Path) -> None:
-    """The averages equal the definition within bf16 rounding, and bit for bit after a resume between two updates."""
+    """The averages match their definition within bf16 rounding. If a run resumes between two updates, its averages are
+    bit-identical to those of an uninterrupted run."""
     flags = f"--fp32 {AVERAGES} --ema-dtype bf16 --ema-on-host --ema-interval 2 {LAYOUTS['zero1'][1]}"
     whole = trained(tmp_path / "whole", 2, flags)
     trained(tmp_path / "on", 2, f"{flags} --load {whole / 'iter_0000003'}")

@@ -1,4 +1,5 @@
-"""tools/merge_checkpoints.py: means of checkpoints in every format, the records of a merge, and refused merges."""
+"""Tests of tools/merge_checkpoints.py: means of checkpoints in every format, the record of a merge, and refused
+merges."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(run: Path) -> dict[str, list[Path]]:
-    """Return checkpoints 4, 5 and 6 in each format; the converted checkpoints do not record their iteration."""
+    """Return the checkpoints of iterations 4, 5 and 6 in each format. Converted checkpoints do not record their
+    iteration."""
     found = {"dcp": [at(run, iteration) for iteration in (4, 5, 6)]}
     for name in ("hf", "megatron"):
         found[name] = [run.parent / name / str(iteration) for iteration in (4, 5, 6)]

@@ -15,7 +15,7 @@ from tools import convert_checkpoint, merge_checkpoints
 
 LAYERS, HIDDEN, FFN, VOCAB = 12, 512, 1536, 256
 LARGEST = 2 * HIDDEN * FFN * 4
-"""Bytes of a layer's fused gate and up projections in fp32."""
+"""Size in bytes of the largest tensor: the fused gate and up projections of a layer in fp32."""
 
 MODEL = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN) * 4
 FORMATS = ("dcp", "hf", "megatron")

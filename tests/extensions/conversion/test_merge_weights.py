@@ -37,7 +37,7 @@ def sgd(gradient: Gradient, steps: int, rate: Callable[[int], float]) -> list[Te
 
 
 def decayed(decay: Decay, end: int) -> Callable[[int], float]:
-    """Return the learning rates of the run that decays from BRANCH to `end`, computed from its flags."""
+    """Return a function that maps an iteration to the learning rate, for a run that decays from BRANCH to `end`."""
     config = OptimizerConfig(
         lr=LR,
         min_lr=decay.floor * LR,

@@ -1,5 +1,5 @@
-"""16-bit matrix products computed in fp32 on CPUs without 16-bit instructions: equal results, and the same choice on
-all ranks."""
+"""On CPUs without 16-bit instructions, 16-bit matrix products are computed in fp32. The results are equal, and all
+ranks make the same choice."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def both_ways(rank: int, world_size: int) -> None:
         for dtype, expected in plain.items():
             for name, found in products(dtype).items():
                 assert found.stride() == expected[name].stride(), name
-                # Results are rounded once, but attention gradients are sums of numbers that kernels round on the way.
+                # Results are rounded once. Attention gradients are exceptions, because kernels also round intermediate
+                # results.
                 bound = {torch.float32: 0.0}.get(dtype, torch.finfo(dtype).eps * (4 if "gradient" in name else 1))
                 largest = float(expected[name].abs().max())
                 torch.testing.assert_close(found, expected[name], rtol=bound, atol=bound * largest)

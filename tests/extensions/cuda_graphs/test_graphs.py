@@ -38,7 +38,8 @@ CPU = torch.device("cpu")
 
 
 class FakeRecorder:
-    """Recorder that computes nothing during recording. Each replay writes the recorded outputs."""
+    """Recorder that computes nothing during recording. Each replay computes the recorded outputs and writes them to the
+    same memory."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0

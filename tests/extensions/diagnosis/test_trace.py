@@ -170,7 +170,7 @@ class FakeEvent:
 
 
 def test_device_spans_are_read_from_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test replaces GPU events with host events."""
+    """In this test, events of the host clock replace CUDA events."""
     waited: list[object] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)

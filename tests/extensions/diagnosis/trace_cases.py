@@ -18,8 +18,8 @@ MS = 1_000_000
 def simulated_trace(
     schedule: str = "zb-h1", pp: int = 4, microbatches: int = 8, hosts: Sequence[str] = ("one",), slow: float = 1.0
 ) -> Trace:
-    """Return the trace of a pipeline, including data loading and optimizer. Each action takes 1 ms, but those of
-    micro-batch 2 take `slow`."""
+    """Return the trace of a pipeline, including data loading and optimizer. Actions of micro-batch 2 take `slow` ms,
+    and all others take 1 ms."""
 
     def lists_of(m: int) -> Lists:
         return pipeline_lists(schedule, pp, m)
@@ -57,8 +57,8 @@ def simulated_trace(
 
 
 def problems(trace: Trace) -> list[str]:
-    """Return violations of the trace format: wrong fields or numbers, slices of a track that overlap without being
-    nested, ends without a beginning, and arrows that connect no slices or point back in time."""
+    """Return a list of violations of the trace format. Violations are wrong fields or numbers, slices of a track that
+    overlap without being nested, ends without a beginning, and arrows that connect no slices or point back in time."""
     events: list[Event] = trace["traceEvents"]
     if wrong := [each for number, event in enumerate(events) if (each := malformed(number, event))]:
         return wrong

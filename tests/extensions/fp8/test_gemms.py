@@ -213,7 +213,8 @@ class Layer:
         self.x, self.dy = spread(s, 2, features).requires_grad_(), spread(s, 2, 4 * out)
 
     def backward(self) -> tuple[Tensor, Tensor]:
-        """Return (y, dX) of a forward and a backward pass, which adds dW to main_grad."""
+        """Run a forward and a backward pass, and return the output y and the input gradient dX. The weight gradient is
+        added to main_grad."""
         self.x.grad = None
         y = LinearFunction.apply(self.x, self.weight, None, LOCAL, Axis(), WeightGradQueue(), self.gemms)
         y.backward(self.dy)
@@ -293,7 +294,7 @@ def test_inputs_are_gathered_in_one_byte_except_by_rows(recipe: str, size: int) 
 
 def test_an_outlier_costs_precision_only_in_its_tile() -> None:
     x = torch.randn(128, 384).bfloat16()
-    x[5, 140] = 2.0**18  # small values in its tile become 0
+    x[5, 140] = 2.0**18  # small values in the same tile become 0
     error = (fp64(blockwise.cast_by_blocks(x, 1, E4M3)) - x.double()).abs() / x.double().abs().clamp(min=0.05)
     assert (error[5, 128:256] == 1).sum() > 64
     error[5, 128:256] = 0

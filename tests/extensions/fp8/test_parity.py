@@ -241,7 +241,7 @@ PER_TENSOR = [needs("overlap", "delayed"), needs("overlap", "tensorwise")]
 
 @pytest.mark.grid("recipe", PER_TENSOR[:1], PER_TENSOR)
 def test_overlapped_parts_are_cast_like_the_whole_tensor(recipe: str) -> None:
-    """Two ranks have only one order of summation."""
+    """The results are bit-identical because the sum of two ranks' values does not depend on the order."""
     plain, found = (third_step(recipe, 2, f"{SP} {how}") for how in ("", "--tp-comm-overlap"))
     assert first_difference(found, plain, 0.0) is None
 

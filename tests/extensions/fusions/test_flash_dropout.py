@@ -129,7 +129,7 @@ def run(kernel: Kernel, case: Case) -> list[Tensor]:
         queries = spans[-1] if case.gathered else None
         out = local_attention(q[rows[-1]], k, v, causal, queries, sinks)
         return [out, *torch.autograd.grad(out, leaves, grad[rows[-1]])]
-    # The second to last rank of a ring, whose queries attend wholly or half to the keys of each other rank.
+    # Use the second to last rank of the ring. Its queries attend to all or half of the keys of each other rank.
     rank = max(0, case.ranks - 2)
     sources = [(rank - step) % case.ranks for step in range(case.ranks)]
     tiles = {source: Ring(Axis(), spans[rank], (spans[source],), causal).tiles(0) for source in sources}

@@ -58,7 +58,7 @@ linear layers of the MLP are not counted."""
 
 
 def trained(name: str, fp8: bool, given: Counter[str], monkeypatch: pytest.MonkeyPatch, gives: bool) -> list[Tensor]:
-    """Return the losses and gradients of two steps, and the amax histories."""
+    """Run two steps, and return the losses, the gradients and the amax histories."""
     take, order = OutputGradient.take, DelayedGemms.given_input
 
     def counted_take(self: OutputGradient, grad: Tensor) -> Any:

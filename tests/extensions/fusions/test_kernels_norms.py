@@ -1,5 +1,5 @@
-"""Triton kernels of norms with casts and sums, and of the attention projection's gradient cast: comparison with their
-twins in torch, and their compiled code."""
+"""Triton kernels for norms with fused casts and sums, and for the gradient cast of the attention projection. The
+kernels are compared with plain-torch twins, and their compiled code is checked."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ class Backward(NamedTuple):
 
 
 FEW = 16
-"""Tolerated spilled bytes per thread, equivalent to one or two loads."""
+"""Number of bytes that a thread may spill. This costs one or two loads."""
 
 NAMED = Backward(4096, False, False), Backward(8192, False, False), Backward(12288, centered=True, sums=True)
 """Norm sizes of Llama 8B, Llama 70B and GPT-3. Only GPT-3's norms have biases."""

@@ -1,5 +1,5 @@
-"""Compiled regions: the fused norm equals a sum followed by torch's norm, and heads split in one kernel equal those of
-plain torch."""
+"""Tests of compiled regions. The fused norm equals a sum followed by torch's norm. Heads that one kernel splits equal
+the heads that plain torch splits."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ STREAMS: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "activation recomputed": ("llama", selective("mlp_act"), 0, 6),
     "norms recomputed": ("llama", selective("layernorm"), 0, 0),
 }
-"""Each case: style, settings, number of additions in separate kernels, and number of GEMMs that add to the residual
-stream directly, both for 3 layers."""
+"""Each case consists of the style, the settings, the number of additions in separate kernels, and the number of GEMMs
+that add to the residual stream directly. Both numbers are for 3 layers."""
 
 
 @pytest.fixture

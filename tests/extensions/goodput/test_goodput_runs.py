@@ -1,4 +1,4 @@
-"""Goodput of real runs that evaluate, are killed and resume, on one and two ranks."""
+"""Tests of the goodput that runs report. The runs use one or two ranks, evaluate, are killed, and resume."""
 
 from __future__ import annotations
 

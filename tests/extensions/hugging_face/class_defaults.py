@@ -20,7 +20,7 @@ from megatron.extensions.interop.hugging_face.family_files import HERE
 
 TABLE = HERE.joinpath("class_defaults.json")
 COMMON = {each.name for each in dataclasses.fields(transformers.PreTrainedConfig)}
-"""Keys that every class has; none of them describes a model's layers."""
+"""Keys that all configuration classes have. None of these keys describes the layers of a model."""
 
 
 def defaults_of(cls: Any) -> dict[str, Any]:

@@ -56,8 +56,8 @@ def published(module: torch.nn.Module, prefix: str, of: str = "value") -> dict[s
 
 
 def with_copies(stored: dict[str, Tensor], layers: int, depths: int) -> dict[str, Tensor]:
-    """Return the tensors together with the copies of the embedding and output layer that DeepSeek stores in each
-    module."""
+    """Return the given tensors and copies of the embedding and the output layer. DeepSeek stores such copies in each
+    multi-token prediction module."""
     pairs = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
     added = {f"model.layers.{layers + d}.{x}": stored[y] for d in range(depths) for x, y in pairs.items()}
     return stored | added

@@ -1,4 +1,4 @@
-"""Chat templates compared with transformers, and wrong or hostile templates."""
+"""Chat templates are compared with transformers. Invalid and malicious templates are also tested."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_answers_are_in_the_order_of_requests_under_every_layout(checkpoint: str
     assert second["text"] == fourth["text"] and second["id"] == 2 and "id" not in fourth
     assert "token_ids" not in third and third["text"]
     assert fifth["text"] == "" and fifth["prompt_logprobs"] == []
-    # the line number affects sampling
+    # sampling depends on the line number of a request
     assert sixth["text"] != answers(checkpoint, tmp_path, encoded(REQUESTS[5:]))[0]["text"]
     alone = answers(checkpoint, tmp_path, encoded(REQUESTS), "--batch-size", "1")
     layout = answers(checkpoint, tmp_path, encoded(REQUESTS), "--tp", "2", "--pp", "2", ranks=4)

@@ -291,7 +291,8 @@ def test_a_disconnected_client_frees_its_rows(stream: bool) -> None:
 
 
 def clocked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use a simulated clock in which each step of the server loop takes 50 ms and everything else takes no time."""
+    """Replace the server's clock with a simulated clock. Each step of the server loop takes 50 ms, and everything else
+    takes no time."""
     monkeypatch.setattr(engine_loops, "time", SimpleNamespace(monotonic=lambda: 0.05 * served.steps))
 
 

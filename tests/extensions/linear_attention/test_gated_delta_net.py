@@ -1,4 +1,5 @@
-"""Gated delta nets: chunks compared with the recurrence, kernels of flash-linear-attention, and validation rules."""
+"""Tests of gated delta nets. Chunks are compared with the recurrence. The use of flash-linear-attention's kernels and
+the validation rules are also tested."""
 
 from __future__ import annotations
 

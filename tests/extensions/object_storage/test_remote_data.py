@@ -1,4 +1,5 @@
-"""Indexed datasets on an S3 server: samples equal those on the local disk, and each host fetches each byte once."""
+"""Samples of indexed datasets on an S3 server equal those of the same datasets on the local disk. Each host fetches
+each byte only once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Optimizer states in host memory (--optimizer-cpu-offload): same bits, same checkpoints, and planned bytes on device
-and host."""
+"""Tests of --optimizer-cpu-offload, which keeps optimizer states in host memory. Results are bit-identical, checkpoints
+are the same, and the planned bytes on device and host are used."""
 
 from __future__ import annotations
 

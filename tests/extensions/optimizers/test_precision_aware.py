@@ -1,4 +1,4 @@
-"""Optimizer states with fewer bits than fp32 under every layout, and gradient sums in bf16."""
+"""Tests of optimizer states with less than fp32 precision under every layout, and of gradient accumulation in bf16."""
 
 from __future__ import annotations
 

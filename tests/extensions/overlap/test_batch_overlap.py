@@ -1,4 +1,4 @@
-"""Two alternating passes: the order in which they run, and error handling."""
+"""Tests of two passes that run alternately: the order of execution, and error handling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Tokens of packed documents divided over context-parallel ranks: the assignment alone, and training."""
+"""Tokens of packed documents are divided among context-parallel ranks. The tests cover the assignment itself and
+training."""
 
 from __future__ import annotations
 

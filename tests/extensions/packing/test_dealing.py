@@ -111,7 +111,7 @@ def test_an_iterator_takes_the_samples_of_each_step_at_any_start(tmp_path: Path,
                 pass
         return steps
 
-    for ranks in (1, 2, 4):  # the batch size changes, and one step is repeated
+    for ranks in (1, 2, 4):  # the steps have different batch sizes, and one step is repeated
         starts = [(0, 8), (8, 8), (16, 16), (32, 8), (8, 8)]
         assert taken(starts, ranks) == [list(range(first, first + size)) for first, size in starts]
 

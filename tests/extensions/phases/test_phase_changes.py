@@ -18,7 +18,7 @@ CHANGES = {
     **{1: [4] + [8] * 3 + [4] * 6, 16: [4] * 4 + [8] * 3 + [4] * 3, 17: [4] * 5 + [8] * 3 + [4] * 2},
     24: [4] * 6 + [8] * 3 + [4],
 }
-"""Batch sizes of a run that changes to 8 samples in the second phase, keyed by the first sample of that phase."""
+"""Batch sizes of a run whose second phase has 8 samples per step, keyed by the first sample of the second phase."""
 
 
 @pytest.mark.grid("change", [17], CHANGES)

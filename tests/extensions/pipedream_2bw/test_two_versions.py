@@ -249,14 +249,14 @@ def test_weights_without_an_older_version_start_from_the_newest(tmp_path: Path) 
 
 @pytest.mark.skipif(not installed("diagnosis"), reason="diagnosis is deleted")
 def test_a_step_with_layer_statistics_runs_alone() -> None:
-    """A step with layer statistics starts and ends with an empty pipeline. Its passes therefore do not begin in the
-    previous step."""
+    """A step with layer statistics starts and ends with an empty pipeline. The passes of such a step therefore do not
+    begin in the previous step."""
     ranks = run_world(2, trained, config_of("--fp64 --pp 2 --log-layer-stats 3", 2))
     assert [begun for _, begun in ranks] == [[True, False, False, True, False]] * 2
 
 
 SIZES = ([1] * 3, [2] * 3, [1, 2, 1], [1, 3, 2, 1])
-"""Numbers of micro-batches of consecutive steps, as multiples of the number of ranks."""
+"""Each case lists the numbers of micro-batches of consecutive steps, as multiples of the number of ranks."""
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 5, 8])

@@ -160,7 +160,8 @@ def _measured(rank: int, world_size: int) -> tuple[object, ...]:
 
 def test_ranks_measure_together_and_the_written_file_reads_back(tmp_path: Path) -> None:
     (found, points, slowdown), other = run_world(2, _measured)
-    assert other == (found, points, slowdown)  # the mean over both ranks
+    # both ranks have the same result, which is the mean of their measurements
+    assert other == (found, points, slowdown)
     assert {(point.link, point.kind) for point in points} == {("network", kind) for kind in KINDS}
     assert 0 <= slowdown <= 1 and len(found.products) == 2 and {each.backward for each, _ in found.attention} == {0, 1}
     device = fit.device_file(found, {}, name="two processes", multiprocessors=1, memory_gib=1.5)

@@ -1,4 +1,4 @@
-"""Each device file can be read, and its predictions follow from its numbers."""
+"""Each device file can be read, and predictions for the device follow from the numbers in the file."""
 
 from __future__ import annotations
 

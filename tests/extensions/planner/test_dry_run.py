@@ -240,7 +240,7 @@ def test_a_plan_as_json(tmp_path: Path) -> None:
     refused = pretrain(f"{RIGHT} --json {file} --num-layers 0", code=2)
     (problem,) = json.loads(file.read_text())["problems"]
     assert problem["flag"] == "--num-layers" and problem["text"] in refused.stderr
-    for wrong in ("--num-layer 2", "--tp 3"):  # a flag that cannot be read, and a layout that cannot run
+    for wrong in ("--num-layer 2", "--tp 3"):  # an unknown flag, and a layout that is invalid
         refused = pretrain(f"{RIGHT} --json {wrong}", code=2)
         assert json.loads(refused.stdout)["problems"]
     refused = pretrain(f"{RIGHT} --extension {tmp_path}/nowhere.py --json", code=2)

@@ -1,4 +1,4 @@
-"""The measured memory of each rank in gloo worlds of 1 to 4 processes equals the dry run's plan."""
+"""The memory of each rank, measured in gloo worlds of 1 to 4 processes, equals the memory that a dry run plans."""
 
 from __future__ import annotations
 
@@ -122,7 +122,8 @@ def measure(rank: int, world_size: int, config: RunConfig) -> Memory:
 
 
 class WholeUnits:
-    """Meter of the maximum bytes of unsharded unit parameters and of unsharded unit gradients."""
+    """Meter that records two maxima in bytes: of the unsharded parameters of units, and of the unsharded gradients of
+    units."""
 
     def __init__(self, buckets: Sequence[Any]) -> None:
         self.buckets, self.parameters, self.gradients = buckets, 0, 0

@@ -297,7 +297,7 @@ def test_recomputation_of_experts_saves_memory() -> None:
         kept[kind] = kept_in_bf16(model, **RECOMPUTE[kind])
     tokens, layers = SAMPLES * model.seq_length, 2
     assert kept["mlp"] == kept["none"]
-    activated = 2 * tokens * layers * (2 * 48 + 64)  # the bf16 inputs of the second linear layers
+    activated = 2 * tokens * layers * (2 * 48 + 64)  # bytes of the bf16 inputs of the second linear layers
     assert kept["none"] - kept["moe_act"] == activated
     assert kept["none"] - kept["shared_experts"] == 2 * tokens * layers * 3 * 64
     assert kept["moe"] < kept["moe_act"] - activated

@@ -1,5 +1,5 @@
-"""For an output layer and a loss in chunks of tokens, the planned bytes, both kept bytes and peaks, equal those of a
-real stage."""
+"""If the output layer and the loss are computed in chunks of tokens, the planned bytes equal those of a real pipeline
+stage. This holds for kept bytes and for peaks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A cable is unplugged or works in only one direction: long before collectives time out, each host names the other and
-exits."""
+"""A cable is unplugged, or works in only one direction. Long before collectives time out, each host reports the other
+host and exits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Lease on a --save folder: one run holds the lease, which becomes free when the run ends, is killed, or does not renew
-it."""
+"""Tests of the lease on a --save folder. Only one run at a time holds the lease. The lease becomes free when the run
+ends, is killed, or does not renew the lease."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_lease_of_a_killed_process_is_free_at_once(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_lease_of_a_stopped_process_on_this_machine_is_free(tmp_path: Path, stopped: bool) -> None:
-    """A living process counts as training, even if its disk delays renewals."""
+    """A live process keeps its lease, even if the disk delays renewals. A stopped process does not."""
     if not (child := os.fork()):
         SaveLease(tmp_path, never)._write()
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -32,8 +32,8 @@ def test_initial_values() -> None:
 
 
 def test_flops() -> None:
-    """The FLOPs per token are three times those of the forward pass: three projections, and both gates of each
-    block."""
+    """The FLOPs per token are three times those of the forward pass. The forward pass consists of three projections and
+    both gates of each block."""
     hidden, channels, block = 32, 48, 12
     assert mixer_flops(RG_LRU, "R") == 6 * (3 * hidden * channels + 2 * channels * block)
 

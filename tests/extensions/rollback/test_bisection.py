@@ -1,4 +1,4 @@
-"""tools/bisect_spike.py names each of three planted causes."""
+"""tools/bisect_spike.py finds the cause of a spike, for each of three planted causes."""
 
 from __future__ import annotations
 

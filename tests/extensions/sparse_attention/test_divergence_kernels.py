@@ -1,5 +1,5 @@
-"""Kernels of the indexer's loss: interpreted Triton kernels are compared with plain torch, and the kernels are compiled
-for GPUs."""
+"""Triton kernels for the loss of the indexer. The kernels run in Triton's interpreter and are compared with plain
+torch. The kernels are also compiled for GPUs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def drawn(seed: int) -> Drawn:
 
 
 def given(each: Drawn) -> tuple[Index, Loss]:
-    """Return random operands for the function `divergence`. Some scores are equal."""
+    """Return random operands for the function `divergence`. Some of the attention scores are equal."""
     case, heads, width = each
     q, sinks, seen, k, _ = operands(case)
     found = attend_to_selected(*(q.float(), sinks, seen, tuple(x.float() for x in k), SCALE, case.values, False))

@@ -1,5 +1,5 @@
-"""Sparse attention: comparison with dense attention that masks all other keys, the indexer's loss, ties, and saved
-tensors."""
+"""Sparse attention is compared with dense attention that masks all keys that were not selected. The loss of the
+indexer, ties between scores, and saved tensors are also tested."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def check_layer(layer: Any, x: Tensor, context: Any, expected: Tensor, loss: Ten
 def test_gradients_match_the_dense_formula_with_a_mask(
     recompute: str | None, sparse_loss: bool, packed: bool, chunk: int, topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Selecting 16 keys of 16 tokens is the same as multi-latent attention."""
+    """With 16 selected keys, sequences of 16 tokens have the same results as with multi-latent attention."""
     monkeypatch.setattr(sparse_attention, "CHUNK", chunk)
     options = {"dsa_indexer_loss_coeff": COEFF, "dsa_indexer_use_sparse_loss": sparse_loss, "dsa_indexer_topk": topk}
     config = with_fields(SPARSE, options)

@@ -1,4 +1,4 @@
-"""Fill-in-the-middle samples only rearrange documents, by random draws that depend on the sample number."""
+"""Fill-in-the-middle only rearranges documents. Its random choices depend on the sample number."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tokenizers with files: decoding restores the text, special tokens have the same ids as Megatron's, and errors name
-the mistake."""
+"""Tests of tokenizers that are read from files. Decoding restores the text, special tokens have the same ids as in
+Megatron-LM, and error messages describe the mistake."""
 
 import json
 import subprocess
