@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             with visible_output(), early_end_told(launch):
                 config = prepare(command_line(sys.argv[1:] if argv is None else argv, launch), launch)
-                sys.argv[1:] = map(redacted, sys.argv[1:])  # because dashboards upload the command line
+                sys.argv[1:] = map(redacted, sys.argv[1:])  # dashboards upload sys.argv, so remove credentials
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has closed the pipe

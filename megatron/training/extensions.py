@@ -127,8 +127,8 @@ def extension_flags(
             function raises ValueError with the flag's name if a file cannot be read.
         part_of: "model" if the flags describe a model. The values of model flags are read from the loaded checkpoint,
             like those of built-in model flags. "data" if the flags select training data. None for other flags.
-        always: True to call `rules` in every run, even if none of these flags is set. Use `always` for a part that
-            other flags select.
+        always: True to call `rules` in every run, even if none of these flags is set. Use `always` if the flags belong
+            to a component that other flags select.
     """
 
     def add(cls: type[T]) -> type[T]:
@@ -140,7 +140,7 @@ def extension_flags(
 
 def load_extensions(names: Sequence[str]) -> tuple[str, ...]:
     """Import each extension once per process. Each name is either the path of a .py file, or a module name such as
-    `package.module`. Returns the names with absolute paths. Raises ExtensionError.
+    `package.module`. Returns the names with absolute paths. Raises ExtensionError if an extension cannot be imported.
     """
     return tuple(dict.fromkeys(_load(name) for name in names))
 
@@ -151,8 +151,8 @@ def loaded_extensions() -> tuple[str, ...]:
 
 
 def load_saved_extensions(payload: Mapping[str, object], source: PurePath) -> None:
-    """Import the extensions with which the checkpoint `source` was saved, if `may_load` permits them. Raises
-    ValueError."""
+    """Import the extensions with which the checkpoint `source` was saved, if `may_load` permits them. Raises ValueError
+    if an extension is not permitted or cannot be imported."""
     config = payload.get("config")
     section = config.get("extensions") if isinstance(config, Mapping) else None
     names = (section.get("extension") if isinstance(section, Mapping) else None) or ()

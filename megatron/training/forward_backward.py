@@ -196,8 +196,9 @@ class Pipeline:
 
 
 def hidden_shape(config: RunConfig, tp_size: int) -> tuple[int, int, int]:
-    """Return the shape of the activations that a pipeline stage sends to the next stage. The shape is [s, b, w], or
-    [s/tp, b, w] under sequence parallelism."""
+    """Return the shape of the activations that a pipeline stage sends to the next stage. The shape is [s, b, w], where
+    w is the width of the residual stream, or [s/tp, b, w] under sequence parallelism. s is the number of tokens per
+    context-parallel rank."""
     s = config.model.seq_length // config.parallel.context_parallel_size
     if config.parallel.sequence_parallel:
         s //= tp_size

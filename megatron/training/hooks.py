@@ -97,7 +97,7 @@ class Verdict:
     step: Step
     result: StepResult
     nan: bool
-    """True if the loss or gradient was not finite, and a too large loss scale is not the cause."""
+    """True if the loss or gradient was not finite for any reason other than an fp16 loss scale that is too large."""
 
     refused: bool
     """True if the step failed a check. A step that failed a check is skipped, or ends the run."""
@@ -163,8 +163,8 @@ class Meter:
         """Called before the passes of a step, and again before repeated passes."""
 
     def with_scales(self, batches: list[Batch], scale: Tensor) -> list[Batch]:
-        """Return the micro-batches for the passes. To add the gradient of a mean over the global batch's tokens to the
-        loss gradient, multiply that mean by `scale`."""
+        """Return the micro-batches for the passes. `scale` is the factor for auxiliary losses. An auxiliary loss that
+        is a mean over the tokens of the global batch must be multiplied by `scale` before its backward pass."""
         return batches
 
     def gradients_ready(self, factor: Tensor) -> None:
@@ -269,11 +269,11 @@ class Callback:
     optimizer updates."""
 
     start_order = 0
-    """Sort key for the order in which `start` of the callbacks is called. The run starts at the first position that a
-    callback's `start` returns."""
+    """Sort key of this callback: the `start` methods of all callbacks are called in increasing order of this key. The
+    run starts at the first position that a callback's `start` returns."""
 
     to_continue = ""
-    """Advice for continuing a complete run whose length no flag can extend."""
+    """Advice that a complete run prints if no flag can extend it: how the user can continue the training instead."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config

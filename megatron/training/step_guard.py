@@ -45,8 +45,8 @@ class StepGuard:
         say: Callable[[str], None],
     ) -> None:
         self.checks, self.judge = checks, judge
-        """Detector of spikes, which the optimizer calls before each weight update; None if the run does not check for
-        spikes."""
+        """`judge` is the detector of spikes, which the optimizer calls before each weight update; None if the run does
+        not check for spikes."""
 
         self._progress, self._optimizer = progress, optimizer
         self._callbacks, self._say = callbacks, say
@@ -120,5 +120,6 @@ class StepGuard:
 
 
 def is_nan(result: StepResult) -> bool:
-    """Return True if the loss or gradient was NaN or infinite, and a too large loss scale is not the cause."""
+    """Return True if the loss or gradient was NaN or infinite for any reason other than a loss scale that is too
+    large."""
     return not result.finite and not result.scale_overflow

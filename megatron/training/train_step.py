@@ -89,7 +89,7 @@ class TrainStep:
     def finish(self) -> None:
         """Finish the work in progress when no further step follows."""
         self.run.guard.settle()
-        self.run.optimizer.finish_param_sync()  # no collective may be in progress when ranks exit
+        self.run.optimizer.finish_param_sync()  # ranks must not exit during a collective
 
 
 def is_read(run: TrainingRun, step: Step) -> bool:

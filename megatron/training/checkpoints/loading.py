@@ -144,8 +144,8 @@ def saved_config(checkpoint: Checkpoint) -> RunConfig:
 
 
 def check_may_start(options: CheckpointConfig) -> None:
-    """Raise ValueError if the --load folder has no checkpoint but --finetune or --exit-on-missing-checkpoint
-    requires one."""
+    """Raise ValueError unless the flags permit the run to start without a checkpoint. Call this function if the --load
+    folder contains no checkpoint."""
     flag = "--finetune" if options.finetune else "--exit-on-missing-checkpoint"
     if options.finetune or options.exit_on_missing_checkpoint:
         raise ValueError(

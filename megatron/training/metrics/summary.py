@@ -60,7 +60,7 @@ def summarize(run: TrainingRun) -> Record:
 
 
 def _of_steps(run: TrainingRun, losses: Tensor, flops: float) -> Record:
-    """Return those values of a record that every run logs.
+    """Return the entries of a record that every run logs, such as the loss and the throughput.
 
     Each row of `losses` [steps, 2] contains the loss sum and the number of tokens of a step over all ranks. `flops` is
     the model's number of FLOPs per token.

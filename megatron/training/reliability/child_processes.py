@@ -25,10 +25,11 @@ def end_daemons(grace: float = DAEMON_GRACE) -> None:
     """End daemonic multiprocessing processes. Without this function, Python would send SIGTERM to these processes and
     then wait for them without a time limit. Prints a line for each process that must be killed."""
     multiprocessing = sys.modules.get("multiprocessing")
-    if multiprocessing is None:  # this process has no children
+    if multiprocessing is None:  # no child processes without an import of multiprocessing
         return
+    # In a forked process, `active_children` also returns the parent's children.
     own = [each for each in multiprocessing.active_children() if getattr(each, "_parent_pid", None) == os.getpid()]
-    daemons = [child for child in own if child.daemon]  # a forked process inherits its parent's list of children
+    daemons = [child for child in own if child.daemon]
     for child in daemons:
         child.terminate()
     limit = time.monotonic() + grace
@@ -93,9 +94,9 @@ def wait_until_gone(thread: threading.Thread, seconds: float) -> bool:
     """Wait until the operating-system thread of `thread` has ended, after its Python code has finished. Returns True if
     the thread ended within `seconds`.
 
-    When Python reports that a thread has ended, glibc may still hold locks to free the thread's data, such as the lock
-    of the name resolver. A process that is forked at this moment would inherit a held lock but not the thread that
-    releases it, so the child would wait for the lock forever.
+    When Python reports that a thread has ended, glibc may still be freeing the thread's data while it holds a lock,
+    such as the lock of the name resolver. A process that is forked at this moment would inherit the held lock but not
+    the thread that releases it, so the child would wait for the lock forever.
     """
     task, deadline = Path(f"/proc/self/task/{thread.native_id}"), time.monotonic() + seconds
     while task.exists():

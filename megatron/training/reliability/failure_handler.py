@@ -71,7 +71,7 @@ class FailureHandler:
         """Last iteration that the run has saved."""
 
         self.memory: Callable[[], str] = str
-        """Function that describes the state in memory from which the same command resumes; "" without such a state."""
+        """Function that describes the training state in memory from which a restart resumes; "" if none exists."""
 
         self.reported: Failure | None = None
         """Failure that ends this rank, for use in `at_exit` functions; None if the rank ends for another reason."""
@@ -123,7 +123,7 @@ class FailureHandler:
         """End all ranks because the process of `rank` is gone. `seen` is the time of the rank's last sign of life."""
         with self._only_once():
             board, phase = self._board, ""
-            with suppress(RuntimeError):  # the process that is gone may have hosted the store
+            with suppress(RuntimeError):  # fails if the process that is gone hosted the store
                 phase = board.last_phase(rank)
             phase = f"{phase or 'unknown'}, at its last sign of life"
             pid = f" {board.peers[rank].pid}" if rank in board.peers else ""
@@ -142,7 +142,7 @@ class FailureHandler:
     def unreachable(self, failure: Failure, ranks: Collection[int]) -> NoReturn:
         """End this rank because `ranks` on other hosts cannot be reached. One of these ranks may host the store."""
         if self.ending:
-            time.sleep(GATHER + PARTING)  # the store may block the thread that ends this process
+            time.sleep(GATHER + PARTING)  # another thread is ending this process, but the store may block it
             self._end_alone(failure)
         with self._only_once():
             if not _within(STORE_ANSWER, lambda: self._board.cause()):
@@ -279,7 +279,7 @@ class FailureHandler:
             self._outcome.end(failure.code, f"{failure.who}: {failure.title}")
             self._deliver(failure, failure.text(places, self._stacks.folder))
             board.post_report(failure)
-        except RuntimeError:  # the process with the store has ended
+        except RuntimeError:  # the process that hosts the store has ended
             if waited and (lost := self._first_gone(failure.title)):
                 self._end_without_store(lost)
             self._deliver(failure, failure.text())
@@ -291,8 +291,8 @@ class FailureHandler:
         self._exit(failure.code)
 
     def _first_gone(self, noticed: str) -> Failure | None:
-        """Return the failure of rank 0 if its process hosted the store and is gone. `noticed` is the error by which
-        this rank noticed that."""
+        """Return the failure of rank 0 if its process hosted the store and is gone. `noticed` is the error message by
+        which this rank noticed the end of that process."""
         board, launch = self._board, self._launch
         if launch.rank == 0 or launcher_has_store():
             return None
@@ -301,7 +301,7 @@ class FailureHandler:
         def gone() -> bool:
             return not here.state() if here is not None else store_refuses()
 
-        if not board.wait(gone, STORE_ANSWER):  # a process closes connections before it ends
+        if not board.wait(gone, STORE_ANSWER):  # wait, because a process closes its connections before it ends
             return None
         who = board.name(0) if 0 in board.peers else f"rank 0 of {launch.world_size}"
         process = f"process {board.peers[0].pid}" if 0 in board.peers else "its process"
@@ -429,8 +429,8 @@ class FailureHandler:
 def end_within(seconds: float) -> None:
     """Print the stacks of all threads and exit with code 1 unless this process ends by itself within `seconds`.
 
-    A second call has no effect. This works even if Python code no longer runs: a C thread ends the process. If that
-    thread hangs, a timer signal ends it.
+    A second call has no effect. The process ends even if Python code no longer runs, because a C thread ends it. If the
+    C thread hangs too, a timer signal ends the process.
     """
     if signal.getitimer(signal.ITIMER_REAL)[0] == 0.0:
         signal.setitimer(signal.ITIMER_REAL, seconds + PARTING)

@@ -226,7 +226,7 @@ def is_users(error: BaseException) -> bool:
 def is_consequence(error: BaseException) -> bool:
     """Return True if another rank's failure may have caused this error."""
     if is_of_open_files(error):
-        return False  # the limit of this process, not another rank, is the cause
+        return False  # the cause is the limit of this process, not another rank
     return isinstance(error, RuntimeError | OSError) and bool(CONSEQUENCE.search(str(error)))
 
 

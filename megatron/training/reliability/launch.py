@@ -30,8 +30,8 @@ NODE = re.compile(r"((?:[^][\s,]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:[\s,]|$
 comma-separated part."""
 
 START = "START_IN_JOB"
-"""Environment variable that counts the starts of a rank from 0. The variable is set only if a starter restarts the
-rank, in a child of the process that the launcher started."""
+"""Environment variable that counts the starts of a rank from 0. The variable is set only if a starter
+(`megatron.training.reliability.starts`) runs the rank in a child process and may restart it."""
 
 BEGAN = "JOB_BEGAN"
 """Environment variable with the `time.monotonic()` value at which the rank was started for the first time."""
@@ -171,7 +171,7 @@ def write_error_file(text: str, at: float | None = None) -> bool:
     extra = {"py_callstack": text, "timestamp": str(int(at or time.time()))}
     try:
         Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
-    except OSError:  # the text may be the report of a full disk
+    except OSError:  # expected if `text` reports a full disk
         return False
     return True
 

@@ -86,7 +86,7 @@ def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here
         store = _connected(address, port, launch, opens, timeout)
     except (dist.DistNetworkError, dist.DistStoreError, TimeoutError, ForeignPortError) as error:
         does = "cannot open" if opens else "did not find"
-        why = str(error).partition("\n")[0]  # the lines below are torch's C++ frames
+        why = str(error).partition("\n")[0]  # without the C++ frames that torch adds below the first line
         what = f"rank {launch.rank} {does} the store of the ranks at {address}:{port}: {why}"
         taken = "EADDRINUSE" in why
         if opens and taken:
@@ -124,8 +124,8 @@ def _check_run(store: dist.Store, launch: Launch, run: str, limit: timedelta, at
 
 
 def start_of(key: str) -> int | None:
-    """Return the start number (`START`) in a key of the store to which `meet` has added this number; None for any other
-    key."""
+    """Return the start number that `key` contains; None if it contains none. `meet` adds the number of the rank's start
+    (`START`) to keys of the store."""
     run, restart = (re.escape(os.environ.get(f"TORCHELASTIC_{name}", "")) for name in ("RUN_ID", "RESTART_COUNT"))
     match = re.match(rf"\w+/{run}/{restart}\.(\d+)/", key)
     return int(match[1]) if match else None
@@ -143,7 +143,7 @@ def store_refuses() -> bool:
         socket.create_connection(address, timeout=1.0).close()
     except ConnectionRefusedError:
         return True
-    except OSError:  # host or network may be down
+    except OSError:  # unknown whether the port is open: host or network may be down
         return False
     return False
 
@@ -166,7 +166,7 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
                     is_master=opens,
                     timeout=timeout,
                     wait_for_workers=False,
-                    multi_tenant=True,  # rank 0 opens this port again for process groups
+                    multi_tenant=True,  # init_process_group opens the same port again on rank 0
                 )
             )
         except BaseException as error:
@@ -183,7 +183,7 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
             tell(f"rank {launch.rank} waits for the store of the ranks at {address}:{port}: {state}")
         thread.join(PERIOD)
     if not thread.is_alive():
-        wait_until_gone(thread, MARGIN)  # the caller may fork
+        wait_until_gone(thread, MARGIN)  # otherwise, a process that the caller forks could hang
     if errors:
         raise errors[0]
     if not stores:
@@ -402,8 +402,8 @@ class Board:
         return self.read(f"ask/{number}", _parse_request)
 
     def agreed(self, number: int) -> int | None:
-        """Return the tick after which a request is carried out. Rank 0 computes this tick, which is the latest tick
-        that any rank has begun."""
+        """Return the tick (step or evaluation batch) after which a request is carried out; None if it is not known yet.
+        Rank 0 computes this tick, which is the latest tick that any rank has begun."""
         found = self.read(f"agreed/{number}", parse_integer)
         if found is None and self.launch.rank == 0:
             positions = self.read_all(f"at/{number}", parse_integer)

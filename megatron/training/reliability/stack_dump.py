@@ -73,7 +73,7 @@ class StackDump:
             said.append(f"the kernel's out-of-memory killer has ended {kills - self._kills} processes of this machine")
         path = self.folder / f"rank-{rank:05d}.txt" if self.folder is not None else None
         text = ""
-        with suppress(OSError):  # this process may be unable to open files
+        with suppress(OSError):  # the open-file limit may be reached
             text = path.read_text() if path is not None and path.exists() else ""
         if text.startswith("Fatal"):
             said.append(text.partition("\nExtension modules")[0][:MOST])

@@ -192,7 +192,7 @@ class SignalListener:
 
 
 def _forget_socket() -> None:
-    with suppress(ValueError):  # raised on threads other than the main thread
+    with suppress(ValueError):  # a fork on another thread, where set_wakeup_fd raises ValueError
         signal.set_wakeup_fd(-1)
 
 
