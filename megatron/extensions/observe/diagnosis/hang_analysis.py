@@ -288,8 +288,8 @@ def _kind(entered: Entered) -> str:
 
 
 def _followed(entered: Entered, standings: Mapping[int, Waiting]) -> tuple[int, float]:
-    """Return two measures of how many ranks have reached a collective: their number over all groups along the axis, and
-    their fraction within the collective's own group."""
+    """Return how many ranks have reached a collective, as two values: the number of these ranks in all groups along the
+    collective's axis, and the fraction of the ranks in the collective's own group."""
 
     def has(other: Entered) -> bool:
         return other.number > entered.number or (other.number == entered.number and _kind(other) == _kind(entered))

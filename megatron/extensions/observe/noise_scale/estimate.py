@@ -28,7 +28,8 @@ NORMAL_95 = 1.96
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Coefficients of |G_small|^2 and |G_large|^2 in an estimate that is a linear combination of both."""
+    """Coefficients of an estimate that is a linear combination of two squared gradient norms: |G_small|^2 of the small
+    batch, and |G_large|^2 of the large batch."""
 
     small: float
     large: float
@@ -54,7 +55,8 @@ class Estimate:
 
 
 class Window:
-    """Sliding window that contains the estimates of tr(S) and |G|^2 from the latest steps."""
+    """Sliding window over the latest steps. It contains their estimates of the gradient noise tr(S) and of the squared
+    gradient norm |G|^2."""
 
     def __init__(self, steps: int) -> None:
         self.rows: deque[tuple[float, float]] = deque(maxlen=steps)

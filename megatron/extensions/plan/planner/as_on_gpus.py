@@ -91,7 +91,7 @@ class Launches(Protocol):
         rows, and adds `added` bytes of fp32 values to rows in any order."""
 
     def unseen(self) -> AbstractContextManager[None]:
-        """Context manager that hides the operators of a launch that is already recorded."""
+        """Context manager within which operators are not recorded, because their launch is already recorded."""
 
     def some_of(self, parts: Sequence[T]) -> Iterable[T]:
         """Return the parts of a loop that are run. A part that is run may represent several similar parts."""

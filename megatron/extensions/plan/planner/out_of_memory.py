@@ -129,7 +129,8 @@ def flags_of(change: Change) -> str:
 
 
 def planned_memory(config: RunConfig, world_size: int, pp_rank: int, cache: PlannerCache) -> RankMemory:
-    """Return the planned memory of a rank at `pp_rank`. `cache` keeps measurements for the plans of other changes."""
+    """Return the planned memory of a rank at `pp_rank`. `cache` keeps measurements that the plans of further changes
+    can reuse."""
     return memory_of_ranks(config, world_size, cache)[pp_rank]
 
 

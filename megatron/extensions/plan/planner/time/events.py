@@ -183,5 +183,5 @@ class PassEvents:
 
     @property
     def every(self) -> tuple[Event, ...]:
-        """Events that every micro-batch has."""
+        """Events that occur in every micro-batch: forward pass, backward pass and deferred weight gradients."""
         return self.forward + self.backward + self.weight
