@@ -93,9 +93,9 @@ class _SameNumbers(SampleOrder):
 
 
 class Renumbered(_SameNumbers):
-    """View of another dataset that renames its sources. Source k is renumbered to the run-wide source number
-    `numbers[k]`, and has the name `names[numbers[k]]`. Samples that pad the last batch beyond the dataset's end are
-    attributed to the first source.
+    """View of another dataset in which the sources, that is, the blended datasets, have run-wide numbers and names.
+    Source k gets the number `numbers[k]` and the name `names[numbers[k]]`. Samples that pad the last batch beyond the
+    dataset's end are attributed to the first source.
     """
 
     def __init__(self, inner: Dataset, numbers: Sequence[int], names: Sequence[str] | None = None) -> None:
@@ -116,8 +116,8 @@ class Renumbered(_SameNumbers):
 
 
 class WholeBatches(_SameNumbers):
-    """View of another dataset that is padded to whole batches. The padding repeats the first sample without a loss
-    mask."""
+    """View of another dataset that is padded to a multiple of the batch size. The padding consists of copies of the
+    first sample, and is excluded from the loss."""
 
     def __init__(self, inner: Dataset, batch_size: int) -> None:
         super().__init__(inner)

@@ -38,8 +38,8 @@ class TrainingOrder:
     """State of the training sources of a run: how many samples of each source all phases so far have consumed."""
 
     planned: tuple[int | None, ...] = ()
-    """Sample counts of the current phase before each of its extensions, in order. If the phase was never extended,
-    `planned` is empty."""
+    """Number of samples planned for the current phase before each extension of the phase, oldest first. If the phase
+    was never extended, `planned` is empty."""
 
     take_up: Callable[[SourceOrder, str, SampleFormat], None] = lambda *told: None
     """Function called for each source of the current phase before the source is used. The arguments of `take_up` are

@@ -44,8 +44,8 @@ class TextDataset(ABC):
     def _text(self, index: int) -> NDArray[np.int64]: ...
 
     def sources_of(self, samples: range) -> NDArray[np.int64]:
-        """Return the number of the blend's source from which each sample comes, [samples]. All numbers are 0 if the
-        dataset is not a blend."""
+        """Return for each sample the number of its source, that is, of the blended dataset from which it comes,
+        [samples]. All numbers are 0 if the dataset is not a blend."""
         return np.zeros(len(samples), np.int64)
 
     @abstractmethod
@@ -285,7 +285,7 @@ class SampleMaker(Protocol):
 
 @runtime_checkable
 class DividesDocuments(Protocol):
-    """Interface for flags of an extension. The flags may replace Megatron-LM's division of documents into samples."""
+    """Interface of extension options that may replace Megatron-LM's division of documents into samples."""
 
     def sample_maker(self) -> SampleMaker | None:
         """Return the class that composes samples from documents, or None if no flag selects one."""

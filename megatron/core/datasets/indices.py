@@ -94,8 +94,8 @@ def plan_epochs(tokens: int, samples: int | None, seq_length: int) -> EpochPlan:
 
 
 class GPTIndex(NamedTuple):
-    """Three arrays that together map the number of a sample to the documents, and the positions in them, of which it
-    consists."""
+    """Three arrays that determine, for each sample number, which documents the sample contains, and where it starts and
+    ends in them."""
 
     document_index: NDArray
     """Document numbers [E * documents], in the order of the token stream."""

@@ -18,10 +18,11 @@ SPLITS = ("train", "valid", "test")
 
 
 class MockGPTDataset(TextDataset):
-    """Noisy affine sequences: token x is followed by a*x + b modulo the alphabet, or sometimes by a random token.
+    """Noisy affine sequences: token x is followed by a*x + b modulo the size of the alphabet, or sometimes by a random
+    token.
 
-    Sample i depends only on (seed, split, i). The map is a permutation that depends only on the seed. A model that has
-    learned the map reaches a loss equal to the noise entropy, about 0.44 nats per token.
+    Sample i depends only on (seed, split, i). The map from x to a*x + b is a permutation that depends only on the seed.
+    A model that has learned the map reaches a loss equal to the noise entropy, about 0.44 nats per token.
     """
 
     def __init__(self, samples: int, format: SampleFormat, *, seed: int, split: str = "train") -> None:

@@ -33,7 +33,8 @@ class SampleFormat:
                 )
 
     def sample(self, text: NDArray[np.int64]) -> Sample:
-        """text [s+1] -> tokens [s], labels [s], loss_mask [s] float32, position_ids [s] and document_ids [s].
+        """Convert the token ids `text` [s+1] to a dictionary of arrays: tokens, labels, loss_mask (float32),
+        position_ids and document_ids, each of shape [s].
 
         An EOD token belongs to the document that it ends. position_ids is None if it would be 0..s-1; document_ids is
         None if attention crosses documents. Raises ValueError if `text` does not have seq_length + 1 tokens.

@@ -2,9 +2,9 @@
 
 Samples are numbered in the order in which the run consumes them. A step that starts at sample g uses the samples [g, g
 + global batch). Micro-batch m of data-parallel rank r uses micro_batch_size samples from g + (m * dp_size + r) *
-micro_batch_size, unless a dealer assigns the samples of the step differently. The samples of a step therefore depend
-neither on the layout nor on workers. A run can resume at any sample, and the global batch size may change from step to
-step.
+micro_batch_size, unless a `Dealer` assigns the samples of the step differently. The samples of a step therefore depend
+neither on the layout nor on the number of workers. A run can resume at any sample, and the global batch size may change
+from step to step.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class DataIterator:
             self._pool = ThreadPoolExecutor(num_workers, f"{name}-data", *start)
         self._depth = num_workers * PREFETCH
         self._ready: deque[tuple[Sequence[int], Future[MicroBatch]]] = deque()
-        self._coming: deque[Sequence[int]] = deque()  # micro-batches that are dealt but not scheduled
-        self._next = 0  # first sample that is not dealt
+        self._coming: deque[Sequence[int]] = deque()  # micro-batches assigned to this rank that no worker prepares yet
+        self._next = 0  # first sample that is not assigned yet
 
     @property
     def row(self) -> int:

@@ -112,7 +112,8 @@ class _View(SampleOrder):
         self.format = segments[0].format
         self.ends = np.cumsum([len(segment) for segment in segments])
         self.samples = int(self.ends[-1]) - first
-        # Segments that are added later do not change existing samples.
+        # The first segment identifies the dataset, because segments that are added later do not change existing
+        # samples.
         self.fingerprint = segments[0].fingerprint
         if first:
             self.fingerprint = content_hash({"segment": self.fingerprint, "first": first})

@@ -252,8 +252,8 @@ class HostStaging:
 
 
 def _written(tensors: StateDict) -> dict[str, dict[tuple[int, ...], Tensor]]:
-    """Return the boxes that this rank writes, as a dictionary from the key of a tensor to {offset of the box: data}. If
-    several boxes are equal, only the first box is kept."""
+    """Return the boxes (rectangular blocks of tensors) that this rank writes. The result maps the key of each tensor to
+    a dictionary {offset of the box: data}. If several boxes are equal, only the first box is kept."""
     return {key: dict(reversed(tensor.boxes)) for key, tensor in tensors.items() if tensor.writes and tensor.boxes}
 
 

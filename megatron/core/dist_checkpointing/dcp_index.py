@@ -1,9 +1,9 @@
 """Safe reading of the files of torch.distributed.checkpoint (DCP).
 
-The index is a pickle that may come from an untrusted source. The pickle is therefore restricted: the only classes that
-it may refer to are those of a tensor index, and the only files are those in the folder of the index. A small tensor is
-copied without unpickling if all bytes around its data are exactly those that torch would write. The pickles of all
-other tensors are checked before torch reads them.
+The index is a pickle that may come from an untrusted source. The pickle may therefore refer only to the classes of a
+tensor index, and only to files in the folder of the index. A small tensor is copied without unpickling if all bytes
+around its data are exactly those that torch would write. The pickles of all other tensors are checked before torch
+reads them.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ INDEX_NAMES = {
 
 
 RENAMED: dict[tuple[str, str], tuple[str, str]] = {}
-"""Replacements for index classes of other programs. A key is the (module, name) by which a pickle refers to a class.
-Its value is the (module, name) of the class that is used instead."""
+"""Classes that replace classes of other programs when an index is read. A key is the (module, name) by which a pickle
+refers to a class. Its value is the (module, name) of the class that is used instead."""
 
 
 class IndexUnpickler(pickle.Unpickler):

@@ -51,8 +51,8 @@ class UrlPath(PurePosixPath):
 
 
 class Storage(Protocol):
-    """Base class of storages: the files of one URL scheme. Subclasses implement the methods from `names` to `remove`.
-    All other methods have default implementations, which call the methods from `names` to `remove`. A subclass may
+    """Base class of storages: the files of one URL scheme. Subclasses implement the methods `names`, `size`, `read`,
+    `write` and `remove`. All other methods have default implementations, which call these five methods. A subclass may
     override a default implementation, for example if the storage has a faster operation. All methods raise OSError if
     they fail, and may be called from several threads and processes. A folder exists if and only if it contains a file.
     """
@@ -111,7 +111,7 @@ class Storage(Protocol):
         self.write(path, data)
 
     def read_shared(self, path: PurePath, start: int, length: int) -> bytes:
-        """Read part of a file that never changes. All processes of the host may read the file.
+        """Read part of a file that never changes, and that all processes of the host may read through this method.
 
         The default implementation calls `read`, and caches no data.
         """
@@ -168,9 +168,9 @@ class Storage(Protocol):
     def begin(self, final: PurePath, keeps_names: bool = False) -> None:
         """Prepare a folder for writing.
 
-        `begin` also deletes unfinished folders that killed writers have left next to `final`, if their names have the
-        same prefix as `final` up to the first underscore. The default implementation first deletes the folder `final`
-        if it was published before.
+        `begin` also deletes other unfinished folders next to `final`, which remain if a process is killed while it
+        writes. Only folders whose names have the same prefix as `final`, up to the first underscore, are deleted. The
+        default implementation first deletes the folder `final` if it was published before.
 
         Args:
             final: The folder to be published.
@@ -222,7 +222,7 @@ class LocalStorage(Storage):
     def names(self, folder: PurePath) -> list[str]:
         try:
             return sorted(os.listdir(folder))
-        except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # ValueError: not a valid path
+        except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # ValueError: the path is invalid
             return []
 
     def size(self, path: PurePath) -> int | None:
@@ -339,7 +339,8 @@ def resolved(path: PurePath) -> PurePath:
 
 @cache
 def local_folder(folder: PurePath, wanted: Callable[[str], bool]) -> Path:
-    """Return a local folder with links to local copies of the files named `wanted` in a stored folder.
+    """Return a local folder that contains links to local copies of files in a stored folder. A file is linked if
+    `wanted` returns True for its name.
 
     Only files directly in the folder are linked. If `folder` is on the local disk, it is returned unchanged. Raises
     OSError.

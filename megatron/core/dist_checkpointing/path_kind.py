@@ -64,8 +64,8 @@ class KindFacts:
 
 
 class PathKind(Protocol):
-    """Interface of classes and functions that recognize one kind of path. `DataKind` adds methods to this interface,
-    and so do the kinds of model files that --load accepts."""
+    """Interface of classes and functions that recognize one kind of path. `DataKind`, and the kinds of model files that
+    --load accepts, add methods to this interface."""
 
     def __call__(self, path: str, /) -> bool:
         """Return whether a path is of this kind. The path need not exist, and may also be a pattern or a URL."""
@@ -204,7 +204,7 @@ def data_kind_of(path: str | PurePath) -> DataKind | None:
 
 
 def is_foreign_model(path: str | PurePath) -> bool:
-    """Return whether --load accepts the path as a model that is stored in another format than our checkpoints."""
+    """Return whether the path is a model that --load accepts although its format is not that of our checkpoints."""
     kind = kind_of(path)
     return kind not in OURS and bool(PATH_KINDS.facts(kind).loaded_as)
 

@@ -51,8 +51,8 @@ def check_calls(data: Bytes, size: int, also: Collection[str] = (), pickles: int
         size: bytes of the whole file, which limits its storages and calls.
         also: functions `module.name` that the program permits in addition to `RULES`, and whose calls allocate nothing.
 
-    Raises pickle.UnpicklingError, in one line, for a call that allocates memory of a given size, copies too much or is
-    unknown, and for a damaged pickle.
+    Raises pickle.UnpicklingError, with a message of one line, if a call allocates memory of a given size, copies too
+    much or is unknown, or if the pickle is damaged.
     """
     reader = _Reader(data, size, also)
     try:

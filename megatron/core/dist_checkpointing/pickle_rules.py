@@ -82,8 +82,8 @@ def _harmless(call: Call) -> str | None:
 
 
 def _array_of_bytes(call: Call) -> str | None:
-    """Check a call of bytearray. Only text and bytes are accepted as arguments. Numbers are refused, because
-    bytearray(n) allocates n bytes, and so are objects that may be numbers."""
+    """Check a call of bytearray. Only text and bytes are accepted as arguments. Numbers, and objects that may be
+    numbers, are refused, because bytearray(n) allocates n bytes."""
     first = call.given[0] if call.given else ""
     call.size = cost(first)
     known = isinstance(first, str | bytes | Listed) or (isinstance(first, Made) and first.size is not None)
@@ -100,7 +100,7 @@ def _bytes_of_text(call: Call) -> str | None:
 
 
 def _tensor(call: Call) -> str | None:
-    """Check a view of a storage. torch enlarges the storage if the view extends beyond its end."""
+    """Check a call that creates a view of a storage. torch enlarges the storage if the view extends beyond its end."""
     storage, offset, shape, strides = (*call.given, *(None,) * 4)[:4]
     if not isinstance(storage, Storage) or not _natural(offset) or not _naturals(shape) or not _naturals(strides):
         return "without a storage, an offset, sizes and strides"

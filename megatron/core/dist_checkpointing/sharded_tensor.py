@@ -24,12 +24,13 @@ from megatron.core.param_meta import ParamMeta
 from megatron.core.torch_private import disabled_torch_function, wrapper_tensor
 
 LocalBox = tuple[tuple[int, ...], Tensor]
-"""Pair of the box's offset in the global tensor and the live data of the box."""
+"""A box, that is, a rectangular block of a global tensor: its offset in the global tensor, and a live view of its
+data."""
 
 
 class ShardedBoxes(Tensor):
-    """The boxes of a global tensor that one rank stores. `ShardedBoxes.shape` is the global shape. The object itself
-    stores no data; it refers to the tensors of its boxes.
+    """Boxes (rectangular blocks) of a global tensor, as stored on one rank. `ShardedBoxes.shape` is the global shape.
+    The object itself stores no data; it refers to the tensors of its boxes.
 
     A save reads the tensors of the boxes. A load writes into the tensors of the boxes. If the dtype in the file
     differs, the data are converted. When loading, boxes may overlap, and every box is filled. When saving, the boxes
@@ -62,8 +63,8 @@ class ShardedBoxes(Tensor):
         return f"ShardedBoxes({tuple(self.shape)}, {self.dtype}, boxes={boxes}, writes={self.writes})"
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Return one write item for each box of the tensor that this rank writes. If several boxes are equal, as for a
-        tied weight that is stored twice, only the first box is written."""
+        """Return one write item for each box that this rank writes. If several boxes are equal, as for a tied weight
+        that is stored twice, only the first box is written."""
         boxes = dict(reversed(self.boxes)) if self.writes else {}
         return [
             WriteItem(
@@ -93,7 +94,8 @@ class ShardedBoxes(Tensor):
 
 
 def without_surroundings(data: Tensor) -> Tensor:
-    """Return a tensor on the same memory whose storage is no larger than its data.
+    """Return a tensor that shares the memory of `data`, but whose storage contains nothing except the elements of
+    `data`.
 
     If the storage of a tensor is larger than the tensor's data, DCP copies the tensor before it writes it. All
     parameters, moments and staged copies are views of a buffer, so DCP would copy each of them.
@@ -137,8 +139,9 @@ class OptimizerPiece:
         assert self.data.dim() == 1 and self.data.numel() == self.stop - self.start, self.meta.name
 
     def boxes(self, coords: Mapping[str, tuple[int, int]]) -> list[tuple[tuple[int, ...], Tensor]]:
-        """Return the boxes that the piece consists of, if the rank has the coordinates `coords`. A box is a pair: its
-        offset in the global tensor, and a live view of its data."""
+        """Return the boxes, that is, the rectangular blocks of the global tensor, of which this piece consists. Each
+        box is a pair of its offset in the global tensor and a live view of its data. `coords` are the coordinates of
+        the rank."""
         whole = self.own_shape
         local = self.meta.box(coords) if whole is None else ((0,) * len(whole), whole)
         flat = boxes_of_flat_range(*local, self.start, self.stop)

@@ -1,7 +1,8 @@
 """State dict of a checkpoint: parameters and optimizer state by global parameter name, independent of the layout.
 
 Keys are `model.<name>`, `optimizer.<kind>.<name>` and `callbacks.<callback>.<kind>.<name>`. For each key, every rank
-adds the boxes of the tensor that it stores. If a tensor is replicated, `writes` is True for only one of its replicas.
+adds the boxes (rectangular blocks of the tensor) that the rank stores. If a tensor is replicated, `writes` is True for
+only one of its replicas.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def model_state(
 ) -> StateDict:
     """Return the state dict to save for the parameters of this rank's stages.
 
-    `sharded` contains pieces of those parameters of which the rank holds only a part.
+    If the rank holds only some elements of a parameter, `sharded` contains the pieces that it holds.
     """
     writers = _Writers(state)
     of_shards = _Writers(state, True)
@@ -51,7 +52,7 @@ def model_state(
 def optimizer_state(
     pieces: Iterable[OptimizerPiece], state: ParallelState, data_sharded: bool, prefix: str = OPTIMIZER
 ) -> StateDict:
-    """Return the state dict with which the state of the optimizer or of a callback is saved.
+    """Return the state dict for saving the state of the optimizer or of a callback.
 
     Args:
         pieces: State on this rank.

@@ -61,7 +61,8 @@ class MismatchError(ValueError):
 
 
 class CheckpointError(RuntimeError):
-    """Raised if a checkpoint could not be written or read: full disk, missing file, lost rank."""
+    """Raised if a checkpoint could not be written or read, for example because a disk is full, a file is missing or a
+    rank was lost."""
 
 
 Writer = type[DataWriter]
@@ -155,7 +156,7 @@ def _save(
         latest = storage.content(root / LATEST)
         check()
         _publish(root, iteration, payload, sums)
-        # Fails if another run has published a checkpoint.
+        # `replace` raises FileExistsError if another run has changed the file since `latest` was read.
         storage.replace(root / LATEST, str(iteration).encode(), latest)
 
     on_first_rank(publish, world)
@@ -207,9 +208,9 @@ class Checkpoint:
     def load(self, targets: StateDict, world: Axis, ignore: Callable[[str], bool] = lambda key: False) -> None:
         """Load the checkpoint into `targets`. Collective over `world`.
 
-        Raises ValueError on every rank, with the keys, in three cases: a target is missing from the checkpoint or has
-        another shape there; the checkpoint has a key that is no rank's target and for which `ignore` returns False; a
-        file is damaged.
+        Raises ValueError on every rank, with the keys in the message, in three cases: a target is missing from the
+        checkpoint or has a different shape there; the checkpoint contains a key that no rank loads, and `ignore`
+        returns False for this key; or a file is damaged.
         """
         targets = _nonempty(targets)
         self._check(targets, world, ignore)
@@ -336,7 +337,7 @@ def _failures_as_checkpoint_error(what: str, *, reads: bool = False) -> Iterator
     """Convert DCP's exception to a CheckpointError with the cause on the first failed rank. If `reads` is True, a
     damaged checkpoint file raises ValueError instead of CheckpointError.
 
-    If any rank fails, DCP raises a BaseException that contains the failures of all ranks, on every rank. DCP's warning
+    If any rank fails, DCP raises, on every rank, a BaseException that contains the failures of all ranks. DCP's warning
     about working in a single process is silenced, because a single process is intended.
     """
     try:

@@ -73,11 +73,11 @@ class Exchange:
     """Number of rows received from each rank, in rank order."""
 
     pair: PassPair
-    """Pair of passes that run in turns. While the exchange of one pass is in flight, the pass of the other micro-batch
-    can compute."""
+    """`PassPair` that runs the passes of two micro-batches in turns. While the exchange of one pass is in flight, the
+    pass of the other micro-batch can compute."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """x [sum(send), ...] -> [sum(receive), ...] for each x"""
+        """Exchange the rows of each tensor [sum(send), ...], and return tensors [sum(receive), ...]."""
         if self.axis.size == 1:
             return tensors
         return apply_linear_together(tensors, self._run, self.transposed._run)
@@ -169,8 +169,9 @@ class Dispatcher(ABC):
         """
 
     def copies(self, assignments: Tensor, rows: int, k: int) -> tuple[RowMap, RowMap]:
-        """Return two maps to the rows of `assignments`, which are sorted and without spare rows. The first map is
-        applied to `rows` tokens, and the second map to the k assignments of each token."""
+        """Return two maps whose results have one row for each entry of `assignments`, in the same order. `assignments`
+        is sorted by expert, and there are no spare rows. The first map is applied to `rows` tokens, and the second map
+        to the k assignments of each token."""
         if self.hardware.host_waits_for(assignments):
             kept = None if assignments.shape[0] == rows * k else assignments
             slots, valid = inverse_of(assignments, rows * k, kept)
@@ -180,8 +181,8 @@ class Dispatcher(ABC):
     def copies_to_slots(
         self, assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int
     ) -> tuple[RowMap, RowMap]:
-        """Return two maps to slots (see `slot_map`): the first map is applied to tokens, and the second map is applied
-        to assignments."""
+        """Return two maps that copy rows to slots (see `slot_map`). The first map is applied to tokens, and the second
+        map to assignments."""
         of_tokens, of_assignments = (
             slot_map(assignments, slots, valid, each, self.hardware.compiled) for each in (k, 1)
         )
@@ -189,8 +190,9 @@ class Dispatcher(ABC):
 
 
 SPARE_ROWS = 2
-"""Limit on the rows that an all-gather dispatch allocates before the actual number of rows is known, as a multiple of
-the number under an even load. If the number of rows may exceed this limit, the host waits for the actual number.
+"""Limit on the number of rows that an all-gather dispatch allocates before the actual number of rows is known. The
+limit is stated as a multiple of the number of rows under an even load. If the number of rows may exceed this limit, the
+host waits for the actual number.
 """
 
 
@@ -248,7 +250,7 @@ class AllToAllDispatcher(Dispatcher):
         ep, expt_tp = self.ep, self.expt_tp
         table = counts.reshape(ep.size, expt_tp.size, -1).swapaxes(0, 1)  # [expt_tp, ep, E]
         mine = table[expt_tp.rank, ep.rank].reshape(ep.size, -1).sum(1).tolist()
-        arriving = table[:, :, self.first : self.first + self.local_experts]  # [expt_tp, ep, local experts]
+        arriving = table[:, :, self.first : self.first + self.local_experts]  # shape [expt_tp, ep, local experts]
         sizes = arriving.sum((1, 2)).tolist()
         exchange = Exchange(ep, mine, arriving[expt_tp.rank].sum(1).tolist(), self.pair)
         arrival = gather_uneven_map(expt_tp, sizes).then(sort_blocks_map(arriving, chosen.device))
@@ -280,7 +282,7 @@ class AllToAllDispatcher(Dispatcher):
             expert = chosen.flatten().clamp(max=self.num_experts - 1)
             slots = slots + (expert * most - begin[expert])
             numbers = torch.arange(local, device=order.device)[:, None]
-            experts = torch.where(within < arriving[..., None], numbers, local)  # [expt_tp, ep, local, most]
+            experts = torch.where(within < arriving[..., None], numbers, local)  # shape [expt_tp, ep, local, most]
         segments = Segments.of_counts(arriving.sum((0, 1)), spare=most is not None)
         maps = self.copies_to_slots(assignments, slots, valid, k)
         if self.both.size == 1:
@@ -291,7 +293,8 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def behind(first: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap]:
-    """Return two maps, which apply `first` and then one of the two maps in `copies`."""
+    """Return two maps, one for each map in `copies`. Each returned map applies `first`, and then the map in
+    `copies`."""
     return first.then(copies[0]), first.then(copies[1])
 
 
@@ -312,7 +315,8 @@ def local_numbers(experts: Tensor, first: int, count: int) -> Tensor:
 
 
 def sort_assignments(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort assignments by expert: chosen [n, k] -> order [n * k], with dropped assignments last, and counts [E]."""
+    """Sort the assignments `chosen` [n, k] by expert. Returns the order of the assignments [n * k], in which dropped
+    assignments are last, and the number of assignments to each expert [E]."""
     experts, order = chosen.flatten().sort(stable=True)
     edges = torch.searchsorted(experts, torch.arange(num_experts + 1, device=chosen.device))
     return order, edges.diff()
@@ -335,8 +339,9 @@ def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[T
 
 
 def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """Sum the rows of y in each token's valid slots: y [slots, ...], slots [n * k] -> [n, ...]. Each token has k slots,
-    one for each selected expert. torch.compile fuses this function into a single kernel."""
+    """Return for each token the sum of the rows of y in the token's valid slots, [n, ...]. y has the shape [slots,
+    ...], and `slots` has the shape [n * k]. Each token has k slots, one for each selected expert. torch.compile fuses
+    this function into a single kernel."""
     if valid is None:
         return y.index_select(0, slots).unflatten(0, (-1, k)).sum(1)
     if not y.shape[0]:  # no token has selected an expert of this rank
@@ -346,7 +351,7 @@ def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tens
 
 
 def slot_map(assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int, compiled: bool) -> RowMap:
-    """Copy rows to slots: x [n, ...] -> [slots, ...], slot i takes row assignments[i] // k.
+    """Return a map that copies the rows of x [n, ...] to slots [slots, ...]. Slot i receives row assignments[i] // k.
 
     `slots[a]` is the slot of assignment a, if a is valid. `valid` is None if all assignments are valid. Slots without a
     valid assignment have meaningless contents. The adjoint reads each slot once, so the sum has a fixed order.
@@ -356,7 +361,8 @@ def slot_map(assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int, c
 
 
 def take_map(assignments: Tensor, rows: int, k: int) -> RowMap:
-    """Copy rows to assignments: x [rows, ...] -> [assignments, ...], assignment i takes row i // k.
+    """Return a map that copies the rows of x [rows, ...] to assignments [assignments, ...]. The assignment with number
+    i receives row i // k.
 
     The adjoint adds up the gradients of all copies of a row in a fixed order. If no assignment is dropped, every row
     was copied k times, and the adjoint is a plain sum over these k copies.
@@ -374,19 +380,19 @@ def take_map(assignments: Tensor, rows: int, k: int) -> RowMap:
 
 
 def permutation_map(order: Tensor) -> RowMap:
-    """Sort rows: row i of the result is row order[i]."""
+    """Return a map that reorders rows: row i of the result is row order[i]."""
     places = inverse_of(order, order.shape[0])[0]
     return RowMap(lambda x: x.index_select(0, order), lambda y: y.index_select(0, places))
 
 
 def gather_map(axis: Axis) -> RowMap:
-    """All-gather the same number of rows from each rank, in rank order."""
+    """Return a map that all-gathers the same number of rows from each rank, in rank order."""
     return RowMap(partial(all_gather, axis=axis), partial(reduce_scatter, axis=axis))
 
 
 def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
-    """All-gather sizes[i] rows from each rank i, in rank order. A rank that has fewer rows than another rank sends
-    padding in addition."""
+    """Return a map that all-gathers sizes[i] rows from each rank i, in rank order. A rank that has fewer rows than
+    another rank sends padding in addition."""
     most, mine = max(sizes), sizes[axis.rank]
     if axis.size == 1 or min(sizes) == most:
         return gather_map(axis)

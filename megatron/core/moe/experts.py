@@ -75,7 +75,8 @@ class GroupedLinearFunction(torch.autograd.Function):
 
 
 def _with_bias(y: Tensor, bias: Tensor, experts: Tensor, factors: Tensor | None, first: int) -> Tensor:
-    """Add the bias of each row's expert, `bias` [experts, columns], to y [n, out] in the columns from `first` on.
+    """Add to each row of y [n, out] the bias of the row's expert. `bias` [experts, columns] is added to the columns of
+    y that start at column `first`.
 
     If `factors` [n] is given, each row's bias is first multiplied by the row's factor.
     """
@@ -296,7 +297,8 @@ class Experts(nn.Module):
 
 
 def expert_metas(name: str, config: TransformerConfig) -> tuple[list[ParamMeta], list[ParamMeta]]:
-    """Return the weights of linear_fc1 and linear_fc2 of all experts, and optional biases.
+    """Return the metadata of linear_fc1 and of linear_fc2 for all experts: of the weight, and of the bias if there is
+    one.
 
     If the MLP is gated, the weight of fc1 contains the gate and the up projection, [E, 2, ffn, h]. If --moe-latent-size
     is set, h is the latent width. The output of linear_fc2 on an expert tensor-parallel rank is a partial sum. The bias

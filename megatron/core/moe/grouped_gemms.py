@@ -41,7 +41,7 @@ class Segments:
 
     @property
     def ends(self) -> Tensor:
-        """Index after the last row of each expert, [experts] int32 on the device."""
+        """End index (exclusive) of the rows of each expert, [experts] int32 on the device."""
         if self._ends is None:
             assert self._sizes is not None
             self._ends = integers_on(self._device, accumulate(self._sizes), torch.int32)
@@ -100,8 +100,8 @@ def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
 
 
 GroupedGemm = Callable[[Tensor, Tensor, Segments], Tensor]
-"""Grouped GEMM: x [n, in], matrices [experts, in, out] -> [n, out]; each row is multiplied by its expert's matrix, and
-spare rows of y are 0."""
+"""Function that computes a grouped GEMM: x [n, in], matrices [experts, in, out] -> y [n, out]. Each row of x is
+multiplied by the matrix of its expert. Spare rows of y are 0."""
 
 
 def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
@@ -121,7 +121,8 @@ def gemm_grouped(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
 
 
 def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) -> None:
-    """out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e that has rows, in the precision of `out`.
+    """Add dy_eᵀ x_e to out[e] [o, i] for each expert e that has rows, in the precision of `out`. dy_e [n_e, o] and x_e
+    [n_e, i] are the expert's rows of `dy` and `x`.
 
     Runs one matrix product per expert.
     """
@@ -163,11 +164,11 @@ class GroupedGemms:
         weight of an additional input feature."""
 
     def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
-        """x [n, in], weight [experts, ..., in] -> y [n, out]"""
+        """Compute the output y [n, out] from x [n, in] and the weight [experts, ..., in]."""
         return self.gemm(x, matrices_of(weight).transpose(1, 2), segments)
 
     def input_grad(self, dy: Tensor, weight: Tensor, segments: Segments) -> Tensor:
-        """dY [n, out], weight [experts, ..., in] -> dX [n, in]"""
+        """Compute the input gradient dX [n, in] from dY [n, out] and the weight [experts, ..., in]."""
         return self.gemm(dy, matrices_of(weight), segments)
 
 

@@ -72,7 +72,8 @@ class MoELayer(nn.Module):
         self.recompute = config.recomputes("moe")
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; both [s/t, b, h] under sequence parallelism"""
+        """Return the output of the layer for x. Both have the shape [s, b, h], or [s/t, b, h] under sequence
+        parallelism."""
         return recomputed(self._run, x, context) if self.recompute and self.training else self._run(x, context)
 
     def _run(self, x: Tensor, context: BatchContext) -> Tensor:

@@ -1,7 +1,8 @@
 """Expert load balancing: auxiliary losses, z-loss and expert bias, equal under every layout.
 
 Auxiliary losses are means over the tokens of the global batch. The value of an auxiliary loss does not depend on the
-layout or on the micro-batch size. Two measures make the auxiliary losses independent of layout and micro-batch size.
+layout or on the micro-batch size. This independence requires two measures, described below: scaling, and running means
+of the load.
 
 First, scaling. All other losses are token sums, which are divided by the number of valid tokens at the end of the step.
 Gradients of auxiliary losses are injected during the backward pass, so they are multiplied by the number of valid
@@ -82,7 +83,7 @@ class RunningLoads:
                     f"micro-batch {done}, but the balancing loss needs the expert loads of that forward pass; use "
                     "--moe-router-load-balancing-type seq_aux_loss, or a schedule that keeps the order of micro-batches"
                 )
-            rows = self._started.pop(done).wait().double()  # [dp, b, E], in sample order
+            rows = self._started.pop(done).wait().double()  # counts per sample, [dp, b, E], in sample order
             so_far = rows.flatten(0, 1).cumsum(0) + self._total
             self._total = so_far[-1]
             own = so_far.view_as(rows)[self.dp.rank]
@@ -184,8 +185,8 @@ class Balance(nn.Module):
         kept: Tensor | None,
         context: BatchContext,
     ) -> Tensor:
-        """Compute the auxiliary losses of these tokens, and return `weights` unchanged. The backward pass of the
-        returned tensor adds the gradients of the auxiliary losses.
+        """Compute the auxiliary losses of this rank's tokens in a micro-batch, and return `weights` unchanged. The
+        backward pass of the returned tensor adds the gradients of the auxiliary losses.
 
         Args:
             weights: Routing weights.
@@ -211,8 +212,8 @@ class Balance(nn.Module):
         return _Attach.apply(weights, loss, context.aux_scale, entries, self.tally)
 
     def balancing_losses(self, probabilities: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Return two scalars: the balancing loss of these tokens with its coefficients applied, and the value of the
-        loss that balances each sequence.
+        """Return two scalars: the balancing loss of this rank's tokens in a micro-batch, with its coefficients applied,
+        and the value of the loss that balances each sequence.
 
         Each balancing loss is the sum over tokens of E * sum_i f_i p_i. Each token's term is 1 if the load is balanced,
         and E if a single expert receives all tokens. `counts` [b, E] counts the assignments of these tokens in

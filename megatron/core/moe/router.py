@@ -192,7 +192,7 @@ class TopKRouter(nn.Module):
         return OwnScores(functions[kind], config.moe_router_topk_normalization, config.moe_router_topk_epsilon)
 
     def forward(self, x: Tensor, context: BatchContext) -> Choice:
-        """x [s, b, h] -> experts and weights [s, b, k] of this rank's tokens"""
+        """Return the selected experts and the routing weights [s, b, k] of this rank's tokens x [s, b, h]."""
         logits = self.logits_of(x, context)
         ranked = self.ranked(logits, context)
         unbiased = self._best(ranked)

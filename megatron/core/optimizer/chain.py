@@ -1,13 +1,13 @@
 """Chains of transforms (`transforms`) for all parameters of a rank's pipeline stage. Every optimizer is a chain of
-transforms.
-
-A fused link updates the flat shards of many parameters at once. All other links of the chain, before and after the
-fused link, update one parameter at a time. The parameters of a batch are updated concurrently: the update of each
-parameter is a generator. Once every update of the batch has either finished or requested a result, all requests are
-answered together. One reduce-scatter and one all-gather over the stage answer requests for sums. One exchange with the
-matrices' owners (`MatrixExchange`) answers requests for whole matrices. After the reduce-scatter, each rank updates its
-part of the reduced states with the sums that it received. The all-gather distributes the updated states and the sums to
-all ranks of the stage. Sharding the reduced states therefore requires no additional communication.
+transforms, which are called links. A fused link (`FusedTransform`) updates the flat shards of many parameters at once.
+All other links of the chain, before and after the fused link, update one parameter at a time. The parameters of a batch
+are updated concurrently. The update of each parameter is a generator, which pauses when it requests data of other
+ranks. Once every update of the batch has either finished or requested a result, all requests are answered together. One
+reduce-scatter and one all-gather over the stage answer requests for sums. One exchange with the matrices' owners
+(`MatrixExchange`) answers requests for whole matrices. After the reduce-scatter, each rank uses the sums that it
+received to update its part of the `reduced` states (see `planned_states`). The all-gather distributes the updated
+states and the sums to all ranks of the stage. Sharding the `reduced` states therefore requires no additional
+communication.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from megatron.core.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class _Links:
-    """Links of a parameter's chain, divided into the links before the fused link, the fused link, and the links after
-    it."""
+    """Links (transforms) of a parameter's chain, divided into the links before the fused link (`FusedTransform`), the
+    fused link, and the links after it."""
 
     before: Sequence[Transform]
     """Links that precede the fused link. If there is no fused link, `before` contains all links."""
@@ -78,7 +78,8 @@ class _Param:
     place: Place
     elements: dict[str, Tensor] = field(default_factory=dict)
     reduced: dict[str, Tensor] = field(default_factory=dict)
-    """Reduced states by name. A tensor in `reduced` is this rank's part of the state, flattened."""
+    """States of kind `reduced` (see `planned_states`), keyed by name. Each tensor is this rank's part of a state,
+    flattened."""
 
     matrices: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     """States of the matrices that this rank owns, in their original shape, keyed by matrix number."""
@@ -90,7 +91,7 @@ _Elements = tuple[_Param, slice]
 
 @dataclass
 class _Run:
-    """An update in progress, of some elements of one parameter."""
+    """Update in progress for some elements of one parameter."""
 
     param: _Param
     cut: slice
@@ -153,7 +154,7 @@ class Chain(ShardUpdate):
         self._after = self._batches([param for param in self._params if param.links.after])
         changed = {id(param.shard) for param in self._params if param.links.before}
         self._scaling = [each for each in self._fused if not any(id(shard) in changed for shard in each.shards)]
-        """Kernels that multiply the gradients by the factor while they read them."""
+        """Kernels that read each gradient multiplied by the factor passed to `scale_gradients`."""
         read_scaled = {id(shard) for each in self._scaling for shard in each.shards}
         self._scaled_here = [shard for shard in shards if id(shard) not in read_scaled]
 
@@ -282,7 +283,7 @@ class Chain(ShardUpdate):
             kernel.set_step_count(updates)
 
     def _answers(self, runs: Sequence[_Run], skipped: Tensor) -> list[list[Tensor]]:
-        """Return the results of all requests of each run in `runs`."""
+        """Return the results of all requests of each update in `runs`."""
         sums = [(run.param, request) for run in runs for request in run.requests if isinstance(request, SumRequest)]
         found = iter(self._sums(sums, skipped) if sums else ())
         matrices = [(run.param, r) for run in runs for r in run.requests if isinstance(r, MatrixRequest)]
@@ -290,8 +291,8 @@ class Chain(ShardUpdate):
         return [[next(found if isinstance(r, SumRequest) else transformed) for r in run.requests] for run in runs]
 
     def _sums(self, asked: Sequence[tuple[_Param, SumRequest]], skipped: Tensor) -> list[Tensor]:
-        """Answer requests for sums: add up the terms of all ranks, and update the states that a request names with the
-        sums."""
+        """Answer requests for sums: add up the terms of all ranks. If a request names a state, update this state with
+        the sum."""
         size = self.axis.size
         lengths = [self.plan.part_length(request.partial.numel()) for _, request in asked]
         blocks = torch.zeros(size, sum(lengths), dtype=self.dtype, device=self.device)

@@ -2,7 +2,7 @@
 parameters.
 
 Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Under
---no-use-distributed-optimizer, everything is the same, except that the shard of every rank is the whole bucket.
+--no-use-distributed-optimizer, the optimizer works in the same way, but the shard of every rank is the whole bucket.
 
 The host waits for the device in two cases only: to change a dynamic loss scale, or to read gradients for states that it
 updates in host memory. A non-finite loss or gradient leaves parameters and moments unchanged in every precision,
@@ -209,7 +209,8 @@ class DistributedOptimizer:
 
         With `overlap_param_gather`, the all-gather of the updated parameters is still in flight when this method
         returns. Forward passes and `finish_param_sync` wait for the gathered parameters. If `ddp` has a `param_gather`,
-        only `finish_param_sync` gathers the parameters in their own dtype.
+        some parameters are gathered in another number format. In this case, only `finish_param_sync` gathers all
+        parameters in the parameters' dtype.
         """
         # Modules that have not run since the last step have not yet waited for their parameters.
         self.ddp.wait_param_sync()

@@ -48,14 +48,15 @@ def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform 
 
 
 def states_of_shards(config: OptimizerConfig, layout: BufferLayout) -> Sequence[State]:
-    """Return the states of the buffer's fused link, which are stored with its main parameters, including padding."""
+    """Return the states of the buffer's fused link. The states are stored with the main parameters of the buffer, and
+    include its padding."""
     fused = fused_link(config, layout)
     return () if fused is None else fused.states(layout.params[0].meta)
 
 
 def fused_parts(config: OptimizerConfig, shards: Sequence[Shard], stage: StageOfUpdate) -> list[FusedPart]:
-    """Return the kernels of all fused links of a stage. If `shards` are in host memory, return only the kernels of
-    links that update these shards."""
+    """Return the kernels of all fused links of a stage. If `shards` are in host memory, leave out the kernels that
+    would update none of `shards`."""
     links: dict[type[FusedTransform], FusedTransform] = {}
     members: dict[type[FusedTransform], list[Shard]] = {}
     on_host = any(shard.on_host for shard in shards)

@@ -1,5 +1,5 @@
-"""Gathers the whole matrices that a rank owns from the flat shards of its pipeline stage, and sends the results
-back."""
+"""Exchange of matrices within a pipeline stage. Each rank gathers the whole matrices that it owns from the flat shards
+of all ranks, and sends the results back."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron.core.optimizer.matrix_plan import Matrix, MatrixPlan, Part
 from megatron.core.parallel_state import Axis
 
 Read = Callable[[Part, Tensor], None]
-"""Function that takes a part and a tensor of the part's shape, and fills the tensor with this rank's values of the
-part."""
+"""Function that takes a `Part` of a matrix and a tensor of the part's shape, and fills the tensor with this rank's
+values of the part."""
 
 Write = Callable[[Part, Matrix, Tensor], None]
-"""Function that stores the transformed values of a part."""
+"""Function that stores the transformed values of a `Part` of a matrix."""
 
 Direction = Callable[[Tensor, Sequence[int]], Tensor]
 """Function that transforms n matrices [n, rows, columns] independently of each other, without changing their shape. The
@@ -147,7 +147,8 @@ class MatrixExchange:
         return self._boxes(current, stacks), stacks
 
     def _boxes(self, current: _Round, stacks: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return views of the matrices in `stacks`, in the shapes of their boxes."""
+        """Return views of the matrices in `stacks`, keyed by matrix number. Each view has the shape that the matrix has
+        within its parameter."""
         return {
             number: matrix.view(self.plan.matrices[number].shape)
             for group, stack in zip(current.stacks, stacks, strict=True)

@@ -30,8 +30,8 @@ bounds the memory that an exchange of matrices needs."""
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix within a parameter: the box of shape `shape` at `offset`. The last dim of the box contains the columns,
-    and all other dims contain the rows."""
+    """A matrix within a parameter: the box (rectangular block) of shape `shape` at `offset`. The last dim of the box
+    contains the columns, and all other dims contain the rows."""
 
     meta: ParamMeta
     offset: tuple[int, ...]
@@ -80,8 +80,8 @@ class Part:
 
 
 class MatrixPlan:
-    """Plan of how the ranks of a pipeline stage exchange parts of matrices. By default, the plan contains all matrices
-    in buffers that are updated as whole matrices.
+    """Plan of how the ranks of a pipeline stage exchange parts of matrices. By default, the plan contains the matrices
+    of all buffers whose parameters are updated as whole matrices.
 
     Args:
         layouts: Buffers of the stage's ranks.
@@ -126,7 +126,7 @@ class MatrixPlan:
         self.owners = balanced([matrix.cost for matrix in self.matrices], len(self.ranks))
         """Owner of each matrix, as an index into `ranks`."""
         self.rounds = self._in_rounds(round_size or ROUND)
-        """Numbers of the matrices that are gathered at the same time."""
+        """Numbers of the matrices that are gathered together, one entry per round."""
 
     def _matrices_of(self, meta: ParamMeta, splits: Callable[[str], bool], blockwise: bool) -> Iterator[Matrix]:
         whole = linear_maps(meta, meta.fused is not None and splits(meta.fused.name))

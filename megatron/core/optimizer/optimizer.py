@@ -46,7 +46,7 @@ class ShardSpec:
     memory."""
 
     states: Sequence[State]
-    """Optimizer states of the fused link that updates the bucket's parameters."""
+    """Optimizer states of the fused link (`FusedTransform`) that updates the bucket's parameters."""
 
     config: OptimizerConfig
     main_dtype: torch.dtype
@@ -105,8 +105,8 @@ class Shard:
         raise NotImplementedError
 
     def take_up(self, loaded: Mapping[str, Tensor]) -> None:
-        """Copy `loaded`, the tensors of `exported()` after a checkpoint was loaded into them, to the shard. Tensors
-        that are views of the shard's memory are not copied."""
+        """Copy loaded values to the shard. `loaded` contains the tensors of `exported()`, into which a checkpoint was
+        loaded. Tensors that are views of the shard's memory are not copied."""
 
     @property
     def nbytes(self) -> tuple[int, int]:
@@ -252,9 +252,10 @@ class HostUpdateRule(Protocol):
 
 def freeze_parameters(modules: Iterable[nn.Module], config: OptimizerConfig, world: Axis) -> list[str]:
     """Freeze the parameters to which a freezing rule applies. Call this function before gradient buffers are built. If
-    there are custom groups, return text lines that describe the groups of the other parameters. A frozen parameter has
-    no gradient, is in no bucket and has no optimizer state. If there are rules or custom groups, all ranks must call
-    this function together. If a rule does not fit the parameters of the whole model, every rank raises ValueError.
+    there are custom parameter groups, return lines of text that describe the groups of all parameters that are not
+    frozen. A frozen parameter has no gradient, is in no bucket and has no optimizer state. If there are freezing rules
+    or custom parameter groups, all ranks must call this function together. If a rule does not fit the parameters of the
+    whole model, every rank raises ValueError.
     """
     if not config.parameter_rules and not config.has_own_groups:
         return []

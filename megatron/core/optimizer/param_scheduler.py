@@ -47,7 +47,7 @@ class ScheduleLength:
 
     @classmethod
     def in_samples(cls, config: OptimizerConfig, samples: int) -> ScheduleLength:
-        """Read the lengths from the flags that are given in samples. The run has `samples` samples."""
+        """Read the lengths from the flags whose unit is samples. The run has `samples` samples."""
         decay = samples if config.lr_decay_samples is None else config.lr_decay_samples
         return cls._of(config, config.lr_warmup_samples, decay, config.lr_wsd_decay_samples or 0, samples)
 
@@ -55,7 +55,7 @@ class ScheduleLength:
     def in_iterations(
         cls, config: OptimizerConfig, iterations: int, samples_at: Callable[[int], int]
     ) -> ScheduleLength:
-        """Read the lengths from the flags that are given in iterations. The run has `iterations` iterations.
+        """Read the lengths from the flags whose unit is iterations. The run has `iterations` iterations.
 
         `samples_at(n)` returns the number of samples that the first n iterations consume.
         """

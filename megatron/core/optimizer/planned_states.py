@@ -202,7 +202,7 @@ class ChainPlan:
         return param.bucket.shard(self._data_rank[param.meta.data_axis][self.ranks[place]])
 
     def part(self, state: State, place: int) -> tuple[int, int]:
-        """Return elements [start, stop) of a `reduced` state that ranks[place] holds."""
+        """Return the bounds start and stop of the elements of a `reduced` state that are on ranks[place]."""
         length = self.part_length(state.numel)
         return min(state.numel, place * length), min(state.numel, (place + 1) * length)
 
@@ -223,8 +223,8 @@ class ChainPlan:
         memory, otherwise those on the device. `main` is the size in bytes of an element of the main dtype."""
         size, data = len(self.ranks), {axis: [0] * len(self.ranks) for axis in self._data_rank}
         steps, further = [0] * (size + 1), [0] * (size + 1)
-        """Bytes of reduced states as differences between consecutive ranks, and additional bytes of individual
-        ranks."""
+        """`steps[i]` is the number of bytes by which the `reduced` states of rank i exceed those of rank i - 1.
+        `further[i]` is the number of additional bytes on rank i."""
         for param in self.params:
             for state in param.states:
                 width = state.nbytes(1, main)

@@ -84,7 +84,7 @@ class Request:
 
 @dataclass(frozen=True)
 class SumRequest(Request):
-    """Request for a sum over all ranks' elements of a parameter."""
+    """Request for a sum over all elements of a parameter, including the elements on other ranks."""
 
     partial: Tensor
     """Term that this rank contributes to the sum. The term has the same shape as the sum."""
@@ -272,7 +272,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class StageOfUpdate:
-    """Properties of a rank's pipeline stage that fused links use."""
+    """Properties of a pipeline stage, which fused links (`FusedTransform`) read."""
 
     layouts: Sequence[BufferLayout]
     """Layouts of the buffers that contain the rank's parameters."""

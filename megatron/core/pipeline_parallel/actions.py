@@ -19,13 +19,13 @@ class Kind(Enum):
     the stage that runs it, so SEND_F of stage 2 pairs with RECV_F of stage 3, and SEND_B of stage 3 with RECV_B of
     stage 2.
 
-    The stage of a VALIDATE is the first stage of its rank. A VALIDATE precedes all actions that cannot be repeated. At
-    a VALIDATE, a rank either learns whether the update of the previous step was kept, or applies that update
-    (`StepFacts.kept` of `megatron.training.step_parts`).
+    At a VALIDATE, a rank either learns whether the update of the previous step was kept, or applies that update
+    (`StepFacts.kept` of `megatron.training.step_parts`). A VALIDATE precedes all actions that cannot be repeated. The
+    stage of a VALIDATE is the first stage of its rank.
 
-    The stage and micro-batch of an FB are those of its forward pass. An FB directly precedes two passes that run in
-    turns: an F, and a B or I of a different micro-batch. While the expert all-to-alls of one pass are in flight, the
-    other pass computes.
+    An FB directly precedes two passes that run in turns: an F, and a B or I of a different micro-batch. While the
+    expert all-to-alls of one pass are in flight, the other pass computes. The stage and micro-batch of an FB are those
+    of the F.
     """
 
     F = "F"
@@ -65,8 +65,8 @@ Lists = Sequence[Sequence[Action]]
 
 
 def units(actions: Sequence[Action]) -> Iterator[tuple[Action, ...]]:
-    """Group a rank's actions into units, which run one after another. A unit is either a single action, or an FB with
-    its two passes.
+    """Group a rank's actions into units, which run one after another. A unit is either a single action, or an FB action
+    with the forward and the backward pass that follow it.
 
     Raises ValueError unless each FB is followed directly by its F and by a B or I of another micro-batch.
     """

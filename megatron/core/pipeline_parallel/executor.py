@@ -81,7 +81,7 @@ class PipelineExecutor(Generic[Module, Micro]):
             layout: Placement of all stages on pipeline ranks.
             p2p: Channel that sends and receives messages.
             queue: Queue in which linear layers store their weight gradients; required by lists with I and W.
-            casts: Cache of the stages' weights in low precision, which are kept during one run.
+            casts: Cache of the stages' weights in low precision. Cached weights are kept until the run ends.
             pair: Object that runs a forward and a backward pass in turns.
         """
         pp = p2p.pp
@@ -102,9 +102,9 @@ class PipelineExecutor(Generic[Module, Micro]):
         """Functions that create a context manager for an action. The executor runs each action, including the wait for
         its message, within the context managers of all these functions."""
         self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext
-        """Function that returns a context manager for a training pass, given "forward" or "backward". The context
-        encloses the computation of the pass, but not the wait for messages. A forward and a backward pass that run in
-        turns are timed as one backward pass."""
+        """Function that takes "forward" or "backward", and returns a context manager for a training pass of this kind.
+        The context encloses the computation of the pass, but not the wait for messages. A forward and a backward pass
+        that run in turns are timed as one backward pass."""
         self._handlers = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -203,8 +203,8 @@ class PipelineExecutor(Generic[Module, Micro]):
         self._losses: dict[int, Tensor] = {}
 
     def _run_unit(self, unit: tuple[Action, ...]) -> None:
-        """Run a unit: either one action, or an FB and the two passes after it, which run in turns. If the unit raises
-        an exception, the names of its actions are added to the exception as a note."""
+        """Run a unit: either one action, or an FB action and the two passes that follow it and run in turns. If the
+        unit raises an exception, the names of its actions are added to the exception as a note."""
         self.current, *pair = unit
         try:
             with record_function(str(self.current)):

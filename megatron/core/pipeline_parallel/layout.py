@@ -79,8 +79,9 @@ def split_layers(
         last_cost: Cost of the head, in layers. Because of the head, the last stage gets fewer layers.
         fixed: Number of layers of individual stages, keyed by stage. The remaining layers are divided among the other
             stages.
-        rank_of: Function that maps a stage to its rank. By default, each stage is on a different rank. Among equally
-            loaded stages, an extra layer goes to the least loaded rank, then to a stage in the middle.
+        rank_of: Function that maps a stage to its rank. By default, each stage is on a different rank. If several
+            stages have the smallest load, an extra layer goes to the stage whose rank has the smallest load. If several
+            of these ranks have the same load, the layer goes to a stage in the middle.
 
     Returns:
         The layers of each stage.

@@ -41,9 +41,10 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
     on which the first unfinished action of the global order depends have finished. Two passes that run in turns are
     adjacent in the global order, and the messages of both passes follow them.
 
-    If `validates` is True, a VALIDATE is inserted into every list at the position of the first backward pass in the
-    global order. No message is sent before a VALIDATE and received after it, so all ranks can restart their lists at
-    the VALIDATE. A VALIDATE waits until all ranks have finished the previous step. Waiting at a VALIDATE cannot
+    If `validates` is True, a VALIDATE is inserted into every list, that is, an action at which a rank learns whether
+    the update of the previous step was kept (see `Kind`). The VALIDATE takes the position of the first backward pass in
+    the global order. No message is sent before a VALIDATE and received after it, so all ranks can restart their lists
+    at the VALIDATE. A VALIDATE waits until all ranks have finished the previous step. Waiting at a VALIDATE cannot
     deadlock, because the previous step needs no further actions of the waiting rank.
     """
     owner = owners_of(lists)
@@ -64,7 +65,7 @@ def add_communication(lists: Lists, validates: bool = False) -> Schedule:
 
 
 Unit = tuple[Action, ...]
-"""Unit of actions: a single action, or an FB and the two passes that run in turns."""
+"""Unit of actions: a single action, or an FB action and the two passes that follow it and run in turns."""
 
 
 def _by_start(lists: Lists) -> list[tuple[int, Unit]]:
@@ -82,9 +83,9 @@ def _walk_order(entry: tuple[float, int, Unit]) -> tuple[float, bool, int]:
     """Return a key that sorts (start, rank, unit) by start time.
 
     Among units that start at the same time, forward passes come first, in ascending order of stages, followed by
-    backward passes in descending order. If two units start at the same time, the second unit may need the message of
-    the first for its next computation. Visiting the first unit first posts the receive of this message before that
-    computation.
+    backward passes in descending order. Suppose that two units start at the same time, and that the rank of the second
+    unit then needs the message of the first unit. If the first unit is visited first, the receive of the message is
+    posted before the unit that needs it.
     """
     start, _, unit = entry
     kind, stage, _ = unit[0]
@@ -102,8 +103,8 @@ def _message_of(action: Action) -> Action | None:
 def validate_schedule(lists: Lists, layout: PipelineLayout, microbatches: int, *, forward_only: bool = False) -> None:
     """Raise ValueError unless the lists form a complete step.
 
-    For each micro-batch, the list of the stage's rank must contain one F, and either one B, or one I and one W. The
-    order of the lists must be executable. Each message needs both a send and a receive.
+    For each micro-batch, the list of the stage's rank must contain one F, and either one B, or one I and one W. It must
+    be possible to run the lists in this order without a deadlock. Each message needs both a send and a receive.
     """
     if len(lists) != layout.pp:
         raise ValueError(f"{len(lists)} lists for {layout.pp} pipeline ranks")
@@ -164,7 +165,8 @@ def pipeline_lists(
         evaluate: Whether to return lists that contain only forward passes, for the schedule's layout.
         group: Micro-batches per group; None uses the schedule's default.
         in_turns: Whether forward and backward passes run in turns.
-        validates: Whether to add a VALIDATE to every list.
+        validates: Whether to add to every list a VALIDATE, at which a rank learns whether the update of the previous
+            step was kept (see `Kind`).
 
     Raises:
         ValueError: The schedule does not support `v`.

@@ -125,7 +125,8 @@ class Walk:
         return self.lists[rank][position] if position < len(self.lists[rank]) else None
 
     def needs(self, action: Action, rank: int) -> list[tuple[Action, float]]:
-        """Return the dependencies of an action, each with the required time between them."""
+        """Return the actions that must end before `action` starts, each with the minimum time from its end to the start
+        of `action`."""
         kind, stage, microbatch = action
         if kind is Kind.FB:
             return [need for part in self.pairs[action] for need in self.needs(part, rank)]
@@ -143,16 +144,17 @@ class Walk:
         return needs + ([(counterpart(action), 0.0)] if self.rendezvous else [])
 
     def verdict(self, microbatch: int) -> list[tuple[Action, float]]:
-        """Return the actions that must finish before a VALIDATE of this micro-batch: the last action of each rank in
-        the previous step. Micro-batches are numbered across steps, so those of the previous step have smaller
-        numbers."""
+        """Return the actions that must end before a VALIDATE (see `Kind`) of this micro-batch, that is, the last action
+        of each rank in the previous step. Micro-batches are numbered across steps, so those of the previous step have
+        smaller numbers."""
         if microbatch not in self.verdicts:
             before = ([a for a in actions if a.kind in TIMED and a.microbatch < microbatch] for actions in self.lists)
             self.verdicts[microbatch] = [(actions[-1], self.lag(None)) for actions in before if actions]
         return self.verdicts[microbatch]
 
     def arrival(self, receive: Action, rank: int) -> list[tuple[Action, float]]:
-        """Return the actions on which the message of `receive` depends, each with the required time in between."""
+        """Return the actions that must end before the message of `receive` arrives, each with the minimum time from its
+        end to the arrival."""
         send = counterpart(receive)
         if self.owner.get(send.stage) == rank:
             return [(self.source(send), 0.0)]

@@ -110,7 +110,7 @@ class TPContext(Section):
     """Number format in which linear layers compute their GEMMs; None if they compute in `dtype`."""
 
     pair: PassPair = field(default_factory=PassPair)
-    """Pair of passes that run in turns. While the collectives of one pass are in flight, the other pass computes."""
+    """`PassPair` of two micro-batches. While the collectives of one pass are in flight, the other pass computes."""
 
     seed: int = 1234
     """Seed of the run. Dropout masks depend on the seed and on the name of the dropout."""
@@ -224,11 +224,12 @@ class LinearFunction(torch.autograd.Function):
     With an addend, the function returns y + addend, and `leave` must not be a collective. The function saves only the
     local part of the input, in the form that the dW GEMM reads. The backward pass gathers the input again while it
     computes dX, and reduces dX while it computes dW. `backward` passes dW to `accumulate_weight_grad`. If `saves` is
-    False, nothing is saved for the backward pass. `of_output` may contain casts and the sum of dY.
+    False, nothing is saved for the backward pass. In the backward pass, `of_output` provides casts of dY and the sum of
+    dY if another kernel has computed them.
     """
 
-    # Column parallel: x [s, b, h] -> [s, b, f/t]; W [f/t, h]. With sequence parallelism x [s/t, b, h].
-    # Row parallel: x [s, b, f/t] -> [s, b, h]; W [h, f/t]. With sequence parallelism y [s/t, b, h].
+    # Column parallel: x [s, b, h] -> y [s, b, f/t]; W [f/t, h]. With sequence parallelism, x is [s/t, b, h].
+    # Row parallel: x [s, b, f/t] -> y [s, b, h]; W [h, f/t]. With sequence parallelism, y is [s/t, b, h].
     @staticmethod
     def forward(
         ctx: LinearContext,
@@ -299,7 +300,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 def enter(x: Operand, boundary: Boundary, axis: Axis) -> list[Pending]:
-    """Start gathering the tensors of `x` along the sequence. A scalar tensor applies to the whole sequence."""
+    """Start gathering the tensors of `x` along the sequence, except scalars, which apply to the whole sequence."""
     return [(boundary.enter if part.ndim else start_nothing)(part, axis) for part in x]
 
 
@@ -359,7 +360,7 @@ class ColumnParallelLinear(ParallelLinear):
     """Linear layer with sharded output features: y = x Wᵀ + bias. The weight of a gated MLP is [2, ffn, h] and sharded
     along dim 1, so that every shard is a rectangle of the whole weight. The local output has one feature dim."""
 
-    # x [s, b, in], or [s/t, b, in] under sequence parallelism -> [s, b, out/t]; W [out/t, in]
+    # Shapes in `forward`: x [s, b, in], or [s/t, b, in] under sequence parallelism -> y [s, b, out/t]; W [out/t, in].
     def __init__(self, linear: ColumnLinear, ctx: TPContext) -> None:
         super().__init__(linear.name, linear.metas(), column_boundary(ctx), ctx)
 
@@ -372,7 +373,7 @@ def observed(*modules: nn.Module) -> bool:
 class RowParallelLinear(ParallelLinear):
     """Linear layer with sharded input features: y = x Wᵀ + bias. The bias is added once, after the reduction."""
 
-    # x [s, b, in/t] -> [s, b, out], or [s/t, b, out] under sequence parallelism; W [out, in/t]
+    # Shapes in `forward`: x [s, b, in/t] -> y [s, b, out], or [s/t, b, out] under sequence parallelism; W [out, in/t].
     def __init__(self, linear: RowLinear, ctx: TPContext) -> None:
         super().__init__(linear.name, linear.metas(ctx.sequence_parallel), row_boundary(ctx), ctx)
         self.adds_residual = True
@@ -404,7 +405,7 @@ class ReplicatedParallelLinear(ParallelLinear):
     """Linear layer with the whole weight on every rank: y = x Wᵀ + bias. The forward pass needs no collective. Under
     sequence parallelism, the weight gradient on a rank is a partial sum."""
 
-    # x [s, b, in] -> [s, b, out], or [s/t, b, in] -> [s/t, b, out] under sequence parallelism; W [out, in]
+    # Shapes in `forward`: x [s, b, in] -> y [s, b, out], or both [s/t, b, ...] under sequence parallelism; W [out, in].
     def __init__(self, linear: ReplicatedLinear, ctx: TPContext) -> None:
         boundary = LOCAL_SEQUENCE if ctx.sequence_parallel and ctx.tp.size > 1 else LOCAL
         super().__init__(linear.name, linear.metas(ctx.sequence_parallel), boundary, ctx)
@@ -445,5 +446,5 @@ class OutputLayer(nn.Module):
         self.boundary = column_boundary(ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, h], or [s/t, b, h] under sequence parallelism -> logits [s, b, V/t]; W [V/t, h]"""
+        """Compute logits [s, b, V/t] from x [s, b, h], or [s/t, b, h] under sequence parallelism, and W [V/t, h]."""
         return LinearFunction.apply(x, self.weight, self.bias, self.boundary, self.axis, self.queue, PLAIN)

@@ -90,10 +90,10 @@ def residual_gemm(
     bias: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """addend [n, m] + x [n, k] weight [m, k]ᵀ + bias [m] -> [n, m], summed in fp32 and rounded once to the addend's
-    dtype.
+    """Return addend + x weightᵀ + bias, [n, m], summed in fp32 and rounded once to the addend's dtype. The shapes are:
+    addend [n, m], x [n, k], weight [m, k], bias [m].
 
-    fp8 operands have scalar `scales` of x and of the weight.
+    For fp8 operands, `scales` contains two scalars: the scale of x and the scale of the weight.
     """
     wide = torch.promote_types(addend.dtype, torch.float32)
     total = F.linear(x.to(wide), weight.to(wide))
@@ -129,7 +129,7 @@ class LinearGemms:
         return Operands((x,), (x,))
 
     def forward(self, x: Operand, weight: Tensor, bias: Tensor | None, addend: Tensor | None = None) -> Tensor:
-        """x [s, b, in], weight [..., in], bias [out] -> y [s, b, out].
+        """Compute y = x Wᵀ + bias, [s, b, out], from x [s, b, in], weight [..., in] and bias [out].
 
         If an addend [s, b, out] is given, return y + addend, rounded only once.
         """
@@ -142,7 +142,7 @@ class LinearGemms:
         return Operands((dy,), (dy,))
 
     def input_grad(self, dy: Operand, weight: Tensor) -> Tensor:
-        """dY [s, b, out], weight [..., in] -> dX [s, b, in]"""
+        """Compute dX = dY W, [s, b, in], from dY [s, b, out] and weight [..., in]."""
         return dy[0].matmul(matrix_of(weight))
 
     def forward_rows_(self, out: Tensor, x: Operand, weight: Tensor, bias: Tensor | None) -> None:
@@ -167,7 +167,7 @@ class LinearGemms:
         return dy
 
     def add_weight_grad_(self, out: Tensor, dy: Operand, x: Operand, overwrite: bool = False) -> None:
-        """out [out, in] += dYᵀ X; with `overwrite`, out = dYᵀ X."""
+        """Add dYᵀ X to out [out, in], or overwrite out with dYᵀ X if `overwrite` is True."""
         add_product_(out, rows_of(dy[0]), rows_of(x[0]), overwrite)
 
 
@@ -297,7 +297,7 @@ class OutputGradient:
         self._made: tuple[Tensor, int, Operands | None, Tensor | None] | None = None
 
     def order(self) -> Any:
-        """Return the cast of dY that the layer's GEMMs will read.
+        """Return an object that tells a kernel which casts of dY the layer's GEMMs read.
 
         The result is None if the GEMMs read dY without a cast, or if the scales of the cast are not known in advance.
         """
@@ -345,8 +345,8 @@ def gradient_of_output(y: Tensor | None) -> OutputGradient | None:
 
 
 def _same_values(made: Tensor, version: int, grad: Tensor) -> bool:
-    """Return whether `grad` has exactly the memory of `made`, and this memory was not modified since version `version`
-    of `made`."""
+    """Return whether `grad` has exactly the memory of `made`, and this memory was not modified since the version
+    counter of `made` was `version`."""
     storages = (storage_id(x) for x in (made, grad))
     places = {(storage, x.storage_offset(), x.numel()) for storage, x in zip(storages, (made, grad), strict=True)}
     return len(places) == 1 and version_of(made) == version

@@ -84,10 +84,10 @@ def accumulate_weight_grad(
     """Add a weight gradient to `weight.main_grad`, immediately or through the queue. Return the gradient that the
     `backward` of an autograd Function must return.
 
-    `add_(out, overwrite)` adds dW to `out`, a tensor of the weight's shape, or overwrites `out` if this is the first
-    contribution of a step that did not zero `main_grad`. `add_` is called only when the gradient is computed. A queued
-    job therefore need not fetch its operands in advance; for example, it may gather a sequence-parallel input only when
-    it runs.
+    `add_(out, overwrite)` adds dW to `out`, a tensor of the weight's shape. If `overwrite` is True, `add_` instead
+    overwrites `out` with dW. This is the case for the first contribution of a step that did not zero `main_grad`.
+    `add_` is called only when the gradient is computed. A queued job therefore need not fetch its operands in advance;
+    for example, it may gather a sequence-parallel input only when it runs.
 
     `weight.before_main_grad`, if set, is called before each contribution, because a `main_grad` may have no memory yet.
     If the weight is frozen, this function does nothing. The gradient of a weight without `main_grad` is returned to
@@ -171,7 +171,8 @@ def saved_without_graph(ctx: AutogradContext) -> tuple[Tensor, ...]:
 
 @torch_function
 def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) -> None:
-    """out [o, i] += dy [n, o]ᵀ x [n, i], summed in the precision of `out`. With `overwrite`, out = dyᵀ x.
+    """Add dyᵀ x to out [o, i], summed in the precision of `out`. The shapes are: dy [n, o], x [n, i]. If `overwrite` is
+    True, out is overwritten with dyᵀ x.
 
     On CPU, a product of bf16 matrices is rounded once, to bf16, before it is added. The resulting relative error of
     each micro-batch's product is at most 2^-9. CPU kernels for bf16 have no fp32 result, but are several times as fast
@@ -194,7 +195,7 @@ def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) ->
 
 
 def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:
-    """out[index[i]] += rows[i], in the precision of `out` and in a fixed order.
+    """Add rows[i] to out[index[i]] for each i, in the precision of `out` and in a fixed order.
 
     Indices must be in [0, len(out)). GPUs do not check the indices, because some versions of torch's `index_put_` would
     read the largest and the smallest index on the host.
