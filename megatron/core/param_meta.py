@@ -81,7 +81,7 @@ Role = Literal[
 - `convolution`: a kernel over the last tokens of each channel.
 - `norm`: the weight of a norm, which multiplies the normalized values.
 - `bias`: a vector that is added to the output of a linear map or a norm.
-- `sink`: a logit of each head that attention scores compete with.
+- `sink`: a logit per attention head that enters the softmax together with the attention scores.
 - `vector`: any other vector or scalar, such as a decay or the slope of an activation function.
 - `state`: numbers that are saved but not trained.
 """

@@ -77,8 +77,8 @@ def _call_form(protocol: type) -> str | None:
 
 
 def _refused(form: str, part: object) -> str:
-    """Check that a part can be called with the arguments of `form`. Returns an empty string if the part conforms, and
-    otherwise the violated rule and a remedy."""
+    """Check that a part can be called with the arguments that `form` lists, which is a result of `_call_form`. Returns
+    an empty string if the part conforms, and otherwise the violated rule and a remedy."""
     words = form.split(", ")
     taken = f"a {type(part).__name__}"
     if callable(part):

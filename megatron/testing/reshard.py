@@ -1,8 +1,8 @@
 """Bitwise comparison of the ranks' memory after a checkpoint is saved under one layout and loaded under another.
 
-The expected values are copied from the memory of the ranks that save the checkpoint: weights, states without gradients,
-and all optimizer and callback states. Before a load, the memory that receives the loaded values is filled with NaN.
-Neither side of the comparison uses the checkpoint code.
+The expected values are copied from the memory of the ranks that save the checkpoint: weights, untrained states such as
+router biases, and all optimizer and callback states. Before a load, the memory that receives the loaded values is
+filled with NaN. Neither side of the comparison uses the checkpoint code.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
 
 
 def state_fragments(run: TrainingRun, label: Label) -> list[Fragment]:
-    """Return this rank's fragments of weights, states without gradients, main parameters, moments and callback
-    states."""
+    """Return this rank's fragments of the weights, untrained states such as router biases, main parameters, moments and
+    callback states."""
     return [*_weights(run, label), *_moments(run, label), *_of_callbacks(run, label)]
 
 

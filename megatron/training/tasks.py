@@ -140,7 +140,8 @@ def end_callbacks(run: TrainingRun) -> str:
 
 
 class GarbageCollection:
-    """Garbage collection at the same steps on all ranks with --manual-gc, or at Python's thresholds without it.
+    """Garbage collection during training. With --manual-gc, all ranks collect garbage at the same steps. Without it,
+    Python collects garbage at its thresholds.
 
     In a large run, a garbage collection takes tenths of a second. With Python's thresholds, each rank collects garbage
     at different steps, and every collection delays all ranks. Automatic collection is off until `resources` is

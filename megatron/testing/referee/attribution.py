@@ -24,8 +24,8 @@ MOST_RUNS = 4
 """Largest number of separate ranges of wrong rows that a message lists."""
 
 LARGEST_FACTOR = 1024
-"""Largest denominator of a factor that is printed as a fraction. A factor such as 1/8 is typical of sums or averages
-over an axis that are computed twice."""
+"""Largest denominator of a factor that is printed as a fraction. A factor such as 1/8 is typical of a program that sums
+or averages twice over the same axis."""
 
 
 UNRELATED = 0.9
@@ -102,7 +102,7 @@ def _described(found: Tensor, expected: Tensor, allowed: float) -> str:
 
 
 def _as_whole(found: Tensor, expected: Tensor, allowed: float) -> str | None:
-    """Return a cause that explains all elements of the wrong gradient at once, such as a factor; None if there is no
+    """Return a single cause that explains the wrong gradient in all elements, such as a factor; None if there is no
     such cause."""
     sizes = [torch.linalg.vector_norm(each).item() for each in (found, expected)]
     if sizes[0] <= allowed * sizes[1]:

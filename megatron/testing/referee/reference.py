@@ -63,7 +63,7 @@ class Gradients:
         return iter(self._grads)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return the whole gradient of the mean loss with respect to a parameter, in fp64."""
+        """Return the unsharded gradient of the mean loss with respect to a parameter, in fp64."""
         grad = self._grads[name]
         return (grad * self._factor.to(grad.dtype)).double()
 
@@ -225,7 +225,7 @@ def _block_of(grad: Tensor, dim: int, block: int, count: int) -> Tensor:
 
 
 def _load(run: TrainingRun, source: Source) -> None:
-    """Load the weights and the states without gradients from a source."""
+    """Load the weights and the untrained states, such as router biases, from a source."""
     for model in run.stages.values():
         for param, meta in model.named_metas().values():
             if param.requires_grad:

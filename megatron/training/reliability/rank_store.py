@@ -1,13 +1,18 @@
 """Out-of-band messages between ranks over the rendezvous store.
 
-Keys:
-    peer/R      host, process and namespace of rank R         beat/R   changes while R lives; holds its phase
-    cause       the failure of the run; the first one stays   place/R  where R was when it saw the cause
-    told        the printed report                            left/R   R has read it and no longer needs the store
-    over/R      R has ended without a failure                 world    number of ranks according to the first one
-    came/W      number of ranks that have reached meeting W   came/W/R R has reached it
-    ask/N       the N-th request to stop or save              at/N/R   ticks R had begun when it saw the request
-    agreed/N    the tick after which all ranks carry it out
+Keys, where R is a rank, W is the name of a meeting point of all ranks, and N is the number of a request:
+    peer/R      host, process and namespace of rank R
+    beat/R      heartbeat of rank R, which changes while R is alive and contains the phase of R
+    cause       root cause of the failure of the run; only the first value is kept
+    place/R     phase and line of code of rank R at the time at which R read `cause`
+    told        the printed failure report
+    left/R      exists if rank R has read the report and no longer needs the store
+    over/R      exists if rank R has ended without a failure
+    world       world size according to the first rank that connected
+    came/W      number of ranks that have reached W; came/W/R exists if rank R has reached it
+    ask/N       the request, which is to stop or to save
+    at/N/R      number of ticks that rank R had begun when it read the request
+    agreed/N    tick after which all ranks carry out the request
 
 No call blocks for longer than the store takes to answer, so missing ranks do not delay others. Any process that can
 reach the port can write to the store. Malformed values are ignored, and the first is reported.

@@ -62,8 +62,8 @@ def with_credentials(url: str) -> str:
 
 
 def like(url: str, found: str) -> str:
-    """Complete a URL that a listing of the folder `url` contains. If the URL `found` lacks the user and password of
-    `url`, they are added. The returned URL shows credentials as ***."""
+    """Complete the URL `found`, which comes from a listing of the folder `url`. If `found` lacks the user and password
+    of `url`, they are added. The returned URL shows credentials as ***."""
     user, other = _USER.search(with_credentials(url)), _USER.search(found)
     if user is not None and other is None and found.startswith(user["before"]):
         found = found.replace(user["before"], f"{user['before']}{user['secret']}@", 1)

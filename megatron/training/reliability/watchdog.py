@@ -41,8 +41,8 @@ class Watch:
 
 
 class Watchdog:
-    """Watchdog over this rank and the other ranks. Until `connect` and `start` are called, the other methods return at
-    once."""
+    """Watchdog over this rank and the other ranks. Until `connect` and `start` are called, the other methods return
+    immediately."""
 
     def __init__(self, launch: Launch | None = None) -> None:
         self.launch = launch or Launch()
@@ -169,7 +169,7 @@ class Watchdog:
                         self.failures.kill_all(number)
                 if not self.failures.left:
                     self._look(board)
-            except RuntimeError as error:  # the process with the store has ended
+            except RuntimeError as error:  # the process that hosts the store has ended
                 if not self._closed.wait(1.0):
                     self.failures.store_lost(error)
 
