@@ -109,7 +109,7 @@ class IndexCache:
             if not os.access(self.folder, os.W_OK):
                 raise PermissionError("the folder is not writable")
             with folder_lock(self.folder):
-                found = self._load(stem, names)  # Another process may have built the files in the meantime.
+                found = self._load(stem, names)  # Another process may have built the files while this one waited.
                 if found is None:
                     _sweep(self.folder)
                     told = {**description, "made_from": list(made_from)}

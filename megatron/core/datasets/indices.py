@@ -163,8 +163,8 @@ def gpt_index_parts(
 
 
 def build_document_index(documents: range, plan: EpochPlan, random: np.random.RandomState) -> NDArray:
-    """Return the document numbers of all epochs in shuffled order. If the plan requires it, the last epoch is shuffled
-    separately."""
+    """Return the document numbers of all epochs in shuffled order. If the plan separates the last epoch, this epoch is
+    shuffled separately."""
     dtype = np.int32 if documents.stop <= INT32_MAX else np.int64
     index = np.tile(np.arange(documents.start, documents.stop, dtype=dtype), plan.epochs)
     apart = (plan.epochs - 1) * len(documents) if plan.final_apart else len(index)

@@ -80,7 +80,8 @@ class ShardedBoxes(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """List the boxes to load. When loading, DCP identifies a box (chunk) by its position in the returned list."""
+        """List the boxes (rectangular blocks of the tensor) to load. When loading, DCP identifies a box (chunk) by its
+        position in the returned list."""
         return [ChunkStorageMetadata(offsets=torch.Size(offset), sizes=data.shape) for offset, data in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:

@@ -141,8 +141,8 @@ def tagged_parameters(modules: Iterable[nn.Module]) -> Iterator[tuple[ParamMeta,
 
 
 def _boxes(meta: ParamMeta, param: Tensor, state: ParallelState, parts: list[OptimizerPiece] | None) -> list[LocalBox]:
-    """Return the boxes of a parameter on this rank: the boxes of `parts`, or the whole local tensor if `parts` is
-    None."""
+    """Return the boxes (rectangular blocks) of a parameter that this rank stores: the boxes of `parts`, or the whole
+    local tensor if `parts` is None."""
     if parts is not None:
         return [box for part in parts for box in part.boxes(state.coords)]
     offset, shape = meta.box(state.coords)
@@ -151,8 +151,8 @@ def _boxes(meta: ParamMeta, param: Tensor, state: ParallelState, parts: list[Opt
 
 
 class _Entries:
-    """Collects the boxes of tensors, keyed by the tensor's name in the state dict. A tensor has several boxes if its
-    elements are in several buckets, or if it is a tied weight with several copies."""
+    """Collects boxes (rectangular blocks) of tensors, keyed by the tensor's name in the state dict. A tensor has
+    several boxes if its elements are in several buckets, or if it is a tied weight with several copies."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[tuple[int, ...], list[LocalBox], bool]] = {}

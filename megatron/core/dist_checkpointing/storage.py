@@ -165,7 +165,8 @@ def _save(
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Shape, dtype and number of boxes of a tensor in a checkpoint."""
+    """Shape and dtype of a tensor in a checkpoint, and the number of boxes (rectangular blocks) in which it is
+    stored."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,13 +1,14 @@
 """Chains of transforms (`transforms`) for all parameters of a rank's pipeline stage. Every optimizer is a chain of
-transforms, which are called links. A fused link (`FusedTransform`) updates the flat shards of many parameters at once.
-All other links of the chain, before and after the fused link, update one parameter at a time. The parameters of a batch
-are updated concurrently. The update of each parameter is a generator, which pauses when it requests data of other
-ranks. Once every update of the batch has either finished or requested a result, all requests are answered together. One
-reduce-scatter and one all-gather over the stage answer requests for sums. One exchange with the matrices' owners
-(`MatrixExchange`) answers requests for whole matrices. After the reduce-scatter, each rank uses the sums that it
-received to update its part of the `reduced` states (see `planned_states`). The all-gather distributes the updated
-states and the sums to all ranks of the stage. Sharding the `reduced` states therefore requires no additional
-communication.
+transforms, which are called links.
+
+A fused link (`FusedTransform`) updates the flat shards of many parameters at once. All other links of the chain, before
+and after the fused link, update one parameter at a time. The parameters of a batch are updated concurrently. The update
+of each parameter is a generator, which pauses when it requests data of other ranks. Once every update of the batch has
+either finished or requested a result, all requests are answered together. One reduce-scatter and one all-gather over
+the stage answer requests for sums. One exchange with the matrices' owners (`MatrixExchange`) answers requests for whole
+matrices. After the reduce-scatter, each rank uses the sums that it received to update its part of the `reduced` states
+(see `planned_states`). The all-gather distributes the updated states and the sums to all ranks of the stage. Sharding
+the `reduced` states therefore requires no additional communication.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class Chain(ShardUpdate):
 
     @property
     def kernels(self) -> list[ShardUpdate]:
-        """Kernels of the chain's fused links."""
+        """Kernels of the chain's fused links (`FusedTransform`)."""
         return [each.kernel for each in self._fused]
 
     def _batches(self, params: Sequence[_Param]) -> list[list[_Elements]]:

@@ -1,4 +1,4 @@
-"""Fused links, which update whole shards in one pass over their memory.
+"""Fused links of optimizer chains (`FusedTransform`), which update whole shards in one pass over the shards' memory.
 
 This module selects the fused link for the parameters of a buffer. The module also contains the fused links of Adam and
 SGD, which call torch's fused kernels.
@@ -24,15 +24,15 @@ from megatron.core.param_meta import ParamMeta
 
 @dataclass(frozen=True)
 class FusedPart:
-    """Kernel of one fused link, and the shards that the kernel updates."""
+    """Kernel of one fused link (`FusedTransform`), and the shards that the kernel updates."""
 
     kernel: ShardUpdate
     shards: Sequence[Shard]
 
 
 def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform | None:
-    """Return the fused link that the chains of a buffer's parameters share. Raises ValueError if the parameters have
-    different fused links."""
+    """Return the fused link (`FusedTransform`) that the optimizer chains of all parameters of a buffer share. Raises
+    ValueError if the parameters have different fused links."""
     found: dict[type[Transform] | None, FusedTransform | None] = {}
     for param in layout.params:
         fused = [link for link in chain_of(config, param.meta) if isinstance(link, FusedTransform)]

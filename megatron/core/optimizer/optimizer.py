@@ -141,7 +141,7 @@ class OptimizerShard(Shard):
         self.main = self.params if self.aliased else self.zeros(self.numel, spec.main_dtype).copy_(self.params)
         self.main.grad = None if self.on_host else self.grads
         self.states = {state.name: self._zeros(state) for state in spec.states}
-        """Optimizer states of a fused link, keyed by name."""
+        """Optimizer states of a fused link (`FusedTransform`), keyed by name."""
         self.written_by_update = False
         """True if the update of the main parameters also writes the model parameters."""
 

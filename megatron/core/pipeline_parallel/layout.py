@@ -75,8 +75,10 @@ def split_layers(
     Args:
         num_layers: Number of layers to split.
         num_stages: Number of stages.
-        first_cost: Cost of the embedding, in layers. Because of the embedding, the first stage gets fewer layers.
-        last_cost: Cost of the head, in layers. Because of the head, the last stage gets fewer layers.
+        first_cost: Cost of the embedding, as a multiple of the cost of a layer. Because of the embedding, the first
+            stage gets fewer layers.
+        last_cost: Cost of the head, as a multiple of the cost of a layer. Because of the head, the last stage gets
+            fewer layers.
         fixed: Number of layers of individual stages, keyed by stage. The remaining layers are divided among the other
             stages.
         rank_of: Function that maps a stage to its rank. By default, each stage is on a different rank. If several

@@ -18,8 +18,8 @@ from megatron.core.pipeline_parallel.actions import (
 )
 
 TIMED = COMPUTE | {Kind.FB}
-"""Kinds of actions that take time. If two passes run in turns, their whole time is counted at the FB that precedes
-them."""
+"""Kinds of actions that take time. If two passes run in turns, their whole time is counted at the FB action that
+precedes them."""
 
 
 class Timed(NamedTuple):
@@ -105,8 +105,8 @@ class Walk:
         self.check_finished()
 
     def duration(self, action: Action) -> float:
-        """Return the duration of an action. The duration of an FB is the sum of the durations of its two passes, which
-        themselves take no time."""
+        """Return the duration of an action. If two passes run in turns, their whole time is the duration of the FB that
+        precedes them, and the simulation counts no time for the two passes."""
         if action.kind not in TIMED or action in self.paired:
             return 0.0
         return self.time_of(self.pairs.get(action, (action,)))

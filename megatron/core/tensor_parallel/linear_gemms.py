@@ -314,7 +314,7 @@ class OutputGradient:
         self._made = grad, version_of(grad), operands, row_sum
 
     def put_stand_in(self, pair: Any, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Like `put`, but for a gradient [s, b, ...] that is not stored itself: only its casts `pair` are needed.
+        """Attach the casts `pair` of a gradient [s, b, ...] as in `put`, but without storing the gradient itself.
         Return a NaN tensor of shape `shape` as a placeholder for the gradient."""
         assert self.gemms.grad_casts is not None
         grad = self.gemms.grad_casts.no_value(dtype).expand(shape)
@@ -322,10 +322,11 @@ class OutputGradient:
         return grad
 
     def take(self, grad: Tensor) -> tuple[Operands | None, Tensor | None]:
-        """Return `grad` cast to the GEMM format, and the sum of `grad` over tokens, as a kernel computed them earlier.
+        """Return two results that a kernel computed earlier: `grad` cast to the GEMM format, and the sum of `grad` over
+        tokens.
 
         A result is None if no kernel computed it, or if it no longer belongs to `grad` because another gradient was
-        added to dY in the meantime.
+        added to dY after the kernel ran.
         """
         made, self._made = self._made, None
         if made is None or not _same_values(made[0], made[1], grad):
