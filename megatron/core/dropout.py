@@ -72,8 +72,8 @@ def attention_dropout(
     if p == 0.0:
         return probs
     _, heads, queries, keys = probs.shape
-    head = _absorb(_absorb(key, sample_index)[:, None], _positions(head_offset, heads, probs))  # [b, heads]
-    rows = _absorb(head[..., None], _positions(query_offset, queries, probs))  # [b, heads, q]
+    head = _absorb(_absorb(key, sample_index)[:, None], _positions(head_offset, heads, probs))  # head: [b, heads]
+    rows = _absorb(head[..., None], _positions(query_offset, queries, probs))  # rows: [b, heads, q]
     return _drop(probs, p, rows, _positions(key_offset, keys, probs))
 
 

@@ -31,7 +31,7 @@ def whole_file(path: Path, synced: bool = False) -> Iterator[Path]:
         return
     temporary = path.with_name(
         f".{path.name}.{os.urandom(16).hex()}.tmp"
-    )  # random: processes on other hosts may have the same process id
+    )  # random, because processes on other hosts may have the same process id
     try:
         yield temporary
         if synced:

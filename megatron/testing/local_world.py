@@ -143,7 +143,7 @@ def share_a_gpu(rank: int, environ: MutableMapping[str, str]) -> None:
 
 def _rank_main(rank: int, world: World, parent: int, job: Callable[[], object]) -> None:
     die_with_parent(parent)
-    gc.freeze()  # else garbage collection would copy memory shared with the parent
+    gc.freeze()  # otherwise, garbage collection writes to pages shared with the parent, which copies them
     stack_file = open(world.folder / f"stack-{rank}", "w")  # noqa: SIM115 (stays open for the signal handler)
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     torch.set_num_threads(1)

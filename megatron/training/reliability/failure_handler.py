@@ -187,7 +187,7 @@ class FailureHandler:
                 self._outcome.end(code, message)
             write_error_file(message)
             with suppress(RuntimeError):
-                # Ranks end only when all ranks are here. Rank 0 may host the store, and therefore ends last.
+                # Ranks end only when all have reached this point. Rank 0 ends last, because it may host the store.
                 board.come("leave")
                 board.wait(lambda: board.all_came("leave"), PARTING)
                 time.sleep(PERIOD if first else 0.0)
@@ -256,7 +256,7 @@ class FailureHandler:
             def known() -> bool:
                 if board.cause() is not None or self.ending:
                     return True
-                # Stop waiting if no rank is silent, or if all silent ranks are suspended: ranks wait for each other.
+                # After a timeout, no other report is expected if every rank answers or is suspended, so stop waiting.
                 return hung(error) and all(board.state(rank) == "T" for rank in silent())
 
             board.wait(known, GRACE)
@@ -382,7 +382,7 @@ class FailureHandler:
             self._kill_silent(cause)
             self.left = True
             board.say("left")
-            if START not in os.environ:  # without a starter, which would report to the launcher
+            if START not in os.environ:  # no starter that reports to the launcher
                 time.sleep(0.5)  # let the launcher notice the failed rank first
         except RuntimeError:
             write_error_file(cause.line(), time.time() + 1)

@@ -158,7 +158,7 @@ class SignalListener:
             # The byte arrives on the socket even while the main thread is inside a collective, when a Python handler
             # would not run.
             signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=_forget_socket)  # a forked child must not write signals here
+            os.register_at_fork(after_in_child=_forget_socket)  # a forked child must not write to this socket
             under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             taken = [number for number in SIGNALS if not (under_nohup and number == signal.SIGHUP)]
             self._handlers = {number: signal.signal(number, _ignore) for number in taken}
