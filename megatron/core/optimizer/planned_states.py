@@ -223,8 +223,9 @@ class ChainPlan:
         memory, otherwise those on the device. `main` is the size in bytes of an element of the main dtype."""
         size, data = len(self.ranks), {axis: [0] * len(self.ranks) for axis in self._data_rank}
         steps, further = [0] * (size + 1), [0] * (size + 1)
-        """`steps[i]` is the number of bytes by which the `reduced` states of rank i exceed those of rank i - 1.
-        `further[i]` is the number of additional bytes on rank i."""
+        """`reduced` states are divided into parts of equal length, and an incomplete last part. `steps[i]` is the
+        number of bytes in parts of equal length on rank i, minus that number on rank i - 1. `further[i]` is the number
+        of bytes on rank i in incomplete parts and matrix states."""
         for param in self.params:
             for state in param.states:
                 width = state.nbytes(1, main)
