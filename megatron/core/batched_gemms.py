@@ -16,7 +16,7 @@ def bmm_in_fp32(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply 16-bit matrices a [n, i, k] and b [n, k, j], and sum in fp32. Returns [n, i, j] in `dtype`, which is the
     operand dtype or fp32.
 
-    A product of two 16-bit numbers is exact in fp32.
+    A product of two 16-bit numbers is exact in fp32, so only the sum and the conversion to `dtype` are rounded.
     """
     if not a.is_cuda:
         return (a.float() @ b.float()).to(dtype)

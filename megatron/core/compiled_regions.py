@@ -1,8 +1,8 @@
 """torch.compile for element-wise code between GEMMs: each region becomes one kernel.
 
-A region is a pure function of tensors that torch.compile compiles as a whole. GEMMs, attention and collectives stay
-outside: a compiler would call the same kernels anyway. Hooks, weight-gradient queues and the order of collectives are
-therefore not affected by compilation.
+A region is a pure function of tensors that torch.compile compiles as a whole. GEMMs, attention and collectives are not
+part of a region, because compiled code would call the same kernels. Hooks, weight-gradient queues and the order of
+collectives are therefore not affected by compilation.
 """
 
 from __future__ import annotations

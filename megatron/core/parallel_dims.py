@@ -77,8 +77,8 @@ class ParallelDims:
 
     @property
     def expert_order(self) -> tuple[str, ...]:
-        """Axes of the expert mesh, outermost first. In each pipeline stage, the expert mesh contains the ranks in the
-        same order as the dense mesh, but with other axes."""
+        """Axes of the expert mesh, outermost first. In each pipeline stage, the expert mesh contains the same ranks in
+        the same order as the dense mesh, but divides them along other axes."""
         return ("pp", "expt_dp", "ep", "expt_tp")
 
     def shards(self, expert: bool) -> int:

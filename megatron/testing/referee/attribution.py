@@ -2,7 +2,8 @@
 on.
 
 Every hypothesis derives a tensor from the correct gradient. A hypothesis holds if the tensor that it derives equals the
-wrong gradient within the tolerance. The first hypothesis that holds is reported; the simplest are tried first.
+wrong gradient within the tolerance. Simple hypotheses are tested before complicated ones, and the first hypothesis that
+holds is reported.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def progress_line(record: Record, train_iters: int, metrics: Sequence[str] = ())
 
 
 def parts_by_weight(record: Record, train_iters: int, metrics: Sequence[str] = ()) -> list[str]:
-    """Return the parts of a console line in this order: counts of errors in the interval, other values by importance,
-    `metrics`."""
+    """Return the parts of a console line in this order: iteration, loss, counts of errors in the interval, other values
+    by decreasing importance, and the metrics that `metrics` names."""
     loss = record["lm_loss"]
     norm = record["grad_norm"]
     mfu = record.get("mfu")
