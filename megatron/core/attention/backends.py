@@ -40,14 +40,15 @@ class AttentionBackend(Protocol):
     """Attention kernels of one layer."""
 
     always_tiles: bool
-    """True if the tile kernels also compute plain causal attention."""
+    """True if the kernels that `tiles` returns are used for plain causal attention, too."""
 
     def causal(self) -> nn.Module:
         """Return the module that computes causal attention among the tokens of one rank. The module has the same
         interface as `megatron.core.attention.core_attention.FusedAttention`."""
 
     def tiles(self) -> tuple[Kernel, Kernel]:
-        """Return the tile kernels for plain causal attention, documents and windows."""
+        """Return the kernels that compute attention tile by tile: the first for plain causal attention, the second for
+        packed documents and sliding windows."""
 
     def dropout(self, dropout: Dropout) -> Kernel:
         """Return the kernel for attention with dropout. All attention kernels use the same dropout masks."""

@@ -52,7 +52,7 @@ class Ring:
 
     @cached_property
     def rows_sent(self) -> Spans | None:
-        """Rows of the keys that this rank sends to other ranks; None if the rank sends all of its keys, or none."""
+        """Rows of the keys that this rank sends to other ranks; None if the rank sends all of its keys or no keys."""
         if self.steps == 1 or self.sent[self.cp.rank] == self.keys[self.cp.rank]:
             return None
         return rows_of(self.keys[self.cp.rank], self.sent[self.cp.rank])

@@ -64,7 +64,8 @@ class Unfused(TorchBackend):
 
 
 def sinks_metas(name: str, config: TransformerConfig, init: Init | None = None) -> list[ParamMeta]:
-    """Return the metadata of the layer's attention sinks, one per head, if they are learned."""
+    """Return a list with the `ParamMeta` of the layer's attention sinks, a tensor with one sink per head. The list is
+    empty if the sinks are not learned."""
     if config.softmax_type != "learnable":
         return []
     return [ParamMeta(f"{name}.core.softmax_offset", (config.num_attention_heads,), {"tp": 0}, init, role="sink")]
@@ -87,8 +88,8 @@ def alibi_slopes(heads: int) -> list[float]:
     no parameters and no maximum sequence length.
 
     If the number of heads is a power of two, the slopes form the geometric sequence from 2^(-8 / heads) to 2^-8
-    (section 3). For any other number of heads, the slopes are those for n heads, where n is the next lower power of
-    two, followed by every other slope for 2n heads.
+    (section 3). For any other number of heads, let n be the next lower power of two. The first n slopes are the slopes
+    for n heads; the remaining slopes are every other slope for 2n heads.
     """
     power = 1 << (heads.bit_length() - 1)
     below = [2 ** (-8 * number / power) for number in range(1, power + 1)]
@@ -105,7 +106,7 @@ class CoreAttention(nn.Module):
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext, sinks: Sequence[ParamMeta] = ()) -> None:
-        """`sinks` is the parameter of the learned attention sinks [heads], or None."""
+        """`sinks` contains the `ParamMeta` of the learned attention sinks [heads], or is empty if there are none."""
         super().__init__()
         self.scale = config.attention_scale
         self.span = config.layer(ctx.layer).span

@@ -106,7 +106,7 @@ def query_rows(x: Tensor, tile: Tile) -> Tensor:
 
 
 def key_rows(x: Tensor, tile: Tile) -> Tensor:
-    """x [keys, b, ...] -> [m, b or 1, ...]: the rows of a tile's keys."""
+    """Select the rows of a tile's keys: x [keys, b, ...] -> [m, b or 1, ...]."""
     return x[tile.keys.start : tile.keys.stop, samples_of(tile)]
 
 
@@ -181,19 +181,20 @@ class TorchKernel:
         factors = self._dropout_factors(weights, tile)
         if factors is not None:
             weights.mul_(factors)
-        out = _grouped(weights, k).to(v.dtype).matmul(v.permute(1, 2, 0, 3))  # [b, groups, r * n, dv]
+        out = _grouped(weights, k).to(v.dtype).matmul(v.permute(1, 2, 0, 3))  # [b, groups, heads / groups * n, dv]
         return _rows_of(out, q), lse.permute(2, 0, 1)
 
     def _backward(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Gradients:
-        """Compute gradients where P is the softmax and D the dropout mask: dS = P * (D * dO vᵀ - rowsum(dO * O)), and
-        dV = (D * P)ᵀ dO.
+        """Compute the gradients of q, k and v from the gradient dO of the output O. P is the softmax of the scores S,
+        and D is the dropout mask. The gradient of the scores is dS = P * (D * dO vᵀ - rowsum(dO * O)), and the gradient
+        of v is dV = (D * P)ᵀ dO.
 
         If scores S are capped at c, dS is also multiplied by 1 - (S / c)², the derivative of the cap.
         """
         scores = self._scores(q, k)
         slope = None if self.cap is None else (scores / self.cap).square_().neg_().add_(1)
         weights = self._masked_(scores, tile).sub_(rows.lse.permute(1, 2, 0)[..., None]).exp_()  # [b, heads, n, m]
-        grad_out = _by_group(rows.grad, k)  # [b, groups, r * n, dv]
+        grad_out = _by_group(rows.grad, k)  # [b, groups, r * n, dv], r = heads / groups
         grad_weights = grad_out.matmul(v.permute(1, 2, 3, 0)).view(weights.shape).to(weights.dtype)
         factors = self._dropout_factors(weights, tile)
         if factors is not None:
@@ -241,7 +242,7 @@ def _by_group(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _grouped(weights: Tensor, k: Tensor) -> Tensor:
-    """weights [b, heads, n, m] -> [b, groups, heads / groups * n, m]"""
+    """Rearrange attention weights by query group: [b, heads, n, m] -> [b, groups, heads / groups * n, m]."""
     return weights.view(weights.shape[0], k.shape[2], -1, weights.shape[-1])
 
 

@@ -1,7 +1,8 @@
 """Variable-length causal attention. One kernel launch computes all documents of a micro-batch.
 
 The input of the kernel consists of packed sequences of any lengths, and the start row of each sequence (`cu_seqlens`).
-On CPU, under context parallelism and with dropout, tiles compute the same result (`local_attention`).
+The kernel is not used on CPU, under context parallelism, or with dropout. In these cases, attention is computed tile by
+tile, with the same result (`local_attention`, `ring_attention`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Lengths = tuple[Tensor, Tensor, int, int]
 longest query sequence, length of the longest key sequence."""
 
 Window = tuple[int, int]
-"""Numbers of keys to the left and to the right of a query that the query sees; -1 for all keys. The last query has the
+"""(left, right): how many keys before and after its own position a query sees; -1 for all keys. The last query has the
 same position as the last key."""
 
 
@@ -31,7 +32,7 @@ class PackedKernel(Protocol):
     """Attention kernel for packed sequences of different lengths, with an optional sliding window."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, window: Window) -> tuple[Tensor, ...]:
-        """Compute attention: q [rows, heads, d], k [rows of keys, groups, d], v [..., dv].
+        """Compute attention of q [rows, heads, d] to k [rows of keys, groups, d] and v [rows of keys, groups, dv].
 
         Returns output [rows, heads, dv], log-sum-exp [heads, rows] in fp32, and any further tensors for the backward
         pass.
@@ -67,8 +68,8 @@ Settings = TypeVarTuple("Settings")
 
 
 class SettableKernel(Protocol[*Settings]):
-    """Attention kernel with the methods of `PackedKernel`, but with operands of other shapes, and with other arguments
-    after q, k and v."""
+    """Generalized `PackedKernel`. The operands may have any shapes, and the arguments after q, k and v are the kernel's
+    own `settings`."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *settings: *Settings) -> tuple[Tensor, ...]:
         """Return output, log-sum-exp, and any further tensors for the backward pass."""

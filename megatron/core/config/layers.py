@@ -94,7 +94,7 @@ class ResidualClass(Protocol):
         layer's `TransformerConfig`, and `ctx` the layer's `megatron.core.tensor_parallel.layers.TPContext`."""
 
     def enter(self, x: Tensor, config: Section) -> Tensor:
-        """Convert hidden states to a residual stream: x [s, b, h] -> [s, b, w]. A static method."""
+        """Convert hidden states to a residual stream: x [s, b, h] -> [s, b, w]. Must be a static method."""
 
     def leave(self, name: str, config: Section, ctx: object) -> nn.Module:
         """Build the module that converts the stream after the last layer to hidden states, [s, b, w] -> [s, b, h].
@@ -104,7 +104,8 @@ class ResidualClass(Protocol):
 
 
 RESIDUALS = Registry("residual stream", ResidualFacts, protocol=ResidualClass, makes=ResidualModule)
-"""Name -> `ResidualClass`. The trunk registers no residual streams; extensions add them."""
+"""Registry that maps the name of a residual stream to its `ResidualClass`. Only extensions register residual
+streams."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Loss(Protocol):
     """Loss function of the last pipeline stage."""
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """logits [s, b, V/tp], labels [s, b] -> losses [s, b]."""
+        """Return the loss of each token: logits [s, b, V/tp], labels [s, b] -> losses [s, b]."""
 
 
 class LossClass(Protocol):
@@ -75,9 +75,10 @@ MOST_COST = 0.01
 """Largest fraction of the step time that `AUTO` may spend on chunking."""
 
 WEIGHT_TOKENS = 320
-"""Number of tokens for which the matrix products with a weight take as long as reading and writing the weight's fp32
-gradient: 8 bytes per element at 2.95 TB/s, and 6 FLOPs per element and token at 700 TFLOP/s (H100). The number is
-computed for an H100, because it is smaller or equal on the other GPUs that the planner supports."""
+"""Number of tokens at which the matrix products with a weight take as long as reading and writing the weight's gradient
+on an H100. The matrix products need 6 FLOPs per weight element and token, at 700 TFLOP/s. Reading and writing the fp32
+gradient moves 8 bytes per element, at 2.95 TB/s. The number is computed for an H100, because it is smaller or equal on
+the other GPUs that the planner supports."""
 
 
 def chunk_size(asked: int | None, vocab_size: int, num_layers: int, hidden_size: int) -> int:

@@ -97,7 +97,7 @@ class MixerFacts:
     """Name by which --recompute-modules selects the part of the mixer that can be recomputed; empty if no part can."""
 
     recomputed_with: str = ""
-    """Flag that adds to a model the part that `recomputed` names."""
+    """Flag that adds the part named by `recomputed` to a model."""
 
     includes: tuple[str, ...] = ()
     """Names of the mixers that this mixer contains. The flags and rules of the contained mixers also apply to a model

@@ -72,8 +72,8 @@ class RouterModule(Protocol):
     """The `nn.Module` that chooses experts for one layer's tokens."""
 
     def forward(self, x: Tensor, context: object, /) -> object:
-        """x [s, b, h], [s/tp, b, h] under sequence parallelism -> the `megatron.core.moe.router.Choice` of these
-        tokens. `context` is the micro-batch's `megatron.core.batch.BatchContext`."""
+        """Choose experts for the tokens x [s, b, h], or [s/tp, b, h] under sequence parallelism. Returns a
+        `megatron.core.moe.router.Choice`. `context` is the micro-batch's `megatron.core.batch.BatchContext`."""
 
 
 class RouterClass(Protocol):
@@ -318,8 +318,8 @@ class MoEConfig:
 
     @property
     def moe_router_scores(self) -> str:
-        """Function that computes the router's scores: "softmax" over the selected experts, "pre_softmax" over all
-        experts, or another name in SCORE_FUNCTIONS."""
+        """Name of the function that computes the router's scores: "softmax" for a softmax over the selected experts,
+        "pre_softmax" for a softmax over all experts, or another name in SCORE_FUNCTIONS."""
         fixed = [scores for name in ROUTERS if (scores := ROUTERS.facts(name).fixed_scores(self)) is not None]
         softmax = "pre_softmax" if self.moe_router_pre_softmax else "softmax"
         own = softmax if self.moe_router_score_function == "softmax" else self.moe_router_score_function

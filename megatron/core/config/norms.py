@@ -38,7 +38,7 @@ class NormModule(Protocol):
     """The `nn.Module` of a norm."""
 
     def forward(self, x: Tensor, /) -> Tensor:
-        """x [..., size] -> [..., size]"""
+        """Normalize the last dim of x: [..., size] -> [..., size]."""
 
 
 class Norm(Protocol):

@@ -153,18 +153,20 @@ class OptimizerConfig(Section):
 
     @property
     def whole_roles(self) -> frozenset[str]:
-        """Roles (`ParamMeta.role`) of matrices that the optimizer updates as a whole; empty for most optimizers."""
+        """Roles (`ParamMeta.role`) of the matrices that the optimizer can only update as whole matrices, not element by
+        element. The set is empty for most optimizers."""
         return OPTIMIZERS.facts(self.optimizer).whole_roles(self)
 
     @property
     def elementwise(self) -> str:
-        """Name of the optimizer for all parameters that are not updated as whole matrices."""
+        """Name of the optimizer for all parameters that are updated element by element."""
         others = OPTIMIZERS.facts(self.optimizer).others
         return self.optimizer if others is None else others(self)
 
     @property
     def updates_together(self) -> bool:
-        """True if all ranks of a stage participate in the update of a parameter."""
+        """True if all ranks of a pipeline stage take part in updating each parameter, so that they must call the update
+        together."""
         return not all(OPTIMIZERS.facts(name).by_element for name in (self.optimizer, self.elementwise))
 
     @property
@@ -198,8 +200,8 @@ class OptimizerConfig(Section):
         return {} if self.host_store is None else HOST_MEMORY.facts(self.host_store).ranges(self, owned)
 
     def host_slots(self, sizes: Sequence[int]) -> tuple[int, int]:
-        """Return the number and the size of the device slots through which gradients and parameters of ranges in host
-        memory are copied (see `HostFacts.slots`)."""
+        """Return the number and the size of the device slots, which are device buffers for copying gradients and
+        parameters whose states are in host memory (see `HostFacts.slots`)."""
         return (0, 0) if self.host_store is None else HOST_MEMORY.facts(self.host_store).slots(sizes)
 
     @cached_property

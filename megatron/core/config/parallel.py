@@ -23,8 +23,8 @@ class HostFacts:
     """Properties of a registered store that keeps optimizer states or activations in host memory."""
 
     fraction: Callable[..., float]
-    """Function of the `OptimizerConfig` that returns which fraction of the optimizer states is kept and updated in host
-    memory."""
+    """Function of the `OptimizerConfig` that returns the fraction of the optimizer states that is kept and updated in
+    host memory."""
 
     ranges: Callable[..., Mapping[tuple[int, int], Sequence[range]]]
     """Function of the `OptimizerConfig` and the number of elements that the rank owns in each bucket. For each bucket,
@@ -369,8 +369,8 @@ class DDPConfig:
         return self.data_parallel_sharding_strategy == "optim_grads_params"
 
     def unit_ranks(self, parallel: ModelParallelConfig) -> int | None:
-        """Return the minimum number of data-parallel ranks for which the matrices of each unit form a bucket of their
-        own; None if they never do."""
+        """Return the minimum data-parallel size at which the matrices of each unit, such as a transformer layer, form a
+        separate bucket; None if they never form separate buckets."""
         if parallel.unit_store is not None:
             return 1
         return 2 if self.shards_gradients else None

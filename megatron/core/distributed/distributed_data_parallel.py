@@ -54,10 +54,11 @@ class DistributedDataParallel:
     weights in that format instead of the parameters, which leaves the parameters outside of this rank's shards
     outdated. Call `finish_param_sync` before you read parameters outside of a forward pass.
 
-    If `data_parallel_sharding_strategy` shards gradients or parameters, whole matrices exist only during the passes of
-    the layer or other unit that contains them. `passes` contains the weight-gradient queue and the weight casts that
-    the modules share. `initialize` is a function that sets the values of parameters that have no memory yet
-    (`WeightSetup.lazy`). Call `gather_params_` before you read sharded parameters.
+    If `data_parallel_sharding_strategy` shards gradients or parameters, unsharded matrices exist only during the
+    forward and backward passes of the unit that contains them. A unit is a transformer layer, or a module outside of
+    layers. `passes` holds two objects that all modules share: the queue of weight gradients that are computed later,
+    and the cache of weights that have been cast to another dtype. `initialize` is a function that sets the values of
+    parameters that have no memory yet (`WeightSetup.lazy`). Call `gather_params_` before you read sharded parameters.
 
     Gradients are in the main dtype, or in the `gradients_dtype` of `optimizer`. Sums over ranks are always in the main
     dtype, unless `grad_reduce_in_bf16` is set.
@@ -132,7 +133,8 @@ class DistributedDataParallel:
         drops_parameters: bool,
         initialize: Callable[[Sequence[Tensor]], None],
     ) -> list[ParamAndGradBuffer]:
-        """Build a buffer for each layout in `layouts`, and set the method by which bf16 gradients are accumulated."""
+        """Build a buffer for each layout in `self.layouts`, and set the method by which bf16 gradients are
+        accumulated."""
         kind = BufferKind(
             getattr(torch, optimizer.gradients_dtype) if optimizer.gradients_dtype else self.main_dtype,
             torch.bfloat16 if self.config.grad_reduce_in_bf16 else self.main_dtype,
@@ -204,8 +206,8 @@ class DistributedDataParallel:
         return (self.params[place.index] for bucket in buckets for place in bucket.layout.params)
 
     def zero_stale_grads(self, bucket: int | None = None) -> None:
-        """Zero the gradients to which this step has added nothing, in one bucket or in all buckets, after small
-        gradients that were held back have been added.
+        """Zero all gradients that have received no contribution in this step, in one bucket or in all buckets. Small
+        gradients that were held back (`SmallGrads`) are added first.
         """
         self._small_grads.flush()
         buckets = self._reduced_whole if bucket is None else self._reduced_whole[bucket : bucket + 1]
@@ -261,8 +263,8 @@ class DistributedDataParallel:
             bucket.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait for all-gathers of parameters, and gather the parameters of which only copies in another format have
-        been gathered.
+        """Wait for the all-gathers of parameters. If some weights have been gathered only in a low-precision format,
+        also gather these weights in the parameters' dtype.
 
         After this call, each rank has the updated values of all parameters that are not sharded between passes. All
         data-parallel ranks must call this method.
@@ -272,8 +274,8 @@ class DistributedDataParallel:
             bucket.gather_params_()
 
     def gather_params_(self) -> None:
-        """Call `finish_param_sync`, and gather sharded parameters, which stay whole until the next step. Only tests and
-        diagnostic tools need this method."""
+        """Call `finish_param_sync`, and gather sharded parameters. The gathered parameters stay in memory until the
+        next step. Only tests and diagnostic tools need this method."""
         self.finish_param_sync()
         for bucket in self.buckets:
             bucket.gather_params_()
@@ -283,13 +285,13 @@ class DistributedDataParallel:
         self.units.drop_params()
 
     def sharded_params(self) -> Iterator[OptimizerPiece]:
-        """Return a live view of this rank's shard of each sharded parameter. A view is empty if the rank holds no
+        """Yield a live view of this rank's shard of each sharded parameter. A view is empty if the rank holds no
         element of the parameter."""
         return self.units.sharded_params()
 
     def gather_grads_(self) -> None:
-        """All-gather every `main_grad`. This method is for tests and diagnostic tools that need whole gradients after a
-        reduction that leaves each rank with only its shards."""
+        """All-gather every `main_grad`. After a reduction, a rank may have the gradients of only its shards. This
+        method is for tests and diagnostic tools that need the gradients of all elements."""
         for bucket in self.buckets:
             bucket.gather_grads_()
 

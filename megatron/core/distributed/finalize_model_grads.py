@@ -28,8 +28,8 @@ from megatron.core.torch_private import foreach_copy_
 def reduce_model_grads(
     ddp: DistributedDataParallel, total_tokens: Tensor, state: ParallelState, seed: float = 1.0
 ) -> Tensor:
-    """Sum the owned part of every `main_grad`, and return the factor that scales it to the gradient of the mean loss
-    per token.
+    """Finish the sums over ranks in this rank's part of every `main_grad`, and return the factor that scales these sums
+    to the gradient of the mean loss per token.
 
     The factor is a float64 scalar on the device. Pass the factor to `DistributedOptimizer.step`, which applies it
     without a separate pass over the gradients, or to `scale_grads_` of `ddp`. The gradient of a batch without valid
@@ -49,7 +49,7 @@ def reduce_model_grads(
 
 
 def global_token_count(num_tokens: Tensor, state: ParallelState, loss_rank: int | None = -1) -> Tensor:
-    """Return the number of valid tokens in the global batch on every rank, as a float64 scalar.
+    """Compute the number of valid tokens in the global batch, and return it on every rank as a float64 scalar.
 
     The number is the token count of pipeline rank `loss_rank`, summed over data- and context-parallel ranks. If
     `loss_rank` is None, each pipeline rank uses the count that it computed, and no pipeline rank waits for another.
@@ -73,7 +73,7 @@ def _sum_shared_grads(ddp: DistributedDataParallel, state: ParallelState) -> Non
         for piece in bucket.owned_pieces
         if len(piece.meta.shared_stages) > 1
     }
-    # The two stages may list the shared parameters in different orders.
+    # The two stages that share parameters may list them in different orders, so sort them by name.
     all_reduce_flat_([shared[name] for name in sorted(shared)], state.embd, ddp.device)
 
 

@@ -1,13 +1,14 @@
-"""Tracking of bucket readiness, for the overlap of gradient reduction and parameter all-gather with computation.
+"""Tracks which buckets are ready, so that gradient reductions and parameter all-gathers can overlap with computation.
 
-For gradients, a parameter reports each contribution to its `main_grad`. If a layer adds weight gradients itself, each
-use of the parameter in the layer causes one report. The sum of the gradients that autograd computes causes one report.
-Every micro-batch therefore causes the same number of reports. A gradient is complete after (reports per micro-batch) *
-(micro-batches) reports. Counting reports works for any order of backward passes, for split backward passes, and for
-parameters that several stages share. Because reports are counted, a schedule does not have to mark the last backward
-pass of a step.
+A bucket can be reduced when the gradients of its parameters are complete. To detect this, every parameter reports each
+contribution to its `main_grad`. If a layer adds weight gradients itself, each use of the parameter in the layer causes
+one report. The sum of the gradients that autograd computes causes one report. Every micro-batch therefore causes the
+same number of reports. A gradient is complete after (reports per micro-batch) * (micro-batches) reports. Counting
+reports works for any order of backward passes, for split backward passes, and for parameters that several stages share.
+Because reports are counted, a schedule does not have to mark the last backward pass of a step.
 
-For parameters, a module waits for the buckets that it reads before it runs.
+A bucket's all-gather must end before a module reads the parameters. Each module therefore waits, before it runs, for
+the buckets of its parameters.
 """
 
 from __future__ import annotations

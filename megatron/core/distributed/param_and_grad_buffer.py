@@ -87,8 +87,8 @@ class Bucket:
         return torch.zeros(numel, dtype=dtype, device="cpu")
 
     def adopt(self, owners: Sequence[nn.Parameter]) -> None:
-        """Take over the parameters `owners` after their values were moved into `params`. `Bucket.adopt` does
-        nothing."""
+        """Called once with the parameters `owners` of the bucket, after their values were moved into `params`.
+        Subclasses can free or copy memory here; `Bucket.adopt` does nothing."""
 
     def owned_grad(self, piece: Piece) -> Tensor:
         """Return the gradient of `piece`, a part of a parameter from `owned_pieces`, as a 1-D view."""
@@ -153,8 +153,8 @@ class Bucket:
 
 class WholeUnits:
     """Hooks that run before and after the passes of units (transformer layers, and modules outside of layers).
-    In the class `WholeUnits`, the hooks do nothing, because gradients and parameters are whole at all times. Classes
-    that shard gradients or parameters derive from `WholeUnits`.
+    In the class `WholeUnits`, the hooks do nothing, because gradients and parameters are not sharded. Classes that
+    shard gradients or parameters derive from `WholeUnits`.
     """
 
     buckets: Sequence[Bucket] = ()
@@ -165,11 +165,11 @@ class WholeUnits:
         of the step."""
 
     def finish_grad_sync(self) -> None:
-        """Reduce the remaining gradients of a step. Free the whole parameters, because the optimizer is about to change
-        their values."""
+        """Reduce the remaining gradients of a step. Free the unsharded parameters, because the optimizer is about to
+        change their values."""
 
     def drop_params(self) -> None:
-        """Free the whole parameters, for example because the values of their shards have changed."""
+        """Free the unsharded parameters, for example because the values of their shards have changed."""
 
     def drop_grads(self) -> None:
         """Discard whole gradients."""
@@ -186,7 +186,7 @@ class WholeUnits:
 class UnitStore:
     """Base class of stores, which decide where parameters and gradients of units are kept between passes.
 
-    The base class keeps whole parameters and gradients on the device. The subclass `ShardedUnits` keeps only shards
+    The base class keeps unsharded parameters and gradients on the device. The subclass `ShardedUnits` keeps only shards
     between passes.
     """
 
@@ -294,7 +294,7 @@ class ParamAndGradBuffer:
         starts = [*(place.start for place in layout.params), layout.numel]
         gaps = [] if layout.by_unit else zip(ends, starts, strict=True)
         self.grad_gaps = [self.grad_data[stop:start] for stop, start in gaps if start > stop]
-        """Views of the padding between parameters in the gradient buffer; empty for a buffer of units, whose whole
+        """Views of the padding between parameters in the gradient buffer; empty for a buffer of units, whose unsharded
         gradients exist only during passes."""
 
     @property

@@ -9,7 +9,7 @@ distributed optimizer, checkpoints and memory plans use the same layout.
 Buckets are filled in reverse registration order, roughly the order in which the backward pass completes gradients, so
 that the first buckets are ready first. If gradients or parameters are sharded too (ZeRO-2 and ZeRO-3), a bucket of
 matrices contains one unit: a transformer layer, or a module outside of layers. Norms and biases, about 0.1 % of the
-elements, remain in ordinary buckets and are whole on every rank.
+elements, remain in ordinary buckets and are not sharded.
 
 Parameters start at multiples of `ALIGNMENT` elements, because GEMM kernels need aligned operands. Buckets are padded
 with zeros so that their shards are equal in size and also aligned.
@@ -29,8 +29,8 @@ from megatron.core.config.param_groups import ParamGroup
 from megatron.core.param_meta import ParamMeta
 
 ALIGNMENT = 64
-"""Number of elements to whose multiples parameters are aligned. Elements that share a scale in an optimizer state form
-blocks of at most this size."""
+"""Alignment in elements: each parameter starts at a multiple of this number. Elements that share a scale in an
+optimizer state form blocks of at most this size."""
 
 BucketPlace = tuple[int, int]
 """Pair (number of a buffer, number of a bucket within this buffer)."""
@@ -100,7 +100,8 @@ class BufferLayout:
     """Contiguous buffer for parameters with the same reduction ranks, group and optimizer."""
 
     expert: bool
-    """True if the buffer is reduced over "expt_dp" instead of "dp_cp"."""
+    """True if the buffer is reduced over the ranks of the axis "expt_dp" instead of "dp_cp", because it contains
+    parameters of experts."""
 
     group: ParamGroup
     """Parameter group, which determines learning rate and weight decay of the buffer's parameters."""
@@ -117,8 +118,8 @@ class BufferLayout:
     by_unit: bool = False
     """True if each bucket contains the matrices of one unit.
 
-    In such a buffer, whole gradients (ZeRO-2), or whole gradients and parameters (ZeRO-3 and unit stores), exist only
-    while the unit is computed.
+    In such a buffer, unsharded gradients exist only while the unit is computed. With ZeRO-3 and unit stores, the same
+    applies to unsharded parameters.
     """
 
     @property
@@ -154,14 +155,15 @@ def plan_buffers(
 
     Args:
         params: (meta, local shape) of the rank's parameters, in registration order.
-        data_parallel_size: Number of ranks of "dp_cp".
-        expert_data_parallel_size: Number of ranks of "expt_dp".
+        data_parallel_size: Number of ranks of the axis "dp_cp".
+        expert_data_parallel_size: Number of ranks of the axis "expt_dp".
         bucket_size: Minimum number of elements in a bucket. Parameters are added to a bucket until it has this size.
         group_of: Function that returns the optimizer's group of a parameter.
         whole_roles: Roles of the matrices that the optimizer updates as whole matrices, not element by element.
         linears_apart: Whether to put the weights of linear layers in separate buffers, for all-gathers in another
             number format.
-        unit_ranks: Minimum number of reduction ranks for which the matrices of each unit form a separate bucket.
+        unit_ranks: The matrices of each unit form a separate bucket if their gradients are reduced over at least this
+            number of ranks; None for never.
     """
     names = [meta.name for meta, _ in params]
     assert len(set(names)) == len(names), f"parameter names must be unique: {sorted(names)}"

@@ -1,4 +1,4 @@
-"""ZeRO-2 and ZeRO-3: whole gradients, and with ZeRO-3 whole parameters, exist only while their unit uses them.
+"""ZeRO-2 and ZeRO-3: unsharded gradients, and with ZeRO-3 unsharded parameters, exist only while a unit uses them.
 
 A unit is a transformer layer, or a module outside of layers that owns parameters, such as the embedding and the output
 layer. The ranks communicate before and after each forward and backward pass of a unit (Rajbhandari et al., arXiv
@@ -9,10 +9,10 @@ layer. The ranks communicate before and after each forward and backward pass of 
 - after a backward pass, the unit's gradients are reduced over the ranks, while the next unit computes.
 
 The order of units is learned from the previous step, because a schedule uses the units in the same order in each step
-with the same number of micro-batches. This includes recomputation. All ranks of a group therefore gather and reduce in
-the same order. In the first step and during evaluation, no unit is gathered early.
+with the same number of micro-batches. The order includes the passes of recomputation. All ranks of a group therefore
+gather and reduce in the same order. In the first step and during evaluation, no unit is gathered early.
 
-If a backward pass is split into I and W, weight gradients are reduced after W, for which no parameters are gathered.
+With a split backward pass (I for inputs, W for weights), gradients are reduced after W, which needs no parameters.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class UnitBucket(Bucket):
     """Bucket that contains the parameters of one unit, such as a transformer layer. Between passes, this rank keeps
     only its shard of the gradients (ZeRO-2), and with ZeRO-3 only its shard of the parameters.
 
-    Whole gradients exist from the first contribution of a micro-batch until they have been reduced and added to
-    `grad_shard`. Whole parameters exist from the unit's first `acquire` to its last `release`. When parameter memory is
-    freed and allocated again, views of it stay the same, so tensors that autograd saved are valid whenever a parameter
-    is whole."""
+    Unsharded gradients exist from the first contribution of a micro-batch until they have been reduced and added to
+    `grad_shard`. Unsharded parameters exist from the unit's first `acquire` to its last `release`. The memory of the
+    unsharded parameters is freed and allocated again, but its views stay the same. Views that autograd saved are valid
+    whenever the parameters are gathered."""
 
     def __init__(self, layout: BucketLayout, buffer: ParamAndGradBuffer) -> None:
         super().__init__(layout, buffer)
@@ -62,7 +62,7 @@ class UnitBucket(Bucket):
         self.users = 0
         """Number of passes that currently compute with the parameters."""
         self.on_drop: list[Callable[[], None]] = []
-        """Functions that are called when the whole parameters are freed."""
+        """Functions that are called when the unsharded parameters are freed."""
         self._reduced: Pending | None = None
 
     def memory(self, data: Tensor, sharded: bool) -> tuple[Tensor, Tensor]:
@@ -79,27 +79,27 @@ class UnitBucket(Bucket):
             self.drop_params()
 
     def start_gather(self) -> None:
-        """Start gathering the parameters, unless they are whole or a gather is in progress. Collective."""
+        """Start gathering the parameters, unless they are gathered or a gather is in progress. Collective."""
         if not self.whole_params:
             alloc_storage(self.params)
             self._param_sync = start_all_gather(self.param_shard, self.axis, out=self.params)
             self.whole_params = True
 
     def acquire(self) -> None:
-        """Gather the parameters for another pass. Every rank must call `acquire`, unless the parameters are whole."""
+        """Gather the parameters for another pass. Every rank must call `acquire`, unless they are gathered."""
         self.users += 1
         self.start_gather()
         with record_function(WAIT_GATHERED):
             self.finish_param_sync()
 
     def release(self, keep: bool) -> None:
-        """End a pass. If no other pass uses the unit, free the whole parameters, unless `keep` is True."""
+        """End a pass. If no other pass uses the unit, free the unsharded parameters, unless `keep` is True."""
         self.users -= 1
         if not self.users and not keep:
             self.drop_params()
 
     def drop_params(self) -> None:
-        """Free whole parameters between passes, for example because the values of their shards have changed."""
+        """Free unsharded parameters between passes, for example because the values of their shards have changed."""
         assert self.users == 0, "parameters in use"
         if self.shards_params and self.whole_params:
             self.finish_param_sync()
@@ -115,7 +115,7 @@ class UnitBucket(Bucket):
             super().start_param_sync()
 
     def open_grads(self) -> None:
-        """Allocate memory for whole gradients, which the first contribution to each gradient overwrites."""
+        """Allocate memory for unsharded gradients, which the first contribution to each gradient overwrites."""
         self.finish_grad_sync()
         if not self.whole_grads:
             alloc_storage(self.grads)
@@ -129,14 +129,14 @@ class UnitBucket(Bucket):
             self.whole_grads = True
 
     def zero_stale_grads(self) -> None:
-        """Zero the whole gradients of all parameters that have received no gradient contribution in this step."""
+        """Zero the unsharded gradients of all parameters that have received no gradient contribution in this step."""
         for owner in self.owners:
             if is_stale(owner):
                 mark_stale(owner, False)
                 owner.main_grad.zero_()  # type: ignore[attr-defined]
 
     def start_grad_sync(self) -> None:
-        """Start reducing the whole gradients, if anything was added to them. All ranks must call this method."""
+        """Start reducing the unsharded gradients, if anything was added to them. All ranks must call this method."""
         self.finish_grad_sync()
         if self.whole_grads:
             self.zero_stale_grads()
@@ -146,7 +146,7 @@ class UnitBucket(Bucket):
             self._reduced = start_reduce_scatter(whole, self.axis)
 
     def finish_grad_sync(self) -> None:
-        """Wait for `start_grad_sync`, add the reduced sum to `grad_shard`, and free the whole gradients."""
+        """Wait for `start_grad_sync`, add the reduced sum to `grad_shard`, and free the unsharded gradients."""
         if self._reduced is not None:
             with record_function(WAIT_REDUCED):
                 reduced = self._reduced.wait()
@@ -155,7 +155,7 @@ class UnitBucket(Bucket):
             self.drop_grads()
 
     def drop_grads(self) -> None:
-        """Free the whole gradients."""
+        """Free the unsharded gradients."""
         assert self._reduced is None, "gradients on their way"
         if self.whole_grads:
             for owner in self.owners:
@@ -446,5 +446,5 @@ def _apart_from(unit: Unit, output: object) -> object:
 
 
 def _differentiable(value: object) -> Iterator[Tensor]:
-    """Return the tensors in a module's inputs or outputs that require gradients."""
+    """Yield the tensors in a module's inputs or outputs that require gradients."""
     return (tensor for tensor in tensors_in(value) if tensor.requires_grad)

@@ -17,15 +17,15 @@ class StoredPass(Protocol):
     """Forward pass of one micro-batch through the layers of a stage."""
 
     def part(self, stored: bool, parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-        """Return the context manager for the forward pass of one part of a stage. Such a part is a layer, or several
-        layers that are recomputed together.
+        """Return the context manager in which the forward pass of one part of a stage must run. A part is a layer, or
+        several layers that are recomputed together.
 
         If `stored` is True, the tensors that the part saves for the backward pass are stored outside of the device,
         except for its `parameters`.
         """
 
     def watch(self, output: object) -> None:
-        """Receive the output of the part of the pass that ran last. The backward pass of this part starts once the
+        """Receive the output of the most recent part (see `part`). The backward pass of this part starts once the
         gradient of the output is known."""
 
     def end(self) -> None:
@@ -57,11 +57,12 @@ class ActivationStore(Protocol):
         """Memory pool for the stored activations."""
 
     def reset(self, pinned: bool = True) -> Pool:
-        """Replace the pool with an empty pool, for plans. The new pool uses pinned memory only if `pinned` is True."""
+        """Replace the pool with an empty pool. The new pool uses pinned memory only if `pinned` is True. Only plans of
+        a run call this method."""
 
     def begin(self, x: Tensor, shared: object) -> StoredPass:
-        """Start the forward pass of a stage's layers with input x. Tensors are not stored if they are contained in
-        `shared`, an object or a mapping."""
+        """Start a forward pass through the layers of a stage. x is the input of the first layer. Tensors that `shared`,
+        an object or a mapping, contains are not stored."""
 
 
 def build_store(config: ModelParallelConfig, device: torch.device | str) -> ActivationStore | None:
@@ -88,8 +89,8 @@ class Saver(Protocol):
 
 
 class _Now(threading.local):
-    """Store for the tensors that autograd saves in this thread. The store is thread-local, because interleaved passes
-    of two micro-batches run in separate threads."""
+    """Current `Saver` of each thread, or None. The attribute is thread-local, because interleaved passes of two
+    micro-batches run in separate threads."""
 
     saver: Saver | None = None
 
@@ -99,7 +100,7 @@ _now = _Now()
 
 @contextmanager
 def saving_by(saver: Saver | None) -> Iterator[None]:
-    """Context manager: in its body, `packed` passes tensors to `saver`."""
+    """Context manager that makes `packed` pass tensors to `saver` in its body."""
     before, _now.saver = _now.saver, saver
     try:
         yield

@@ -183,7 +183,8 @@ def _bounded(x: Tensor, clamp: float | None, offset: float) -> Tensor:
 
 
 def _within(x: Tensor, clamp: float) -> Tensor:
-    """Return a mask of the elements that are within the bounds of the clamp, and therefore have a gradient."""
+    """Return a mask that is True for elements within the bounds of the clamp. The gradient of all other elements is
+    zero."""
     gate, up = x.chunk(2, dim=-1)
     return torch.cat((gate <= clamp, up.abs() <= clamp), dim=-1)
 

@@ -73,8 +73,8 @@ def heads_norm_meta(name: str, heads: int, config: TransformerConfig) -> ParamMe
 
 
 class WideRMSNorm(nn.Module):
-    """RMSNorm over the channels of all `heads`, which are sharded over tensor-parallel ranks. The norm is computed in
-    fp32 for 16-bit inputs."""
+    """RMSNorm over the channels of all heads together. The heads are sharded over tensor-parallel ranks. The norm is
+    computed in fp32 for 16-bit inputs."""
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class WideRMSNorm(nn.Module):
         self.weight = make_parameter(heads_norm_meta(name, heads, config), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, heads/tp, d]"""
+        """Normalize the heads of x: [s, b, heads/tp, d] -> [s, b, heads/tp, d]."""
         wide = x.float() if x.itemsize == 2 else x
         squares = wide.square().sum((-1, -2), keepdim=True)
         # Every rank uses the sum of squares over all ranks, so the gradient of this sum must also be summed over ranks.
@@ -96,7 +96,7 @@ class WideRMSNorm(nn.Module):
 
 
 class NormOfEachHead(nn.Module):
-    """Norm over the channels of each head, multiplied by a weight for each head. The norm is computed in fp32 for
+    """Norm over the channels of each head, with a separate weight for each head. The norm is computed in fp32 for
     16-bit inputs."""
 
     def __init__(self, name: str, heads: int, config: TransformerConfig, ctx: TPContext) -> None:
@@ -107,14 +107,14 @@ class NormOfEachHead(nn.Module):
         self.weight = make_parameter(heads_norm_meta(name, heads, config), ctx)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, heads/tp, d]"""
+        """Normalize the heads of x: [s, b, heads/tp, d] -> [s, b, heads/tp, d]."""
         wide, shape = x.float() if x.itemsize == 2 else x, x.shape[-1:]
         normed = F.layer_norm(wide, shape, eps=self.eps) if self.centered else F.rms_norm(wide, shape, eps=self.eps)
         return (normed * (self.weight.to(wide.dtype) + int(self.one_plus))).to(x.dtype)
 
 
 class L2Norm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) over the last dim, without weights; 16-bit inputs in fp32."""
+    """x / sqrt(mean(x^2) + eps) over the last dim, without weights. 16-bit inputs are normalized in fp32."""
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()

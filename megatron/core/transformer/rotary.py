@@ -97,9 +97,10 @@ class RotaryEmbedding:
         self.dtype = dtype
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [s] or [b, s] -> two tables [s, 1 or b, 1, rotary_dim / 2], to be broadcast over heads."""
+        """Return the cosines and the sines at the given positions: positions [s] or [b, s] -> two tensors [s, 1 or b,
+        1, rotary_dim / 2], which are broadcast over heads."""
         positions = positions[None] if positions.ndim == 1 else positions
-        angles = positions.t()[:, :, None].float() * self.frequencies  # [s, 1 or b, rotary_dim / 2]
+        angles = positions.t()[:, :, None].float() * self.frequencies  # angles [s, 1 or b, rotary_dim / 2]
         cos, sin = ((table * self.mscale).to(self.dtype).unsqueeze(2) for table in (angles.cos(), angles.sin()))
         return cos, sin
 
@@ -115,7 +116,7 @@ def query_scales(config: TransformerConfig, positions: Tensor) -> Tensor:
 
 
 def scaled_queries(q: Tensor, scales: Tensor) -> Tensor:
-    """Multiply q [s, b, heads, d] by `query_scales`."""
+    """Multiply q [s, b, heads, d] by `scales`, the result of `query_scales`."""
     return (q * scales).to(q.dtype)
 
 

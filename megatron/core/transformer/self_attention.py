@@ -32,9 +32,9 @@ Heads = tuple[Tensor, Tensor | None, Tensor, Tensor]
 class SelfAttention(nn.Module):
     """Projection to queries, keys and values, optional head norms, positions, core attention, and output projection.
 
-    linear_qkv is [groups, q_per_group + 2, head_dim, h]: the query heads of a group, then its key, then its value. With
-    --attention-output-gate, the gates follow the query heads. If query and value heads differ in width, linear_qkv is
-    [groups, rows per group, h].
+    The weight of linear_qkv is [groups, q_per_group + 2, head_dim, h]: for each group, the query heads, then the key,
+    then the value. With --attention-output-gate, the gates follow the query heads. If query and value heads differ in
+    width, linear_qkv is [groups, rows per group, h].
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -64,7 +64,8 @@ class SelfAttention(nn.Module):
         return attention_linears(name, config)
 
     def forward(self, x: Tensor, context: BatchContext, addend: Tensor | None = None) -> Tensor:
-        """x [s, b, h] -> [s, b, h]; [s/tp, b, h] under sequence parallelism; s/cp under context parallelism.
+        """Run the attention sublayer: x [s, b, h] -> [s, b, h]. Sequence parallelism divides s by tp, and context
+        parallelism divides s by cp.
 
         If `addend` [s, b, h] is given, it is added to the result. The last linear layer must have `takes_addend`.
         """

@@ -81,7 +81,7 @@ def command_line(argv: Sequence[str], launch: Launch | None = None) -> CommandLi
     """
     launch = launch or Launch.from_environment()
     if "--version" in argv:
-        from importlib.metadata import version  # imported here because it imports email
+        from importlib.metadata import version  # imported here because it imports the slow package email
 
         if launch.rank == 0:
             print(f"pretrain_gpt {__version__}, torch {version('torch')}")
@@ -158,7 +158,8 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
 
 @runtime_checkable
 class StatesFlags(Protocol):
-    """Kind of path in `PATH_KINDS` whose models determine some flags of the runs that load them."""
+    """Kind of path, an entry of `PATH_KINDS`. A run that loads a model from a path of this kind takes some flags from
+    the model."""
 
     def __call__(self, path: str, /) -> bool: ...
 
@@ -244,8 +245,8 @@ def read_flags(argv: Sequence[str], script: Path | None = None) -> FlagReader:
 
 
 def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | None) -> tuple[str, ...]:
-    """Import the extensions that the command line names, and the extensions that files name if they are permitted to
-    load. Returns the absolute paths of the extensions.
+    """Import the extensions that the command line names. Also import those extensions named in configuration files that
+    are permitted to load. Returns the absolute paths of the extensions.
 
     If a file names an extension whose own file has moved, an extension with the same name on the command line replaces
     it. Raises ExtensionError.

@@ -174,12 +174,13 @@ def _record_file(run: Path) -> Path:
 
 
 def _whole(name: str) -> str:
-    """Return `name` as an absolute path without links if it is a path, and unchanged if it is the name of a module."""
+    """If `name` is a path, return it as an absolute path without symbolic links. If `name` is the name of a module,
+    return it unchanged."""
     is_path = "/" in name or name.endswith(CODE_SUFFIXES) or os.path.isdir(name)
     return str(_resolved(name)) if is_path else name
 
 
 def _resolved(path: str | PurePath) -> Path:
     if isinstance(found := located(path) if "://" in str(path) else path, UrlPath):
-        return Path("/", *found.parts)  # no local folder contains this path
+        return Path("/", *found.parts)  # a path that lies in no local folder
     return Path(os.path.realpath(os.path.expanduser(path)))

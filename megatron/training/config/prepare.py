@@ -81,7 +81,7 @@ class _Loaded:
     config: RunConfig
     problems: list[Problem]
     inputs: list[Problem]
-    """Problems with input files, with which a run cannot start, but which a command may ignore."""
+    """Problems with input files. They prevent a run from starting, but a command may ignore them."""
 
 
 def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Loaded:

@@ -1,8 +1,8 @@
 """Reader for untrusted YAML that accepts only plain values of bounded size. This module does not import torch.
 
-Arbitrary YAML is dangerous. For example, a few lines can represent billions of values by aliases of aliases, lists that
-contain themselves, or Python objects. The reader refuses everything that settings files do not need, and reports the
-line number.
+Arbitrary YAML is dangerous. For example, a few lines can expand to billions of values through aliases of aliases, a
+list can contain itself, and a tag can create any Python object. The reader refuses everything that settings files do
+not need, and reports the line number.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def load_yaml(text: str) -> object:
 
 
 class _Check:
-    """Measure how many values and nested levels nodes contain. A node that aliases repeat is measured only once."""
+    """Measure how many values and nested levels nodes contain. A node to which several aliases refer is measured only
+    once."""
 
     def __init__(self, any_tag: bool) -> None:
         self._any_tag = any_tag

@@ -44,7 +44,7 @@ class EmbeddingFunction(torch.autograd.Function):
     The gradient is added to `weight.main_grad` row by row, which avoids a gradient tensor as large as the table.
     """
 
-    # ids [s, b] -> [s, b, h], with sequence parallelism [s/t, b, h]; W [V/t, h]
+    # Shapes: ids [s, b] and table W [V/t, h] -> embeddings [s, b, h], or [s/t, b, h] under sequence parallelism
     @staticmethod
     def forward(ctx: EmbeddingContext, ids: Tensor, weight: Tensor, boundary: Boundary, axis: Axis) -> Tensor:
         start, stop = local_rows(weight.shape[0] * axis.size, axis)
@@ -91,8 +91,9 @@ class VocabParallelEmbedding(nn.Module):
         self.boundary = row_boundary(ctx)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence parallelism; W [V/t, h]. Raises ValueError for a
-        token id outside the vocabulary."""
+        """Return the word embeddings of the tokens: tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence
+        parallelism. Each of the t tensor-parallel ranks holds a table W [V/t, h]. Raises ValueError for a token id
+        outside the vocabulary."""
         check_ids(tokens, self.vocab_rows, "token ids")
         return EmbeddingFunction.apply(tokens.t(), self.weight, self.boundary, self.axis)
 
@@ -191,8 +192,8 @@ POSITIONS = {
 class Embedding(nn.Module):
     """The model's input layer: word and position embeddings, norm and dropout.
 
-    `tied_stages` contains the pipeline stages, on different ranks, that hold a copy of the whole embedding or of the
-    word embeddings.
+    `tied_stages` contains the pipeline stages that hold a copy of the embedding, or of only the word embeddings, on
+    different ranks.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...]) -> None:
@@ -213,7 +214,8 @@ class Embedding(nn.Module):
         self.dropout = HiddenDropout("embedding.dropout", config.hidden_dropout, ctx)
 
     def forward(self, tokens: Tensor, context: BatchContext) -> Tensor:
-        """tokens [b, s] -> [s, b, h], or [s/tp, b, h] under sequence parallelism."""
+        """Return the embeddings of the tokens: tokens [b, s] -> [s, b, h], or [s/tp, b, h] under sequence
+        parallelism."""
         return self.dropout(self.vectors(tokens, context), context)
 
     def vectors(self, tokens: Tensor, context: BatchContext) -> Tensor:

@@ -54,12 +54,12 @@ class Head(OutputLayer):
     def forward(self, x: Tensor, use: Callable[[Tensor], T]) -> T: ...
 
     def forward(self, x: Tensor, use: Callable[[Tensor], T] | None = None) -> Tensor | T:
-        """x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp].
+        """Compute the logits: x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp].
 
         If the layer has no bias, x is divided by the logit divisor instead of the logits, because x is smaller and the
         result is the same. If `use` is given, the method passes the input of the matrix multiplication to `use`, and
-        returns its result instead of the logits. Hooks that gather the parameters of this module run with and without
-        `use`.
+        returns the result of `use` instead of the logits. Hooks that gather the parameters of this module run with and
+        without `use`.
         """
         x = x / self.divisor if self.divisor != 1 and self.bias is None else x
         return self.finished(super().forward(x)) if use is None else use(x)
@@ -95,7 +95,8 @@ class TokenLoss:
         return batch
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """logits [s, b, V/tp], labels [s, b] -> losses [s, b] in fp32 or above, equal on all tensor-parallel ranks.
+        """Return the loss of each token: logits [s, b, V/tp], labels [s, b] -> losses [s, b] in fp32 or fp64. The
+        losses must be equal on all tensor-parallel ranks.
 
         V is `config.padded_vocab_size`. Logits with a vocabulary index of `config.vocab_size` or more are padding.
         `megatron.core.tensor_parallel.cross_entropy.local_columns` returns how many columns of this rank are not

@@ -102,15 +102,15 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Chunks:
-    """State of the computation of a micro-batch's loss, chunk by chunk. In shapes, t is the number of ranks that shard
-    the sequence of x."""
+    """State that is kept while a micro-batch's loss is computed chunk by chunk. In shapes, t is the number of ranks
+    that shard the sequence of x."""
 
     def __init__(self, setup: Chunking, tokens: Tokens, x: Tensor, needs: tuple[bool, bool, bool]) -> None:
         """Prepare the pass. `needs` contains three bools: whether the gradients of x, the weight and the bias are
         needed."""
         self.head, self.loss = setup.head, setup.loss
         self.gradient = tokens.gradient
-        self.x = x.contiguous().view(-1, x.shape[-1])  # hidden states [n, h] of this rank's tokens
+        self.x = x.contiguous().view(-1, x.shape[-1])  # [n, h], hidden states of this rank's tokens
         shards = self.head.axis.size if self.head.boundary.cuts.sequence else 1
         self.labels, self.mask = (each.reshape(shards, -1) for each in tokens[:2])  # [t, n]
         length = max(1, setup.chunk_tokens // shards)
@@ -161,8 +161,8 @@ class _Chunks:
             del logits
         if self.tracked:
             weights = self.mask[:, rows].reshape(-1, 1).to(losses.dtype) * self.gradient
-            # Start from a graph edge, as the executor does, so that torch function modes see the calls of the backward
-            # pass.
+            # Start from a graph edge instead of a tensor, as the pipeline executor does, so that torch function modes
+            # see the calls of the backward pass.
             torch.autograd.backward([get_gradient_edge(losses)], [weights])
         return losses.detach().view(len(self.labels), -1)
 

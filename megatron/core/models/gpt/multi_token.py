@@ -78,7 +78,8 @@ class MultiTokenLayer(nn.Module):
         )
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: BatchContext) -> Tensor:
-        """hidden and embedded [s, b, h] -> [s, b, h]; all are [s/tp, b, h] under sequence parallelism."""
+        """Combine hidden states and embeddings, and run the layer: hidden [s, b, h], embedded [s, b, h] -> hidden
+        states [s, b, h]. Under sequence parallelism, s/tp replaces s in all shapes."""
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))  # [s, b, h/tp]
         x = features_to_sequence(x, self.tp) if self.sequence_parallel else gather_from(x, self.tp)
         return self.transformer(x, context)

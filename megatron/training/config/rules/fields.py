@@ -42,7 +42,7 @@ def single_values(config: RunConfig) -> Iterator[Problem]:
     for flag in all_flags():
         value = value_of(config, flag)
         if flag.field == "num_layers" and config.model.pattern is not None:
-            continue  # the pattern determines the number of layers
+            continue  # the layer pattern determines the number of layers, so the flag is not required
         if flag.field in REQUIRED:
             if value < 1:
                 given = value != 0 or flag.field in dict(config.given)

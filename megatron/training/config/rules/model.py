@@ -174,7 +174,7 @@ def _heads_of_windows(c: RunConfig) -> Iterator[Problem]:
 def mixers(c: RunConfig, world_size: int) -> Iterator[Problem]:
     """Yield problems found by the rules of the model's attention and linear attention."""
     found = [c.model.attention_mixer]
-    with suppress(ValueError):  # which another rule reports
+    with suppress(ValueError):  # another rule reports an invalid pattern
         found += (MIXERS.facts(name) for name in c.model.linear_attentions)
     for facts in found:
         if facts.rules is not None:
@@ -213,7 +213,7 @@ def linear_attention(c: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         variants = m.linear_attentions
     except ValueError:
-        return  # which another rule reports
+        return  # another rule reports the invalid pattern
     for variant in variants if cp > 1 else ():
         if not MIXERS.facts(variant).whole_sequences:
             why = "a layer of this kind uses only the tokens of its own rank"

@@ -73,8 +73,9 @@ def precision(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def tokens_for_latents(c: RunConfig) -> Iterator[Problem]:
-    """Check that each rank's number of tokens is a multiple of the number that replicated layers need if they project
-    to latents of attention or experts."""
+    """Check that the number of tokens on each rank is a multiple of the alignment that the GEMM format requires. The
+    rule is for linear layers that are replicated over tensor-parallel ranks, and that project to latents of attention
+    or experts."""
     m, p = c.model, c.parallel
     tp = p.tensor_model_parallel_size
     name = linear_format(p)

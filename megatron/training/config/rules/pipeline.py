@@ -182,13 +182,13 @@ def _instances(c: RunConfig, world_size: int) -> Iterator[Problem]:
     try:
         dims = ParallelDims.from_config(p, world_size)
     except (ValueError, ZeroDivisionError):
-        return  # another rule reports it
+        return  # another rule reports the invalid layout
     sizes = [("DP * CP", dims.dp * dims.cp)]
     if c.model.num_experts is not None:
         sizes.append(("the data-parallel size of experts", dims.expt_dp))
     for what, size in sizes:
         if size < 1:
-            continue  # another rule reports it
+            continue  # another rule reports the invalid layout
         if count < 1 or size % count:
             yield Problem(name, count, f"must divide {what} = {size}", f"nearest: {nearest_divisor(size, count)}")
 
