@@ -198,7 +198,7 @@ class EarlierTokens(Protocol):
         """Return the states [b, ...] of a layer after the earlier tokens; None if there are no earlier tokens."""
 
     def set_states(self, layer: int, *new: Tensor) -> None:
-        """Replace the states that the cache holds for the layer with number `layer`."""
+        """Replace the cached states of layer number `layer`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, core: CachedCore) -> Tensor:
         """Compute attention of the new tokens to all tokens. Shapes: queries q [s, b, heads, d] of the new tokens; keys

@@ -170,7 +170,7 @@ class RunPlan:
         """Return this plan, but with the lengths that `history` records for the phases that the run has already
         started. The sample order of these phases therefore does not change.
 
-        Raises ValueError, with every problem, if a started phase has changed."""
+        Raises ValueError if a started phase has changed. The message lists every problem."""
         if history is None:
             return self
         if problems := list(self.changes(history)):

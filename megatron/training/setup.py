@@ -154,7 +154,7 @@ def build_optimizer(
 
 
 def log_lines(config: RunConfig, plan: RunPlan, parts: Parts) -> LogLines:
-    """Build the console lines in the format of --log-format."""
+    """Build the console lines in the format that --log-format selects."""
     lines: LogLines = LOG_FORMATS.build(config.logging.log_format, config, plan.iterations)
     lines.metrics = tuple(parts.metrics)
     return lines

@@ -1,5 +1,5 @@
-"""Every example in examples/ is trained under several layouts and compared with one process, with the command that
-readers would use."""
+"""Every example in examples/ is trained under several layouts, with the command from the documentation. The results are
+compared with a run on one process."""
 
 from __future__ import annotations
 

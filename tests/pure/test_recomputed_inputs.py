@@ -1,4 +1,5 @@
-"""`with_input_recomputed` saves the inputs of a cheap function instead of its results, whatever their structure."""
+"""`with_input_recomputed` saves the inputs of a cheap function instead of its results. The results may be tensors in
+any nested structure."""
 
 from __future__ import annotations
 

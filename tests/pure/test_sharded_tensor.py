@@ -1,4 +1,5 @@
-"""Conversion of ranges of a flat buffer to N-dimensional boxes, and the view that DCP has of these boxes."""
+"""Ranges of a flat buffer are converted to N-dimensional boxes, which torch.distributed.checkpoint (DCP) saves and
+loads."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_every_private_name_states_its_purpose() -> None:
 
 
 def test_private_names_behave_as_described() -> None:
-    """The functions look up torch's names when they are called. Aliases look up torch's names when the module is
+    """The functions look up torch's names when they are called. Aliases are bound to torch's objects when the module is
     imported."""
     x = torch.ones(2, 3)
     view = x[1:]

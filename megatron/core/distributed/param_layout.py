@@ -97,7 +97,8 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """Contiguous buffer for parameters with the same reduction ranks, group and optimizer."""
+    """Contiguous buffer for parameters of one parameter group and optimizer, whose gradients are reduced over the same
+    ranks."""
 
     expert: bool
     """True if the buffer is reduced over the ranks of the axis "expt_dp" instead of "dp_cp", because it contains

@@ -197,8 +197,8 @@ def add_product_(out: Tensor, dy: Tensor, x: Tensor, overwrite: bool = False) ->
 def add_rows_(out: Tensor, index: Tensor, rows: Tensor) -> None:
     """Add rows[i] to out[index[i]] for each i, in the precision of `out` and in a fixed order.
 
-    Indices must be in [0, len(out)). GPUs do not check the indices, because some versions of torch's `index_put_` would
-    read the largest and the smallest index on the host.
+    Indices must be in [0, len(out)). On GPUs, the indices are not checked. To check them, some versions of torch's
+    `index_put_` copy the largest and the smallest index to the host, which waits for the GPU.
     """
     if out.is_cuda:  # index_put_ accumulates in a fixed order; index_add_ uses atomic operations, whose order varies
         index_put_impl_(out, [index], rows.to(out.dtype), accumulate=True, unsafe=True)

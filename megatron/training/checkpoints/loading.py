@@ -42,7 +42,8 @@ def choose_checkpoint(
     say: Callable[[str], None] = lambda line: None,
     verified: bool = True,
 ) -> Checkpoint | None:
-    """Open the newest complete and undamaged checkpoint; None if there is no checkpoint. Collective over `world`.
+    """Open the newest complete and undamaged checkpoint. Returns None if there is no checkpoint. Collective over
+    `world`.
 
     If `verified` is True, the ranks read all files of a checkpoint and compare them with its manifest. A checkpoint
     also counts as damaged if its metadata contain values of wrong types. `say` receives one line for each skipped
@@ -221,8 +222,7 @@ def _same_rows(saved: RunConfig, config: RunConfig) -> bool:
 
 
 def tell_of_new_tokens(saved: RunConfig, config: RunConfig, say: Callable[[str], None]) -> None:
-    """Under --finetune, report the new tokens whose embedding rows were only padding of the vocabulary in the
-    checkpoint."""
+    """With --finetune, report the new tokens whose embedding rows were only vocabulary padding in the checkpoint."""
     before, now = (each.model.vocab_size or 0 for each in (saved, config))
     if now > before:
         say(f" tokens {before} to {now - 1} use untrained rows that padded the checkpoint's vocabulary")

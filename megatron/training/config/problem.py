@@ -60,8 +60,8 @@ class Problem:
     def of_errors(cls, flag: str, value: object, error: Exception) -> list[Problem]:
         """Return a problem for each line of the message of `error`, such as an error raised while reading a file.
 
-        If a line has the form `--flag value: rule; remedy`, the problem belongs to the flag that the line names, and
-        otherwise to `flag`.
+        If a line has the form `--flag value: rule; remedy`, the problem belongs to the flag that the line names.
+        Otherwise, it belongs to `flag`.
         """
         found = []
         for line in str(error).splitlines() or [type(error).__name__]:

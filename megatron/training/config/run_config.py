@@ -196,7 +196,7 @@ class CheckpointConfig:
 
     @property
     def save_root(self) -> PurePath | None:
-        """Path of --save, on disk or in another storage."""
+        """Path of --save, on disk or in object storage."""
         return None if self.save is None else located(self.save)
 
     @property

@@ -18,7 +18,8 @@ GRACE = 0.5
 """Seconds to wait after SIGTERM before sending SIGKILL."""
 
 DAEMON_GRACE = 5.0
-"""Seconds within which daemonic multiprocessing processes must end after SIGTERM when a rank ends normally."""
+"""Maximum number of seconds between SIGTERM and the end of a daemonic child process. A rank that ends normally sends
+SIGTERM to these processes."""
 
 
 def end_daemons(grace: float = DAEMON_GRACE) -> None:

@@ -56,7 +56,7 @@ class LossyFile(io.RawIOBase):
         return len(content)
 
     def loss(self) -> str:
-        """Describe the number of lost lines and the reason for the loss."""
+        """Return a sentence with the number of lost lines and the reason for the loss."""
         return f"{self.lost} line{'s' if self.lost > 1 else ''} of output could not be written: {self.why}"
 
     def _drop(self, content: bytes) -> None:

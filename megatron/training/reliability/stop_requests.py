@@ -143,7 +143,7 @@ class SignalListener:
 
     def __init__(self) -> None:
         self.first_at: float | None = None
-        """`time.monotonic()` of the first signal."""
+        """Time of the first signal, by `time.monotonic()`."""
 
         self._sockets: tuple[socket.socket, ...] = ()
         self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}

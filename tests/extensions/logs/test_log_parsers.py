@@ -1,5 +1,5 @@
-"""Parsers for Megatron-LM's logs and dashboards read the output of a run with --log-format megatron and
---tensorboard-dir."""
+"""Tools for Megatron-LM's output work with this program: log parsers read the lines of --log-format megatron, and
+dashboards read the files in --tensorboard-dir."""
 
 from __future__ import annotations
 

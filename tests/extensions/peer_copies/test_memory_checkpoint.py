@@ -1,4 +1,5 @@
-"""The copies that one process makes are staged, checked, and loaded into the boxes of a different layout."""
+"""One process copies its state into memory and checks the copies. A process with a different parallel layout then loads
+its shards from the copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building blocks for custom data sets: samples from a Python generator (`--dataset-type`), and the writer of indexed
+"""Building blocks for custom datasets: samples from a Python generator (`--dataset-type`), and a writer for indexed
 datasets.
 
 This extension has no flags. Read `generator_dataset.py`, which examples/streaming_dataset.py demonstrates, and then

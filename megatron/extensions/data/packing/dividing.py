@@ -26,10 +26,10 @@ class Imbalance(NamedTuple):
     """Work imbalance of a micro-batch between context-parallel ranks."""
 
     before: float
-    """Work of the busiest rank under the default division, divided by the mean work per rank."""
+    """Ratio of the busiest rank's work to the mean work per rank, under the default division."""
 
     after: float
-    """Work of the busiest rank under the actual division, divided by the mean work per rank."""
+    """Ratio of the busiest rank's work to the mean work per rank, under the actual division."""
     sent: float
     """Fraction of a rank's keys that the rank sends to other ranks."""
 

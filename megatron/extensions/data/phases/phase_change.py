@@ -1,5 +1,5 @@
-"""Transition of a run from one phase to the next: data, shapes, positions and schedule change, but the parameters do
-not."""
+"""Transition of a run from one phase to the next. The data, shapes, positions and learning rate schedule change, but
+the parameters do not."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class SpecialTokens:
         return None if token is None else _text(token)
 
     def add_to(self, tokenizer: Tokenizer) -> None:
-        """Add the tokens that a `tokenizers.Tokenizer` lacks, in the same order as transformers."""
+        """Add the special tokens that are missing from `tokenizer`. The order is the same as in transformers."""
         from tokenizers import AddedToken
 
         known = tokenizer.get_added_tokens_decoder().values()

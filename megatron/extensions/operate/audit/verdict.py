@@ -51,8 +51,8 @@ class Difference:
     """Relative difference: the norm of the difference, divided by the larger norm of the two tensors."""
 
     key: str = ""
-    """Key of the message in which the tensor was sent or received. The key is the same on all ranks that take part in
-    the message. For other tensors, the key is empty."""
+    """Key of the message in which the tensor was sent or received. The sender and the receivers of a message use the
+    same key. For other tensors, the key is empty."""
 
     of_own: bool = True
     """True if the rank's repeated computation yields the same tensor as its first computation."""

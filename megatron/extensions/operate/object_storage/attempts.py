@@ -38,7 +38,8 @@ CHECKPOINT = re.compile(r"iter_\d+")
 
 
 class Begun(NamedTuple):
-    """Attempt to write a checkpoint, which this process has begun and not yet published."""
+    """Unfinished checkpoint of this process: the process has begun to write the checkpoint, but has not published it
+    yet."""
 
     folder: PurePath
     mark: bytes

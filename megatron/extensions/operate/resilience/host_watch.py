@@ -227,7 +227,7 @@ class HostWatch(Watch):
         return os.environ["MASTER_ADDR"] if rank == 0 else self._links[rank].address
 
     def ranks_of(self, host: int) -> list[int]:
-        """Return the ranks of the host whose first rank is `host`."""
+        """Return all ranks of a host. `host` is the host's first rank, by which hosts are identified."""
         if host not in self._links:  # a heartbeat has arrived from the host, but its address is not yet in the store
             return [host]
         machine, found = self._links[host].machine, list[int]()

@@ -36,9 +36,9 @@ def decide(spike: int, steps: int, batches: int | None, interval: int, last_to: 
         spike: Iteration with the loss spike.
         steps: Minimum number of steps that the run goes back.
         batches: Number of batches to skip. If the run goes back at least `batches` steps, the last skipped batch is the
-            batch of the spike. Otherwise, the run skips all batches from the state that it returns to until the spike,
-            and as many batches after the spike as are missing. Pass None to skip all batches from the state that the
-            run returns to until the spike.
+            batch of the spike. Otherwise, the run skips every batch between the restored state and the spike, and then
+            further batches after the spike until `batches` batches are skipped. Pass None to skip only the batches
+            between the restored state and the spike.
         interval: Number of iterations between two states that a run keeps. The run returns to an iteration that is a
             multiple of `interval`.
         last_to: Iteration that the last rollback returned to; 0 if there was none. The run does not return to an

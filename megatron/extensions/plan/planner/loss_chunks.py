@@ -54,8 +54,8 @@ def chosen_chunk(
     step_of: Callable[[RunConfig], StepTime],
     memory_of: Callable[[RunConfig], Sequence[RankMemory]],
 ) -> ChunkChoice | None:
-    """Return the best chunk size. A smaller size is chosen over a larger one only if it saves more memory than the
-    larger one, by more than `LEAST_SAVED` of the fullest rank's memory.
+    """Return the best chunk size. Prefer larger chunks: a smaller size is chosen only if it saves more memory than the
+    larger size. The difference must exceed the fraction `LEAST_SAVED` of the fullest rank's memory.
 
     Only chunk sizes that slow down a step by at most `MOST_COST` are considered. Returns None if the loss cannot be
     chunked, or if none of these sizes saves at least `LEAST_SAVED` of the memory.

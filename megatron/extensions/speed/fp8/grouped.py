@@ -196,11 +196,10 @@ class Fp8GroupedGemms:
     computed from the whole row. If `in_one_kernel` is True, GPUs multiply all experts in one kernel
     (`has_grouped_fp8_kernel`); otherwise, they multiply one expert after another.
 
-    The weight gradient sums over tokens. The operands of the weight gradient are therefore cast by tiles, which consist
-    of 128 rows of an expert. The parallel layout determines which tokens share a tile, but has little effect on the
-    cast values. Multipliers are powers of two, so that the mantissa of a value does not depend on the multiplier. Only
-    values below 2^-13 of the largest value in a tile lose bits. `add_bias_grad_` computes the gradient of a bias in 16
-    bits.
+    The weight gradient is a sum over tokens. Therefore, the operands of its product are cast in tiles of 128 rows of
+    the same expert. The parallel layout determines which tokens share a tile, but has little effect on the cast values.
+    Multipliers are powers of two, so that the mantissa of a value does not depend on the multiplier. Only values below
+    2^-13 of the largest value in a tile lose bits. `add_bias_grad_` computes the gradient of a bias in 16 bits.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ contiguous. All kernels raise RuntimeError for unsupported operands."""
 
 @dataclass(frozen=True, order=True)
 class ProductShape:
-    """Shape of a weight gradient product: dW [outputs, inputs], summed over tokens."""
+    """Shape of the matrix product that computes a weight gradient dW [outputs, inputs] as a sum over tokens."""
 
     outputs: int
     inputs: int

@@ -82,7 +82,8 @@ def adds_gradients(device: torch.device, keys: int, count: int) -> bool:
 
 
 def fits(q: Tensor, width: int) -> bool:
-    """Return True if the kernels support the dtype and shape of q [n, b, h, w] and values with `width` channels."""
+    """Return True if the kernels support values with `width` channels, and the dtype and shape of the queries q [n, b,
+    h, w]."""
     half = q.dtype in (torch.float16, torch.bfloat16)
     narrow = width <= WIDEST_VALUES and q.shape[-1] - width <= WIDEST_REST
     return half and narrow and not (width % 8 or q.shape[-1] % 8) and q.shape[0] > 0

@@ -1,4 +1,4 @@
-"""Rehearsal of the ranks of a larger world on one machine (`pretrain_gpt.py --rehearse`).
+"""Run the start and one training step of a large job on one machine, with fake tensors (`pretrain_gpt.py --rehearse`).
 
 A rehearsal reports failing ranks, mismatched collectives, memory use, and the bytes that ranks send.
 """
