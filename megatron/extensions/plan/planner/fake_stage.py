@@ -118,8 +118,7 @@ results of products have the right shape and dtype. The device query is listed o
 
 
 class NoValues(TorchDispatchMode):
-    """Dispatch mode that replaces the operators in `ANSWERS` with the functions given there, and completes collectives
-    immediately."""
+    """Dispatch mode that replaces the operators in `ANSWERS`, and completes collectives immediately."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
