@@ -69,12 +69,12 @@ THIS = Program()
 """This program."""
 
 PASSES_OF_LOSS = 6 - 2, 4, 8, 8, 4, 8
-"""Bytes per logit in six passes: conversion to fp32, maximum, subtraction, exponential, sum and division. Bytes that
-are already counted for this program's kernel are subtracted."""
+"""Bytes per logit in six passes: conversion to fp32, maximum, subtraction, exponential, sum and division. The number
+after a minus sign is already counted for this program's loss kernel."""
 
 PASSES_OF_GRADIENT = 8 - 4, 6
-"""Bytes per logit in two passes: multiplication by the loss gradient, and conversion to 16 bits. Bytes that are already
-counted for this program's kernel are subtracted."""
+"""Bytes per logit in two passes: multiplication by the loss gradient, and conversion to 16 bits. The
+number after the minus sign is already counted for this program's loss kernel."""
 
 
 def attention_with_scores(event: Attention) -> list[Event]:

@@ -138,8 +138,8 @@ class Log(Protocol):
 
 
 class Exporter(Protocol):
-    """Background job that processes complete checkpoints while training continues, for example exports them to another
-    format. All methods except `poll` and `abandon` run on one rank."""
+    """Background job that processes complete checkpoints while training continues. For example, it exports the
+    checkpoints. All methods except `poll` and `abandon` run on one rank."""
 
     doing: str
     """Description of the current work, for reports about hangs."""

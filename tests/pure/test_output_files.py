@@ -37,8 +37,8 @@ def test_a_file_is_complete_or_unchanged(tmp_path: Path) -> None:
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
-    """Links must be preserved. For example, /dev/stdout is a link, and it points to a file if the output is redirected
-    to the file."""
+    """Links must be preserved. For example, /dev/stdout is a link. If the output of a program is redirected to a file,
+    this link points to the file."""
     link = tmp_path / "link"
     link.symlink_to("target")
     for text in ("first", "second"):

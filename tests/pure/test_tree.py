@@ -71,7 +71,7 @@ def test_pytest_enters_every_folder_of_tests(pytestconfig: pytest.Config) -> Non
 
 
 def test_ruff_checks_every_folder() -> None:
-    """ruff's default would also skip tests/dist."""
+    """By default, ruff would skip tests/dist, because it excludes all folders named `dist`."""
     shown = python_apart("-m", "ruff", "check", "--show-files", str(ROOT), code=0)
     looked_at = {Path(line) for line in shown.stdout.splitlines()}
     folders = ("megatron", "tools", "research", "tests", "examples")

@@ -172,8 +172,9 @@ def add_extension_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | No
 
 
 def add_family_flag(parser: argparse.ArgumentParser, argv: Sequence[str] | None, writes: bool = False) -> None:
-    """Add --hf-family if Hugging Face folders are supported. Its files are read immediately, like those of --extension.
-    If `writes` is true, the flag also accepts the name of a family, which `family_of_output` returns."""
+    """Add --hf-family if Hugging Face folders are supported. The files that --hf-family names are read immediately,
+    like the files of --extension. If `writes` is true, the flag also accepts the name of a family, which
+    `family_of_output` returns."""
     if "hugging_face" not in PATH_KINDS:
         return
     from megatron.extensions.interop.hugging_face.family_files import add_families, is_family_file

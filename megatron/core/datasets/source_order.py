@@ -8,7 +8,7 @@ changes the order of samples that it has already planned. An order is a list of 
 - The first segment is Megatron-LM's order for the number of samples that the run planned at its start.
 - Each further segment consists of further epochs, shuffled with another seed.
 
-When a run begins a new phase, an extension may change the order of a source (`Phase.take_up`).
+When a run begins a new data phase, an extension may change the order in which samples are read (`Phase.take_up`).
 """
 
 from __future__ import annotations

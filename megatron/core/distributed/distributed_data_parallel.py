@@ -120,7 +120,7 @@ class DistributedDataParallel:
         self._hooks = [param.register_post_accumulate_grad_hook(hook) for param in self.params]
 
     def _give_frozen_parameters_values(self, initialize: Callable[[Sequence[Tensor]], None]) -> None:
-        """Allocate and initialize frozen parameters. Trained parameters are allocated in the buffers."""
+        """Allocate and initialize frozen parameters. All other parameters are allocated in `ParamAndGradBuffer`."""
         for param in (param for module in self.modules for param in module.parameters()):
             if not (param.requires_grad or has_storage(param)):
                 alloc_storage(param)

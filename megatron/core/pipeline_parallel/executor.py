@@ -103,8 +103,8 @@ class PipelineExecutor(Generic[Module, Micro]):
         its message, within the context managers of all these functions."""
         self.timed: Callable[[str], AbstractContextManager[object]] = nullcontext
         """Function that takes "forward" or "backward", and returns a context manager for a training pass of this kind.
-        The context encloses the computation of the pass, but not the wait for messages. A forward and a backward pass
-        that run in turns are timed as one backward pass."""
+        The context encloses the computation of the pass, but not the wait for messages. If a forward pass and a
+        backward pass are interleaved, both are timed together as one backward pass."""
         self._handlers = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -231,7 +231,7 @@ class PipelineExecutor(Generic[Module, Micro]):
         self._handlers[action.kind](action)
 
     def _clock(self, phase: str) -> AbstractContextManager[object]:
-        """Return the context manager that times a pass. Two passes that run in turns are timed together, so this method
+        """Return the context manager that times a pass. Two interleaved passes are timed together, so this method
         returns a null context for each of them."""
         return nullcontext() if self._in_turns else self.timed(phase)
 

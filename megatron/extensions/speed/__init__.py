@@ -1,1 +1,1 @@
-"""Faster computation of the same model: fp8, fused kernels, overlap, CUDA graphs."""
+"""Extensions that speed up training without changing the model: fp8, fused kernels, overlap and CUDA graphs."""

@@ -80,7 +80,7 @@ class RunCheckpoint:
     plan: RunPlan | None = None
     """Plan of the training run; None if the run does not train."""
     callbacks: Sequence[Callback] = ()
-    """Callbacks of the run. Checkpoints contain their states."""
+    """Callbacks of the run. The states of these callbacks are stored in checkpoints."""
 
     def config_at(self, consumed_samples: int) -> RunConfig:
         """Return the configuration with the model flags of the phase that was trained last."""

@@ -1,5 +1,5 @@
-"""Registration and rules of the context-parallel communication methods other than the default. This module does not
-import torch."""
+"""Rules and registrations for the context-parallel communication methods, except for the default method. This module
+does not import torch."""
 
 from __future__ import annotations
 

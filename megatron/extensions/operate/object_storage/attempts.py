@@ -10,10 +10,11 @@ if another process has changed the object in the meantime. A late request of an 
 `published.txt`; it can only write to the subfolder of that attempt. When a process saves the next checkpoint, it
 deletes all subfolders that `published.txt` does not name.
 
-Readers use the same paths as on a disk. For example, reading `iter_0000100/metadata.json` returns the content of
-`metadata.json` in the subfolder of the published attempt. Folders that other programs read, such as Hugging Face
-exports, do not use attempts. A folder without attempts contains the file `.unfinished` until the folder is complete.
-Checkpoints that earlier versions of this program have written also contain their files directly.
+Code that reads a checkpoint uses the same paths as for a checkpoint on a disk. For example, reading
+`iter_0000100/metadata.json` returns the content of `metadata.json` in the subfolder of the published attempt. Folders
+that other programs read, such as Hugging Face exports, do not use attempts. A folder without attempts contains the file
+`.unfinished` until the folder is complete. Checkpoints that earlier versions of this program have written also contain
+their files directly.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ class Lease(ABC):
 
     @abstractmethod
     def _update(self) -> LeaseError | None:
-        """Renew the lease if this run still holds it. If this run has lost the lease, returns an error that states why.
-        Raises OSError if the storage does not answer."""
+        """Renew the lease if this run still holds it. Returns an error that states the reason if this run has lost the
+        lease. Raises OSError if the storage does not answer."""
 
     @abstractmethod
     def _remove(self) -> None:

@@ -1,9 +1,13 @@
 """SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's two factors, for each hidden-layer matrix.
 
-For the gradient G [m, n] of a matrix, Shampoo's factors are L <- beta L + (1 - beta) G G^T [m, m] and R <- beta R + (1
-- beta) G^T G [n, n]. The update is Q_L Adam(Q_L^T G Q_R) Q_R^T. The columns of Q_L and Q_R are the eigenvectors of L
-and R, which were computed in previous steps. Every --soap-precondition-frequency steps, the bases are updated with a
-step of power iteration and a QR decomposition.
+Shampoo's factors L and R are moving averages of products of the gradient G [m, n] of a matrix:
+
+    L <- beta L + (1 - beta) G G^T   [m, m]
+    R <- beta R + (1 - beta) G^T G   [n, n]
+
+The update is Q_L Adam(Q_L^T G Q_R) Q_R^T. The columns of Q_L and Q_R are the eigenvectors of L and R, which were
+computed in previous steps. Every --soap-precondition-frequency steps, the bases are updated with a step of power
+iteration and a QR decomposition.
 
 The formulas and the order of operations follow the authors' program (github.com/nikhilvyas/SOAP). The first update only
 initializes L and R. Weight decay is applied to the updated parameter. One difference from the authors' program keeps
@@ -223,10 +227,10 @@ def completed(basis: Tensor, others: Tensor) -> Tensor:
     """Complete the orthonormal columns of `basis` [n, count] to a basis of all n dimensions. The new columns are
     derived from the orthonormal columns of `others` [n, n].
 
-    Candidates are the last n - count columns of `others`, and then its first columns. A candidate is skipped if its
-    distance from the span of the previous columns is less than 1 / (2 sqrt n), because its direction would be mostly
-    rounding error. There are always enough candidates, because the squared distances of n orthonormal vectors from a
-    span sum to the number of dimensions that the span lacks.
+    Candidates are first the last n - count columns of `others`, and then the remaining columns of `others`. A candidate
+    is skipped if its distance from the span of the previous columns is less than 1 / (2 sqrt n), because its direction
+    would be mostly rounding error. There are always enough candidates, because the squared distances of n orthonormal
+    vectors from a span sum to the number of dimensions that the span lacks.
     """
     size, count = basis.shape
     candidates = torch.cat((basis, others[:, count:], others[:, :count]), dim=1)

@@ -27,7 +27,7 @@ class TwoVersions:
 
 class StoredMain(StatePlan):
     """State plan of the 2bw schedule. Main parameters are always stored separately from the two versions of the
-    weights, even if both have the same dtype."""
+    weights, even if main parameters and weights have the same dtype."""
 
     optional = (PREVIOUS,)
 

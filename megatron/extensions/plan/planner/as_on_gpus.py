@@ -377,9 +377,9 @@ class PlannedRegions(TorchFunctionMode):
 
 
 class PlannedFunctions(PlannedRegions):
-    """Mode that plans norms, fused attention, matrix products and compiled regions as on a GPU. If `device` is given,
-    tensors are created on this device. `with torch.device(device)` would have the same effect, but a second mode
-    doubles the overhead of every function.
+    """Mode that records the kernels that norms, fused attention, matrix products and compiled regions would use on a
+    GPU. If `device` is given, tensors are created on this device. `with torch.device(device)` would have the same
+    effect, but a second mode doubles the overhead of every function.
 
     Products in 16 bits and in fp8 are accumulated into fp32 weight gradients inside the kernel. For fp8 the Triton
     kernel is planned, regardless of the kernel that `gemm_choice` selects. All experts share one grouped kernel

@@ -62,8 +62,8 @@ _add_products = gpu_operator(
 )
 """Operator that computes out[e] [o, i] += dy_e [n_e, o]ᵀ x_e [n_e, i] for each expert e, summed in fp32 for all dtypes.
 
-The arguments are contiguous: out [experts, o, i], dy [n, o] and x [n, i]. Expert e has the rows from ends[e - 1] to
-ends[e] (int32)."""
+The arguments are contiguous: out [experts, o, i], dy [n, o] and x [n, i]. The rows of expert e begin at ends[e - 1] and
+end before ends[e]; `ends` is int32."""
 
 _clear_rows = gpu_operator("kernels.products_triton:clear_rows_behind_", "(Tensor(a!) x, Tensor ends) -> ()", no_result)
 """Operator that zeroes the rows of a contiguous x [n, width] from row ends[-1] (int32) on."""

@@ -1,4 +1,4 @@
-"""Compare kernels with plain torch at the shapes of a run. Slower kernels are turned off.
+"""Compare the kernels with plain torch for the tensor shapes of a run. Slower kernels are turned off.
 
 All ranks make the same choice, because a kernel is judged by its largest error and its longest time on any rank.
 """

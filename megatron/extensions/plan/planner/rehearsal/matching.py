@@ -219,7 +219,7 @@ def chosen_ranks(text: str, dims: ParallelDims) -> list[int]:
 
 
 def coords_of(rank: int, dims: ParallelDims) -> dict[str, int]:
-    """Return a rank's coordinates along the axes of size above 1."""
+    """Return a rank's coordinates along all parallel axes with more than one rank."""
     coords = dims.coords(rank)
     axes = ["pp", "dp", "cp", "tp"] + (["ep", "expt_dp", "expt_tp"] if dims.ep > 1 or dims.expt_tp != dims.tp else [])
     return {axis: coords[axis] for axis in axes if dims.size(axis) > 1}
