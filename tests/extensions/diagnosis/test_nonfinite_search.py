@@ -115,7 +115,7 @@ def once(run: TrainingRun) -> None:
 
 def test_a_nan_that_does_not_recur_is_reported_as_such() -> None:
     ((message, _),) = run_world(1, message_of, config_of(""), once)
-    assert "iteration 1 is not finite (loss nan" in message and "run again, with the same weights" in message
+    assert "iteration 1 is not finite (loss nan" in message and "with the same weights and samples" in message
 
 
 def finding(where: str, stage: int, place: int, sample: int = 0, rank: int = 0) -> Finding:
