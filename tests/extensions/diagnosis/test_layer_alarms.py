@@ -64,7 +64,7 @@ def shards(iteration: int, weights: list[float], sharded: bool, init: str = "nor
 def test_replicas_must_be_equal_and_shards_must_differ() -> None:
     for sharded, weights, said in (
         (False, [1.0, 1.0], ""),
-        (False, [1.0, 1.0001], "p should be equal on all tensor-parallel ranks and is not"),
+        (False, [1.0, 1.0001], "p should be equal on all tensor-parallel ranks, but is not"),
         (True, [1.0, 1.0001, 1.1], ""),
         (True, [1.0, 1.1, 1.0], "tensor-parallel ranks 0 and 2 hold parts of p with the same norm"),
     ):

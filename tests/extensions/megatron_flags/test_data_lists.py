@@ -52,7 +52,7 @@ UNREADABLE = [
     (DataLists(train_weighted_split_paths=("t: 1 a",)), "'1 a' must be WEIGHT START:END PREFIX"),
     (
         DataLists(valid_weighted_split_paths=("a: 1 0:1 x", "b: 1 0:1 y")),
-        "has the sets a, b, but only one set",
+        "defines the data sets a, b, but a split supports only one",
     ),
     (DataLists(per_split_data_args_path="LISTS"), "must be a JSON object"),
 ]

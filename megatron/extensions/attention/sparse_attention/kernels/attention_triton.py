@@ -146,10 +146,9 @@ def selected_backward(
     BLOCKS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """Compute the query gradients dq [n, b, heads, w], and add the key gradients to dk [s, b, w]. `picked` lists the
-    keys that each query attends to. If `dk` is None, the kernel does not compute key gradients. Instead, it stores two
-    tensors [n, b, count, heads] in `kept`: the attention weights and the score gradients of the listed keys. The input
-    `delta` [n, b, heads] is the sum of grad * out over channels."""
+    """Compute the query gradients dq [n, b, heads, w], and add the key gradients to dk [s, b, w]. If `dk` is None, the
+    attention weights and the score gradients of the keys in `picked` are instead stored in the two tensors `kept` [n,
+    b, count, heads]. The input `delta` [n, b, heads] is the sum of grad * out over channels."""
     samples, heads, count = sizes
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
