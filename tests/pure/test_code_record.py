@@ -103,7 +103,9 @@ def test_a_module_is_recorded_with_its_sibling_modules(tmp_path: Path, monkeypat
 
 def test_a_checkpoint_runs_only_recorded_code(code: Path, tmp_path: Path, forget_extensions_at_once: None) -> None:
     payload = {"config": {"extensions": {"extension": [str(code)]}}}
-    with pytest.raises(ExtensionError, match=f"runs only if the command line names the extension.* add --extension {code}$"):
+    with pytest.raises(
+        ExtensionError, match=f"runs only if the command line names the extension.* --extension {code}$"
+    ):
         load_saved_extensions(payload, tmp_path / "downloaded" / "iter_0000001")
     assert not (tmp_path / "ran").exists()
     load_saved_extensions(payload, tmp_path / "run" / "iter_0000001")
