@@ -123,7 +123,7 @@ def test_bf16_compares_only_tensors_that_rounding_leaves_comparable(capsys: pyte
     """The gradient of a key bias is zero up to rounding, but Adam turns it into a full update."""
     assert compare("", "--tp 2 --pp 2 --sequence-parallel", "--bf16", steps=2) == 0
     out = capsys.readouterr().out
-    assert "in 16 bits only activation, loss, gradient, grad_norm of the first step are compared" in out
+    assert "in 16 bits, only activation, loss, gradient, grad_norm of the first step are compared" in out
 
 
 def test_ranks_end_with_their_parent_process() -> None:
