@@ -233,7 +233,7 @@ def test_phases_that_have_begun_stay_and_later_ones_may_change(tmp_path: Path) -
         ("- {name: main, rotary-base: 10000}", "has begun phase long, which is missing"),
         (TWO.replace("from-samples: 300", "from-samples: 196"), "begins at sample 196, but the run is at sample 200"),
     ):
-        with pytest.raises(ValueError, match="from sample 200 on") as caught:
+        with pytest.raises(ValueError, match="a new phase may begin at sample 200 or later") as caught:
             made(path, text).continued(history)
         assert message in str(caught.value), str(caught.value)
 
