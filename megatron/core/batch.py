@@ -204,7 +204,7 @@ class EarlierTokens(Protocol):
         """Compute attention of the new tokens to all tokens. Shapes: queries q [s, b, heads, d] of the new tokens; keys
         k [b, groups, columns, d] and values v [b, groups, columns, dv] of all tokens. Returns [s, b, heads, dv].
 
-        The settings of the attention, such as the softmax scale, are those of `core`.
+        Attention uses the settings of `core`, such as its softmax scale.
         """
 
 

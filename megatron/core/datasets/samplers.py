@@ -87,7 +87,7 @@ class DataIterator:
         self.pin_memory = pin_memory
         self.deal: Dealer = in_order
         self.with_sources = False
-        """Whether micro-batches contain the tensor `source_ids` [b], which contains the source number of each
+        """True if micro-batches contain the tensor `source_ids` [b], which contains the source number of each
         sample."""
 
         self.end = len(dataset)

@@ -39,10 +39,10 @@ class WeightSetup:
     """Seed of the initial weights."""
 
     initialize: bool = True
-    """Whether to initialize the weights with random numbers; False if weights are loaded afterwards."""
+    """If True, initialize the weights with random numbers. Pass False if weights are loaded afterwards."""
 
     lazy: bool = False
-    """Whether parameters have neither memory nor values until `DistributedDataParallel` allocates them."""
+    """True if parameters have neither memory nor values until `DistributedDataParallel` allocates them."""
 
     threads: int = 1
     """Number of threads that draw initial weights."""

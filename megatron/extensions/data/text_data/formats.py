@@ -70,7 +70,7 @@ class Chunk:
     """Position in the stored file, in bytes, after the chunk was read."""
 
     of_json: bool
-    """Whether each line of the file is a JSON value."""
+    """True if each line of the file is a JSON value."""
 
 
 def read_chunks(files: Iterable[TextFile], reading: Reading, chunk_bytes: int) -> Iterator[Chunk]:
