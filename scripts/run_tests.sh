@@ -2,9 +2,9 @@
 # Runs the tests on CPU (and tests/gpu if there is a GPU) in .venv, which is created if it is missing. Test files run in
 # parallel, in three workers for two cores, because some tests wait (WORKERS=N; WORKERS=1 runs them one by one). Without
 # arguments it runs the core suite: every contract once. --all adds the campaigns: commands in the documentation, SLURM,
-# hosts, faults, searches, Triton's interpreter and more layouts. Further arguments go to pytest: bash
-# scripts/run_tests.sh
-# tests/pure -k rank. --whole runs whole grids of layouts.
+# hosts, faults, searches, Triton's interpreter and more layouts. --whole runs whole grids of layouts. Further arguments
+# go to pytest:
+#   bash scripts/run_tests.sh tests/pure -k rank
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh

@@ -27,7 +27,7 @@ def jobs(cluster: Cluster) -> dict[str, Job]:
     return {
         "limit": cluster.submit("limit", "--exit-margin-in-mins=0.01", options="--signal=USR1@1"),
         "signal": cluster.submit("signal"),
-        "duration": cluster.submit("duration", "--exit-duration-in-mins=0.15"),
+        "duration": cluster.submit("duration", "--exit-duration-in-mins=1"),
         "crashes": cluster.submit("crashes", fault="exception:1:3", once=False, MAX_CRASHES="2"),
         "wrong": cluster.submit("wrong", "--num-layers=0"),
     }
@@ -74,11 +74,12 @@ def test_the_time_limit_saves_and_requeues_the_job(jobs: dict[str, Job], undistu
 
 
 def test_a_run_stopped_by_its_duration_is_requeued(jobs: dict[str, Job], undisturbed: Path) -> None:
-    """Megatron-LM's scripts use --exit-duration-in-mins to stay below the limit of a queue."""
+    """Megatron-LM's scripts use --exit-duration-in-mins to stay below the limit of a queue. The duration must be long
+    enough for a start and several steps on a slow machine: a start that ends before its first step changes nothing."""
     job = jobs["duration"]
     fields = job.ended()
     assert fields["JobState"] == "COMPLETED" and int(fields["Restarts"]) >= 1, job.all_logs
-    assert "start 1: ended to be resumed: --exit-duration-in-mins 0.15" in job.log
+    assert "start 1: ended to be resumed: --exit-duration-in-mins 1.0" in job.log
     assert job.log.rstrip().endswith(f"start {int(fields['Restarts']) + 1}: done")
     assert_same_end(job, undisturbed)
 
