@@ -3,8 +3,8 @@
 #
 #   bash scripts/draw_layouts.sh [FOLDER]
 #
-# FOLDER, by default runs/layouts, gets one folder per run, and layouts.png. TRAIN_ITERS (60) is the number of iterations.
-# A second call continues where the first one stopped.
+# FOLDER, by default runs/layouts, gets one folder per run, and layouts.png. TRAIN_ITERS (60) is the number of
+# iterations. A second call continues where the first one stopped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GPT-3 175B with the settings of arXiv 2005.14165 (table 2.1, section 2.3 and appendix B), on 1,024 GPUs as
-# TP 8 x PP 16 x DP 8: 300B tokens, batch 3.2M tokens after a ramp over 12B, cosine decay over 260B.
+# GPT-3 175B with the settings of arXiv 2005.14165 (table 2.1, section 2.3 and appendix B), on 1,024 GPUs as TP 8 x PP
+# 16 x DP 8: 300B tokens, batch 3.2M tokens after a ramp over 12B, cosine decay over 260B.
 #
 #   DATA_PATH=pile_text_document VOCAB_FILE=vocab.json MERGE_FILE=merges.txt \
 #       sbatch --nodes 128 scripts/train_gpt_slurm.sh scripts/gpt3_175b.sh

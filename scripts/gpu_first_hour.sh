@@ -16,8 +16,7 @@
 # removes its own files. If a command fails or takes too long, the other commands still run, and the script names it at
 # the end.
 # Figures are written as they become known, so a killed command leaves the figures known so far. SIGINT, SIGTERM and
-# SIGHUP end
-# the running command, and the page is written.
+# SIGHUP end the running command, and the page is written.
 #
 # PYTHON is the interpreter, by default python3. DEVICE is the GPU of the predictions, by default h100. SHARE is the
 # fraction of the memory that headline plans with, by default 0.9. DEVICE_FILE is the file that calibrate writes and
@@ -189,8 +188,8 @@ measure() {
     limited "$seconds" "$PYTHON" tools/bench/gpu.py ${cpu:+"$cpu"} "$@" --json "$OUT/$file" "${devices[@]}"
 }
 
-# Ranks that share the GPU over NCCL, each as if it were alone on its host: one sum with NCCL's own log, every collective,
-# runs under each kind of layout, faults, and combinations of the parity matrix. With --cpu, over gloo.
+# Ranks that share the GPU over NCCL, each as if it were alone on its host: one sum with NCCL's own log, every
+# collective, runs under each kind of layout, faults, and combinations of the parity matrix. With --cpu, over gloo.
 nccl() {
     local share="--nccl-on-one-gpu${cpu:+=cpu}" backend=nccl ranks options
     if [[ -n "$cpu" ]]; then

@@ -4,10 +4,9 @@
 #   torchrun --standalone --nproc-per-node 2 --no-python bash scripts/rank_as_host.sh python pretrain_gpt.py FLAGS...
 #
 # NCCL refuses two ranks of one host on the same GPU ("Duplicate GPU detected"). NCCL compares host hashes, which it
-# takes from
-# NCCL_HOSTID if that is set. This script gives each rank its own NCCL_HOSTID, so that messages use sockets on the
-# loopback interface. That is slow, but the library, its streams, its launch order and its errors are the same as on a
-# cluster.
+# takes from NCCL_HOSTID if that is set. This script gives each rank its own NCCL_HOSTID, so that messages use sockets
+# on the loopback interface. That is slow, but the library, its streams, its launch order and its errors are the same as
+# on a cluster.
 set -euo pipefail
 : "${RANK:?is unset: start this by torchrun}"
 export LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK="$RANK"

@@ -21,9 +21,9 @@
 #   RENDEZVOUS_PATIENCE  a whole number (1) by which the limits of the hosts' rendezvous are multiplied, for hosts so busy
 #                    that their launchers stand still for seconds; launchers notice a lost host as much later
 #
-# torchrun restarts the ranks on the hosts that it still sees. If the host of its rendezvous is lost, this script meets the
-# others at the first remaining host. Ctrl-C or SIGTERM at torchrun saves and ends all hosts; at one host's script, it
-# ends only that host, and the others continue.
+# torchrun restarts the ranks on the hosts that it still sees. If the host of its rendezvous is lost, this script meets
+# the others at the first remaining host. Ctrl-C or SIGTERM at torchrun saves and ends all hosts; at one host's script,
+# it ends only that host, and the others continue.
 set -euo pipefail
 
 cd "${REPO:-$(dirname "${BASH_SOURCE[0]}")/..}"

@@ -5,9 +5,9 @@
 #       bash scripts/train_gpt_one_gpu.sh
 #   GPU_MEMORY_GIB=24 bash scripts/train_gpt_one_gpu.sh --dry-run --device rtx4090
 #
-# GPU_MEMORY_GIB is the memory of the card, by default as nvidia-smi or rocm-smi states it; PRESET is the name of a preset
-# (8gb, 12gb, 16gb, 24gb or 48gb) in its place. DATA_PATH and other variables of scripts/env.sh name the data; without
-# them tokens are synthetic. Further flags are passed on and override the preset's flags.
+# GPU_MEMORY_GIB is the memory of the card, by default as nvidia-smi or rocm-smi states it; PRESET is the name of a
+# preset (8gb, 12gb, 16gb, 24gb or 48gb) in its place. DATA_PATH and other variables of scripts/env.sh name the data;
+# without them tokens are synthetic. Further flags are passed on and override the preset's flags.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/env.sh

@@ -24,9 +24,10 @@
 # SETUP_FILE names a bash file that prepares the environment: `module load cuda nccl`, `export NCCL_SOCKET_IFNAME=ib0`,
 # PYTHON. This script sources it, and so does the shell of each node before its ranks start.
 #
-# One submission trains to the end. If a signal, the time limit or --exit-duration-in-mins ends the run, it saves, and the
-# job is requeued and resumes. For that, --save and --load must name one folder. --signal above arrives at least 240 s before the end of the
-# job: choose more than a save takes. (--exit-margin-in-mins, 3 by default, is a second safeguard.)
+# One submission trains to the end. If a signal, the time limit or --exit-duration-in-mins ends the run, it saves, and
+# the job is requeued and resumes. For that, --save and --load must name one folder. --signal above arrives at least 240
+# s before the end of the job: choose more than a save takes. (--exit-margin-in-mins, 3 by default, is a second
+# safeguard.)
 #
 #   scancel --signal=USR1 JOB   saves and requeues the job; so do USR2, TERM, and preemption with GraceTime
 #   touch SAVE/exit             saves and ends
@@ -38,10 +39,10 @@
 # If they do not, or if the lost node is the first one, which runs this script, the job is requeued.
 #
 # A crash is retried too. The job ends with state FAILED after MAX_CRASHES (3) crashes or MAX_FRUITLESS (10) consecutive
-# starts without a newer checkpoint, and at once if the configuration cannot run. Remove the cause, and start it again with
-# the same sbatch or `scontrol requeue JOB`. With MAX_RESTARTS (0), torchrun first restarts the ranks inside the job. The
-# log (NAME-JOB.log) lists each start and end, LOG_DIR/node-N.log is the output of a node's ranks, and LOG_DIR/outcome the
-# status of the run (megatron/training/reliability/run_status.py).
+# starts without a newer checkpoint, and at once if the configuration cannot run. Remove the cause, and start it again
+# with the same sbatch or `scontrol requeue JOB`. With MAX_RESTARTS (0), torchrun first restarts the ranks inside the
+# job. The log (NAME-JOB.log) lists each start and end, LOG_DIR/node-N.log is the output of a node's ranks, and
+# LOG_DIR/outcome the status of the run (megatron/training/reliability/run_status.py).
 set -euo pipefail
 
 cd "${REPO:-${SLURM_SUBMIT_DIR:-$PWD}}"

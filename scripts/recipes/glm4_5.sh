@@ -47,7 +47,8 @@ model=(
     --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4
     --mtp-num-layers 1 --mtp-loss-scaling-factor 0.3
 )
-# In samples of 4,096 tokens: 22T tokens, ramp over 500B, decay until 23.1T, 2,000 steps of warm-up at the smallest batch.
+# In samples of 4,096 tokens: 22T tokens, ramp over 500B, decay until 23.1T, 2,000 steps of warm-up at the smallest
+# batch.
 training=(
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
     --optimizer muon --muon-momentum 0.95 --muon-nesterov --muon-extra-scale-factor 0.2

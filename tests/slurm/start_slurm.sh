@@ -11,7 +11,8 @@
 # belong to: it has its own ports, key, socket, spool and log. The node has SLURM_CPUS processors (8), whatever their
 # real number, and memory is not counted. CONFIG adds lines to slurm.conf. Both commands may be given twice.
 #
-# With NODES ("host0=10.77.0.1 host1=10.77.0.2") this host, at ADDRESS, is the controller of these nodes, which see FOLDER:
+# With NODES ("host0=10.77.0.1 host1=10.77.0.2") this host, at ADDRESS, is the controller of these nodes, which see
+# FOLDER:
 #
 #   ADDRESS=10.77.0.9 NODES="..." bash tests/slurm/start_slurm.sh start /tmp/my_slurm
 #   bash tests/slurm/start_slurm.sh node /tmp/my_slurm       # on each of them
