@@ -265,7 +265,7 @@ def check(args: argparse.Namespace) -> list[TextFile]:
     args.shard = args.shard and Shard.of_text(args.shard)
     problems, inputs = too_small(args, workers=1, log_interval=1, max_bad_lines=0), list[TextFile]()
     if args.split_sentences:
-        problems.append("--split-sentences is not built: GPT training uses whole documents; leave it out")
+        problems.append("--split-sentences is not implemented: GPT training uses whole documents; leave it out")
     if len(set(args.json_keys)) < len(args.json_keys):
         problems.append(f"--json-keys {' '.join(args.json_keys)}: a key is given twice")
     checks: list[Callable[[], object]] = [

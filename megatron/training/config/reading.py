@@ -403,7 +403,7 @@ def _check_number_of_values(flag: Flag, texts: Sequence[str]) -> None:
     if not texts:
         raise IllegalValueError(texts, rule, "write it after the flag")
     if feature := _feature(flag, texts):
-        raise IllegalValueError(texts, f"asks for {feature}, which is not built", "give one value")
+        raise IllegalValueError(texts, f"asks for {feature}, which is not implemented", "give one value")
     raise IllegalValueError(texts, rule, f"given: {len(texts)}")
 
 
@@ -422,7 +422,7 @@ def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueEr
 
     choices = list(map(str, flag.spec.choices or ()))
     if feature := _feature(flag, [illegal]):
-        return IllegalValueError(texts, f"asks for {feature}, which is not built", f"use {' or '.join(choices)}")
+        return IllegalValueError(texts, f"asks for {feature}, which is not implemented", f"use {' or '.join(choices)}")
     if (home := home_of(f"{flag.name}={illegal}")) is not None:
         rule = f"is a value of the extension {home}, which is not installed"
         return IllegalValueError(texts, rule, f"{_restore(home)}; without it: {', '.join(choices)}")

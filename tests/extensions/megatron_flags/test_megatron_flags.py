@@ -54,15 +54,15 @@ def test_unimplemented_features_are_refused(capsys: pytest.CaptureFixture[str]) 
         capsys,
     )
     assert lines[:7] == [
-        "--mtp-detach-heads: asks for this variant of multi-token prediction, which is not built; remove it",
-        "--moe-input-jitter-eps 1: asks for this variant of mixture of experts, which is not built; remove it",
-        "--padded-vocab-size 8: asks for a padded vocabulary size given directly, which is not built; use --vocab-size "
-        "and --make-vocab-size-divisible-by",
-        "--dataloader-type cyclic: asks for a different sample order, which is not built; only single is",
+        "--mtp-detach-heads: asks for this variant of multi-token prediction, which is not implemented; remove it",
+        "--moe-input-jitter-eps 1: asks for this variant of mixture of experts, which is not implemented; remove it",
+        "--padded-vocab-size 8: asks for a padded vocabulary size given directly, which is not implemented; "
+        "use --vocab-size and --make-vocab-size-divisible-by",
+        "--dataloader-type cyclic: asks for a different sample order, which is not implemented; use single",
         "--gibberish: unknown flag; neither this program nor Megatron-LM has this flag; remove it",
-        "--onnx-safe: asks for this activation function, which is not built; remove it",
-        "--num-experts 64 128: asks for layers that differ in their number of experts, which is not built; give one "
-        "value",
+        "--onnx-safe: asks for this activation function, which is not implemented; remove it",
+        "--num-experts 64 128: asks for layers that differ in their number of experts, which is not implemented; "
+        "give one value",
     ]
 
 
@@ -133,7 +133,9 @@ def test_every_foreign_flag_is_answered(name: str, capsys: pytest.CaptureFixture
         for flags, note in ([name], False), ([name, entry.flag, "alibi"], True):
             assert bool(read_flags([*argv, *flags]).notes) == note
     else:
-        assert any(line.startswith(name) and "not built" in line for line in failure(" ".join([*argv, name]), capsys))
+        assert any(
+            line.startswith(name) and "not implemented" in line for line in failure(" ".join([*argv, name]), capsys)
+        )
 
 
 def test_settings_of_missing_features_have_no_effect_without_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,7 +241,7 @@ def test_other_spellings_are_read_as_ours(capsys: pytest.CaptureFixture[str]) ->
     ours += " --data-parallel-sharding-strategy optim_grads_params --optimizer-cpu-offload"
     assert command.config == parse_args(f"{TINY} {ours}".split()) and len(command.notes) == 5
     line = failure(f"{TINY} --optimizer adaptive_muon", capsys)[0]
-    told = "asks for Muon with a second moment, which is not built; use adam or sgd or muon or soap"
+    told = "asks for Muon with a second moment, which is not implemented; use adam or sgd or muon or soap"
     assert line == f"--optimizer adaptive_muon: {told}"
     line = failure(f"{TINY} --checkpoint-activations 3", capsys)[0]
     assert line.startswith("--checkpoint-activations 3: takes no value; or use --recompute-granularity")
@@ -277,8 +279,8 @@ def test_an_extension_translates_flags_of_another_program(
     assert "--their-mode has no effect: this program has one mode" in command.notes
     lines = failure(f"{TINY} --their-magic --their-spell-x 1 --gibberish", capsys)
     assert lines[:2] == [
-        "--their-magic: asks for magic, which is not built; remove it",
-        "--their-spell-x 1: asks for a spell, which is not built; remove it",
+        "--their-magic: asks for magic, which is not implemented; remove it",
+        "--their-spell-x 1: asks for a spell, which is not implemented; remove it",
     ]
     assert "Theirs has this flag; remove it" in lines[2]
     for module in ("megatron.training.config.reading", "megatron.extensions.interop.megatron_flags.tables"):

@@ -60,7 +60,9 @@ def test_flags_without_translation_are_named(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "Without effect here:\n  --deepspeed: DeepSpeed is not used" in printed
     refused = printed.partition("Not translated:\n")[2]
-    assert "--mtp-use-repeated-layer: asks for this variant of multi-token prediction, which is not built" in refused
+    assert (
+        "--mtp-use-repeated-layer: asks for this variant of multi-token prediction, which is not implemented" in refused
+    )
     assert "--optimizer adaptive_muon" in refused and "Muon with a second moment" in refused
 
 

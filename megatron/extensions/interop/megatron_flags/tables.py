@@ -163,7 +163,7 @@ class ForeignFlags:
             reader.refuse(name, texts, rule, "correct it, or remove the flag: it has no effect")
         elif entry.values and texts[0] not in entry.values:
             legal = " or ".join(entry.values)
-            reader.refuse(name, texts, f"asks for {entry.feature}, which is not built", f"only {legal} is")
+            reader.refuse(name, texts, f"asks for {entry.feature}, which is not implemented", f"use {legal}")
         else:
             _no_effect(reader, name, texts, entry.reason)
         return True
@@ -209,7 +209,7 @@ def _no_effect(reader: FlagReader, name: str, texts: Sequence[str], reason: str)
 
 
 def _not_built(reader: FlagReader, name: str, texts: Sequence[str], entry: NotBuilt) -> None:
-    reader.refuse(name, texts, f"asks for {entry.feature}, which is not built", entry.remedy)
+    reader.refuse(name, texts, f"asks for {entry.feature}, which is not implemented", entry.remedy)
     reader.suspects |= {word.strip(",") for word in entry.remedy.split() if word.startswith("--")}
 
 
