@@ -224,16 +224,16 @@ def model_lines(config: RunConfig, cache: PlannerCache) -> Iterator[str]:
         whole = [name for name in MIXERS if variant in (name, *MIXERS.facts(name).includes)]
         those = sum(kind.linear in whole for kind in m.layers)
         yield f"{those} layers with {variant}{MIXERS.facts(variant).described(m)}"
-    tied = "tied to" if m.tied_embeddings else "not tied to"
-    source = "" if config.tokenizer.tokenizer_type else " (no tokenizer is named)"
-    yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}, {tied} the output layer"
+    tied = "shared with" if m.tied_embeddings else "separate from"
+    source = "" if config.tokenizer.tokenizer_type else " (no tokenizer given)"
+    yield f"vocabulary {m.vocab_size:,}{source}, padded to {m.padded_vocab_size:,}; embeddings {tied} the output layer"
     if m.num_experts is not None:
         yield _experts_line(m)
     if m.mtp_depths:
-        share = f"their mean loss times {m.mtp_loss_scaling_factor:g}"
+        share = f"their mean loss is multiplied by {m.mtp_loss_scaling_factor:g}"
         by_pattern = "/" in (pattern or "")
         like = "with a layer that follows the pattern" if by_pattern else "with a layer like the last one"
-        yield f"multi-token prediction: {m.mtp_depths} modules {like} each, {share}"
+        yield f"multi-token prediction: {m.mtp_depths} modules, each {like}; {share}"
     count = count_parameters(m)
     active = f", active per token {active_parameters(m):,}" if m.num_experts is not None else ""
     yield f"parameters {count.total:,}{active}"
@@ -282,13 +282,13 @@ def _sinks(m: TransformerConfig) -> str:
 
 def _experts_line(m: TransformerConfig) -> str:
     shared = m.moe_shared_expert_intermediate_size
-    latent = f" behind latents of {m.moe_latent_size}" if m.moe_latent_size else ""
-    beside = f" and a shared one of {shared}" if shared else ""
-    zero = f" and {m.moe_zero_experts} of zero computation" if m.moe_zero_experts else ""
+    latent = f" on latents of width {m.moe_latent_size}" if m.moe_latent_size else ""
+    beside = f" and to a shared expert of width {shared}" if shared else ""
+    zero = f" and {m.moe_zero_experts} zero-computation experts" if m.moe_zero_experts else ""
     groups = f" in {m.moe_router_group_topk} of {m.moe_router_num_groups} groups" if m.moe_router_group_topk else ""
     return (
-        f"{m.num_experts} experts of {m.moe_ffn_size}{latent}{zero} in {len(m.moe_layers)} layers, each token to "
-        f"{m.moe_router_topk} of them{groups}{beside}; {m.moe_router_scores} scores, balanced by "
+        f"{m.num_experts} experts of width {m.moe_ffn_size}{latent}{zero} in {len(m.moe_layers)} layers; each token is "
+        f"routed to {m.moe_router_topk} of them{groups}{beside}; {m.moe_router_scores} scores, balanced by "
         f"{' and '.join(m.moe_router_load_balancing_type)}"
     )
 
@@ -304,9 +304,13 @@ def _pipeline_line(config: RunConfig, microbatches: int) -> str:
     bubble = schedule.bubble(StageCosts(forward=costs, input_grad=costs, weight_grad=costs), microbatches)
     layout, ahead = schedule.layout, late_update(config) is not None
     where = f"{layout.num_stages} stages, {layout.chunks} on each rank" if layout.chunks > 1 else f"{layout.pp} stages"
-    unless = " that is neither clipped nor skipped" if ahead and PIPELINE_SCHEDULES.facts(schedule.name).flushes else ""
+    unless = (
+        " in steps that are neither clipped nor skipped"
+        if ahead and PIPELINE_SCHEDULES.facts(schedule.name).flushes
+        else ""
+    )
     ideal = "if times are proportional to FLOPs"
-    return f"pipeline {schedule.name}: {where}; schedule bubble {bubble:.1%} of the passes of a step{unless}, {ideal}"
+    return f"pipeline {schedule.name}: {where}; schedule bubble {bubble:.1%} of the time of the passes{unless}, {ideal}"
 
 
 def batch_lines(plan: RunPlan, dims: ParallelDims, cache: PlannerCache) -> Iterator[str]:
