@@ -266,9 +266,9 @@ def _other_branch(standings: Mapping[int, Waiting]) -> Blame | None:
 
 
 def _clash(a: int, b: int, standings: Mapping[int, Waiting]) -> dict[int, Entered] | None:
-    """Return two different collectives in which two ranks block each other, keyed by rank; None if there are none.
-    Either each rank waits in a collective that the other rank has not entered, or both ranks entered a collective with
-    the same number in one group, but the collectives differ."""
+    """Return the collectives in which the ranks `a` and `b` block each other, keyed by rank; None if the ranks do not
+    block each other. There are two cases. Each rank waits in a collective that the other rank has not entered, or the
+    collectives with the same number that the ranks entered in one group are different."""
     mine = [each for each in standings[a].entered if each.pending and b in each.ranks]
     theirs = [each for each in standings[b].entered if each.pending and a in each.ranks]
     for x in standings[a].entered:
@@ -288,8 +288,9 @@ def _kind(entered: Entered) -> str:
 
 
 def _followed(entered: Entered, standings: Mapping[int, Waiting]) -> tuple[int, float]:
-    """Return how many ranks have reached a collective, as two values: the number of these ranks in all groups along the
-    collective's axis, and the fraction of the ranks in the collective's own group."""
+    """Count the ranks that have entered the same collective as `entered`, or a later collective of their group. Return
+    two values: the number of these ranks in all groups of the axis of `entered`, and the fraction of the ranks in the
+    group of `entered`."""
 
     def has(other: Entered) -> bool:
         return other.number > entered.number or (other.number == entered.number and _kind(other) == _kind(entered))

@@ -93,7 +93,8 @@ class FirstNonFinite(Callback):
 
 
 def search_and_save(run: TrainingRun, verdict: Verdict) -> StepFinding:
-    """Find the first non-finite value. If the step ends the run, save the step to --save. Collective."""
+    """Run a step again to find the first module or gradient with a non-finite value. If the non-finite result of the
+    step ends the run, also save the step to --save. Collective."""
     step, watchdog = verdict.step, run.runtime.watchdog
     phase = watchdog.status.phase
     watchdog.doing(f"{phase}, running iteration {step.iteration} again to find the first value that is not finite")

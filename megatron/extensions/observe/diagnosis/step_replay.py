@@ -92,8 +92,8 @@ def without_data_flags(config: RunConfig) -> RunConfig:
 
 
 def without_callbacks(config: RunConfig) -> RunConfig:
-    """Reset the flags of extensions that enable a callback, because a replay lacks the inputs that callbacks need.
-    Flags that belong to the model are kept, even if they also enable a callback."""
+    """Return a copy of `config` in which the flags that enable callbacks have their default values. A replay lacks the
+    inputs that callbacks need. Flags that belong to the model are kept, even if they also enable a callback."""
     asked = [facts.when for facts in map(CALLBACKS.facts, CALLBACKS) if facts.when(config)]
     of_model = {section.cls for section in EXTENSION_SECTIONS.values() if section.part_of == "model"}
     for options in (options for options in config.extension_options if type(options) not in of_model):

@@ -72,8 +72,8 @@ class Stragglers(Callback, Meter):
         return (self,)
 
     def take(self) -> Tensor:
-        """Return this rank's seconds in each part of a step, as a flattened table [ranks * parts]. The rows of other
-        ranks are zeros, so the sum of all ranks' tables contains the rows of all ranks."""
+        """Return the seconds that this rank spent in each part of a step, as a flattened table [ranks * parts]. The
+        rows of other ranks are zeros, so that a sum over all ranks yields the complete table."""
         table = torch.zeros(self.world.size, len(STEP_PARTS), dtype=torch.float64, device=self.device)
         table[self.world.rank] = torch.tensor(self.clock.take(), dtype=torch.float64)
         return table.flatten()

@@ -77,9 +77,10 @@ def continue_requests(
 ) -> list[str]:
     """Return the most likely continuation of each prompt.
 
-    A continuation ends at a stop string, at an end-of-document token, or at the maximum number of tokens. All texts are
-    continued together. For each new token, the model runs a forward pass over the whole texts, which works under any
-    parallel layout. `next_tokens` accepts a list of token sequences, and returns the next token of each.
+    A continuation ends at a stop string, at an end-of-document token, or at the maximum number of tokens. All texts
+    grow together, by one token at a time. For each new token, the model runs a forward pass over the complete texts,
+    which works under any parallel layout. `next_tokens` accepts a list of token sequences, and returns the next token
+    of each.
     """
     new: list[list[int]] = [[] for _ in requests]
     growing = [number for number, request in enumerate(requests) if request.max_new_tokens]

@@ -68,7 +68,7 @@ class _Event:
 
 
 def none() -> Seconds:
-    """Return zero seconds for every part."""
+    """Return a dict that maps every part of the wall time (`PARTS`) to 0 seconds."""
     return dict.fromkeys(PARTS, 0.0)
 
 
@@ -100,7 +100,7 @@ def earlier_starts(events: Iterable[Mapping[str, object]], iteration: int, start
     resumed, it counts as a new run.
     """
     last: _Event | None = None
-    contained: _Event | None = None  # the newest event of this run at or before the iteration
+    contained: _Event | None = None  # newest `goodput` event of this run whose iteration is at most `iteration`
     saved = 0.0
     for event in events:
         saved = max(saved, _save_time(event))

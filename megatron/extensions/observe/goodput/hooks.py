@@ -145,8 +145,9 @@ class Goodput(Callback, Meter):
         self._record_event()
 
     def _with_steps(self, step_seconds: float) -> Seconds:
-        """Return the seconds of this start, including the steps since the last log line. The time of these steps is
-        divided between `useful` and `skipped` in proportion to the number of useful and skipped steps."""
+        """Return the seconds that each part of the wall time has taken in this start, including the steps since the
+        last log line. The time of these steps is divided between `useful` and `skipped` in proportion to the number of
+        useful and skipped steps."""
         interval, own = self._run.interval, dict(self._own)
         if interval is self._counted:
             return own
@@ -158,8 +159,9 @@ class Goodput(Callback, Meter):
         return own
 
     def _seconds(self, own: Seconds) -> Seconds:
-        """Return the seconds that each part has taken since the first start of the run. Time of the current start that
-        belongs to no other part is counted as `other`."""
+        """Return how many seconds of wall time each part in `PARTS` has taken since the first start of the run. `own`
+        contains the seconds of the current start. Time of the current start that belongs to no other part is counted as
+        `other`."""
         if self._evaluation is not None:
             own["evaluation"] += self._evaluation[1] - self._evaluation[0]
         own["other"] = self._unmeasured(own)

@@ -78,8 +78,8 @@ class DocumentLosses(Callback, Meter):
 
     @contextmanager
     def evaluating(self, evaluation: Evaluation) -> Iterator[None]:
-        """Collect the losses of an evaluation, and write them when the evaluation ends. The end is a collective over
-        the world, unless an exception ends the evaluation."""
+        """Collect the losses of an evaluation during the `with` block, and write them at the end of the block. The end
+        of the block is a collective over the world, unless an exception ends the block."""
         self.evaluation, self.found = evaluation, defaultdict[Document, list[float]](lambda: [0.0, 0.0])
         try:
             yield

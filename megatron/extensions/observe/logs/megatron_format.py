@@ -34,8 +34,8 @@ TAGS = {
 """Maps the name of a value in metric records to Megatron-LM's tag."""
 
 OVER_SAMPLES = ("lm loss", "learning-rate", "batch-size", "loss-scale", "grad-norm", "num-zeros", "params-norm")
-"""Tags that have an additional curve over consumed samples, named "TAG vs samples". The tags of evaluation losses,
-which are not listed here, also have such a curve."""
+"""Tags that have an additional curve over consumed samples, named "TAG vs samples". Evaluation losses also have this
+curve, although their tags are not listed here."""
 
 
 def scalars(record: Record) -> Iterator[tuple[str, float, int]]:

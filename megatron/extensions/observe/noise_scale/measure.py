@@ -179,8 +179,8 @@ class NoiseScale(Callback, Meter):
         self._now = None
 
     def take(self) -> Tensor:
-        """Return this rank's contributions to the two terms of the noise scale, tr(S) and |G|^2, for each step since
-        the last call, as a flat tensor [steps * 2]."""
+        """Return what this rank contributes to tr(S) and |G|^2, the two terms of the noise scale, in each step since
+        the last call. The result is a flat tensor [steps * 2]."""
         rows, self._rows = self._rows, []
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=self._device), *rows])
 

@@ -95,8 +95,9 @@ class BackgroundAudit(Callback, Meter):
         ]
 
     def _term_pieces(self, rank: int) -> list[tuple[int, Piece]]:
-        """Describe the gradients that this rank computes alone within its data-parallel replica, before they are summed
-        over replicas. Return a pair (data-parallel rank, piece) for each parameter with such a gradient."""
+        """Describe the gradients that no other rank of this data-parallel replica contributes to, before gradients are
+        summed over replicas. Return a pair (data-parallel rank, piece) for each parameter with a gradient of this
+        kind."""
         state = self.run.runtime.state
         if state.dp.size == 1 or state.cp.size > 1:
             return []

@@ -57,7 +57,7 @@ class Outcome:
         if not due and not finding.damages_state:
             return
         if self._rank not in finding.ranks:
-            time.sleep(1.0)  # so that the faulty rank reports the error first
+            time.sleep(1.0)  # wait, so that the faulty rank reports the error first
         why = f"it has disagreed {TWICE} times" if due else "its state is damaged"
         raise AuditError(f"{finding.line(iteration)}; {why}; replace its device or exclude its host, then resume")
 

@@ -75,23 +75,24 @@ def _blocks(flat: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def sums_of(x: Tensor) -> Tensor:
-    """Compute the random-sign sums of a tensor. Returns a float64 tensor [SIGNS]. Random-sign sums are linear in
+    """Return the random-sign sums of a tensor as a float64 tensor of shape [SIGNS]. Random-sign sums are linear in
     `x`."""
     return sketch_of(x)[2:].view(torch.float64)
 
 
 @lru_cache
 def _random(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random factors for the positions within a block: odd int64 numbers of shape [BLOCK], and float64 signs of
-    shape [BLOCK, SIGNS]."""
+    """Return the random factors of each position in a block: odd int64 hash multipliers of shape [BLOCK], and float64
+    signs (1 or -1) of shape [BLOCK, SIGNS]."""
     return _mixed(1, BLOCK, device)
 
 
 @lru_cache(maxsize=64)
 def _random_of_blocks(first: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return random factors for `count` consecutive blocks, of which the first has the number `first`: odd int64
-    numbers of shape [count], and float64 signs of shape [count, SIGNS]. The random number of an element is the product
-    of two factors: the factor of its block, and the factor of its position in the block."""
+    """Return the random factors of `count` consecutive blocks, starting with block number `first`: odd int64 hash
+    multipliers of shape [count], and float64 signs (1 or -1) of shape [count, SIGNS]. The multiplier or sign of an
+    element is the product of two factors: the factor of the element's block, and the factor of the element's position
+    in the block."""
     return _mixed(BLOCK + 1 + first, count, device)
 
 
@@ -117,9 +118,9 @@ def norm_of(row: Sequence[int]) -> float:
 
 
 def distance(one: Sequence[int], other: Sequence[int], floor: float = 0.0) -> float:
-    """Estimate the relative difference of two tensors from their sketches: the norm of the difference, divided by the
-    norm of the larger tensor or by `floor`, whichever is greater. The result is 0 if the tensors are bitwise equal, and
-    infinite if only one of them has non-finite values."""
+    """Estimate the relative difference between two tensors from their sketches. The relative difference is the norm of
+    the difference, divided by the largest of three values: the norms of the two tensors, and `floor`. Return 0 if the
+    tensors are bitwise equal, and infinity if only one of the tensors contains non-finite values."""
     if one[0] == other[0]:
         return 0.0
     (norm, *sums), (other_norm, *other_sums) = _floats(one), _floats(other)

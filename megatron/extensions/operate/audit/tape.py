@@ -215,7 +215,7 @@ class Taps:
         messages = {name: self._message(name, getattr(dist, name)) for name in ("isend", "irecv")}
         with replaced(
             *((dist, name, tap) for name, tap in (taps | messages).items()),
-            # P2POp accepts only isend and irecv of distributed_c10d
+            # P2POp compares its operation with isend and irecv of distributed_c10d, so replace these functions as well
             *((distributed_c10d, name, tap) for name, tap in messages.items()),
             (dist.Work, "wait", self._wait(dist.Work.wait)),
         ):

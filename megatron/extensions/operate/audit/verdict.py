@@ -34,7 +34,7 @@ CAUSES = {
     REDUCED: "the sum over ranks differs although its terms are equal: faulty message or memory",
     LOSS: "the loss differs although the inputs are equal",
 }
-"""Maps each kind of tensor to the probable cause of a fault if the first tensor that differs is of this kind."""
+"""Maps the kind of the first tensor that differs (`Difference.kind`) to the probable cause of the difference."""
 
 CHANGED = "the weight has changed in memory since its update"
 
@@ -78,8 +78,8 @@ class Report:
     """Names of weights that have changed in memory since the optimizer updated them."""
 
     reduced: tuple[tuple[str, float], ...] = ()
-    """Pairs (parameter name, relative difference) for each of this rank's reduced gradients that differs between the
-    two computations."""
+    """Reduced gradients of this rank that differ between the two computations, as pairs (parameter name, relative
+    difference)."""
 
 
 @dataclass(frozen=True)

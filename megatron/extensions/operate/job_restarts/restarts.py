@@ -313,7 +313,7 @@ class Parent:
                 self._parents.beat()
                 self._parents.tidy()
                 if self._parents.lost(self._start.roster):
-                    self._parents.ask(number + 1)  # all processes of ranks are lost, so a spare must request the start
+                    self._parents.ask(number + 1)  # all ranks are lost, so this spare requests the start
                 time.sleep(ASK)
         return ExitCode.FAILED, ""
 

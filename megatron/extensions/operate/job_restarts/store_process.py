@@ -50,7 +50,8 @@ class StoreProcess:
 
 
 def _serve(launch: Launch, timeout: timedelta, name: str, run: str, report: int) -> NoReturn:
-    """Open the store and serve it. If opening fails, write the reason to `report` and exit."""
+    """Open the rendezvous store, and serve it until this process is killed. If the store cannot be opened, write the
+    reason to the pipe `report` and exit."""
     try:
         for each in SIGNALS:
             signal.signal(each, signal.SIG_IGN)

@@ -115,7 +115,7 @@ class AttemptStorage(FsspecStorage):
         self.replace(final / PUBLISHED, f"{attempt.name}\n".encode(), mark)
         del self._begun[final]
         self._current[final] = attempt.name
-        with suppress(OSError):  # an old attempt only takes up space until the next save deletes it
+        with suppress(OSError):  # if this fails, the old attempts take up space until the next save deletes them
             self._remove_others(final, attempt.name)
 
     def finished(self, final: PurePath) -> bool:

@@ -102,7 +102,8 @@ class Limits:
             self.traffic.seconds += seconds
 
     def hold(self, nbytes: int) -> None:
-        """Add `nbytes`, which may be negative, to the number of upload bytes in memory."""
+        """Update the number of bytes in memory that wait to be uploaded. `nbytes` is negative if the memory was
+        released."""
         with self._lock:
             self._held += nbytes
             self.traffic.upload_memory = max(self.traffic.upload_memory, self._held)

@@ -37,7 +37,7 @@ def is_precondition(error: BaseException) -> bool:
 
 
 class S3(NamedTuple):
-    """S3 requests that use the connection of a file system. `place` converts a path to BUCKET/KEY."""
+    """Requests to S3 through the connection of an s3fs file system. `place` converts a path to BUCKET/KEY."""
 
     fs: AbstractFileSystem
     place: Callable[[PurePath], str]

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 About = Mapping[str, object]
-"""Properties of an object, as returned by the file system's `info` method."""
+"""Properties of an object in a store, as returned by the `info` method of the fsspec file system."""
 
 
 def replace_seen(fs: AbstractFileSystem, scheme: str, place: str, data: bytes, expected: bytes) -> bool:
@@ -39,7 +39,7 @@ def _to_google(fs: AbstractFileSystem, place: str, data: bytes, about: About) ->
 
 
 def _to_azure(fs: AbstractFileSystem, place: str, data: bytes, about: About) -> None:
-    from azure.core import MatchConditions  # installed as a dependency of fsspec's package for Azure
+    from azure.core import MatchConditions  # azure.core is a dependency of adlfs, the fsspec package for Azure
 
     fs.pipe_file(place, data, etag=about["etag"], match_condition=MatchConditions.IfNotModified)
 

@@ -48,7 +48,7 @@ AGAIN = 10.0
 previous copies also failed."""
 
 MOST_PASSED_OVER = 31
-"""Maximum number of consecutive copies that are skipped after failed copies."""
+"""Maximum number of copies that are skipped after a failed copy."""
 
 
 class Backoff:
@@ -67,8 +67,8 @@ class Backoff:
         return self._pass_over < 0
 
     def failed(self) -> None:
-        """Count a failure. After the first failure in a row, no copy is skipped; after the second, one copy is skipped,
-        then 3, 7, and so on."""
+        """Count a failure. The number of copies that are skipped next depends on the number of consecutive failures: 0
+        copies after the first failure, 1 after the second, then 3, 7, and so on, up to `MOST_PASSED_OVER`."""
         self._pass_over = min(2**self.failures - 1, MOST_PASSED_OVER)
         self.failures += 1
 

@@ -100,7 +100,8 @@ def read_header(data: Path) -> dict[str, Any]:
 
 
 def headers_in(generation: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield a pair (data file, header) for each complete copy of a part in the folder of a generation."""
+    """Yield a pair (data file, header) for each complete copy in the folder of a generation. Each copy contains one
+    part of the training state."""
     for path in sorted(generation.glob("*.[01].json")):
         data = path.with_suffix("")
         with suppress(OSError, ValueError):
@@ -242,7 +243,7 @@ def main(folder: Path, address: str, keep: float) -> None:
     with Holder(folder, address, keep) as holder:
         about = {"address": address, "port": holder.server_address[1], "token": holder.token, "pid": os.getpid()}
         write_whole(folder / ABOUT, json.dumps(about))
-        with suppress(BrokenPipeError):  # the parent may have been killed; after a restart, the ranks find this holder
+        with suppress(BrokenPipeError):  # ignore that the parent was killed, because restarted ranks find this holder
             print("ready", flush=True)
         threading.Thread(target=holder.serve_forever, daemon=True).start()
         holder.watch()

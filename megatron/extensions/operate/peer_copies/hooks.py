@@ -128,8 +128,8 @@ class PeerCopies(Callback):
         return f"hosts keep copies for {minutes:g} minutes after their last rank has ended (--peer-copy-keep-minutes)"
 
     def _advice(self) -> str:
-        """Return advice for failure messages: for how long the same command can still resume from copies in memory.
-        Return an empty text if there are no copies."""
+        """Return the part of a failure message that says for how many minutes the same command can still resume from
+        copies in memory. Return an empty string if there are no copies."""
         if not self._resumed and (self._copies is None or self._copies.complete is None):
             return ""
         return f"within {self._options.peer_copy_keep_minutes:g} minutes: it resumes from copies in memory"
@@ -153,7 +153,7 @@ class PeerCopies(Callback):
         self._host_of = [host.name for host in hosts]
         self._holders = {host.name: host.holder for host in hosts if host.holder is not None}
         if not self._leads:
-            with suppress(OSError):  # optional, because the connection of the supervising rank suffices
+            with suppress(OSError):  # the connection of the supervising rank keeps the holder alive
                 self._leases.append(leased(self._holders[own]))
         self._held = [host.held for host in hosts]
         self._idle = {each.name: each for host in hosts for each in host.idle if each.name not in names}
@@ -342,9 +342,9 @@ class PeerCopies(Callback):
         )
 
     def _check_room(self, nbytes: int, say: Callable[[str], None], world: Axis) -> None:
-        """Raise ValueError on every rank if the memory of a host cannot hold the copies of two steps. Existing copies
-        count as one step. If the memory is only too small because it contains other files, print a warning instead.
-        Collective."""
+        """Raise ValueError on every rank if the memory of a host cannot hold the copies of two steps. If copies already
+        exist, only one more step must fit. If the memory is large enough but currently contains other files, print a
+        warning instead of raising. Collective."""
         disk = shutil.disk_usage(self._folder)
         needed = (1 if any(self._folder.glob("g*")) else 2) * nbytes
         has = (

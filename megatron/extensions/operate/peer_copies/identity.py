@@ -22,7 +22,8 @@ FILE = "peer_copies_id"
 
 
 def read_identity(root: PurePath) -> str | None:
-    """Read the identifier of the run in a --save folder; None if the folder has none. Raises OSError."""
+    """Return the run identifier that is stored in a --save folder; None if the folder contains no identifier. Raises
+    OSError."""
     content = storage_of(root).content(root / FILE)
     return None if content is None else content.decode(errors="replace").strip() or None
 

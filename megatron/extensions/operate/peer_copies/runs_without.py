@@ -14,7 +14,7 @@ class DropsIdentity(Callback):
     """Callback that deletes SAVE/peer_copies_id. If this file remained, a later run with --peer-copies could load
     copies that are older than the checkpoints of this run."""
 
-    start_order = -1  # run before callbacks that load local checkpoints
+    start_order = -1  # This callback must run before callbacks that load local checkpoints.
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
         save = self.config.checkpoint.save_root

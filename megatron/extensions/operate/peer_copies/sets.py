@@ -1,4 +1,5 @@
-"""Inventories of the copies that hosts hold, and a search for steps with a copy of every part of the training state.
+"""Search for the steps of which the hosts together hold a copy of every part of the training state. An inventory
+(`Inventory`) lists the copies on one host.
 
 This module does not import torch.
 """

@@ -53,7 +53,7 @@ class Entry:
 
     @property
     def record(self) -> dict[str, object]:
-        """Fields of the entry, for serialization as JSON."""
+        """Return the fields of the entry as a dict that can be serialized as JSON."""
         return asdict(self)
 
     @property
@@ -158,8 +158,8 @@ class Slot:
         return memoryview(self.memory)[: self.nbytes]
 
     def stage(self, entries: Sequence[Entry], boxes: Iterable[Tensor]) -> None:
-        """Copy the tensor shards `boxes` of a part into the file. Copies from a GPU run asynchronously on the GPU's
-        current stream."""
+        """Copy the tensor shards `boxes` into the file, at the offsets that `entries` contain. Copies from a GPU are
+        asynchronous, and are launched on the current stream of the GPU."""
         for entry, data in zip(entries, boxes, strict=True):
             into = self.bytes[entry.start : entry.start + entry.nbytes].view(data.dtype).view(data.shape)
             into.copy_(data, non_blocking=True)

@@ -12,7 +12,7 @@ from megatron.training.config.run_config import RunConfig
 from megatron.training.extensions import CALLBACKS, extension_flags
 
 SHORTEST_SILENCE = 3.0
-"""Minimum of --host-heartbeat-timeout-seconds, except for 0."""
+"""Minimum value of --host-heartbeat-timeout-seconds. The value 0, which disables heartbeats, is also allowed."""
 
 
 def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -55,7 +55,8 @@ LOOK = 0.5
 """Seconds between two checks of whether the store answers."""
 
 ANSWER = 2.0
-"""Maximum time in seconds in which the kernel of a living host accepts a connection."""
+"""Timeout in seconds for a TCP connection to another host. The kernel of a live host accepts the connection within this
+time."""
 
 OPENS = 120.0
 """Timeout in seconds for the start of the heartbeat process."""
@@ -66,7 +67,7 @@ TOKEN_BYTES = 16
 
 @dataclass(frozen=True)
 class Link:
-    """Network addresses of a rank and its host. At its port `ear`, each rank receives messages from the heartbeat
+    """Network addresses of a rank and its host. Each rank listens on the port `ear` for messages from the heartbeat
     process of its own host. The first rank of a host also has the `address` and `port` at which the host receives
     heartbeats from other hosts."""
 

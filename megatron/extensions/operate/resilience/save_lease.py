@@ -185,7 +185,8 @@ class Lease(ABC):
             raise LeaseError(self._of(now))
 
     def _state(self, found: LeaseText) -> str | None:
-        """Return the `Peer.state` of the process that holds the lease; None if the process is not on this machine."""
+        """Return the state (`Peer.state`) of the process that wrote the lease `found`; None if the process is not on
+        this machine."""
         peer = Peer(found["host"], found["pid"], found["namespace"], found["started"])
         return peer.state() if peer.namespace and peer.namespace == self._owner["namespace"] else None
 

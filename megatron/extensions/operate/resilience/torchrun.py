@@ -47,7 +47,7 @@ from megatron.training.reliability.run_status import VARIABLE, ExitCode
 
 BACKEND = "c10d-open"
 PATIENCE = float(os.environ.get("RENDEZVOUS_PATIENCE", "1"))
-"""Factor by which the time limits are multiplied. Increase it on hosts where processes may be suspended for a long
+"""Factor that scales all timeouts of this module. Increase it on hosts where processes may be suspended for a long
 time."""
 
 REPLY = 6.0 * PATIENCE

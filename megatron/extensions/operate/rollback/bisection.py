@@ -37,8 +37,8 @@ ROSE = 1.05
 """A learning rate counts as risen if it exceeds this multiple of the learning rate at the checkpoint."""
 
 LOWER = 0.1
-"""Bound on the learning rate for the branch that tests a lower rate, as a multiple of the highest rate before the
-spike. It applies only if the learning rate has not risen since the checkpoint."""
+"""The branch that tests a lower learning rate limits the rate to this multiple of the highest rate before the spike. If
+the learning rate has risen since the checkpoint, the limit is instead the rate at the checkpoint."""
 
 BranchOf = Callable[[int, Change], Outcome]
 """Function that repeats the run up to an iteration with one change, such as another learning rate, and returns the

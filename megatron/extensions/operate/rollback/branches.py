@@ -66,7 +66,7 @@ class Part:
     """Origin of the part, in the form `dataset:document+token`."""
 
     loss: float
-    """Mean loss over the labels of the part."""
+    """Mean loss over the labels of this part of the sample."""
 
     tokens: tuple[int, ...]
 

@@ -39,7 +39,7 @@ def decide(spike: int, steps: int, batches: int | None, interval: int, last_to: 
             batch of the spike. Otherwise, the run skips every batch between the restored state and the spike, and then
             further batches after the spike until `batches` batches are skipped. Pass None to skip only the batches
             between the restored state and the spike.
-        interval: Number of iterations between two states that a run keeps. The run returns to an iteration that is a
+        interval: Number of iterations between the states that the run keeps. The run returns to an iteration that is a
             multiple of `interval`.
         last_to: Iteration that the last rollback returned to; 0 if there was none. The run does not return to an
             iteration before `last_to`.

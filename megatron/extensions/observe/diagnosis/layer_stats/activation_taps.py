@@ -1,10 +1,9 @@
 """Hooks that measure the outputs, attention logits and routers of a model's layers.
 
-The code does not depend on the parallel layout. For a mean of squares, every rank measures a sum of squares and a
-number of elements, and both are summed over all ranks. Ranks that hold replicas of the same activations contribute to
+The measurement is the same under every parallel layout. For a mean of squares, every rank measures a sum of squares and
+a number of elements, and both are summed over all ranks. Ranks that hold replicas of the same activations contribute to
 both sums, so the ratio of the sums equals the mean that a single process computes. This works for any layer, including
-custom layers. Hooks measure the output of each layer, and the outputs of those of its submodules that have weight
-matrices.
+custom layers. Hooks measure the output of each layer, and the output of each submodule with a weight matrix.
 """
 
 from __future__ import annotations

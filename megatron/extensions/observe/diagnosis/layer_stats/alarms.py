@@ -1,19 +1,20 @@
 """Detection of layers and tensor-parallel ranks whose statistics are outliers. This module does not import torch.
 
-Each numeric layer statistic is compared between layers, as are the weight norms of parameters of one kind, such as
-`mlp.linear_fc1.weight`. The weight and gradient norms of a parameter's shards are compared between tensor-parallel
-ranks. In addition, replicas of a parameter must have equal norms. Equal norms of different shards indicate that the
-ranks use the same seed, an error that the loss does not show.
+Each numeric layer statistic is compared between layers. The weight norms of parameters that have the same name in every
+layer, such as `mlp.linear_fc1.weight`, are also compared between layers. The weight and gradient norms of a parameter's
+shards are compared between tensor-parallel ranks. In addition, replicas of a parameter must have equal norms. Equal
+norms of different shards indicate that the ranks use the same seed, an error that the loss does not show.
 
 The same rule applies to every group of members, such as the layers: it detects a member that grows while the other
 members do not. Each record has one value per member. For each member, a straight line is fitted to the logarithms of
 its last `WINDOW` values. The median slope of the group is subtracted from each slope, so that growth of all members, as
 in warm-up, does not count. A member is an outlier if the following conditions hold in two consecutive records:
 
-- Relative to the median, its fitted line rises over the window by more than the logarithm of --layer-growth-threshold.
-- Its line is more than `OWN` times as steep as 80% of its earlier lines, so steady growth is not reported. Earlier
-  lines are those of the last `HISTORY` windows that do not overlap the current window.
-- Its line is more than `OTHERS` times as steep as the current line of any other member.
+- Over the window, the fitted line of the member, minus the median slope, rises by more than the logarithm of
+  --layer-growth-threshold.
+- The line is more than `OWN` times as steep as 80% of the earlier lines of the same member, so steady growth is not
+  reported. The earlier lines were fitted to the last `HISTORY` windows that do not overlap the current window.
+- The line is more than `OTHERS` times as steep as the current line of any other member.
 
 The constants were chosen so that training small models from scratch raises no alarm.
 """

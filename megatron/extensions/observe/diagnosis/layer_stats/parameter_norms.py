@@ -91,8 +91,8 @@ class ParameterSquares:
 
 
 def _squares_of(part: _Part, values: Tensor) -> Tensor:
-    """Return the sum of squares of each counted parameter in a part, as a 1-D float64 tensor on the device of
-    `values`."""
+    """Return a sum of squares for each parameter in `part.pieces`, as a 1-D float64 tensor on the device of `values`.
+    `values` contains the elements of `part`."""
     if values.is_cuda:
         views = [values[start:stop] for _, start, stop in part.pieces]
         return torch.stack(foreach_norm(views, 2, torch.float64)).square()
@@ -117,7 +117,7 @@ def _placed(piece: Piece, first: int) -> tuple[str, int, int]:
 
 
 def _counts(meta: ParamMeta, state: ParallelState) -> bool:
-    """Return True if this rank counts its replica of a parameter."""
+    """Return True if this rank adds the squares of its replica of a parameter to its sums."""
     if meta.expert:
         return meta.is_first_replica(state.coords)
     return not meta.shared_stages or state.pp.rank == 0

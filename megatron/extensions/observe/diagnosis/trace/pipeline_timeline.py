@@ -81,7 +81,7 @@ def measured_steps(trace: Trace) -> list[MeasuredStep]:
     """Return the actions of every pipeline in every traced iteration. Within an iteration, pipelines are ordered by
     their first rank.
 
-    On GPUs, times are taken from the device streams.
+    On GPUs, the times of actions are the times at which their kernels ran on the device streams.
     """
     pipelines = trace["otherData"]["pipelines"]
     of_rank = {rank: number for number, ranks in enumerate(pipelines) for rank in ranks}
@@ -139,8 +139,8 @@ def actions_of(trace: Trace) -> list[tuple[Event, Action, float]]:
 
 def median_costs(steps: Sequence[MeasuredStep], waited: Sequence[float] = ()) -> StageCosts:
     """Return the costs of the pipeline stages in microseconds: the median time of each kind of action on each stage,
-    and the median transfer time of a message. `waited` contains the transfer times of the messages that a rank waited
-    for."""
+    and the median transfer time of a message. The argument `waited` contains the transfer times that `message_times`
+    returns."""
     times: dict[tuple[Kind, int], list[float]] = defaultdict(list)
     for step in steps:
         for timeline in step.timeline:
@@ -165,8 +165,8 @@ def message_times(trace: Trace, steps: Sequence[MeasuredStep]) -> list[float]:
     """Return the transfer times, in microseconds, of the messages that their receivers waited for.
 
     A transfer time starts when the action that computed the message ends, and it ends when the action that uses the
-    message starts. Other messages are left out: they arrive before they are needed, so their transfer times do not
-    matter.
+    message starts. Messages that arrive before they are needed are omitted, because their transfer times do not delay
+    the step.
     """
     stops: dict[tuple[int, int, Action], float] = {}
     owners: dict[tuple[int, int, int], int] = {}

@@ -85,7 +85,7 @@ def measure(
         rank: Global rank.
         identities: Host identities of all ranks, in rank order. This argument must be equal on all ranks.
         meeting: Prefix of the store keys. Each call must use a new prefix.
-        clock: Clock to read, in nanoseconds.
+        clock: Function that returns the current time in nanoseconds.
     """
     firsts = [identities.index(identity) for identity in dict.fromkeys(identities)]
     if rank == 0:
