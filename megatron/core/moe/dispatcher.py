@@ -1,10 +1,10 @@
-"""Token dispatch of MoE layers: sends tokens to the ranks of their experts, and returns the outputs.
+"""Token dispatch for MoE layers: sends tokens to the ranks of their experts, and sends the experts' outputs back.
 
-Dispatch is a linear map of the tokens: it copies, sends and sorts rows. The combine step adds up each token's expert
-outputs. The combine step is the adjoint of dispatch, so each of the two is the backward pass of the other. A subclass
-of `Dispatcher` therefore defines only dispatch.
+Dispatch is a linear map of the tokens: it copies, sends and sorts rows. The combine step adds up the expert outputs of
+each token. Because the combine step is the adjoint (transpose) of dispatch, each step is the backward pass of the other
+step. A subclass of `Dispatcher` therefore defines only dispatch.
 
-Together, the ranks along the axes (ep, expt_tp) hold all experts. Every rank dispatches different tokens.
+The experts are sharded over the ranks of the axes ep and expt_tp. Every rank dispatches different tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron.core.tensor_parallel.weight_grad import add_rows_
 
 @dataclass(frozen=True)
 class RowMap:
-    """Linear map of the rows of a tensor [rows, ...], and its adjoint. Differentiable."""
+    """Differentiable linear map of the rows of a tensor [rows, ...], together with its adjoint (transpose)."""
 
     forward: LinearMap
     adjoint: LinearMap
@@ -56,14 +56,13 @@ class RowMap:
 
 
 WAIT = "wait for all-to-all of experts"
-"""Name of the profiler range in which a rank waits without computing. On GPUs, this range does not measure the waiting
-time, because the host does not wait."""
+"""Name of the profiler range in which a rank waits for an all-to-all without computing. On GPUs, the duration of this
+range is not the waiting time, because only the CUDA stream waits and the host continues."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Differentiable all-to-all of rows, and its adjoint. If several tensors are passed, they are exchanged
-    concurrently."""
+    """Differentiable all-to-all of rows. If a call passes several tensors, all of them are exchanged concurrently."""
 
     axis: Axis
     send: Sequence[int]
@@ -73,7 +72,7 @@ class Exchange:
     """Number of rows received from each rank, in rank order."""
 
     pair: PassPair
-    """`PassPair` that runs the passes of two micro-batches in turns. While the exchange of one pass is in flight, the
+    """`PassPair` that interleaves the passes of two micro-batches. While the all-to-all of one pass is in flight, the
     pass of the other micro-batch can compute."""
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -95,24 +94,24 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Routes:
-    """Dispatch of one micro-batch. If a token selects k experts, k rows are sent, one to the rank of each selected
-    expert."""
+    """Planned dispatch of one micro-batch. A token that selects k experts is sent as k rows, one to the rank of each
+    selected expert."""
 
     of_tokens: RowMap
-    """Linear map from this rank's tokens [n, ...] to the rows that it sends, [assignments, ...]."""
+    """Linear map from this rank's tokens [n, ...] to the rows that the rank sends, [assignments, ...]."""
 
     of_assignments: RowMap
-    """Linear map from the k assignments of each token of this rank, [n * k, ...], to the rows that it sends,
-    [assignments, ...]."""
+    """Linear map from the assignments of this rank's tokens, [n * k, ...], to the rows that the rank sends,
+    [assignments, ...]. Each token has k assignments, one per selected expert."""
 
     segments: Segments
     exchange: Exchange | None = None
     arrival: RowMap | None = None
-    """Linear map that sorts the rows received from the exchange by local expert, giving [rows, ...]."""
+    """Linear map that sorts the rows received from `exchange` by local expert. The result has the shape [rows, ...]."""
 
     def dispatch(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Send tokens [n, h] and routing weights [n * k] to the ranks of the experts. Return the rows [rows, h] of this
-        rank's experts, and the weights [rows] of these rows."""
+        """Send tokens [n, h] and routing weights [n * k] to the ranks of the experts. Return the rows [rows, h] that
+        this rank's experts process, and the routing weights [rows] of these rows."""
         rows, of_rows = self.of_tokens(tokens), self.of_assignments(weights)
         if self.exchange is not None:
             rows, of_rows = self.exchange(rows, of_rows)
@@ -121,8 +120,8 @@ class Routes:
         return rows, of_rows
 
     def combine(self, rows: Tensor) -> Tensor:
-        """Return the sum of the expert outputs for each token of this rank, [n, h]. `rows` [rows, h] are the outputs of
-        the local experts."""
+        """Return the sum of the expert outputs for each token of this rank, [n, h]. `rows` [rows, h] contains the
+        outputs of the local experts."""
         if self.arrival is not None:
             rows = self.arrival.transposed(rows)
         if self.exchange is not None:
@@ -131,22 +130,22 @@ class Routes:
 
 
 class Dispatcher(ABC):
-    """Planner of the dispatch of tokens to their selected experts.
+    """Base class of dispatchers. A dispatcher plans how tokens are sent to their selected experts.
 
-    If neither message sizes nor large buffers depend on the token counts, the counts stay on the device. If the counts
-    stay on the device, each buffer has the maximum number of rows, because the host does not know how many rows are
-    needed. Rows that are in use precede spare rows.
+    The token counts of the experts stay on the device if neither message sizes nor large buffers depend on them. In
+    this case, the host does not know how many rows are needed, and each buffer has the maximum number of rows. The rows
+    that are in use precede the spare rows.
     """
 
     def __init__(self, num_experts: int, ctx: TPContext, grouped: bool, padded: bool, choices: int) -> None:
         """Create a dispatcher.
 
         Args:
-            num_experts: Number of experts.
-            ctx: Context of the layer.
-            grouped: True if the experts' GEMM kernels read the row counts on the device.
+            num_experts: Number of experts, without zero-computation experts.
+            ctx: Tensor-parallel context of the MoE layer.
+            grouped: True if the experts use grouped GEMM kernels, which read the row counts from device memory.
             padded: True if every message is padded to the maximum number of rows that the receiving experts accept.
-            choices: Number of experts, including zero-computation experts.
+            choices: Number of experts that the router selects from, including zero-computation experts.
         """
         self.ep, self.expt_tp, self.both = (ctx.state.axis(name) for name in ("ep", "expt_tp", "expt_tp_ep"))
         self.num_experts = num_experts
@@ -160,18 +159,18 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
-        """Start planning a dispatch. Collective.
+        """Start planning a dispatch. All ranks of the axes ep and expt_tp must call this method.
 
-        `chosen` [n, k] contains the experts selected for this rank's tokens; the number `num_experts` marks a dropped
-        assignment. If `most` is given, each expert accepts at most `most` assignments. The returned function finishes
-        the plan and returns the `Routes`. The host waits for the device if it needs the message sizes, so launch all
-        independent work first.
+        `chosen` [n, k] contains the experts selected for this rank's tokens. The value `num_experts` marks a dropped
+        assignment. If `most` is given, each expert accepts at most `most` assignments from this rank. The returned
+        function finishes the plan and returns the `Routes`. It makes the host wait for the device if the host needs the
+        message sizes, so launch all independent kernels before you call it.
         """
 
     def copies(self, assignments: Tensor, rows: int, k: int) -> tuple[RowMap, RowMap]:
         """Return two maps whose results have one row for each entry of `assignments`, in the same order. `assignments`
-        is sorted by expert, and there are no spare rows. The first map is applied to `rows` tokens, and the second map
-        to the k assignments of each token."""
+        must be sorted by expert and must not contain spare rows. The first map is for tensors with one row per token
+        (`rows` tokens). The second map is for tensors with one row per assignment (k per token)."""
         if self.hardware.host_waits_for(assignments):
             kept = None if assignments.shape[0] == rows * k else assignments
             slots, valid = inverse_of(assignments, rows * k, kept)
@@ -181,8 +180,8 @@ class Dispatcher(ABC):
     def copies_to_slots(
         self, assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int
     ) -> tuple[RowMap, RowMap]:
-        """Return two maps that copy rows to slots (see `slot_map`). The first map is applied to tokens, and the second
-        map to assignments."""
+        """Return two maps that copy rows to slots (see `slot_map`). The first map is for tensors with one row per
+        token, and the second map is for tensors with one row per assignment."""
         of_tokens, of_assignments = (
             slot_map(assignments, slots, valid, each, self.hardware.compiled) for each in (k, 1)
         )
@@ -190,15 +189,16 @@ class Dispatcher(ABC):
 
 
 SPARE_ROWS = 2
-"""Limit on the number of rows that an all-gather dispatch allocates before the actual number of rows is known. The
-limit is stated as a multiple of the number of rows under an even load. If the number of rows may exceed this limit, the
-host waits for the actual number.
+"""Maximum size of a buffer that `AllGatherDispatcher` allocates without knowing the actual number of rows. The size is
+a multiple of the number of rows under a balanced expert load. If a larger buffer might be needed, the host instead
+waits for the actual number of rows.
 """
 
 
 class AllGatherDispatcher(Dispatcher):
-    """Dispatcher that all-gathers the tokens. From the gathered tokens, each rank selects those that its experts
-    process. This dispatcher is suitable if there are few experts, or if k is about as large as ep."""
+    """Dispatcher that all-gathers the tokens. Each rank then selects the tokens that its experts process. Use this
+    dispatcher if there are few experts, or if each token selects about as many experts as there are expert-parallel
+    ranks."""
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         both, local = self.both, self.local_experts
@@ -234,7 +234,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def start(self, chosen: Tensor, most: int | None = None) -> Callable[[], Routes]:
         order, counts = sort_assignments(chosen, self.num_experts)
-        # [ep * expt_tp, E]: the number of assignments from each rank of the group to each expert.
+        # table [ep * expt_tp, E]: number of assignments from each rank of the group to each expert
         table = all_gather(counts[None], self.both)
         padded = most is not None and self.padded and self.ep.size > 1
         if padded or (self.ep.size == 1 and self.hardware.host_waits_for(chosen) and self.grouped):
@@ -245,8 +245,8 @@ class AllToAllDispatcher(Dispatcher):
         return lambda: self._by_sizes(chosen, order, np.array(sizes.read()))
 
     def _by_sizes(self, chosen: Tensor, order: Tensor, counts: np.ndarray) -> Routes:
-        """Return routes whose buffers have exactly the required number of rows. The token counts must be on the
-        host."""
+        """Return routes whose buffers have exactly the required number of rows. `counts` contains the number of
+        assignments from each rank to each expert, on the host."""
         ep, expt_tp = self.ep, self.expt_tp
         table = counts.reshape(ep.size, expt_tp.size, -1).swapaxes(0, 1)  # [expt_tp, ep, E]
         mine = table[expt_tp.rank, ep.rank].reshape(ep.size, -1).sum(1).tolist()
@@ -258,11 +258,11 @@ class AllToAllDispatcher(Dispatcher):
         return Routes(*self.copies(order[: sum(mine)], *chosen.shape), segments, exchange, arrival)
 
     def _by_bounds(self, chosen: Tensor, order: Tensor, table: Tensor, most: int | None) -> Routes:
-        """Return routes whose buffers have the maximum number of rows, without reading the token counts on the host.
+        """Return routes whose buffers have the maximum number of rows. The host does not read the token counts.
 
-        If there is no all-to-all, the rows of a rank are its assignments, sorted by expert. If there is an all-to-all,
-        each rank sends exactly `most` rows to every expert, including spare rows. Received rows are sorted by expert,
-        and spare rows follow at the end.
+        If ep is 1, there is no all-to-all, and the rows of a rank are its assignments, sorted by expert. If ep is
+        larger than 1, each rank sends exactly `most` rows to every expert, and fills unused rows with meaningless
+        values. The received rows are sorted by expert, with the spare rows at the end.
         """
         ep = self.ep
         expt_tp = self.expt_tp
@@ -293,8 +293,7 @@ class AllToAllDispatcher(Dispatcher):
 
 
 def behind(first: RowMap, copies: tuple[RowMap, RowMap]) -> tuple[RowMap, RowMap]:
-    """Return two maps, one for each map in `copies`. Each returned map applies `first`, and then the map in
-    `copies`."""
+    """Return two maps. Each of them applies `first`, followed by the corresponding map of `copies`."""
     return first.then(copies[0]), first.then(copies[1])
 
 
@@ -308,26 +307,25 @@ def even_shares(total: int, parts: int) -> list[int]:
 
 
 def local_numbers(experts: Tensor, first: int, count: int) -> Tensor:
-    """Convert global expert numbers to local numbers: expert `first` becomes 0, and so on for `count` local experts.
-    The numbers of experts that are not local become `count`."""
+    """Convert global expert numbers to local numbers. The experts `first` to `first + count - 1` are local and get the
+    numbers 0 to `count - 1`. All other experts get the number `count`."""
     numbers = experts - first
     return torch.where((numbers < 0) | (numbers >= count), count, numbers)
 
 
 def sort_assignments(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort the assignments `chosen` [n, k] by expert. Returns the order of the assignments [n * k], in which dropped
-    assignments are last, and the number of assignments to each expert [E]."""
+    """Sort the assignments `chosen` [n, k] by expert. Return the indices that sort the flattened assignments [n * k],
+    with dropped assignments at the end, and the number of assignments to each expert [E]."""
     experts, order = chosen.flatten().sort(stable=True)
     edges = torch.searchsorted(experts, torch.arange(num_experts + 1, device=chosen.device))
     return order, edges.diff()
 
 
 def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Invert `order` [m], which contains distinct numbers below `count`.
+    """Invert the permutation `order` [m], which contains distinct numbers smaller than `count`.
 
-    The first result [count] contains the position of each number in `order`, or 0 if `order` does not contain the
-    number. The second result [count] is a bool mask that is True for the numbers in `kept`; it is None if `kept` is
-    None.
+    The first result [count] contains the position of each number in `order`, or 0 for a number that `order` does not
+    contain. The second result is a bool mask [count] that is True for the numbers in `kept`, or None if `kept` is None.
     """
     places = order.new_zeros(count)
     places[order] = torch.arange(order.shape[0], device=order.device)
@@ -339,33 +337,34 @@ def inverse_of(order: Tensor, count: int, kept: Tensor | None = None) -> tuple[T
 
 
 def sum_of_slots(y: Tensor, slots: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """Return for each token the sum of the rows of y in the token's valid slots, [n, ...]. y has the shape [slots,
-    ...], and `slots` has the shape [n * k]. Each token has k slots, one for each selected expert. torch.compile fuses
-    this function into a single kernel."""
+    """Return the sum of the rows of y in the valid slots of each token: y [slots, ...] -> [n, ...]. `slots` [n * k]
+    contains the k slots of each token, one for each selected expert. `valid` [n * k] is False for slots that are
+    ignored. torch.compile fuses this function into a single kernel."""
     if valid is None:
         return y.index_select(0, slots).unflatten(0, (-1, k)).sum(1)
-    if not y.shape[0]:  # no token has selected an expert of this rank
+    if not y.shape[0]:  # no token selected an expert of this rank
         return y.new_zeros(slots.shape[0] // k, *y.shape[1:])
     rows = y.index_select(0, torch.where(valid, slots, 0)).unflatten(0, (-1, k))
     return rows.masked_fill(~valid.view(-1, k, *[1] * (y.ndim - 1)), 0.0).sum(1)
 
 
 def slot_map(assignments: Tensor, slots: Tensor, valid: Tensor | None, k: int, compiled: bool) -> RowMap:
-    """Return a map that copies the rows of x [n, ...] to slots [slots, ...]. Slot i receives row assignments[i] // k.
+    """Return a map that copies the rows of x [n, ...] to slots [slots, ...]. Slot i receives row `assignments[i] // k`.
 
-    `slots[a]` is the slot of assignment a, if a is valid. `valid` is None if all assignments are valid. Slots without a
-    valid assignment have meaningless contents. The adjoint reads each slot once, so the sum has a fixed order.
+    `slots[a]` is the slot of assignment a. `valid` [n * k] is False for assignments without a slot, or None if every
+    assignment has a slot. Slots without a valid assignment have meaningless contents. The adjoint adds up the slots of
+    each row of x in a fixed order, so it is deterministic.
     """
     index, sum_up = assignments // k, region(sum_of_slots, compiled)
     return RowMap(lambda x: x.index_select(0, index), lambda y: sum_up(y, slots, valid, k))
 
 
 def take_map(assignments: Tensor, rows: int, k: int) -> RowMap:
-    """Return a map that copies the rows of x [rows, ...] to assignments [assignments, ...]. The assignment with number
-    i receives row i // k.
+    """Return a map that copies the rows of x [rows, ...] to the given assignments: x [rows, ...] -> [assignments, ...].
+    The assignment with number a receives row a // k.
 
-    The adjoint adds up the gradients of all copies of a row in a fixed order. If no assignment is dropped, every row
-    was copied k times, and the adjoint is a plain sum over these k copies.
+    The adjoint adds up the gradients of all copies of a row in a fixed order. If no assignment is dropped, every row is
+    copied k times, and the adjoint is a plain sum over the k copies.
     """
     index = assignments // k
     if assignments.shape[0] == rows * k:
@@ -380,19 +379,20 @@ def take_map(assignments: Tensor, rows: int, k: int) -> RowMap:
 
 
 def permutation_map(order: Tensor) -> RowMap:
-    """Return a map that reorders rows: row i of the result is row order[i]."""
+    """Return a map that reorders rows: row i of the result is row `order[i]` of the input."""
     places = inverse_of(order, order.shape[0])[0]
     return RowMap(lambda x: x.index_select(0, order), lambda y: y.index_select(0, places))
 
 
 def gather_map(axis: Axis) -> RowMap:
-    """Return a map that all-gathers the same number of rows from each rank, in rank order."""
+    """Return a map that all-gathers the rows of all ranks, in rank order. Each rank must have the same number of
+    rows."""
     return RowMap(partial(all_gather, axis=axis), partial(reduce_scatter, axis=axis))
 
 
 def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
-    """Return a map that all-gathers sizes[i] rows from each rank i, in rank order. A rank that has fewer rows than
-    another rank sends padding in addition."""
+    """Return a map that all-gathers the rows of all ranks, in rank order. Rank i has `sizes[i]` rows. In the
+    collective, the rows of each rank are padded to the maximum size."""
     most, mine = max(sizes), sizes[axis.rank]
     if axis.size == 1 or min(sizes) == most:
         return gather_map(axis)
@@ -412,8 +412,8 @@ def gather_uneven_map(axis: Axis, sizes: list[int]) -> RowMap:
 
 
 def sort_blocks_map(counts: np.ndarray, device: torch.device) -> RowMap:
-    """Return a `RowMap` that sorts rows by expert. The input rows are sorted by source rank, and by expert within each
-    source. `counts` [..., experts] contains the number of rows that each source sends to each expert."""
+    """Return a map that sorts rows by expert. The input rows must be sorted by source rank, and by expert within each
+    source rank. `counts` [..., experts] contains the number of rows that each source rank sends to each expert."""
     blocks = counts.reshape(-1, counts.shape[-1])
     if blocks.shape[0] == 1:
         return RowMap(lambda x: x, lambda y: y)

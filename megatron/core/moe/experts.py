@@ -1,8 +1,8 @@
-"""Experts of one rank: two grouped linear layers over rows sorted by expert.
+"""Local experts of a rank: two grouped linear layers that process rows sorted by expert.
 
-The weights [E, ..., in] are sharded twice: along E over the expert-parallel ranks, and along the width of the experts
-over the expert tensor-parallel ranks. The experts' output on a rank is a partial sum. The dispatcher adds up the
-partial sums of the expert tensor-parallel ranks.
+The weights [E, ..., in] are sharded along two dims: E is sharded over the expert-parallel ranks, and the FFN width of
+the experts over the expert tensor-parallel ranks. Each expert tensor-parallel rank therefore computes a partial sum of
+the experts' output. The dispatcher adds up these partial sums.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _GroupedLinearContext(AutogradContext):
 
 
 class GroupedLinearFunction(torch.autograd.Function):
-    """Grouped linear layer. Each row of x [n, in] is multiplied by the weight [out, in] of the expert that the row
-    belongs to. The result has the shape [n, out]."""
+    """Autograd function of a grouped linear layer: x [n, in] -> [n, out]. Each row of x is multiplied by the weight
+    [out, in] of the row's expert."""
 
     @staticmethod
     def forward(
@@ -75,8 +75,8 @@ class GroupedLinearFunction(torch.autograd.Function):
 
 
 def _with_bias(y: Tensor, bias: Tensor, experts: Tensor, factors: Tensor | None, first: int) -> Tensor:
-    """Add to each row of y [n, out] the bias of the row's expert. `bias` [experts, columns] is added to the columns of
-    y that start at column `first`.
+    """Add the bias of the row's expert to each row of y [n, out]. `bias` [experts, columns] is added to the columns of
+    y from column `first` on.
 
     If `factors` [n] is given, each row's bias is first multiplied by the row's factor.
     """
@@ -99,10 +99,10 @@ class _GroupedBiasContext(AutogradContext):
 
 
 class GroupedBiasFunction(torch.autograd.Function):
-    """Adds an expert bias to each row of y [n, out]. The expert of the row selects the bias from `bias` [experts, ...,
-    columns], which is added to the columns from `first` on.
+    """Autograd function that adds the bias of the row's expert to each row of y [n, out]. `bias` [experts, ...,
+    columns] is flattened to [experts, columns] and added to the columns of y from column `first` on.
 
-    If `factors` [n] is given, the bias of each row is first multiplied by the row's factor.
+    If `factors` [n] is given, each row's bias is first multiplied by the row's factor.
     """
 
     @staticmethod
@@ -138,8 +138,8 @@ class GroupedBiasFunction(torch.autograd.Function):
         weights = columns.new_ones(dy.shape[0]) if factors is None else factors.detach().to(dy.dtype)
 
         def add_db_(out: Tensor, overwrite: bool) -> None:
-            """Add the bias gradient to `out`. The bias gradient is computed like a weight gradient: the bias acts as
-            the weight of one additional input feature, whose value is the factor of the row."""
+            """Add the bias gradient to `out`. The bias is treated as the weight of one additional input feature. The
+            value of this feature in a row is the row's factor."""
             out = (out.zero_() if overwrite else out).view(*bias.shape, 1)
             ctx.layer.gemms.add_bias_grad_(out, columns, weights[:, None], segments)
 
@@ -148,8 +148,8 @@ class GroupedBiasFunction(torch.autograd.Function):
 
 
 def _build_gemms(grouped: bool, cuts: Cuts, ctx: TPContext) -> GroupedGemms:
-    """Return the GEMMs of a linear layer. `cuts` specifies how expert tensor parallelism shards the features of the
-    layer."""
+    """Return the GEMMs of a grouped linear layer. `cuts` states whether the input or output features of the layer are
+    sharded over the expert tensor-parallel ranks."""
     plain = GROUPED if grouped else EACH
     if ctx.format is None:
         return plain
@@ -164,10 +164,11 @@ class _WeightedContext(AutogradContext):
 
 
 class _WeightedActivation(torch.autograd.Function):
-    """Computes activation(x) * weight row by row, and saves only x and the weights for the backward pass.
+    """Autograd function that computes activation(x) * weight for each row. It saves only x and the routing weights for
+    the backward pass.
 
-    The routing weight of a token is applied before the second layer instead of after it. The gradient of the routing
-    weight therefore does not require the outputs of the experts.
+    The routing weights are applied before the second linear layer instead of after it. Their gradient therefore does
+    not require the outputs of the experts, which need not be saved.
     """
 
     @staticmethod
@@ -196,7 +197,7 @@ def _weighted_forward(x: Tensor, weights: Tensor, kind: Kind) -> Tensor:
 
 
 def _weighted_backward(x: Tensor, weights: Tensor, grad: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Return the gradients of activation(x) * weights with respect to x [n, f] and to the weights [n]."""
+    """Return the gradients of activation(x) * weights with respect to x [n, f] and with respect to the weights [n]."""
     forward, backward = functions_of(kind)
     d_weights = (grad * forward(x)).sum(-1, dtype=weights.dtype)
     return backward(x, grad * weights[:, None].to(grad.dtype)), d_weights
@@ -209,7 +210,7 @@ class _FusedWeightedContext(AutogradContext):
 
 class FusedWeightedActivation(torch.autograd.Function):
     """Compiled variant of `_WeightedActivation`, for activation functions whose gradient is known in closed form. The
-    compiled form stores no intermediate products."""
+    compiled kernels store no intermediate results in memory."""
 
     @staticmethod
     def forward(ctx: _FusedWeightedContext, x: Tensor, weights: Tensor, kind: Kind, compiled: bool) -> Tensor:
@@ -228,8 +229,8 @@ class FusedWeightedActivation(torch.autograd.Function):
 class GroupedLinear(nn.Module):
     """One linear layer of all local experts: x [n, in] -> [n, out]; W [E/ep, ..., in], optional b [E/ep, ...].
 
-    If `cuts` states that the input features are sharded, the output is a partial sum. In this case, each rank holds
-    only some columns of the bias.
+    If the input features are sharded (`cuts.inputs`), the output is a partial sum, and the columns of the bias are
+    sharded over the expert tensor-parallel ranks.
     """
 
     def __init__(self, metas: Sequence[ParamMeta], cuts: Cuts, grouped: bool, ctx: TPContext) -> None:
@@ -242,8 +243,8 @@ class GroupedLinear(nn.Module):
         self.first_column = ctx.state.axis("expt_tp").rank * bias[0].shape[1] if bias and cuts.inputs else 0
 
     def forward(self, x: Tensor, segments: Segments, factors: Tensor | None = None) -> Tensor:
-        """Apply the layer. `factors` [n] contains a factor for each row, by which the row's bias is multiplied. By
-        default, all factors are 1."""
+        """Apply the layer to x [n, in]. `factors` [n] contains a factor for each row, by which the row's bias is
+        multiplied. The default factor is 1."""
         y = GroupedLinearFunction.apply(x, self.weight, segments, self.gemms, self.queue)
         if self.bias is None:
             return y
@@ -251,8 +252,8 @@ class GroupedLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of the local experts. An expert computes weight * fc2(activation(fc1(x))); under --moe-apply-probs-on-input,
-    it computes fc2(activation(fc1(weight * x)))."""
+    """MLPs of the local experts. An expert computes weight * fc2(activation(fc1(x))). With --moe-apply-probs-on-input,
+    an expert computes fc2(activation(fc1(weight * x)))."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -267,8 +268,8 @@ class Experts(nn.Module):
             for metas, cuts in zip(expert_metas(name, config), (Cuts(outputs=cut), Cuts(inputs=cut)), strict=True)
         )
         self.activation = build_activation(f"{name}.activation", config, ctx)
-        # The parameters are inputs of the autograd Function, which computes their gradients together with those of the
-        # rows.
+        # The activation's parameters are inputs of the autograd function, so that its backward pass can return their
+        # gradients.
         self.activation_parameters = (
             tuple(self.activation.parameters()) if isinstance(self.activation, nn.Module) else ()
         )
@@ -276,8 +277,8 @@ class Experts(nn.Module):
         self.weights_inputs, self.compiled = config.moe_apply_probs_on_input, ctx.compiled
 
     def forward(self, rows: Tensor, weights: Tensor, segments: Segments) -> Tensor:
-        """Map rows [n, h] and routing weights [n] to outputs [n, h], which are partial sums over the expert
-        tensor-parallel ranks."""
+        """Apply the experts: rows [n, h], routing weights [n] -> outputs [n, h]. The outputs of each expert
+        tensor-parallel rank are a partial sum."""
 
         factors: Tensor | None = weights
         if self.weights_inputs:
@@ -297,12 +298,13 @@ class Experts(nn.Module):
 
 
 def expert_metas(name: str, config: TransformerConfig) -> tuple[list[ParamMeta], list[ParamMeta]]:
-    """Return the metadata of linear_fc1 and of linear_fc2 for all experts: of the weight, and of the bias if there is
-    one.
+    """Return two lists of `ParamMeta`s, for linear_fc1 and for linear_fc2. Each list describes the stacked weights of
+    all experts, and their stacked biases if the linear layers have biases.
 
-    If the MLP is gated, the weight of fc1 contains the gate and the up projection, [E, 2, ffn, h]. If --moe-latent-size
-    is set, h is the latent width. The output of linear_fc2 on an expert tensor-parallel rank is a partial sum. The bias
-    of linear_fc2 is sharded by columns, and each rank adds its own columns of the bias.
+    If the MLP is gated, the weight of linear_fc1 has the shape [E, 2, ffn, h] and contains the gate and the up
+    projection. If --moe-latent-size is set, h is the latent size. The output of linear_fc2 on an expert tensor-parallel
+    rank is a partial sum. The columns of its bias are sharded over these ranks, so that each bias element is added on
+    one rank only.
     """
     count = config.num_experts
     hidden = config.expert_io_size

@@ -1,4 +1,4 @@
-"""Rows sorted by expert, and grouped GEMMs: each row is multiplied by the matrix of its expert."""
+"""Grouped GEMMs over rows that are sorted by expert. Each row is multiplied by the matrix of its expert."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron.core.tensor_parallel.weight_grad import add_product_
 
 
 class Segments:
-    """Rows of the local experts, sorted by expert.
+    """Division of a tensor's rows, which are sorted by expert, into one segment per local expert.
 
     Spare rows follow the rows of the last expert. A spare row belongs to no expert, has no gradient, and contains
-    finite but meaningless values. The row counts are either on the device or known to the host. Row counts on the
-    device (`of_counts`) can be read by kernels. Row counts known to the host (`of_sizes`) can be used to split tensors.
+    finite but meaningless values. `of_counts` creates segments from row counts on the device, which kernels can read.
+    `of_sizes` creates segments from row counts on the host, which can be used to split tensors.
     """
 
     def __init__(self, sizes: Sequence[int] | None, ends: Tensor | None, device: torch.device, spare: bool) -> None:
@@ -31,12 +31,13 @@ class Segments:
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int], device: torch.device) -> Segments:
-        """Create segments from sizes [experts] on the host, without spare rows."""
+        """Create segments without spare rows from the row counts [experts] of the experts, which are on the host."""
         return cls(sizes, None, device, spare=False)
 
     @classmethod
     def of_counts(cls, counts: Tensor, spare: bool) -> Segments:
-        """Create segments from counts [experts] on the device; `spare` is True if there may be spare rows."""
+        """Create segments from the row counts [experts] of the experts, which are on the device. Pass `spare=True` if
+        there may be spare rows."""
         return cls(None, counts.cumsum(0, dtype=torch.int32), counts.device, spare)
 
     @property
@@ -49,7 +50,7 @@ class Segments:
 
     @property
     def sizes(self) -> Sequence[int]:
-        """Number of rows of each expert. If the numbers of rows are only on the device, the host waits for them."""
+        """Number of rows of each expert. If the row counts are only on the device, the host waits for them."""
         if self._sizes is None:
             ends = [0, *HostCopy[int](self.ends).read()]
             self._sizes = [stop - start for start, stop in pairwise(ends)]
@@ -64,16 +65,16 @@ class Segments:
         return Segments.of_counts((counts + (multiple - 1)) // multiple * multiple, spare=True)
 
     def experts_of(self, rows: int) -> Tensor:
-        """Return the number of each row's expert, [rows] int64 on the device. The numbers of spare rows have no
-        meaning."""
+        """Return the expert number of each row, [rows] int64 on the device. The values for spare rows are
+        meaningless."""
         ends = self.ends[:-1].contiguous()
         return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
 
     def sizes_of(self, x: Tensor) -> Sequence[int]:
         """Return the number of rows of each expert in x [n, ...].
 
-        Reads `sizes`. If x is a tensor without values, as in a memory plan, the rows are divided evenly among the
-        experts.
+        The result is `sizes`, for which the host may have to wait. If x is a tensor without values, as in memory
+        planning, the method instead assumes that the rows are divided evenly among the experts.
         """
         if self._sizes is None and not has_values(x):
             (rows, *_), experts = x.shape, self.ends.shape[0]
@@ -81,12 +82,13 @@ class Segments:
         return self.sizes
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
-        """Split x [n, ...] into the rows of each expert. Reads `sizes`."""
+        """Split x [n, ...] into one tensor per expert. The host may have to wait for the row counts (see `sizes`)."""
         sizes = self.sizes_of(x)
         return (x[: sum(sizes)] if self.spare else x).split(tuple(sizes))
 
     def clear_spare_(self, x: Tensor) -> Tensor:
-        """Zero the spare rows of x [n, width], in which kernels leave arbitrary memory."""
+        """Set the spare rows of x [n, width] to zero. Kernels do not write these rows, so they contain arbitrary
+        values."""
         if self.spare:
             clear_rows_behind_(x, self.ends)
         return x
@@ -94,7 +96,7 @@ class Segments:
 
 @operation
 def clear_rows_behind_(x: Tensor, ends: Tensor) -> None:
-    """Set the spare rows of x [n, width] to zero, that is, all rows from number ends[-1] on."""
+    """Set the spare rows of x [n, width] to zero. The first spare row has the index `ends[-1]`."""
     rows = torch.arange(x.shape[0], device=x.device)
     x.masked_fill_((rows >= ends[-1])[:, None], 0.0)
 
@@ -105,7 +107,7 @@ multiplied by the matrix of its expert. Spare rows of y are 0."""
 
 
 def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
-    """Run the grouped GEMM as one GEMM for each expert that has rows."""
+    """Run the grouped GEMM as separate GEMMs, one for each expert that has rows."""
     out = x.new_empty(x.shape[0], matrices.shape[-1])
     for rows, matrix, part in zip(segments.split(x), matrices, segments.split(out), strict=True):
         if rows.shape[0]:
@@ -114,7 +116,7 @@ def gemm_each(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
 
 
 def gemm_grouped(x: Tensor, matrices: Tensor, segments: Segments) -> Tensor:
-    """Run the grouped GEMM in one kernel. The result equals that of `gemm_each`, which runs one GEMM per expert."""
+    """Run the grouped GEMM as a single kernel. The result is the same as the result of `gemm_each`."""
     if not x.shape[0]:
         return x.new_empty(0, matrices.shape[-1])
     return segments.clear_spare_(F.grouped_mm(x, matrices, offs=segments.ends))
@@ -124,7 +126,7 @@ def add_each_product_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments) ->
     """Add dy_eᵀ x_e to out[e] [o, i] for each expert e that has rows, in the precision of `out`. dy_e [n_e, o] and x_e
     [n_e, i] are the expert's rows of `dy` and `x`.
 
-    Runs one matrix product per expert.
+    The function runs one matrix product per expert.
     """
     for expert, dy_rows, x_rows in zip(out, segments.split(dy), segments.split(x), strict=True):
         if x_rows.shape[0]:
@@ -139,9 +141,9 @@ def add_products_grouped_(out: Tensor, dy: Tensor, x: Tensor, segments: Segments
 
 
 def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -> bool:
-    """Return True if torch has a grouped GEMM kernel for this dtype and device, and for matrices with rows of `widths`
-    elements. The kernel requires rows whose size is a multiple of 16 bytes. On GPUs without the kernel, torch's
-    function reads the row counts on the host and computes one product per expert, like `gemm_each`."""
+    """Return True if torch has a grouped GEMM kernel for the dtype, the device, and matrices whose rows have `widths`
+    elements. The kernel requires that the size of each row is a multiple of 16 bytes. On GPUs without the kernel,
+    `torch.nn.functional.grouped_mm` reads the row counts on the host and runs one GEMM per expert, like `gemm_each`."""
     if device.type == "cuda":
         kernel = dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10)
     else:
@@ -152,16 +154,16 @@ def has_grouped_kernel(dtype: torch.dtype, device: torch.device, *widths: int) -
 class GroupedGemms:
     """GEMMs of a grouped linear layer, computed in the precision of the parameters.
 
-    A format in `LINEAR_FORMATS` provides another object with the attributes of this class.
+    A number format in `LINEAR_FORMATS` can replace this object by its own object with the same attributes.
     """
 
     def __init__(self, gemm: GroupedGemm, add_weight_grad_: Callable[[Tensor, Tensor, Tensor, Segments], None]) -> None:
         self.gemm, self.add_weight_grad_ = gemm, add_weight_grad_
-        """Function of (out [experts, out, in], dY [n, out], x [n, in], segments) that adds each expert's product dYᵀ X
-        to `out`."""
+        """`add_weight_grad_(out, dy, x, segments)` adds the product dyᵀ x of each expert's rows to the expert's matrix
+        in `out`. The shapes are: out [experts, out, in], dy [n, out], x [n, in]."""
         self.add_bias_grad_ = add_weight_grad_
-        """Function that adds a bias gradient. It is the same function as `add_weight_grad_`, because a bias acts as the
-        weight of an additional input feature."""
+        """Function that adds a bias gradient. By default, it is the same function as `add_weight_grad_`, because a bias
+        can be treated as the weight of an additional input feature."""
 
     def forward(self, x: Tensor, weight: Tensor, segments: Segments) -> Tensor:
         """Compute the output y [n, out] from x [n, in] and the weight [experts, ..., in]."""
@@ -173,7 +175,7 @@ class GroupedGemms:
 
 
 GROUPED = GroupedGemms(gemm_grouped, add_products_grouped_)
-"""Grouped GEMMs that run as a single kernel for all experts. The kernel reads the experts' row counts from device
+"""Grouped GEMMs that each run as a single kernel for all experts. The kernel reads the row counts from device
 memory."""
 
 EACH = GroupedGemms(gemm_each, add_each_product_)
@@ -181,5 +183,5 @@ EACH = GroupedGemms(gemm_each, add_each_product_)
 
 
 def matrices_of(weight: Tensor) -> Tensor:
-    """Flatten the output dims: [experts, ..., in] -> [experts, out, in]."""
+    """Flatten the output dims of a weight: [experts, ..., in] -> [experts, out, in]."""
     return weight.view(weight.shape[0], -1, weight.shape[-1])

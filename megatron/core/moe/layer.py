@@ -1,4 +1,5 @@
-"""Mixture-of-experts (MoE) layer, in place of the MLP (Switch Transformer, arXiv 2101.03961; Mixtral, 2401.04088)."""
+"""Mixture-of-experts (MoE) layer, which replaces the MLP (Switch Transformer, arXiv 2101.03961; Mixtral,
+2401.04088)."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from megatron.core.transformer.recompute import recomputed
 
 
 class GatedSharedExpert(SharedExpert):
-    """Shared expert whose output is multiplied by sigmoid(x wᵀ), one number per token (Qwen2-MoE)."""
+    """Shared expert whose output is multiplied by the gate sigmoid(x wᵀ), which is one number per token (Qwen2-MoE)."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)
@@ -37,16 +38,18 @@ class GatedSharedExpert(SharedExpert):
 
 
 class MoELayer(nn.Module):
-    """Mixture-of-experts layer. The output for a token is the sum of weight * expert(x) over its selected experts, plus
-    the output of the shared expert if there is one.
+    """Mixture-of-experts layer. The output for a token x is the sum of weight * expert(x) over the selected experts of
+    the token, plus the output of the shared expert if there is one.
 
-    With --moe-latent-size, the experts read fc1_latent_proj(x), and fc2_latent_proj maps their weighted sum back to the
-    hidden size. Tokens sent between ranks therefore have only --moe-latent-size elements.
+    With --moe-latent-size, the input of the experts is fc1_latent_proj(x), and fc2_latent_proj maps the weighted sum of
+    the expert outputs back to the hidden size. Each token that is sent between ranks therefore has only
+    --moe-latent-size elements.
 
-    Zero-computation experts return weight * x. If the residual stream requires the outputs of the shared expert and of
-    the selected experts separately, the layer returns them side by side, [s, b, 2h], instead of their sum.
+    A zero-computation expert adds weight * x to the output. If the residual connection requires the outputs of the
+    shared expert and of the selected experts separately, the layer returns their concatenation [s, b, 2h] instead of
+    their sum.
 
-    Each rank routes different tokens, so tensor parallelism requires sequence parallelism.
+    Each rank must route different tokens, so tensor parallelism requires sequence parallelism.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -72,15 +75,15 @@ class MoELayer(nn.Module):
         self.recompute = config.recomputes("moe")
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Return the output of the layer for x. Both have the shape [s, b, h], or [s/t, b, h] under sequence
-        parallelism."""
+        """Return the output of the layer for x. Input and output have the shape [s, b, h], or [s/t, b, h] under
+        sequence parallelism."""
         return recomputed(self._run, x, context) if self.recompute and self.training else self._run(x, context)
 
     def _run(self, x: Tensor, context: BatchContext) -> Tensor:
         choice = self.router(x, context)
         finish = self.dispatcher.start(choice.experts.flatten(0, 1), choice.most)
-        # The shared experts run between `start` and `finish`. In this order, the host launches the kernels of the
-        # shared experts before it waits for the message sizes.
+        # The shared experts run between `start` and `finish`, so that the host launches their kernels before it waits
+        # for the message sizes.
         shared = None if self.shared_experts is None else self.shared_experts(x)
         routes = finish()
         latent = self.fc1_latent_proj(x)
@@ -96,7 +99,7 @@ class MoELayer(nn.Module):
 
 def latent_projections(name: str, config: TransformerConfig) -> tuple[ReplicatedLinear, ReplicatedLinear] | None:
     """Return fc1_latent_proj [latent, h] and fc2_latent_proj [h, latent], named as in Megatron-LM. The projections have
-    biases if the other linear layers of the model have biases. Return None if --moe-latent-size is not set.
+    biases if `config.add_bias_linear` is True. Return None if --moe-latent-size is not set.
     """
     if config.moe_latent_size is None:
         return None

@@ -1,21 +1,23 @@
-"""Expert load balancing: auxiliary losses, z-loss and expert bias, equal under every layout.
+"""Expert load balancing: auxiliary losses, z-loss and expert bias. The results are the same under every parallel
+layout.
 
 Auxiliary losses are means over the tokens of the global batch. The value of an auxiliary loss does not depend on the
-layout or on the micro-batch size. This independence requires two measures, described below: scaling, and running means
-of the load.
+parallel layout or on the micro-batch size. To achieve this, the gradients are scaled and the expert loads are running
+means, as explained below.
 
-First, scaling. All other losses are token sums, which are divided by the number of valid tokens at the end of the step.
-Gradients of auxiliary losses are injected during the backward pass, so they are multiplied by the number of valid
-tokens in advance. The number of valid tokens is known before the first forward pass: `aux_scale` = backward seed *
-valid tokens / tokens of the global batch.
+Scaling: all other losses are sums over tokens, and their gradients are divided by the number of valid tokens at the end
+of the step. The gradients of auxiliary losses are added to the same gradients during the backward pass, but must not be
+divided by the number of valid tokens. They are therefore multiplied by this number in advance: `aux_scale` = initial
+gradient of the backward pass * valid tokens / all tokens of the global batch. The number of valid tokens is known
+before the first forward pass.
 
-Second, the load. The loss of Switch Transformer (Fedus et al., arXiv 2101.03961, equation 4) is E sum_i f_i P_i, with
-f_i the share of assignments to expert i and P_i its mean probability. If f were computed over the global batch (arXiv
-2501.11873), the gradient of the first micro-batch would depend on the assignments of the last micro-batch. The
-pipeline, however, runs backward passes before the last forward pass. Therefore "aux_loss" and "global_aux_loss" use
-running means of f. For the tokens of sample j, f counts only the assignments of samples 0 to j of the global batch.
-Samples are ordered by data instead of by rank, so f does not depend on how the batch is sharded. "seq_aux_loss"
-balances each sequence separately.
+Expert loads: the loss of Switch Transformer (Fedus et al., arXiv 2101.03961, equation 4) is E sum_i f_i P_i, where f_i
+is the share of assignments to expert i and P_i is the mean probability of expert i. If f were computed over the global
+batch (arXiv 2501.11873), the gradient of the first micro-batch would depend on the assignments of the last micro-batch.
+The pipeline, however, runs the first backward pass before the last forward pass. Therefore "aux_loss" and
+"global_aux_loss" use running means of f: for the tokens of sample j, f counts only the assignments of samples 0 to j of
+the global batch. The order of the samples is their order in the global batch, so f does not depend on which rank
+processes which samples. "seq_aux_loss" balances each sequence separately.
 """
 
 from __future__ import annotations
@@ -34,19 +36,19 @@ from megatron.core.tensor_parallel.layers import TPContext
 from megatron.core.torch_private import AutogradContext
 
 EXTRA_COLUMNS = 3
-"""Number of router statistics that are single numbers instead of one number per expert: the balancing loss, the z-loss
-and the number of dropped assignments."""
+"""Number of scalar router statistics. They are the balancing loss, the z-loss and the number of dropped assignments."""
 
 PER_EXPERT = 4
-"""Number of router statistics per expert: assignments, accepted assignments, assignments without expert bias, and
-probabilities."""
+"""Number of router statistics that consist of one value per expert. They are the assignments, the accepted assignments,
+the assignments that would be made without expert bias, and the sum of the probabilities."""
 
 
 class RunningLoads:
-    """Running share of assignments that each expert receives in the global batch, sample by sample.
+    """Running expert loads. For each sample of the global batch, the loads are the shares of assignments to each
+    expert, counted over this sample and all earlier samples.
 
-    The forward pass of a micro-batch launches the all-reduce of its counts. The backward pass of the micro-batch waits
-    for the all-reduced counts. If the forward pass is recomputed, the loads of its first run are used.
+    The forward pass of a micro-batch launches an all-reduce of its assignment counts, and the backward pass of the
+    micro-batch waits for the result. If the forward pass is recomputed, the counts of its first run are used.
     """
 
     def __init__(self, state: ParallelState) -> None:
@@ -62,8 +64,8 @@ class RunningLoads:
         self._total: Tensor | float = 0.0
 
     def start(self, number: int, counts: Tensor) -> None:
-        """Add the counts of micro-batch `number`. `counts` [b, E] contains the number of assignments of this rank's
-        tokens, per sample and expert. All ranks of the stage must call this method."""
+        """Launch the all-reduce of the assignment counts of micro-batch `number`. `counts` [b, E] contains the number
+        of assignments of this rank's tokens, per sample and expert. All ranks of the stage must call this method."""
         if number in self._started or number < len(self._shares):
             return
         rows = counts.new_zeros(self.dp.size, *counts.shape)
@@ -83,7 +85,7 @@ class RunningLoads:
                     f"micro-batch {done}, but the balancing loss needs the expert loads of that forward pass; use "
                     "--moe-router-load-balancing-type seq_aux_loss, or a schedule that keeps the order of micro-batches"
                 )
-            rows = self._started.pop(done).wait().double()  # counts per sample, [dp, b, E], in sample order
+            rows = self._started.pop(done).wait().double()  # [dp, b, E], in the order of the samples
             so_far = rows.flatten(0, 1).cumsum(0) + self._total
             self._total = so_far[-1]
             own = so_far.view_as(rows)[self.dp.rank]
@@ -98,8 +100,9 @@ class _LoadsContext(AutogradContext):
 
 
 class _AgainstRunningLoads(torch.autograd.Function):
-    """Balancing loss against running loads: the sum over tokens of E * sum_i f_i p_i for probabilities p [s, b, E].
-    Because f is not known before the backward pass, the forward pass returns 0 instead of the balancing loss."""
+    """Autograd function of the balancing loss with running loads f, that is, the sum of E * sum_i f_i p_i over tokens.
+    p [s, b, E] are the probabilities. Because f is not known before the backward pass, the forward pass returns 0
+    instead of the value of the loss."""
 
     @staticmethod
     def forward(ctx: _LoadsContext, probabilities: Tensor, loads: RunningLoads, number: int) -> Tensor:
@@ -121,10 +124,10 @@ class _AttachContext(AutogradContext):
 
 
 class _Attach(torch.autograd.Function):
-    """Passes `weights` through. The backward pass also computes gradients of `loss`, with `scale` as its output
-    gradient, and adds `entries` to the tally.
+    """Autograd function that returns `weights` unchanged. Its backward pass also backpropagates through `loss`, with
+    `scale` as the gradient of `loss`, and adds `entries` to the tally.
 
-    The tally is updated in the backward pass, because a recomputed forward pass would be counted twice.
+    The tally is updated in the backward pass, because the forward pass runs twice if it is recomputed.
     """
 
     @staticmethod
@@ -143,7 +146,7 @@ class _Attach(torch.autograd.Function):
 
 
 class Balance(nn.Module):
-    """Auxiliary losses and expert bias of one router, and the tally of the current step."""
+    """Auxiliary losses and expert bias of one router, and the router statistics of the current step."""
 
     expert_bias: nn.Parameter | None
     """Expert bias [E], added to the scores when experts are selected (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
@@ -172,8 +175,8 @@ class Balance(nn.Module):
         bias = ParamMeta(f"{name}.expert_bias", (config.moe_choices,), init=Init("zeros"), role="state")
         self.expert_bias = make_state(bias, torch.float32, ctx) if biased else None
         self.tally = torch.zeros(PER_EXPERT * self.num_experts + EXTRA_COLUMNS, dtype=torch.float64, device=ctx.device)
-        """Router statistics, summed over the tokens of the step so far. The tensor consists of `PER_EXPERT` vectors
-        with E entries each, followed by `EXTRA_COLUMNS` single entries."""
+        """Router statistics, summed over the tokens of the step so far. The tensor consists of `PER_EXPERT` vectors of
+        E elements each, followed by `EXTRA_COLUMNS` scalars."""
 
     def forward(
         self,
@@ -189,12 +192,12 @@ class Balance(nn.Module):
         backward pass of the returned tensor adds the gradients of the auxiliary losses.
 
         Args:
-            weights: Routing weights.
-            logits: [s, b, E].
-            probabilities: [s, b, E].
+            weights: Routing weights [s, b, k].
+            logits: Router logits [s, b, E].
+            probabilities: Router probabilities [s, b, E].
             chosen: Selected experts [s, b, k].
-            unbiased: Selection without expert bias [s, b, k]. The balancing losses count the assignments of this
-                selection.
+            unbiased: Experts that would be selected without expert bias [s, b, k]. The balancing losses count these
+                assignments.
             kept: Mask of the kept assignments [s, b, k]; None if no token is dropped.
             context: The micro-batch's context.
         """
@@ -212,13 +215,13 @@ class Balance(nn.Module):
         return _Attach.apply(weights, loss, context.aux_scale, entries, self.tally)
 
     def balancing_losses(self, probabilities: Tensor, counts: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Return two scalars: the balancing loss of this rank's tokens in a micro-batch, with its coefficients applied,
-        and the value of the loss that balances each sequence.
+        """Return two scalars. The first is the balancing loss of this rank's tokens in a micro-batch, multiplied by its
+        coefficients. The second is the value of "seq_aux_loss" without its coefficient.
 
-        Each balancing loss is the sum over tokens of E * sum_i f_i p_i. Each token's term is 1 if the load is balanced,
-        and E if a single expert receives all tokens. `counts` [b, E] counts the assignments of these tokens in
-        micro-batch `number`. In the forward pass, only the loss that balances each sequence has a known value; the
-        values of all other balancing losses are not known yet.
+        Each balancing loss is the sum of E * sum_i f_i p_i over tokens. The term of a token is 1 if the load is
+        balanced, and E if a single expert receives all tokens. `counts` [b, E] contains the number of assignments of
+        this rank's tokens in micro-batch `number`, per sample and expert. In the forward pass, only "seq_aux_loss" has
+        its final value. The other balancing losses have the value 0, because the loads are not known yet.
         """
         loss = of_sequences = probabilities.new_zeros(())
         if self.running_coeff:
@@ -233,8 +236,8 @@ class Balance(nn.Module):
         return loss, of_sequences
 
     def _assignments(self, chosen: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Convert selected experts to a 0/1 mask of assignments: chosen [s, b, k] -> [s, b, E]. If the mask `kept` [s,
-        b, k] is given, assignments for which it is False are left out."""
+        """Convert selected experts to a 0/1 mask of assignments: chosen [s, b, k] -> [s, b, E]. Assignments for which
+        the mask `kept` [s, b, k] is False are left out."""
         zeros = torch.zeros(*chosen.shape[:2], self.num_experts, device=chosen.device)
         return zeros.scatter_(-1, chosen, 1.0 if kept is None else kept.to(zeros.dtype))
 
@@ -244,12 +247,13 @@ class Balance(nn.Module):
 
     @torch.no_grad()
     def end_step(self, sums: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Update the expert bias from `sums`, the tally of the global batch, unless the scalar `skip` is 1.
+        """Update the expert bias from `sums`, which is the tally of the global batch. If the scalar `skip` is 1, the
+        expert bias is not changed.
 
-        The update of the bias depends on the assignments that experts accepted, not on dropped assignments. Returns one
-        tensor: the number of assignments to each expert, including dropped assignments, followed by the balancing loss,
-        the z-loss and the number of dropped assignments. If there are two balancing losses, the returned loss is their
-        mean, weighted by their coefficients.
+        The update of the bias depends only on the assignments that experts accepted. Return a tensor [E + 3] that
+        contains the number of assignments to each expert (including dropped assignments), the balancing loss, the
+        z-loss and the number of dropped assignments. If there are two balancing losses, the returned balancing loss is
+        their mean, weighted by their coefficients.
         """
         *per_expert, extra = sums.split((*[self.num_experts] * PER_EXPERT, EXTRA_COLUMNS))
         assigned, accepted, wanted, mass = per_expert
@@ -263,8 +267,8 @@ class Balance(nn.Module):
 
 
 def make_state(meta: ParamMeta, dtype: torch.dtype, ctx: TPContext) -> nn.Parameter:
-    """Create a model state of zeros that is not trained, but saved in checkpoints. Every rank holds the whole state,
-    unsharded."""
+    """Create a zero-initialized model state, which is saved in checkpoints but has no gradient. The state is replicated
+    on every rank."""
     state = nn.Parameter(torch.zeros(meta.global_shape, dtype=dtype, device=ctx.device), requires_grad=False)
     state.meta = meta  # type: ignore[attr-defined]
     return state
@@ -272,11 +276,12 @@ def make_state(meta: ParamMeta, dtype: torch.dtype, ctx: TPContext) -> nn.Parame
 
 @torch.no_grad()
 def end_step(balances: Sequence[Balance], stage: Axis, skip: Tensor | None = None) -> Tensor:
-    """End an optimizer step: sum tallies over the ranks of the pipeline stage, and update expert biases.
+    """Sum the tallies over all ranks of the pipeline stage at the end of an optimizer step, and update the expert
+    biases.
 
-    A skipped step (`skip` is 1) does not update expert biases. Returns one row per layer, [layers, E + 3]: the
-    assignments of each expert, the balancing loss, the z-loss and the number of dropped assignments. Collective over
-    `stage`.
+    If `skip` is 1, the expert biases are not updated. Return a tensor [layers, E + 3] with one row per layer: the
+    number of assignments to each expert, the balancing loss, the z-loss and the number of dropped assignments. All
+    ranks of `stage` must call this function.
     """
     table = all_reduce_(torch.stack([balance.tally for balance in balances]), stage)
     return torch.stack([balance.end_step(sums, skip) for balance, sums in zip(balances, table, strict=True)])

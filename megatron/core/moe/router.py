@@ -1,9 +1,9 @@
-"""Top-k router of mixture-of-experts layers: the experts of each token and their weights.
+"""Top-k router of mixture-of-experts layers, which selects the experts of each token and computes their weights.
 
-The experts selected for a token usually depend only on this token. If experts drop tokens, or under Sinkhorn routing,
-the selection also depends on the token's sequence. The selection never depends on the micro-batch, the rank or the
-layout. Scores are computed in fp32, or in fp64 if the parameters are fp64, because small differences decide which
-experts are selected.
+The selection of experts for a token usually depends only on the token's hidden state. If experts drop tokens, or with
+Sinkhorn routing, the selection also depends on the other tokens of the sequence. The selection never depends on the
+micro-batch, the rank or the parallel layout. Scores are computed in fp32, or in fp64 if the parameters are fp64,
+because small differences between scores decide which experts are selected.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _RouterContext(AutogradContext):
 
 
 class RouterFunction(torch.autograd.Function):
-    """Router logits x Wᵀ, computed in `dtype`: x [s, b, h], W [E, h] -> [s, b, E]."""
+    """Autograd function that computes the router logits x Wᵀ in `dtype`: x [s, b, h], W [E, h] -> [s, b, E]."""
 
     @staticmethod
     def forward(ctx: _RouterContext, x: Tensor, weight: Tensor, dtype: torch.dtype, queue: WeightGradQueue) -> Tensor:
@@ -68,8 +68,9 @@ class RouterFunction(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class SoftmaxScores:
-    """Softmax scores. The softmax is over the selected experts (Mixtral, arXiv 2401.04088, section 2.1), or over all
-    experts if it precedes the selection."""
+    """Softmax scores. If `before_choice` is False, the softmax is computed over the selected experts (Mixtral, arXiv
+    2401.04088, section 2.1). If `before_choice` is True, the softmax is computed over all experts before the
+    selection."""
 
     before_choice: bool
 
@@ -92,13 +93,13 @@ class SoftmaxScores:
 
 @dataclass(frozen=True)
 class OwnScores:
-    """Scores computed separately for each expert, as a positive function of the expert's logit. The weights of several
-    selected experts sum to 1 (arXiv 2412.19437)."""
+    """Scores that are a positive function of each expert's own logit, such as a sigmoid. If `normalized` is True, the
+    weights of two or more selected experts are divided by their sum (arXiv 2412.19437)."""
 
     function: Callable[[Tensor], Tensor]
     normalized: bool = True
     epsilon: float = 1e-20
-    """Epsilon added to the sum of weights before the division."""
+    """Epsilon that is added to the sum of the weights before the weights are divided by it."""
 
     def ranked(self, logits: Tensor) -> Tensor:
         return self.function(logits)
@@ -118,8 +119,8 @@ class OwnScores:
 
 
 def scores_of(config: TransformerConfig) -> Scores:
-    """Create the score function that `config` selects. The router class that registered the score function creates
-    it."""
+    """Create the score function that `config` selects, by calling `make_scores` of the router class that registered the
+    score function."""
     name = SCORE_FUNCTIONS.router(config.moe_router_scores.removeprefix("pre_"))
     return ROUTERS[name].make_scores(config)
 
@@ -129,23 +130,23 @@ class Choice:
     """Selected experts of each token, best first, and their weights."""
 
     experts: Tensor
-    """Selected experts [s, b, k] int64. If an assignment was dropped, its entry is E, which is not the number of an
-    expert."""
+    """Selected experts [s, b, k] int64. The value E, which is not a valid expert number, marks a dropped assignment."""
 
     weights: Tensor
-    """Routing weights [s, b, k]; 0 for dropped tokens."""
+    """Routing weights [s, b, k]. The weights of dropped assignments are 0."""
 
     most: int | None = None
-    """Maximum number of this rank's tokens that an expert accepts; None if there is no limit and each token has k
-    experts."""
+    """Maximum number of this rank's tokens that an expert accepts. None means that no assignment is dropped, so that
+    each token has k experts."""
 
     kept: Tensor | None = None
-    """Sum of the routing weights of each token's zero-computation experts, [s, b, 1]. The layer adds the token,
-    multiplied by this weight, to the output."""
+    """Sum of the routing weights of each token's zero-computation experts, [s, b, 1]. The MoE layer multiplies its
+    input by this sum and adds the product to its output. None if the layer has no zero-computation experts."""
 
 
 class TopKRouter(nn.Module):
-    """Router that selects k of E experts for each token. Ties go to the lower expert number."""
+    """Router that selects k of E experts for each token. If scores are equal, the expert with the lower number is
+    selected."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ class TopKRouter(nn.Module):
         bias = ParamMeta(f"{name}.bias", shape[:1], init=random, partial_over=partial_over, role="bias")
         self.weight = make_parameter(weight, ctx)
         self.bias = make_parameter(bias, ctx) if config.add_bias_linear else None
-        """The bias is randomly initialized too, as in Megatron-LM."""
+        """Router bias, or None. As in Megatron-LM, the bias is initialized randomly, like the weight."""
         self.balance = Balance(name, config, ctx, self.weight)
         self.scores = scores_of(config)
         self.groups, self.group_topk = config.moe_router_num_groups, config.moe_router_group_topk
@@ -179,7 +180,7 @@ class TopKRouter(nn.Module):
         """Create the router's score function: softmax, sigmoid or sqrtsoftplus. To use a different score function,
         override this method in a subclass.
 
-        Raises NotImplementedError if `config.moe_router_scores` is not one of these three functions.
+        Any other value of `config.moe_router_scores` raises NotImplementedError.
         """
         kind = config.moe_router_scores
         if kind in ("softmax", "pre_softmax"):
@@ -201,7 +202,7 @@ class TopKRouter(nn.Module):
         if self.scaling is not None:
             weights = weights * self.scaling
         factor = self.capacity_factor if self.training else self.eval_capacity_factor
-        if context.cache is not None:  # during generation, padding must not count, and later tokens do not exist yet
+        if context.cache is not None:  # in generation, padding must not use capacity, and later tokens do not exist
             factor = None
         capacity = None if factor is None else self._capacity(chosen.shape[0], factor)
         kept = None if capacity is None else self._kept(chosen, weights.detach(), context, capacity)
@@ -224,13 +225,13 @@ class TopKRouter(nn.Module):
         return logits if self.bias is None else logits + self.bias.to(self.dtype)
 
     def ranked(self, logits: Tensor, context: BatchContext) -> Tensor:
-        """Return the scores [s, b, E] by which experts are ranked, without expert bias and before experts are
-        restricted to groups."""
+        """Return the scores [s, b, E] by which experts are ranked. The scores do not include the expert bias, and are
+        computed before the selection is restricted to the best groups."""
         return self.scores.ranked(logits.detach())
 
     def _chosen(self, logits: Tensor, ranked: Tensor, unbiased: Tensor, context: BatchContext) -> Tensor:
-        """Return the selected experts [s, b, k], taking expert bias and groups into account. `unbiased` contains the
-        experts that would be selected without bias and groups."""
+        """Return the selected experts [s, b, k], taking the expert bias and expert groups into account. `unbiased`
+        contains the experts that would be selected without bias and groups."""
         bias, summed = self.balance.expert_bias, None
         if bias is not None:
             ranked = summed = (logits if self.biased_logits else self.scores.positive(logits)) + bias
@@ -244,8 +245,8 @@ class TopKRouter(nn.Module):
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.topk]
 
     def _capacity(self, rows: int, factor: float) -> int:
-        """Return the expert capacity: the number of tokens of each sequence that an expert accepts under the capacity
-        factor `factor`. `rows` is the number of the sequence's tokens on this rank."""
+        """Return the expert capacity, that is, the maximum number of tokens of each sequence that an expert accepts.
+        `factor` is the capacity factor, and `rows` is the number of the sequence's tokens on this rank."""
         length = rows * self.sequence.size
         return max(ceil(factor * self.topk * length / self.num_experts), self.min_capacity)
 
@@ -257,16 +258,17 @@ class TopKRouter(nn.Module):
 
 
 def sqrt_softplus(logits: Tensor) -> Tensor:
-    """Compute sqrt(log(1 + e^x)), the scores of DeepSeek-V4."""
+    """Compute sqrt(log(1 + e^x)), the score function of DeepSeek-V4."""
     return F.softplus(logits).sqrt()
 
 
 def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int) -> Tensor:
-    """Return bool [..., E], True for experts outside the `group_topk` best groups of a token.
+    """Return a bool mask [..., E] that is True for the experts outside a token's `group_topk` best groups.
 
-    The experts of scores [..., E] form `groups` equal groups, in order. The score of a group is the sum of its `each`
-    highest scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). In DeepSeek-V2, the score of a group is its highest
-    score, so `each` is 1 (arXiv 2405.04434, section 2.2.2). Ties go to the lower group number.
+    The E experts are divided into `groups` groups of consecutive experts. The score of a group is the sum of its `each`
+    highest expert scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). In DeepSeek-V2, the score of a group is its
+    highest expert score, so `each` is 1 (arXiv 2405.04434, section 2.2.2). If groups have equal scores, the group with
+    the lower number is better.
     """
     of_groups = scores.unflatten(-1, (groups, -1))
     sums = of_groups.sort(dim=-1, descending=True).values[..., :each].sum(-1)
@@ -276,12 +278,13 @@ def outside_best_groups(scores: Tensor, groups: int, group_topk: int, each: int)
 
 
 def without_rounding(scores: Tensor) -> Tensor:
-    """Round scores to a grid that is far coarser than their rounding errors, because rounding errors differ between
-    layouts.
+    """Round scores to a grid whose spacing is much larger than their rounding errors, because rounding errors differ
+    between parallel layouts.
 
-    Tokens with the same context, for example equal first tokens of documents, have the same scores. After rounding, the
-    scores of these tokens are exactly equal under every layout, so that token positions decide which tokens are
-    selected. In Sinkhorn routing, all experts tie if all tokens of a sequence are equal.
+    Identical tokens with identical context, for example the first tokens of documents, have the same scores except for
+    rounding errors. After this function, their scores are exactly equal under every layout, so that the token positions
+    decide which tokens are kept. Sinkhorn routing needs the function for a sequence of identical tokens, in which all
+    experts have equal scores.
     """
     grid = 2.0 ** (40 if scores.dtype == torch.float64 else 16)
     return (scores * grid).round_().div_(grid)
@@ -291,17 +294,17 @@ def without_rounding(scores: Tensor) -> Tensor:
 def within_capacity(
     chosen: Tensor, priorities: Tensor, places: Tensor, capacity: int, num_experts: int, sequence: Axis
 ) -> Tensor:
-    """Apply expert capacity: return bool [s, b, k], True for the assignments that experts accept. Each expert accepts
-    the `capacity` tokens of a sequence that have the highest priorities.
+    """Apply the expert capacity, and return a bool mask [s, b, k] that is True for the assignments that experts accept.
+    Each expert accepts the `capacity` tokens of a sequence that have the highest priorities.
 
-    Priorities are >= 0; among equal priorities, the earlier token comes first. chosen, priorities [s, b, k] and
-    positions `places` [s] in the sequence belong to this rank's tokens. The capacity applies to the whole sequence,
-    which is sharded over the ranks of `sequence`.
+    `chosen` [s, b, k], `priorities` [s, b, k] and `places` [s] are the selected experts, the priorities and the
+    sequence positions of this rank's tokens. Priorities must be >= 0. If tokens have equal priorities, the earlier
+    token is accepted. The capacity applies to the whole sequence, which is sharded over the ranks of `sequence`.
     """
     rows, samples, _ = chosen.shape
     table = priorities.new_full((rows, samples, num_experts), -1.0).scatter_(-1, chosen, priorities)
     table, places = all_gather(table, sequence), all_gather(places, sequence)
-    in_order = places.argsort()  # the gathered rows are in rank order; this restores their order in the sequence
+    in_order = places.argsort()  # restores the sequence order, because the gathered rows are in rank order
     best = table[in_order].sort(dim=0, descending=True, stable=True).indices
     standing = torch.empty_like(best)
     standing.scatter_(0, best, torch.arange(len(best), device=best.device)[:, None, None].expand_as(best))

@@ -1,1 +1,1 @@
-"""Optimizers that update flat parameter shards, with learning-rate schedules and loss scaling."""
+"""Optimizers that update flat parameter shards, learning-rate schedules and loss scaling."""

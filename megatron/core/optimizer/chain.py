@@ -1,14 +1,14 @@
-"""Chains of transforms (`transforms`) for all parameters of a rank's pipeline stage. Every optimizer is a chain of
-transforms, which are called links.
+"""Runs the optimizer chains of all parameters of a rank's pipeline stage. Every optimizer is a chain of transforms (see
+the module `transforms`), which are also called links.
 
-A fused link (`FusedTransform`) updates the flat shards of many parameters at once. All other links of the chain, before
-and after the fused link, update one parameter at a time. The parameters of a batch are updated concurrently. The update
-of each parameter is a generator, which pauses when it requests data of other ranks. Once every update of the batch has
-either finished or requested a result, all requests are answered together. One reduce-scatter and one all-gather over
-the stage answer requests for sums. One exchange with the matrices' owners (`MatrixExchange`) answers requests for whole
-matrices. After the reduce-scatter, each rank uses the sums that it received to update its part of the `reduced` states
-(see `planned_states`). The all-gather distributes the updated states and the sums to all ranks of the stage. Sharding
-the `reduced` states therefore requires no additional communication.
+A fused link (`FusedTransform`) updates the flat shards of many parameters at once. All other links update one parameter
+at a time: `_run_links` is a generator that runs the links of one parameter, and pauses when a link requests data from
+other ranks. The generators of a batch of parameters are interleaved. When each generator of the batch has either
+finished or made a request, all requests are answered together. Requests for sums are answered by one reduce-scatter and
+one all-gather over the ranks of the stage, and requests for whole matrices by one exchange with the ranks that own the
+matrices (`MatrixExchange`). Between the reduce-scatter and the all-gather, each rank updates its shard of the `reduced`
+states (see `planned_states`) with the sums that it received. The all-gather then distributes the updated states and the
+sums to all ranks of the stage, so sharding the `reduced` states requires no additional communication.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from megatron.core.parallel_state import ParallelState
 
 @dataclass(frozen=True)
 class _Links:
-    """Links (transforms) of a parameter's chain, divided into the links before the fused link (`FusedTransform`), the
-    fused link, and the links after it."""
+    """Links (transforms) of a parameter's chain: the links before the fused link (`FusedTransform`), the fused link
+    itself, and the links after the fused link."""
 
     before: Sequence[Transform]
     """Links that precede the fused link. If there is no fused link, `before` contains all links."""
@@ -64,50 +64,52 @@ class _Links:
 
 @dataclass
 class _Param:
-    """This rank's part of one parameter of the stage."""
+    """Elements of one parameter that this rank updates, and their optimizer states."""
 
     planned: PlannedParam
     links: _Links
     shard: OptimizerShard
     held: tuple[int, int]
-    """Range [start, stop) of the local tensor's elements that are in the shard. The range is (0, 0) if the shard
-    contains none of these elements."""
+    """Range [start, stop) of the elements of the parameter's local tensor that `shard` contains. The range is (0, 0) if
+    `shard` contains none of them."""
 
     span: slice
-    """Slice of the shard that contains the `held` elements."""
+    """Position of the `held` elements in `shard`, as a slice."""
 
     place: Place
     elements: dict[str, Tensor] = field(default_factory=dict)
     reduced: dict[str, Tensor] = field(default_factory=dict)
-    """States of kind `reduced` (see `planned_states`), keyed by name. Each tensor is this rank's part of a state,
-    flattened."""
+    """States of kind `reduced` (see `planned_states`), keyed by name. Each tensor is this rank's flat shard of a
+    state."""
 
     matrices: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    """States of the matrices that this rank owns, in their original shape, keyed by matrix number."""
+    """States of the matrices that this rank owns, keyed by matrix number and by state name. The states are not
+    flattened."""
 
 
 _Elements = tuple[_Param, slice]
-"""A parameter and the range of its elements that this rank updates."""
+"""A parameter, and a slice of the elements of this parameter that this rank updates."""
 
 
 @dataclass
 class _Run:
-    """Update in progress for some elements of one parameter."""
+    """Running update of a slice of one parameter's elements."""
 
     param: _Param
     cut: slice
     x: ParameterUpdate
     steps: Requests
     into: Tensor | None
-    """Gradient tensor into which the update is written if a fused link follows, because a fused link reads its input
-    from the gradient. `into` is None if the update is added to the parameter."""
+    """Gradient tensor into which the result of the links is written. It is set if the links precede a fused link,
+    because a fused link reads its input from the gradient. Otherwise, `into` is None and the result is added to the
+    parameter."""
 
     requests: tuple[Request, ...] = ()
     done: bool = False
 
     def advance(self, results: Sequence[Tensor] | None) -> None:
-        """Continue the update until it makes its next requests or ends. `results` are the results of the previous
-        requests."""
+        """Run the generator `steps` until it makes its next requests or ends. `results` contains the results of its
+        previous requests, or is None in the first call."""
         try:
             self.requests = next(self.steps) if results is None else self.steps.send(results)
         except StopIteration:
@@ -115,11 +117,11 @@ class _Run:
 
 
 class Chain(ShardUpdate):
-    """Optimizer chains for the parameters of `shards`. The shards are either all on the device or all on the host.
+    """Optimizer chains for the parameters of `shards`, which are either all on the device or all on the host.
 
     All ranks of the stage must create this object together, unless the optimizer updates each element independently.
-    The shards contain main parameters, gradients and the states of fused links. `Chain` keeps the states of all links
-    that are not fused.
+    The states of fused links are stored in the shards, together with the main parameters and the gradients. `Chain`
+    stores the states of all other links.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class Chain(ShardUpdate):
         self.on_host = any(shard.on_host for shard in shards)
         self.device = shards[0].device if shards else ddp.device
         self.by_element = not config.updates_together
-        """True if each element of every parameter is updated independently, so that links make no requests."""
+        """True if every element is updated independently of all other elements, so that links make no requests."""
         compiled = not self.on_host and ddp.parallel_config.compiles(ddp.device.type)
         stage = StageOfUpdate(ddp.layouts, state.dims, self.axis, self.dtype, self.device, compiled)
         self._fused = fused_parts(config, shards, stage)
@@ -155,7 +157,8 @@ class Chain(ShardUpdate):
         self._after = self._batches([param for param in self._params if param.links.after])
         changed = {id(param.shard) for param in self._params if param.links.before}
         self._scaling = [each for each in self._fused if not any(id(shard) in changed for shard in each.shards)]
-        """Kernels that read each gradient multiplied by the factor passed to `scale_gradients`."""
+        """Fused links whose kernels multiply each gradient by the factor of `scale_gradients` while they read the
+        gradient."""
         read_scaled = {id(shard) for each in self._scaling for shard in each.shards}
         self._scaled_here = [shard for shard in shards if id(shard) not in read_scaled]
 
@@ -165,7 +168,7 @@ class Chain(ShardUpdate):
         return [each.kernel for each in self._fused]
 
     def _batches(self, params: Sequence[_Param]) -> list[list[_Elements]]:
-        """Divide the parameters into batches of elements that are updated together."""
+        """Divide the parameters into batches whose elements are updated together."""
         if self.by_element:
             return [[part] for param in params for part in _chunks(param)]
         return list(_batches(params, ROUND * self.axis.size))
@@ -203,18 +206,18 @@ class Chain(ShardUpdate):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Return all states of this rank."""
+        """States that the chain stores on this rank."""
         kept = [[*p.elements.values(), *p.reduced.values()] for p in self._params]
         kept += [list(states.values()) for p in self._params for states in p.matrices.values()]
         return [tensor for tensors in kept for tensor in tensors]
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes of the states that the chain stores."""
+        """Size in bytes of the states that the chain stores on this rank."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def pieces(self) -> Iterator[OptimizerPiece]:
-        """Yield live views of the states that this rank holds."""
+        """Yield views of the states that the chain stores on this rank. Writing to a view changes the state."""
         for param in self._params:
             for state in param.planned.states:
                 yield from self._pieces(param, state)
@@ -242,8 +245,8 @@ class Chain(ShardUpdate):
             self._update(batch, values, after=True)
 
     def _update(self, batch: Sequence[_Elements], values: StepValues, after: bool) -> None:
-        """Update the parameters of a batch concurrently. If `after` is False, run the links before the fused link; else
-        run the links after it."""
+        """Update all parameters of a batch. If `after` is False, run the links before the fused link. Otherwise, run
+        the links after the fused link."""
         skipped = values.skip > 0
         runs = [self._begin(*each, values, after) for each in batch]
         for run in runs:
@@ -266,7 +269,7 @@ class Chain(ShardUpdate):
         states = {name: state[cut].to(self.dtype, copy=True) for name, state in param.elements.items()}
         main = shard.main.detach()[param.span][cut]
         grad = shard.main.grad[param.span][cut]
-        # In a skipped step, the gradient may contain infinities and NaNs; links receive zeros instead.
+        # In a skipped step, the gradient may contain infinities and NaNs, so the links receive zeros instead.
         update = torch.zeros_like(grad) if after else grad.masked_fill(values.skip > 0, 0.0)
         scalars = (*values.rates.of(shard.group), values.updates + 1.0)
         x = ParameterUpdate(param.planned.meta, main, update, states, param.place, scalars, shard.group.eps_mult)
@@ -284,7 +287,7 @@ class Chain(ShardUpdate):
             kernel.set_step_count(updates)
 
     def _answers(self, runs: Sequence[_Run], skipped: Tensor) -> list[list[Tensor]]:
-        """Return the results of all requests of each update in `runs`."""
+        """Return the results of all current requests, as one list for each update in `runs`."""
         sums = [(run.param, request) for run in runs for request in run.requests if isinstance(request, SumRequest)]
         found = iter(self._sums(sums, skipped) if sums else ())
         matrices = [(run.param, r) for run in runs for r in run.requests if isinstance(r, MatrixRequest)]
@@ -292,8 +295,8 @@ class Chain(ShardUpdate):
         return [[next(found if isinstance(r, SumRequest) else transformed) for r in run.requests] for run in runs]
 
     def _sums(self, asked: Sequence[tuple[_Param, SumRequest]], skipped: Tensor) -> list[Tensor]:
-        """Answer requests for sums: add up the terms of all ranks. If a request names a state, update this state with
-        the sum."""
+        """Return the sums of the requests in `asked`, each added up over all ranks of the stage. If a request names a
+        state, update the state with the sum and return the updated state instead."""
         size = self.axis.size
         lengths = [self.plan.part_length(request.partial.numel()) for _, request in asked]
         blocks = torch.zeros(size, sum(lengths), dtype=self.dtype, device=self.device)
@@ -315,7 +318,8 @@ class Chain(ShardUpdate):
         ]
 
     def _transformed(self, asked: Sequence[tuple[_Param, MatrixRequest]], skipped: Tensor) -> list[Tensor]:
-        """Answer requests for whole matrices: call each requested function on the rank that owns the matrix."""
+        """Return the results of the requests for whole matrices in `asked`. The requested function is called for each
+        matrix on the rank that owns the matrix."""
         if not asked:
             return []
         plan = self.plan.matrices
@@ -347,14 +351,14 @@ class Chain(ShardUpdate):
         return [results[param.planned.meta.name] for param, _ in asked]
 
     def _held(self, flat: Tensor, part: Part) -> Tensor:
-        """Return a view of the elements of `part`. `flat` contains this rank's elements of the parameter to which the
-        part belongs."""
+        """Return a view of the elements of `part` in `flat`. `flat` contains this rank's elements of the parameter that
+        contains the part."""
         first = self._by_name[self.plan.matrices.matrices[part.matrix].meta.name].span.start
         return flat[part.start - first : part.stop - first].view(part.held)[part.within]
 
 
 def _run_links(links: Sequence[Transform], x: ParameterUpdate) -> Requests:
-    """Run the update of all links, one after another."""
+    """Run the `update` methods of all links in order, and yield their requests."""
     for link in links:
         requests = link.update(x)
         if requests is not None:
@@ -362,15 +366,16 @@ def _run_links(links: Sequence[Transform], x: ParameterUpdate) -> Requests:
 
 
 def _chunks(param: _Param) -> Iterator[_Elements]:
-    """Split a parameter that is updated element by element into chunks of at most `CHUNK` elements."""
+    """Split the elements of a parameter into chunks of at most `CHUNK` elements. The elements must be updated
+    independently of each other."""
     for start in range(0, param.held[1] - param.held[0], CHUNK):
         yield param, slice(start, start + CHUNK)
 
 
 def _batches(params: Sequence[_Param], limit: int) -> Iterator[list[_Elements]]:
-    """Yield batches of consecutive parameters. The parameters of a batch together have at most `limit` elements,
-    counted over all ranks. A parameter with more than `limit` elements forms its own batch. `limit` bounds the memory
-    of temporary copies."""
+    """Yield batches of consecutive parameters. The unsharded parameters of a batch have at most `limit` elements in
+    total. A parameter with more than `limit` elements forms its own batch. `limit` bounds the memory of temporary
+    copies."""
     batch: list[_Elements] = []
     filled = 0
     for param in params:
@@ -384,5 +389,5 @@ def _batches(params: Sequence[_Param], limit: int) -> Iterator[list[_Elements]]:
 
 
 def _keep_or_copy_(state: Tensor, new: Tensor, skipped: Tensor) -> None:
-    """Write new values into a state, unless the step is skipped."""
+    """Copy the values `new` to `state`, unless the step is skipped."""
     state.copy_(torch.where(skipped, state, new.to(state.dtype)))

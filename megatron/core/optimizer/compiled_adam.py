@@ -1,6 +1,7 @@
-"""AdamW's update of a shard as a compiled region: a single kernel, which also writes the parameters. torch's fused
-kernel stores the scaled gradient, and a separate copy reads the main parameters again to write the 16-bit parameters.
-The stored gradient and the separate copy account for 8 of the 38 bytes per element that torch's update moves.
+"""AdamW update that torch.compile fuses into a single kernel. The kernel also writes the 16-bit model parameters. In
+comparison, torch's fused AdamW writes the scaled gradients back to memory, and a separate copy must read the main
+parameters again to write the model parameters. These two steps account for 8 of the 38 bytes per element that the
+update with torch's kernel reads and writes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from megatron.core.distributed.param_layout import ALIGNMENT
 from megatron.core.optimizer.optimizer import OptimizerShard, ShardUpdate, StepValues
 
 STATIC_SHAPES = 16
-"""Maximum number of shard shapes for which separate kernels are compiled. A small number suffices, because the shards
-of identical layers have the same shape."""
+"""Maximum number of different shard shapes for which a separate kernel is compiled per shape. A small number suffices,
+because the shards of identical layers have the same shape."""
 
 
 class CompiledAdamKernel(ShardUpdate):
-    """AdamW for fp32 main parameters, with a compiled region for each shard."""
+    """AdamW update of shards with fp32 main parameters. The compiled function `adamw_` is called once for each
+    shard."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
         self.config = config
@@ -30,7 +32,7 @@ class CompiledAdamKernel(ShardUpdate):
         for shard in shards:
             shard.written_by_update = True
         self._factor: Tensor | None = None
-        """Factor by which the gradients of the next step are multiplied."""
+        """Factor by which the next step multiplies the gradients, or None for a factor of 1."""
 
     def scale_gradients(self, factor: Tensor) -> None:
         self._factor = factor
@@ -45,7 +47,8 @@ class CompiledAdamKernel(ShardUpdate):
         }
         for shard in self.shards:
             tensors = shard.main, shard.grads, shard.states["exp_avg"], shard.states["exp_avg_sq"]
-            # with rows of this size, the compiled kernels may assume that every row is aligned
+            # The tensors are viewed as rows of `ALIGNMENT` elements, so that the compiled kernel can assume that every
+            # row is aligned.
             main, grad, first, second = (tensor.detach().view(-1, ALIGNMENT) for tensor in tensors)
             params = None if shard.aliased else shard.params.view(-1, ALIGNMENT)
             eps = self.config.adam_eps * shard.group.eps_mult
@@ -53,8 +56,8 @@ class CompiledAdamKernel(ShardUpdate):
         self._factor = None
 
     def _scalars(self, lr: float, weight_decay: float, skip: Tensor, updates: Tensor) -> AdamScalars:
-        """Compute the scalar inputs of the next update. `updates` is the number of earlier updates. `skip` and
-        `updates` are float64 scalars on the device."""
+        """Compute the scalar inputs of an update. `updates` is the number of earlier updates. `skip` and `updates` are
+        float64 scalar tensors on the device."""
         first, second = (1.0 - beta ** (updates + 1.0) for beta in (self.config.adam_beta1, self.config.adam_beta2))
         factor = torch.ones_like(skip) if self._factor is None else self._factor
         values = factor, skip, torch.full_like(skip, 1.0 - lr * weight_decay), lr / first, second.sqrt()
@@ -62,17 +65,17 @@ class CompiledAdamKernel(ShardUpdate):
 
 
 class AdamScalars(NamedTuple):
-    """Values that are the same for all elements. Each value is an fp32 scalar tensor on the device, so that a change
-    causes neither a recompilation nor a wait of the host."""
+    """Scalar inputs of an Adam update. Each value is an fp32 scalar tensor on the device, so that changing it neither
+    triggers a recompilation nor makes the host wait."""
 
     factor: Tensor
-    """Factor by which gradients are multiplied."""
+    """Factor by which the update multiplies the gradients."""
 
     skip: Tensor
-    """1 if the update is skipped, else 0."""
+    """Flag that is 1 if the update is skipped, else 0."""
 
     decay: Tensor
-    """Factor of the weight decay: 1 - learning rate * weight decay."""
+    """Factor by which weight decay multiplies the main parameters: 1 - learning rate * weight decay."""
 
     step_size: Tensor
     """Learning rate divided by the bias correction of the first moment."""
@@ -91,17 +94,19 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Update fp32 tensors of the same shape once, in place (arXiv 1711.05101, algorithm 2).
+    """Perform one AdamW update in place (arXiv 1711.05101, algorithm 2). `main`, `grad`, `exp_avg` and `exp_avg_sq`
+    must be fp32 tensors of the same shape.
 
     Args:
         main: Main parameters.
-        grad: Gradient, which is only read.
+        grad: Gradient. The function does not modify it.
         exp_avg: First moment.
         exp_avg_sq: Second moment.
-        params: Tensor to which the new main parameters are written, rounded to the dtype of this tensor.
-        scalars: Values of this update.
-        betas: Decays of the moments.
-        eps: Epsilon added to the root of the second moment.
+        params: Model parameters, to which the new main parameters are copied and rounded. None if the main parameters
+            share the memory of the model parameters.
+        scalars: Scalar inputs of this update.
+        betas: Decay rates of the first and the second moment.
+        eps: Epsilon that is added to the square root of the second moment.
     """
     keeps = scalars.skip > 0
     g = grad * scalars.factor

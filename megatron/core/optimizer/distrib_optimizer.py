@@ -1,12 +1,12 @@
-"""Distributed optimizer (ZeRO-1), which clips gradients, updates this rank's shards, and gathers the updated
+"""Distributed optimizer (ZeRO-1). It clips the gradients, updates this rank's shards, and gathers the updated
 parameters.
 
-Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). Under
---no-use-distributed-optimizer, the optimizer works in the same way, but the shard of every rank is the whole bucket.
+Each data-parallel rank updates its shard of every bucket (Rajbhandari et al., arXiv 1910.02054, P_os). With
+--no-use-distributed-optimizer, each rank's shard is the whole bucket.
 
-The host waits for the device in two cases only: to change a dynamic loss scale, or to read gradients for states that it
-updates in host memory. A non-finite loss or gradient leaves parameters and moments unchanged in every precision,
-because the update kernels read the overflow flag on the device.
+The host waits for the device only if the loss scale is dynamic, or if the host updates optimizer states in host memory
+and needs the gradients. If the loss or a gradient is not finite, the step changes neither parameters nor moments. The
+update kernels read the overflow flag from device memory, so the host need not wait for this flag.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from megatron.core.parallel_state import ParallelState
 
 
 class StepResult:
-    """Result of one optimizer step, such as the gradient norm. Reading a value waits until the device has finished this
-    step, but not for later work.
+    """Result of one optimizer step, such as the gradient norm. When the host reads a value, it waits until the device
+    has computed this result, but not for work that was launched later.
 
-    The values can be read only after `settle` was called.
+    The values can be read only after a call of `settle`.
     """
 
     def __init__(self, loss_scale: float, scale_can_fall: bool) -> None:
@@ -50,9 +50,10 @@ class StepResult:
         self._scale_can_fall = scale_can_fall
 
     def settle(self, values: Tensor) -> None:
-        """Store the values of the result, [norm, overflow, skip, spike, *sums] in float64 on the device."""
+        """Store the values of the result. `values` is a float64 tensor [norm, overflow, skip, spike, *sums] on the
+        device."""
         self.skip = values[2]
-        """The value of `skipped` as a float64 scalar on the device."""
+        """The value of `skipped` as a float64 scalar tensor on the device."""
         self._values = HostCopy[float](values)
 
     def _read(self) -> list[float]:
@@ -61,8 +62,8 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float:
-        """Return the gradient norm of the whole model before clipping. If a gradient is not finite, the norm is not
-        finite either."""
+        """Gradient norm of the whole model before clipping. If a gradient is not finite, the norm is not finite
+        either."""
         return self._read()[0]
 
     @property
@@ -72,13 +73,13 @@ class StepResult:
 
     @property
     def skipped(self) -> bool:
-        """True if the update was skipped, because of non-finite values or because `Update.judge` decided so."""
+        """True if the update was skipped, either because a value was not finite or because `Update.judge` decided to
+        skip it."""
         return bool(self._read()[2])
 
     @property
     def spike(self) -> bool:
-        """True if `Update.judge` classified the step as a spike. Even if a step is a spike, its update may have been
-        applied."""
+        """True if `Update.judge` classified the step as a spike. The update of a spike is not necessarily skipped."""
         return bool(self._read()[3])
 
     @property
@@ -88,10 +89,10 @@ class StepResult:
 
     @property
     def scale_overflow(self) -> bool:
-        """True if this was an fp16 overflow that a lower loss scale can fix.
+        """True if a gradient overflowed in fp16 and a lower loss scale can prevent the overflow.
 
-        False in two cases: an element of `sums` is not finite, which a lower scale cannot change, because the loss
-        scale does not multiply `sums`; or the loss scale is at its minimum.
+        `scale_overflow` is False if the loss scale has reached its minimum. It is also False if an element of `sums` is
+        not finite, because the loss scale does not affect `sums`.
         """
         return not self.finite and self._scale_can_fall and all(map(math.isfinite, self.sums))
 
@@ -115,7 +116,7 @@ def _build_host_update(
     chains: Sequence[Chain],
     threads: int | None,
 ) -> HostUpdateRule | None:
-    """Return the object that updates the shards in host memory. Return None if no shards are in host memory."""
+    """Return the object that updates the shards in host memory, or None if no shards are in host memory."""
     if not shards:
         return None
     assert config.host_store is not None
@@ -125,15 +126,15 @@ def _build_host_update(
 
 
 Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function that decides whether to skip a step's update. A judge takes the gradient norm, the overflow flag and the
-step's sums, and returns two flags. The first flag of a judge is 1 to skip the update. The second flag of a judge is 1
-if the step is a spike, that is, if the loss or norm is unusually large. All arguments and results are float64 tensors
-on the device."""
+"""Function that decides whether to skip a step's update. Its arguments are the gradient norm, the overflow flag and the
+step's sums. It returns two flags: the first flag is 1 to skip the update, and the second flag is 1 if the step is a
+spike, that is, if the loss or the norm is unusually large. All arguments and results are float64 tensors on the
+device."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """Arguments of one step of `DistributedOptimizer`. To repeat an update, pass the same object again."""
+    """Arguments of one step of `DistributedOptimizer`. To repeat a step, pass the same object again."""
 
     rates: Rates
 
@@ -141,23 +142,24 @@ class Update:
     """Factor by which the gradients must still be multiplied, as returned by `reduce_model_grads`."""
 
     sums: Tensor | None = None
-    """Additional float64 values [n] of this rank, such as the loss. The values of all ranks are summed together with
-    the gradient norm. A sum that is not finite counts as an overflow."""
+    """Additional float64 values [n] of this rank, such as the loss. The all-reduce of the gradient norm also sums these
+    values over all ranks. A sum that is not finite counts as an overflow."""
 
     judge: Judge | None = None
     """Function that decides whether to skip the update."""
 
     on_update: Callable[[Tensor], None] | None = None
-    """Function that is called after the update and before the parameters are gathered, for example to update the scales
-    with which weights are cast. `on_update` receives `skip`, which is 1 if the update was skipped."""
+    """Function that is called after the update and before the parameters are gathered. For example, the function can
+    update the scales of FP8 weights. Its argument is a scalar tensor that is 1 if the update was skipped, else 0."""
 
 
 class DistributedOptimizer:
-    """Optimizer that is selected by --optimizer. The optimizer updates this rank's shards of main parameters, which are
-    on the device or on the host.
+    """Optimizer that updates this rank's shards of the main parameters with the chains of --optimizer. Each shard is on
+    the device or on the host.
 
     All ranks of the world must make the same calls. The parameters must have their initial values before the optimizer
-    is created. Raises ValueError if `config` and `ddp` disagree on `use_distributed_optimizer`.
+    is created. The constructor raises ValueError if `config` and `ddp` differ in `use_distributed_optimizer` or
+    `whole_roles`.
     """
 
     def __init__(
@@ -167,8 +169,8 @@ class DistributedOptimizer:
         state: ParallelState,
         host_threads: int | None = None,
     ) -> None:
-        """Create the optimizer. `host_threads` threads update the states in host memory; by default, as many as
-        `torch.get_num_threads()`."""
+        """Create the optimizer. `host_threads` is the number of threads that update states in host memory. The default
+        is `torch.get_num_threads()`."""
         if config.use_distributed_optimizer != ddp.use_distributed_optimizer:
             raise ValueError(
                 f"use_distributed_optimizer is {config.use_distributed_optimizer} in OptimizerConfig and "
@@ -193,26 +195,27 @@ class DistributedOptimizer:
         self.chains = [self._chain, *chains_on_host]
         """Chains of all shards, on the device and on the host."""
         self.after_update: list[Callable[[Tensor], None]] = []
-        """Hooks called after each update of main parameters on the device, before the parameters are written.
+        """Hooks that are called after each update of the main parameters on the device, before the model parameters are
+        written.
 
-        Each hook receives a scalar tensor on the device that is 1 if the update was skipped, else 0. A training
+        The argument of a hook is a scalar tensor on the device that is 1 if the update was skipped, else 0. A training
         callback may append hooks in its `meters` method.
         """
         self.updates = torch.zeros((), dtype=torch.float64, device=ddp.device)
-        """Number of updates so far, as a tensor on the device."""
+        """Number of updates so far, as a float64 scalar tensor on the device. Skipped steps do not count."""
 
     @torch.no_grad()
     def step(self, update: Update) -> StepResult:
-        """Update the parameters once. The gradients must be final, except for the factor that `reduce_model_grads`
-        returns. Most optimizers multiply the gradients by the factor of `reduce_model_grads`, and by the clipping
-        factor, in place. Fused optimizers instead apply both factors while they read the gradients.
+        """Update the parameters once. The gradients must be reduced over all ranks, but need not be multiplied by the
+        factor that `reduce_model_grads` returns. Most optimizers multiply the gradients in place by this factor and by
+        the clipping factor. Fused optimizers instead apply both factors while they read the gradients.
 
         With `overlap_param_gather`, the all-gather of the updated parameters is still in flight when this method
-        returns. Forward passes and `finish_param_sync` wait for the gathered parameters. If `ddp` has a `param_gather`,
-        some parameters are gathered in another number format. In this case, only `finish_param_sync` gathers all
-        parameters in the parameters' dtype.
+        returns. Forward passes and `finish_param_sync` wait for the gathered parameters. If `ddp.param_gather` is not
+        None, some parameters are gathered in another number format, such as FP8. In this case, only `finish_param_sync`
+        gathers all parameters in their own dtype.
         """
-        # Modules that have not run since the last step have not yet waited for their parameters.
+        # Modules that have not run since the last step have not yet waited for the all-gather of their parameters.
         self.ddp.wait_param_sync()
         if self.host_update is not None:
             self.host_update.start()
@@ -221,21 +224,21 @@ class DistributedOptimizer:
         return result
 
     def begin_update(self, update: Update, own: Tensor, result: StepResult) -> None:
-        """Wait for the gradient norm, and then update the shards. `own` is the contribution of this rank to the norm. A
-        subclass may postpone a part of the update to `end_update`."""
+        """Wait for the gradient norm, and then update the shards. `own` is this rank's contribution to the norm. A
+        subclass may postpone a part of the update until `end_update`."""
         self.apply(update, *self.verdict(update, self.grad_norm.start(own).wait(), result))
         if self.scaler.dynamic:
             self.scaler.update(not result.finite)
 
     def end_update(self) -> None:
-        """End the update that the last `step` started, so that its result can be read. All ranks must call this
-        method."""
+        """Complete the update that the last call of `step` started, so that the `StepResult` of this call can be read.
+        All ranks must call this method."""
 
     def verdict(self, update: Update, summed: Tensor, result: StepResult) -> tuple[Tensor, Tensor | None]:
-        """Return the skip flag (1 to skip the update, else 0) and the clipping factor. The clipping factor is at most
-        1, and reduces the gradient norm to --clip-grad. If clipping is off, the factor is None.
+        """Return the skip flag (1 to skip the update, else 0) and the clipping factor. The clipping factor is at most 1
+        and limits the gradient norm to --clip-grad. It is None if gradients are not clipped.
 
-        Settles the result. `summed` is the result of the all-reduce that `GradNorm.start` launched.
+        The method also calls `result.settle`. `summed` is the result of the all-reduce that `GradNorm.start` launched.
         """
         norm, overflow, sums = self.grad_norm.finish(summed, update.factor)
         judge = update.judge
@@ -246,8 +249,8 @@ class DistributedOptimizer:
         return skip, (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else None
 
     def apply(self, update: Update, skip: Tensor, coefficient: Tensor | None) -> None:
-        """Update the optimizer states and the parameters, unless `skip` is 1. After the update, start gathering the
-        parameters."""
+        """Update the optimizer states and the parameters, unless `skip` is 1. Then start the all-gather of the
+        parameters. `coefficient` is the clipping factor, or None."""
         factor, values = update.factor, StepValues(update.rates, skip, self.updates)
         if coefficient is not None and self.shards:
             factor = coefficient if factor is None else coefficient * factor
@@ -274,21 +277,21 @@ class DistributedOptimizer:
             self.ddp.wait_param_sync()
 
     def _updated_on_device(self) -> set[Bucket]:
-        """Return the buckets that are updated entirely on the device. The parameters of these buckets can be gathered
-        before the host has updated its shards."""
+        """Return the buckets whose shards are all updated on the device. The parameters of these buckets can be
+        gathered before the host has updated the shards in host memory."""
         if self.ddp.param_gather is not None:
             return set()
         return set(self.ddp.buckets) - {shard.bucket for shard in self.shards if shard.on_host}
 
     @property
     def loss_scale(self) -> float:
-        """Factor by which the losses of the next step are multiplied. The factor is 1 unless the run trains in fp16."""
+        """Factor by which the losses of the next step are multiplied. The factor is 1 except in fp16 training."""
         return self.scaler.scale
 
     @property
     def step_count(self) -> int:
-        """Number of updates so far, also used in Adam's bias correction; skipped steps do not count. The host waits for
-        the device when it reads this property."""
+        """Number of updates so far, without skipped steps. Adam's bias correction uses the same number. Reading this
+        property makes the host wait for the device."""
         return int(self.updates.item())
 
     @step_count.setter
@@ -299,18 +302,18 @@ class DistributedOptimizer:
 
     @property
     def nbytes(self) -> tuple[int, int]:
-        """Memory in bytes that main parameters and states take on the device, and in host memory. The size in host
-        memory includes transfer buffers."""
+        """Size in bytes of the main parameters and optimizer states on the device, and their size in host memory. The
+        size in host memory includes transfer buffers."""
         device, host = (sum(sum(s.nbytes) for s in self.shards if s.on_host == place) for place in (False, True))
         device += sum(chain.nbytes for chain in self.chains if not chain.on_host)
         host += sum(chain.nbytes for chain in self.chains if chain.on_host)
         return device, host + (0 if self.host_update is None else self.host_update.nbytes)
 
     def sharded_state(self) -> list[OptimizerPiece]:
-        """Return all parameters and states that this rank owns, for reading. The result contains views of the live
-        tensors. States with scales are copied to the host instead.
+        """Return views of all main parameters and optimizer states that this rank updates. The views must only be read.
+        States that are stored with scales cannot be viewed, so the result contains copies of them on the host.
 
-        If the model parameters themselves serve as main parameters, no separate main parameters are returned.
+        If the model parameters themselves serve as main parameters, the result contains no main parameters.
         """
         self.finish_param_sync()
         return [*(piece for shard in self.shards for piece in shard.pieces(shard.exported())), *self._of_chain()]
@@ -320,8 +323,8 @@ class DistributedOptimizer:
 
     @contextmanager
     def loading_state(self) -> Iterator[list[OptimizerPiece]]:
-        """Context manager that yields the tensors of `sharded_state` for writing. The optimizer uses the written values
-        from the end of the block on. Set `step_count` as well."""
+        """Context manager that yields the tensors of `sharded_state` so that the caller can overwrite them. The new
+        values take effect at the end of the block. The caller must set `step_count` as well."""
         self.finish_param_sync()
         exported = [(shard, shard.exported()) for shard in self.shards]
         yield [*(piece for shard, tensors in exported for piece in shard.pieces(tensors)), *self._of_chain()]
@@ -332,8 +335,8 @@ class DistributedOptimizer:
             self.finish_param_sync()
 
     def finish_param_sync(self) -> None:
-        """Wait until the last update is complete and all parameters have been gathered. Before parameters are read
-        outside of a forward pass, this method must be called.
+        """Wait until the last update is complete and all parameters have been gathered. Call this method before you
+        read parameters outside of a forward pass.
         """
         self.end_update()
         self.ddp.finish_param_sync()

@@ -1,7 +1,7 @@
-"""Fused links of optimizer chains (`FusedTransform`), which update whole shards in one pass over the shards' memory.
+"""Fused links of optimizer chains (`FusedTransform`), which update whole shards in one pass over their memory.
 
-This module selects the fused link for the parameters of a buffer. The module also contains the fused links of Adam and
-SGD, which call torch's fused kernels.
+The function `fused_link` selects the fused link for the parameters of a buffer. `FusedAdam` and `FusedSGD` are the
+fused links of Adam and SGD, which call torch's fused kernels.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class FusedPart:
 
 
 def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform | None:
-    """Return the fused link (`FusedTransform`) that the optimizer chains of all parameters of a buffer share. Raises
-    ValueError if the parameters have different fused links."""
+    """Return the fused link (`FusedTransform`) that the chains of all parameters of a buffer have in common, or None if
+    the chains have no fused link. The function raises ValueError if the chains have different fused links."""
     found: dict[type[Transform] | None, FusedTransform | None] = {}
     for param in layout.params:
         fused = [link for link in chain_of(config, param.meta) if isinstance(link, FusedTransform)]
@@ -48,15 +48,15 @@ def fused_link(config: OptimizerConfig, layout: BufferLayout) -> FusedTransform 
 
 
 def states_of_shards(config: OptimizerConfig, layout: BufferLayout) -> Sequence[State]:
-    """Return the states of the buffer's fused link. The states are stored with the main parameters of the buffer, and
-    include its padding."""
+    """Return the optimizer states of a buffer's fused link. These states are stored next to the main parameters of the
+    buffer and cover the padding of the buffer as well."""
     fused = fused_link(config, layout)
     return () if fused is None else fused.states(layout.params[0].meta)
 
 
 def fused_parts(config: OptimizerConfig, shards: Sequence[Shard], stage: StageOfUpdate) -> list[FusedPart]:
-    """Return the kernels of all fused links of a stage. If `shards` are in host memory, leave out the kernels that
-    would update none of `shards`."""
+    """Return the kernels of all fused links of a stage. If `shards` are in host memory, omit the kernels that would not
+    update any of them."""
     links: dict[type[FusedTransform], FusedTransform] = {}
     members: dict[type[FusedTransform], list[Shard]] = {}
     on_host = any(shard.on_host for shard in shards)
@@ -70,9 +70,11 @@ def fused_parts(config: OptimizerConfig, shards: Sequence[Shard], stage: StageOf
 
 
 class FusedAdam(FusedTransform):
-    """Adam with decoupled weight decay (arXiv 1711.05101): moments, decay and learning rate in one kernel.
+    """Adam with decoupled weight decay (arXiv 1711.05101). One kernel updates the moments, applies the weight decay and
+    updates the parameters.
 
-    If regions are compiled, fp32 main parameters are updated by a kernel that also writes the model parameters.
+    If `stage.compiled` is True, fp32 main parameters are updated by `CompiledAdamKernel`, which also writes the model
+    parameters.
     """
 
     def states(self, meta: ParamMeta) -> Sequence[State]:
@@ -86,7 +88,7 @@ class FusedAdam(FusedTransform):
 
 
 class FusedSGD(FusedTransform):
-    """SGD with momentum, in one kernel."""
+    """SGD with momentum, computed by one kernel."""
 
     def states(self, meta: ParamMeta) -> Sequence[State]:
         return [elements("momentum_buffer", meta)]
@@ -96,14 +98,15 @@ class FusedSGD(FusedTransform):
 
 
 def plain_shards(shards: Sequence[Shard]) -> list[OptimizerShard]:
-    """Check that the main parameters and states of all shards are plain tensors, and return the shards."""
+    """Return the shards, after checking that their main parameters and states are plain tensors (`OptimizerShard`)."""
     plain = [shard for shard in shards if isinstance(shard, OptimizerShard)]
     assert len(plain) == len(shards), "this kernel supports only shards with plain tensors as states"
     return plain
 
 
 class TorchKernel(ShardUpdate):
-    """One of torch's fused optimizers, which are available on CPU and CUDA and accept the overflow flag as a tensor."""
+    """Kernel that calls one of torch's fused optimizers. These optimizers are available on CPU and CUDA, and accept the
+    overflow flag as a tensor."""
 
     def __init__(self, shards: Sequence[OptimizerShard], fused: torch.optim.Optimizer) -> None:
         self.shards = shards
@@ -114,8 +117,9 @@ class TorchKernel(ShardUpdate):
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply the gradients that the next step reads by `factor`.
 
-        torch's kernels divide the gradient by a float32 scalar while they read it, and store the result. A float32
-        scalar is not precise enough for float64 gradients, which are therefore multiplied in a separate step.
+        torch's fused kernels divide each gradient by the float32 scalar `grad_scale` while they read it, and store the
+        quotient. A float32 scalar is not precise enough for float64 gradients, so float64 gradients are multiplied by
+        `factor` in a separate step.
         """
         if any(shard.main.dtype == torch.float64 for shard in self.shards):
             scale_gradients_(self.shards, factor)
@@ -131,7 +135,7 @@ class TorchKernel(ShardUpdate):
 
 
 class AdamKernel(TorchKernel):
-    """torch.optim.AdamW on shards."""
+    """Kernel that updates shards with `torch.optim.AdamW`."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
         betas = (config.adam_beta1, config.adam_beta2)
@@ -147,14 +151,15 @@ class AdamKernel(TorchKernel):
 
 
 class SGDKernel(TorchKernel):
-    """torch.optim.SGD on shards."""
+    """Kernel that updates shards with `torch.optim.SGD`."""
 
     def __init__(self, config: OptimizerConfig, shards: Sequence[OptimizerShard]) -> None:
         super().__init__(shards, torch.optim.SGD(_groups(shards), 0.0, config.sgd_momentum, fused=True))
 
 
 def _groups(shards: Sequence[OptimizerShard]) -> list[dict]:
-    """Return the main parameters of each parameter group, in the form that torch's optimizers expect for `params`."""
+    """Return one dictionary per parameter group with the group's main parameters, as torch's optimizers expect for
+    their argument `params`."""
     groups: dict[ParamGroup, list[Tensor]] = {}
     for shard in shards:
         groups.setdefault(shard.group, []).append(shard.main)

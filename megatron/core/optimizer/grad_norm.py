@@ -1,11 +1,11 @@
-"""The global gradient norm, computed without waiting for the device.
+"""Global gradient norm. The host does not wait for the device to compute it.
 
-Each parameter element of the model counts once. Every data-parallel rank sums over its shard, with or without the
-distributed optimizer. If a parameter is replicated along a model-parallel axis, only one replica is counted. Likewise,
-only one of the two copies of a tied embedding counts. Rows of `ROW` elements are summed in the precision of the
-gradients, and the resulting row sums are summed in float64. A sum in float32 alone would be wrong in the third digit
-for a flat shard of 10^7 elements. Summing only in float64 would require converting the whole shard to float64, which
-takes 40 times as long on CPU.
+Each parameter element of the model counts once. Every data-parallel rank sums the squares of its shard, with or without
+the distributed optimizer. If a parameter is replicated along a model-parallel axis, only one replica is counted.
+Likewise, only one of the two copies of a tied embedding is counted. On the host, rows of `ROW` elements are summed in
+the precision of the gradients (at least float32), and the row sums are summed in float64. If all elements of a flat
+shard of 10^7 elements were summed in float32, the third digit of the sum would be wrong. If all elements were summed in
+float64, the whole shard would have to be converted to float64, which takes 40 times as long on CPU.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ROW = 4096
 
 
 class GradNorm:
-    """Gradient norm of the whole model. Each rank sums the squares of its own gradients, and an all-reduce over the
-    world adds up these sums.
+    """Gradient norm of the whole model. Each rank sums the squares of the gradients in its shards, and an all-reduce
+    over the world adds up these sums.
 
-    The all-reduce of the norm also sums the vectors `sums` [n] of all ranks.
+    The same all-reduce also adds up the vectors `sums` [n] that the ranks pass to `own`.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], state: ParallelState, device: torch.device, host_threads: int | None = None
     ) -> None:
-        """Select the tensors. `host_threads` threads read the gradients in host memory; by default, as many as
-        `torch.get_num_threads()`."""
+        """Select the gradients that count. `host_threads` is the number of threads that read gradients in host memory.
+        The default is `torch.get_num_threads()`."""
         self.world, self.device = state.world, device
         self._threads = host_threads
         self.counted: list[Tensor] = []
@@ -46,7 +46,7 @@ class GradNorm:
                 counts = piece.meta.is_first_replica(state.coords) and bucket.copies.first
                 stop = piece.offset + piece.stop - piece.start
                 if runs and runs[-1][0] == counts:
-                    # Padding between the parameters is zero, so it may be included.
+                    # The padding between the parameters is zero, so the padding may be included in the sum.
                     runs[-1] = (counts, runs[-1][1], stop)
                 else:
                     runs.append((counts, piece.offset, stop))
@@ -55,8 +55,8 @@ class GradNorm:
                 (self.counted if counts else self.replicas).append(view)
 
     def own(self, sums: Tensor | None = None) -> Tensor:
-        """Return this rank's contribution to the all-reduce, in float64. The contribution consists of the sum of
-        squares that count in the norm, the sum of squares of replicas, and `sums`."""
+        """Return this rank's contribution to the all-reduce, a float64 vector. Its elements are the sum of squares that
+        count in the norm, the sum of squares of replicas, and the elements of `sums`."""
         squares = torch.stack([self._sum_of_squares(self.counted), self._sum_of_squares(self.replicas)])
         return squares if sums is None else torch.cat([squares, sums.to(squares)])
 
@@ -65,10 +65,10 @@ class GradNorm:
         return start_all_reduce_(own, self.world)
 
     def finish(self, summed: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute (norm, overflow, sums) in float64 on the device. `summed` is the result of the all-reduce.
+        """Compute (norm, overflow, sums) as float64 tensors on the device. `summed` is the result of the all-reduce.
 
-        `overflow` is 1 if a gradient or an element of `sums` is infinite or NaN, else 0; the gradients of replicas
-        count as well. If `factor` is given, `norm` is the norm of the gradients multiplied by the factor.
+        `overflow` is 1 if a gradient (including the gradients of replicas) or an element of `sums` is infinite or NaN,
+        else 0. If `factor` is given, `norm` is the norm of the gradients multiplied by `factor`.
         """
         norm = summed[0].sqrt() if factor is None else summed[0].sqrt() * factor
         return norm, (~torch.isfinite(summed).all()).to(torch.float64), summed[2:]

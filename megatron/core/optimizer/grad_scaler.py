@@ -1,5 +1,5 @@
-"""Loss scaling for fp16 training. The scale is large enough to preserve small gradients, and small enough to avoid
-overflow."""
+"""Loss scaling for fp16 training. The loss is multiplied by a scale that is large enough to preserve small gradients,
+and small enough to avoid overflow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LossScaler:
 
     @property
     def can_fall(self) -> bool:
-        """True if a lower scale may avoid an overflow."""
+        """True if the scale can still be lowered to avoid an overflow."""
         return False
 
     def update(self, overflow: bool) -> None:
@@ -26,15 +26,15 @@ class LossScaler:
         return {"scale": self.scale}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Do nothing: the scale is fixed by the configuration, so a saved scale is ignored."""
+        """Do nothing. The configuration determines the scale, so the saved scale is ignored."""
 
 
 class DynamicLossScaler(LossScaler):
     """Dynamic loss scale, which is halved on overflow and doubled after `window` consecutive steps without overflow.
 
-    The first `hysteresis` - 1 overflows do not change the scale. From then on, each overflow halves the scale, until
-    `window` consecutive steps without overflow double the scale and restart the count of overflows. The scale never
-    falls below `min_scale`.
+    The first `hysteresis` - 1 overflows do not change the scale, and each further overflow halves it. `window`
+    consecutive steps without overflow double the scale and reset the count of overflows. The scale never falls below
+    `min_scale`.
     """
 
     dynamic = True
@@ -72,8 +72,8 @@ class DynamicLossScaler(LossScaler):
 
 
 def build_loss_scaler(config: OptimizerConfig, fp16: bool) -> LossScaler:
-    """Build the loss scaler of a run. In fp16, the loss scale is dynamic unless --loss-scale is given. If the precision
-    is not fp16, the loss scale is 1."""
+    """Build the loss scaler of a run. In fp16 training, the loss scale is dynamic unless --loss-scale is given. In all
+    other precisions, the loss scale is 1."""
     if not fp16:
         return LossScaler()
     if config.loss_scale is not None:

@@ -1,5 +1,5 @@
 """Exchange of matrices within a pipeline stage. Each rank gathers the whole matrices that it owns from the flat shards
-of all ranks, and sends the results back."""
+of all ranks, transforms them, and sends the results back."""
 
 from __future__ import annotations
 
@@ -15,32 +15,34 @@ from megatron.core.optimizer.matrix_plan import Matrix, MatrixPlan, Part
 from megatron.core.parallel_state import Axis
 
 Read = Callable[[Part, Tensor], None]
-"""Function that takes a `Part` of a matrix and a tensor of the part's shape, and fills the tensor with this rank's
-values of the part."""
+"""Function that takes a `Part` of a matrix and a tensor of the part's shape, and copies this rank's values of the part
+to the tensor."""
 
 Write = Callable[[Part, Matrix, Tensor], None]
-"""Function that stores the transformed values of a `Part` of a matrix."""
+"""Function that takes a `Part` of a matrix, the `Matrix` and the transformed values of the part, and stores these
+values."""
 
 Direction = Callable[[Tensor, Sequence[int]], Tensor]
-"""Function that transforms n matrices [n, rows, columns] independently of each other, without changing their shape. The
-second argument of the function lists the number of each matrix in the `MatrixPlan`."""
+"""Function that transforms a stack of n matrices [n, rows, columns] independently of each other, without changing their
+shape. Its second argument contains the number of each matrix in the `MatrixPlan`."""
 
 
 @dataclass(frozen=True)
 class _Round:
-    """One round of an exchange, in which parts of several matrices are sent together. For each other rank of the stage,
-    a round lists the parts that one message contains, in order."""
+    """One round of an exchange, in which parts of several matrices are sent together. The fields list the parts of each
+    message, in the order in which the message contains them."""
 
     read: list[list[Part]]
-    """Parts that this rank sends to the owners of the matrices, one list per receiving rank."""
+    """Parts that this rank sends to the ranks that own the matrices, one list per receiving rank."""
     arriving: list[list[Part]]
-    """Parts that this rank receives of the matrices that it owns, one list per sending rank."""
+    """Parts of this rank's own matrices that this rank receives from other ranks, one list per sending rank."""
     returned: list[list[Part]]
-    """Parts that this rank sends back after it has transformed its own matrices, one list per receiving rank."""
+    """Parts of this rank's own, transformed matrices that this rank sends back, one list per receiving rank."""
     written: list[list[Part]]
-    """Parts of transformed matrices that this rank receives from their owners, one list per owner."""
+    """Parts of transformed matrices that this rank receives from the ranks that own the matrices, one list per sending
+    rank."""
     stacks: list[list[int]]
-    """Numbers of the matrices that this rank owns, as lists of matrices of equal size."""
+    """Numbers of the matrices that this rank owns, as one list for each stack of matrices of equal size."""
 
 
 class MatrixExchange:
@@ -58,11 +60,12 @@ class MatrixExchange:
         self._theirs = [
             self._mine if place == axis.rank else plan.parts(place, self._owned) for place in range(axis.size)
         ]
-        """Parts of this rank's own matrices that each rank holds, one entry per rank."""
+        """For each rank of `axis`, the parts of this rank's own matrices that are stored on that rank, keyed by matrix
+        number."""
         self._rounds: dict[tuple[int, ...], _Round] = {}
 
     def _round(self, numbers: Sequence[int]) -> _Round:
-        """Return the exchange round for the matrices with these numbers."""
+        """Return the exchange round for the matrices in `numbers`."""
         key = tuple(numbers)
         if key not in self._rounds:
             self._rounds[key] = self._planned_round(numbers)
@@ -87,15 +90,15 @@ class MatrixExchange:
         return _Round(read, arriving, returned, written, stacks)
 
     def transform(self, read: Read, direction: Direction, write: Write, numbers: Sequence[int] | None = None) -> None:
-        """Transform every matrix x of the stage to direction(x) and write the results. If `numbers` is given, transform
-        only the matrices with these numbers, in a single round.
+        """Replace every matrix x of the stage by direction(x). If `numbers` is given, transform only the matrices with
+        these numbers, in a single round.
 
         Rounds overlap: while the matrices of one round are transformed, the matrices of the next round are gathered,
         and the results of the previous round are sent back.
 
         Args:
             read: Function that reads this rank's parts of x.
-            direction: The transformation.
+            direction: Function that transforms a stack of matrices.
             write: Function that stores this rank's parts of the result direction(x).
             numbers: Numbers of the matrices to transform, or None for all matrices.
         """
@@ -121,7 +124,7 @@ class MatrixExchange:
         return start_all_to_all(packed, outgoing, incoming, self.axis)
 
     def _stacked(self, current: _Round, received: Tensor) -> list[Tensor]:
-        """Return tensors [n, rows, columns] of the received matrices."""
+        """Return the received matrices as tensors [n, rows, columns], one for each stack of `current`."""
         boxes, stacks = self._empty_stacks(current)
         for part, values in _views(received, current.arriving):
             boxes[part.matrix][part.place].copy_(values)
@@ -147,8 +150,8 @@ class MatrixExchange:
         return self._boxes(current, stacks), stacks
 
     def _boxes(self, current: _Round, stacks: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Return views of the matrices in `stacks`, keyed by matrix number. Each view has the shape that the matrix has
-        within its parameter."""
+        """Return a dictionary that maps the number of each matrix in `stacks` to a view of the matrix. The view has the
+        shape that the matrix has within its parameter."""
         return {
             number: matrix.view(self.plan.matrices[number].shape)
             for group, stack in zip(current.stacks, stacks, strict=True)
@@ -169,7 +172,7 @@ def _sizes(messages: list[list[Part]]) -> list[int]:
 
 
 def _views(packed: Tensor, messages: list[list[Part]]) -> list[tuple[Part, Tensor]]:
-    """Return all parts of the messages, each with a view of its values. `packed` contains the values of all messages,
+    """Return pairs of all parts in `messages` and views of their values. `packed` contains the values of all messages,
     one after another."""
     found, start = [], 0
     for part in (part for message in messages for part in message):

@@ -1,13 +1,14 @@
-"""Assigns the matrices of a pipeline stage to ranks that transform them, and locates their parts. This module does not
-import torch.
+"""Plan that assigns each matrix of a pipeline stage to one rank, and states where the parts of the matrix are stored.
+This module does not import torch.
 
-Main parameters, gradients and momentum stay in flat shards, divided by tensor and expert parallelism and by ZeRO-1. An
-operation on a whole matrix needs all parts of the matrix on one rank. Each matrix of a stage has one owner among the
-ranks of the stage. The owner receives the parts, transforms the whole matrix, and sends the parts back. In this way,
-each matrix is transformed only once, and not again on every rank that holds a part. Each rank sends its parts of the
-matrices to the owners once, and receives the results once.
+Main parameters, gradients and momentum are sharded by tensor parallelism, expert parallelism and ZeRO-1, and each rank
+stores flat shards. An operation on a whole matrix needs all parts of the matrix on one rank. Therefore, one rank of the
+stage is the owner of the matrix. The owner receives the parts of the matrix, transforms the whole matrix, and sends the
+transformed parts back. In this way, each matrix is transformed by one rank only. Each rank sends its parts of a matrix
+at most once, and receives the transformed parts once.
 
-All ranks of a stage have parameters with the same names and shapes, so all compute the same plan without communication.
+All ranks of a stage have parameters with the same names and shapes, so they all compute the same plan without
+communication.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from megatron.core.parallel_dims import ParallelDims
 from megatron.core.param_meta import ParamMeta
 
 ROUND = 2**26
-"""Maximum number of elements that a rank gathers at a time. A matrix with more elements is gathered on its own. `ROUND`
-bounds the memory that an exchange of matrices needs."""
+"""Maximum number of matrix elements that a rank gathers in one round. A larger matrix is gathered in a round of its
+own. `ROUND` bounds the memory that an exchange of matrices needs."""
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix within a parameter: the box (rectangular block) of shape `shape` at `offset`. The last dim of the box
-    contains the columns, and all other dims contain the rows."""
+    """Matrix within a parameter. The matrix is a rectangular block of the parameter with the given offset and shape.
+    The last dim of the block contains the columns of the matrix, and all other dims contain its rows."""
 
     meta: ParamMeta
     offset: tuple[int, ...]
@@ -39,19 +40,19 @@ class Matrix:
 
     @property
     def size(self) -> tuple[int, int]:
-        """(rows, columns)."""
+        """Number of rows and number of columns."""
         return prod(self.shape[:-1]), self.shape[-1]
 
     @property
     def cost(self) -> int:
-        """Number of matrix multiplications in one Newton-Schulz step (see `newton_schulz`)."""
+        """Number of scalar multiplications in one Newton-Schulz step on the matrix (see `newton_schulz`)."""
         short, long = sorted(self.size)
         return 2 * short * short * long + short**3
 
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangular part (box) of a matrix that is stored on one rank."""
+    """Rectangular block of a matrix that is stored on one rank."""
 
     matrix: int
     """Number of the matrix."""
@@ -61,11 +62,12 @@ class Part:
 
     start: int
     stop: int
-    """End of the range of shard elements. Elements [start, stop) contain a box of shape `held` in row-major order."""
+    """End of the range of shard elements. The elements [start, stop) are a block of shape `held` in row-major order,
+    which contains the part."""
 
     held: tuple[int, ...]
     within: tuple[slice, ...]
-    """Slices that select the part within the stored box of shape `held`."""
+    """Slices that select the part within the block of shape `held`."""
 
     place: tuple[slice, ...]
     """Slices that select the part within the whole matrix."""
@@ -80,17 +82,18 @@ class Part:
 
 
 class MatrixPlan:
-    """Plan of how the ranks of a pipeline stage exchange parts of matrices. By default, the plan contains the matrices
-    of all buffers whose parameters are updated as whole matrices.
+    """Plan for exchanging parts of matrices between the ranks of a pipeline stage. By default, the plan contains the
+    matrices of all buffers whose parameters are updated as whole matrices (`BufferLayout.whole`).
 
     Args:
-        layouts: Buffers of the stage's ranks.
+        layouts: Layouts of the buffers of the stage's ranks.
         ranks: Ranks of the stage.
-        splits: Function that takes the name of a fused weight, and returns True if the weight is split into its linear
-            maps.
+        splits: Predicate that takes the name of a kind of fused weight (`Fused.name`), and returns True if such weights
+            are split into their linear maps.
         blockwise: Whether to treat each tensor-parallel shard as a separate matrix.
-        round_size: Replaces `ROUND`.
-        wanted: Predicate that selects the parameters of the plan, in whichever buffer they are.
+        round_size: Maximum number of elements that a rank gathers in one round. The default is `ROUND`.
+        wanted: Predicate that selects the parameters whose matrices are in the plan. If it is given, parameters of all
+            buffers can be selected.
     """
 
     def __init__(
@@ -124,9 +127,9 @@ class MatrixPlan:
                 self._numbers[param.meta.name] = list(range(len(self.matrices), len(self.matrices) + len(found)))
                 self.matrices += found
         self.owners = balanced([matrix.cost for matrix in self.matrices], len(self.ranks))
-        """Owner of each matrix, as an index into `ranks`."""
+        """Rank that owns each matrix, as an index into `ranks`."""
         self.rounds = self._in_rounds(round_size or ROUND)
-        """Numbers of the matrices that are gathered together, one entry per round."""
+        """Numbers of the matrices that are gathered together, one list per round."""
 
     def _matrices_of(self, meta: ParamMeta, splits: Callable[[str], bool], blockwise: bool) -> Iterator[Matrix]:
         whole = linear_maps(meta, meta.fused is not None and splits(meta.fused.name))
@@ -154,16 +157,16 @@ class MatrixPlan:
         return [sorted(matrices) for matrices in rounds]
 
     def owned(self, place: int) -> list[int]:
-        """Return the numbers of the matrices that ranks[place] owns, sorted by matrix size."""
+        """Return the numbers of the matrices that `ranks[place]` owns, sorted by matrix size."""
         mine = [number for number, owner in enumerate(self.owners) if owner == place]
         return sorted(mine, key=lambda number: (self.matrices[number].size, number))
 
     def numbers(self, name: str) -> Sequence[int]:
-        """Return the numbers of a parameter's matrices in offset order."""
+        """Return the numbers of the matrices of the parameter `name`, sorted by their offset in the parameter."""
         return self._numbers[name]
 
     def parts(self, place: int, wanted: Sequence[int] | None = None) -> dict[int, list[Part]]:
-        """Return the matrix parts that are stored on ranks[place], keyed by matrix number. If `wanted` is not None,
+        """Return the parts of matrices that are stored on `ranks[place]`, keyed by matrix number. If `wanted` is given,
         return only the parts of the matrices in `wanted`."""
         rank, found = self.ranks[place], dict[int, list[Part]]()
         chosen = None if wanted is None else set(wanted)
@@ -182,10 +185,10 @@ class MatrixPlan:
         return found
 
     def sends(self, source: int, matrix: int) -> bool:
-        """Return True if ranks[source] sends its parts of a matrix to the owner of the matrix.
+        """Return True if `ranks[source]` sends its parts of a matrix to the rank that owns the matrix.
 
-        If the parameter is replicated, several ranks hold the same parts, but only one of them sends its parts: the
-        rank that has the owner's coordinate on every replicated axis.
+        If the parameter is replicated, several ranks hold the same parts, but only one of these ranks sends them. It is
+        the rank whose coordinates on all replicated axes equal the owner's coordinates.
         """
         meta, owner = self.matrices[matrix].meta, self.owners[matrix]
         a, b = self.ranks[source], self.ranks[owner]
@@ -194,8 +197,9 @@ class MatrixPlan:
         return same_data and all(self._coords[a][axis] == self._coords[b][axis] for axis in meta.replica_axes)
 
     def _held(self, rank: int) -> Iterator[tuple[int, ParamRange, int, int, int]]:
-        """Yield one tuple for each range of parameter elements that `rank` updates: index of the shard, parameter,
-        position in the shard, and the bounds start and stop of the range in the parameter's local tensor."""
+        """Yield one tuple for each range of parameter elements that `rank` updates. The tuple contains the index of the
+        shard, the parameter, the position of the range in the shard, and the start and the end of the range in the
+        parameter's local tensor."""
         buckets = [(layout, bucket) for layout in self._layouts for bucket in layout.buckets]
         for shard, (layout, bucket) in enumerate(buckets):
             data_rank = self._data_rank["expt_dp" if layout.expert else "dp_cp"][rank]
@@ -210,10 +214,10 @@ class MatrixPlan:
 
 
 def balanced(costs: Sequence[int], ranks: int) -> list[int]:
-    """Assign each cost to a rank so that the sums are nearly equal. Go through the costs in descending order, and
-    assign each cost to the rank whose sum is smallest so far.
+    """Distribute costs over ranks so that the sums of the ranks are nearly equal, and return the rank of each cost. The
+    costs are processed in descending order, and each cost is assigned to the rank with the smallest sum so far.
 
-    By this rule (Graham's LPT rule), the largest sum is at most 4/3 of its smallest possible value.
+    This is Graham's LPT rule. The largest sum is at most 4/3 of the optimum.
     """
     heap, owners = [(0, rank) for rank in range(ranks)], [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -223,10 +227,11 @@ def balanced(costs: Sequence[int], ranks: int) -> list[int]:
 
 
 def linear_maps(meta: ParamMeta, split: bool = True) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return boxes (offset, shape) of the global tensor, one for each linear map (matrix) that the parameter contains.
+    """Yield the offset and the shape of a block of the global tensor for each linear map (matrix) that the parameter
+    contains.
 
-    In a box, the last dim contains the columns of the matrix, and all other dims contain its rows. If `split` is False,
-    a `fused` weight counts as a single map.
+    The last dim of a block contains the columns of the matrix, and all other dims contain its rows. If `split` is
+    False, a weight that fuses several linear maps (`meta.fused`) counts as a single map.
     """
     spans = [[(i, 1) for i in range(size)] for size in meta.global_shape[: meta.stacked]]
     spans += [[(0, size)] for size in meta.global_shape[meta.stacked :]]

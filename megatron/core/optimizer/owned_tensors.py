@@ -1,7 +1,7 @@
-"""Tensors with one element for each parameter element that a rank updates. Examples are the weights themselves, states
-of callbacks, and weights that are used only for evaluation.
+"""Tensors that contain one element for each parameter element that the rank updates. Examples are the weights
+themselves, states of callbacks, and weights that are used only for evaluation.
 
-Tensors of this kind are sharded in the same way as optimizer states, so their checkpoints can be loaded under any
+These tensors are sharded like optimizer states, so checkpoints that contain them can be loaded under any parallel
 layout.
 """
 
@@ -19,7 +19,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def owned_weights(ddp: DistributedDataParallel) -> Iterator[OptimizerPiece]:
-    """Return live views of the trained parameter elements that this rank updates, in the parameters' dtype."""
+    """Yield views of the model parameter elements that this rank updates. Writing to a view changes the model
+    parameters."""
     for bucket in ddp.buckets:
         first = bucket.owned_range[0]
         for piece in bucket.owned_pieces:
@@ -30,13 +31,13 @@ def owned_weights(ddp: DistributedDataParallel) -> Iterator[OptimizerPiece]:
 def with_main_weights(
     optimizer: DistributedOptimizer, pieces: Iterable[OptimizerPiece]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of tensors [n] that belong to the same parameter elements. The first tensor of a pair contains values
-    of `pieces`, and may be written in place. The second tensor of a pair contains the main weights, and must only be
-    read. Both tensors of a pair are on the same device. Main weights are fp32 under --bf16 and --fp16. `pieces` are
-    elements that this rank updates, in any order, such as callback states.
+    """Yield pairs of tensors (values, main weights), both of shape [n], for the same n parameter elements. `pieces`
+    contains tensors such as callback states, for parameter elements that this rank updates, in any order. The values
+    are views of the data of `pieces` and may be modified in place. The main weights are on the same device and must
+    only be read. Under --bf16 and --fp16, they are fp32.
     """
     if any(shard.on_host for shard in optimizer.shards):
-        optimizer.finish_param_sync()  # wait until the host has updated its shards
+        optimizer.finish_param_sync()  # waits until the host has updated its shards
     by_name = pieces_by_name(pieces)
     for shard in optimizer.shards:
         for part, span in shard.owned_pieces(*shard.range):
@@ -51,15 +52,16 @@ def with_main_weights(
 def owned_zeros(
     ddp: DistributedDataParallel, names: Sequence[str], dtype: str | None = None, on_host: bool = False
 ) -> list[OptimizerPiece]:
-    """For each name in `names`, allocate a state of zeros with the elements of `owned_weights`, and return the pieces.
+    """For each name in `names`, allocate a zero-initialized state with one element for each element of `owned_weights`,
+    and return the pieces of all states.
 
-    The allocated memory includes the padding of the buckets, which memory plans count as well.
+    The allocated memory includes the padding of the buckets. Memory planning counts this padding as well.
 
     Args:
-        ddp: Parameters of the rank.
+        ddp: The wrapper that holds the parameters of the rank.
         names: Names of the states.
-        dtype: Name of the dtype; the default is the main dtype.
-        on_host: Allocate host memory.
+        dtype: Name of the dtype. The default is the main dtype.
+        on_host: Whether to allocate the states in host memory.
     """
     kind = ddp.main_dtype if dtype is None else getattr(torch, dtype)
     found = []
@@ -76,13 +78,13 @@ def owned_zeros(
 
 @contextmanager
 def other_weights(optimizer: DistributedOptimizer, offered: Iterable[OptimizerPiece]) -> Iterator[None]:
-    """Set the parameters to the values of `offered` within the block. Values are rounded to the dtype of the
-    parameters.
+    """Context manager that sets the model parameters to the values of `offered`, rounded to the dtype of the
+    parameters. At the end of the block, the parameters are restored exactly.
 
-    After the block, the parameters have exactly their previous values. Parameter elements that are in no rank's
-    `offered` keep their values. `offered` contains new values of elements that this rank updates, as pieces on any
-    device. Within the block, forward passes are allowed, but updates are not. All data-parallel ranks must enter the
-    context together. The context manager allocates memory for a copy of `owned_weights`.
+    `offered` contains new values for elements that this rank updates, as pieces on any device. Elements for which no
+    rank offers a value keep their values. Within the block, forward passes are allowed, but optimizer steps are not.
+    All data-parallel ranks must enter the context together. The context manager allocates memory for a copy of the
+    replaced parameter elements that this rank updates.
     """
     optimizer.finish_param_sync()
     by_name = pieces_by_name(offered)
@@ -109,6 +111,7 @@ def _copy_common(source: OptimizerPiece, target: OptimizerPiece) -> None:
 
 
 def _spread(ddp: DistributedDataParallel) -> None:
-    """Broadcast the weights that one data-parallel rank has written to all other data-parallel ranks."""
+    """Send the weights that each data-parallel rank has written to all other data-parallel ranks, with the all-gather
+    of the parameters."""
     ddp.start_param_sync()
     ddp.finish_param_sync()

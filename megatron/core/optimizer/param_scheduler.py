@@ -1,8 +1,9 @@
-"""Learning rate and weight decay as functions of progress.
+"""Schedules of the learning rate and the weight decay.
 
-Progress is counted in samples of steps that updated the weights. If the run length is given in iterations, each
-iteration adds the number of samples in its global batch to the progress. A batch-size ramp therefore stretches the
-schedule in iterations but not in samples. The schedules use the same formulas as Megatron-LM.
+A schedule is a function of the number of consumed samples. Samples of skipped steps do not count. If the run length is
+given in iterations, it is converted to samples: each iteration counts as many samples as its global batch contains. A
+batch-size ramp therefore changes the length of the schedule in iterations, but not in samples. The schedules use the
+same formulas as Megatron-LM.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from dataclasses import dataclass
 from megatron.core.config.optimizer import OptimizerConfig
 from megatron.core.config.optimizers import LR_SCHEDULES
 
-# Functions that compute the learning rate during the decay. The argument is the decay progress, from 0 at the end of
-# warm-up to 1 at the end of the decay. The learning rate is min_lr plus the function value times (max_lr - min_lr).
+# Functions that define the decay of the learning rate. The argument is the progress of the decay, which is 0 at the end
+# of the warm-up and 1 at the end of the decay. The learning rate is min_lr + f(progress) * (max_lr - min_lr).
 DECAY: dict[str, Callable[[float], float]] = {
     "linear": lambda ratio: 1.0 - ratio,
     "cosine": lambda ratio: 0.5 * (math.cos(math.pi * ratio) + 1.0),
 }
-# Functions like those in DECAY for the final anneal of a warmup-stable-decay schedule. The argument grows from 0 to 1
-# during the anneal.
+# Functions that define the final anneal of a warmup-stable-decay schedule, in the same form as `DECAY`. The argument is
+# the progress of the anneal, from 0 to 1.
 WSD_ANNEAL: dict[str, Callable[[float], float]] = DECAY | {
     "exponential": lambda ratio: 2.0 * 0.5**ratio - 1.0,
     "minus_sqrt": lambda ratio: 1.0 - math.sqrt(ratio),
@@ -43,11 +44,12 @@ class ScheduleLength:
     """Length of the final anneal of a warmup-stable-decay (WSD) schedule."""
 
     total: float
-    """Length of the run. A weight decay that changes during the run reaches its final value at the end of the run."""
+    """Length of the run. If the weight decay changes during the run, it reaches its final value at this point."""
 
     @classmethod
     def in_samples(cls, config: OptimizerConfig, samples: int) -> ScheduleLength:
-        """Read the lengths from the flags whose unit is samples. The run has `samples` samples."""
+        """Create the lengths from the flags that are given in samples. `samples` is the length of the run in
+        samples."""
         decay = samples if config.lr_decay_samples is None else config.lr_decay_samples
         return cls._of(config, config.lr_warmup_samples, decay, config.lr_wsd_decay_samples or 0, samples)
 
@@ -55,7 +57,8 @@ class ScheduleLength:
     def in_iterations(
         cls, config: OptimizerConfig, iterations: int, samples_at: Callable[[int], int]
     ) -> ScheduleLength:
-        """Read the lengths from the flags whose unit is iterations. The run has `iterations` iterations.
+        """Create the lengths from the flags that are given in iterations. `iterations` is the length of the run in
+        iterations.
 
         `samples_at(n)` returns the number of samples that the first n iterations consume.
         """
@@ -80,17 +83,17 @@ def constant(samples: float, length: ScheduleLength, config: OptimizerConfig) ->
 
 
 def linear(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """Decay linearly from the peak to --min-lr."""
+    """Decay linearly from the peak learning rate to --min-lr."""
     return _decayed(samples, length, config, DECAY["linear"])
 
 
 def cosine(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """Decay from the peak to --min-lr along half a cosine (arXiv 1608.03983)."""
+    """Decay from the peak learning rate to --min-lr along half a cosine period (arXiv 1608.03983)."""
     return _decayed(samples, length, config, DECAY["cosine"])
 
 
 def inverse_square_root(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """Decay in proportion to 1 / sqrt(samples) (arXiv 1706.03762), down to --min-lr."""
+    """Decay the learning rate in proportion to 1 / sqrt(samples) (arXiv 1706.03762), but not below --min-lr."""
     assert config.lr is not None
     if samples > length.decay:
         return config.min_lr
@@ -98,7 +101,8 @@ def inverse_square_root(samples: float, length: ScheduleLength, config: Optimize
 
 
 def wsd(samples: float, length: ScheduleLength, config: OptimizerConfig) -> float:
-    """Warmup-stable-decay (arXiv 2404.06395): keep the peak until a final anneal to --min-lr."""
+    """Warmup-stable-decay (arXiv 2404.06395). Keep the peak learning rate until the final anneal, and then decay to
+    --min-lr."""
     into_anneal = samples - (length.decay - length.anneal)
 
     def left(ratio: float) -> float:
@@ -118,9 +122,11 @@ def _decayed(samples: float, length: ScheduleLength, config: OptimizerConfig, le
 
 
 class OptimizerParamScheduler:
-    """Stateless schedule of the learning rate and weight decay, as functions of the number of consumed samples.
+    """Stateless schedule of the learning rate and the weight decay. Both are functions of the number of consumed
+    samples.
 
-    `config` is validated. Raises ValueError if the warm-up or the final anneal does not fit the length of the run.
+    `config` must be validated. The constructor raises ValueError if the warm-up is not shorter than the decay, or if a
+    WSD schedule has no final anneal or one that is longer than the decay.
     """
 
     def __init__(self, config: OptimizerConfig, length: ScheduleLength) -> None:
@@ -131,12 +137,12 @@ class OptimizerParamScheduler:
         self.end_wd = config.weight_decay if config.end_weight_decay is None else config.end_weight_decay
 
     def lr_at(self, samples: int) -> float:
-        """Return the learning rate of the update after `samples` consumed samples."""
+        """Return the learning rate after `samples` consumed samples."""
         return self._lr_at(samples, self.config)
 
     def decoupled_lr_at(self, samples: int) -> float | None:
-        """Return the decoupled learning rate, which applies to parameters with their own schedule. Return None if the
-        configuration has no decoupled learning rate."""
+        """Return the learning rate of the parameter groups with a decoupled learning rate after `samples` consumed
+        samples. Return None if the configuration has no decoupled learning rate."""
         return None if self.config.decoupled is None else self._lr_at(samples, self.config.decoupled)
 
     def _lr_at(self, samples: int, config: OptimizerConfig) -> float:
@@ -154,7 +160,7 @@ class OptimizerParamScheduler:
         return float(lr)
 
     def weight_decay_at(self, samples: int) -> float:
-        """Return the weight decay of the update after `samples` consumed samples."""
+        """Return the weight decay after `samples` consumed samples."""
         style = self.config.weight_decay_incr_style
         if style == "constant" or samples > self.length.total:
             return self.end_wd
@@ -162,8 +168,8 @@ class OptimizerParamScheduler:
 
 
 def _check(config: OptimizerConfig, length: ScheduleLength) -> None:
-    """Raise ValueError if the lengths do not fit together. The flags alone cannot be validated if the data determine
-    the length of the run."""
+    """Raise ValueError if the lengths do not fit together. This check cannot be a validation of the flags, because the
+    length of the run may depend on the data."""
     if length.warmup >= length.decay:
         raise ValueError(
             f"learning-rate warm-up of {length.warmup:g} samples must be shorter than the decay length of "

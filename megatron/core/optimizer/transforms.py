@@ -1,7 +1,7 @@
-"""Transforms: the links of an optimizer chain, as in optax.
+"""Transforms, which are the links of an optimizer chain, as in optax.
 
-A chain maps the gradient of a parameter to the change that is added to the parameter. Each link reads and replaces
-`x.update`, which is initially the gradient, and owns the states that it declares in `states`:
+A chain computes the value that is added to a parameter from the gradient of the parameter. Each link reads and replaces
+`x.update`, which is the gradient at first. A link owns the states that its method `states` declares:
 
     class Momentum(Transform):
         def states(self, meta):
@@ -10,15 +10,15 @@ A chain maps the gradient of a parameter to the change that is added to the para
         def update(self, x):
             x.update = x.states["momentum"].mul_(0.9).add_(x.update)
 
-A rank holds only a flat part of each parameter. If a link needs data of elements on other ranks, it makes a request.
-The `update` method of such a link is a generator, and `yield from REQUEST` returns the result of the request. `x.sum`
-and `x.mean` reduce over the whole parameter, `x.fold` accumulates sums in a `reduced` state, and `x.whole` calls a
-function with each whole matrix on the rank that owns it. The requests of all parameters are sent together, and all
-layouts compute the same result.
+A rank holds only a flat part of each parameter. A link that needs data of elements on other ranks must make a request.
+Its `update` method is a generator, in which `yield from REQUEST` returns the result of the request. `x.sum` and
+`x.mean` reduce over the whole parameter. `x.fold` updates a `reduced` state with a mean over the parameter. `x.whole`
+calls a function with each whole matrix, on the rank that owns the matrix. The requests of many parameters are sent
+together. The result is the same under every parallel layout.
 
 A `FusedTransform` updates the flat shards of many parameters at once. Examples are torch's fused Adam, and Muon, which
-exchanges all matrices of a stage. Links before a fused link receive the gradient of each parameter, and links after the
-fused link receive the updated parameter: `[FusedAdam(config), AverageWeights(0.999)]`.
+exchanges all matrices of a stage. The links before a fused link change the gradient that the fused link reads. For the
+links after a fused link, `x.param` is the updated parameter, as in `[FusedAdam(config), AverageWeights(0.999)]`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ The function modifies the states in place."""
 
 
 class Request:
-    """Request for a result that requires data of other ranks. To obtain the result, write `result = yield from
+    """Request for a result that requires data from other ranks. To obtain the result, write `result = yield from
     request`."""
 
     def __iter__(self) -> Generator[tuple[Request, ...], Sequence[Tensor], Tensor]:
@@ -87,26 +87,27 @@ class SumRequest(Request):
     """Request for a sum over all elements of a parameter, including the elements on other ranks."""
 
     partial: Tensor
-    """Term that this rank contributes to the sum. The term has the same shape as the sum."""
+    """This rank's contribution to the sum. It has the same shape as the sum."""
 
     state: str | None = None
-    """Name of the `reduced` state that is updated with the sum, or None."""
+    """Name of the `reduced` state that `by` updates with the sum, or None if only the sum is requested."""
 
     by: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Function that takes elements of the state and of the sum, and returns the new elements of the state."""
+    """Function that takes elements of the state and the corresponding elements of the sum, and returns the new elements
+    of the state."""
 
 
 @dataclass(frozen=True)
 class MatrixRequest(Request):
-    """Request to apply a function to each whole matrix of a parameter, although this rank holds only some elements of
-    the matrices."""
+    """Request to apply a function to each whole matrix of a parameter. `values` contains the matrix elements that this
+    rank holds."""
 
     values: Tensor
     function: MatrixFunction
 
 
 def together(*requests: Request) -> Generator[tuple[Request, ...], Sequence[Tensor], Sequence[Tensor]]:
-    """Make several requests at once. Example: `a, b = yield from together(x.sum(v), x.sum(w))`."""
+    """Make several requests at once, as in `a, b = yield from together(x.sum(v), x.sum(w))`."""
     return (yield requests)
 
 
@@ -115,30 +116,30 @@ Requests = Generator[tuple[Request, ...], Sequence[Tensor], None]
 
 
 class ParameterUpdate:
-    """One update of this rank's part of a parameter. The part has `n` elements, which are flattened and have the main
-    dtype; `n` may be 0."""
+    """Input and output of the links that update this rank's part of a parameter. The part is a flat range of n elements
+    in the main dtype, where n may be 0."""
 
     meta: ParamMeta
     param: Tensor
-    """Parameter before the update, [n]. The transforms of a chain must not change the parameter."""
+    """Elements of the parameter [n]. The links of a chain must not change them."""
 
     update: Tensor
-    """Update of shape [n]. The first link of a chain receives the clipped gradient, or zeros in a skipped step. After
-    the last link, the update is added to the parameter."""
+    """Update [n], which links replace. Before the first link, it is the clipped gradient, or zeros in a skipped step.
+    After the last link, it is added to the parameter."""
 
     states: Mapping[str, Tensor]
-    """States of kind `elements` [n], keyed by name. Links modify the states in place."""
+    """States of kind `elements`, keyed by name. Each state is a tensor [n], which links modify in place."""
 
     lr: float
     weight_decay: float
-    """Weight decay; 0 for parameters without decay."""
+    """Weight decay, which is 0 for parameters without weight decay."""
 
     eps_mult: float
-    """Factor for --adam-eps (`ParamGroup.eps_mult`)."""
+    """Factor by which --adam-eps is multiplied for this parameter (`ParamGroup.eps_mult`)."""
 
     step: Tensor
-    """Number of this update, counted from 1. Skipped steps do not count. `step` is a float64 scalar on the device,
-    because the host does not know yet which steps were skipped."""
+    """Number of this update, starting at 1. Skipped steps do not count. `step` is a float64 scalar tensor on the
+    device, because the host does not know yet which steps were skipped."""
 
     def __init__(
         self,
@@ -159,47 +160,49 @@ class ParameterUpdate:
         self._place = place
 
     def sum(self, values: Tensor, *dims: int) -> SumRequest:
-        """Request the sum of `values` [n] over `dims` of the whole parameter.
+        """Request the sum of `values` [n] over the dims `dims` of the whole parameter.
 
-        The result has the parameter's shape, but size 1 in each of `dims`. If no `dims` are given, the result is a
-        scalar, the sum of all values.
+        The result has the parameter's shape, except that its size is 1 in each of `dims`. If no `dims` are given, the
+        result is the scalar sum of all values.
         """
         partial = self._partial(values, reduced_shape(self.meta, dims))
         return SumRequest(partial if dims else partial.view(()))
 
     def mean(self, values: Tensor, *dims: int) -> SumRequest:
-        """Request the mean of `values` over `dims`; see `sum` for the arguments."""
+        """Request the mean of `values` over the dims `dims`. The arguments and the shape of the result are the same as
+        for `sum`."""
         partial = self.sum(values, *dims).partial
         return SumRequest(partial / (self.meta.numel // partial.numel()))
 
     def fold(self, state: str, values: Tensor, by: Callable[[Tensor, Tensor], Tensor]) -> SumRequest:
-        """Update a `reduced` state to by(state, mean) and request the result. `mean` is the mean of `values` [n] over
-        the dims in which the state has size 1.
+        """Request that a `reduced` state is replaced by `by(state, mean)`. `mean` is the mean of `values` [n] over the
+        dims in which the state has size 1.
 
-        The request returns the whole new state, including the elements on other ranks. Each rank calls `by` for some
-        elements of the state, with the same elements of the mean.
+        The result of the request is the whole new state, including the elements on other ranks. Each rank calls `by`
+        only for the elements of the state that it stores, together with the corresponding elements of the mean.
         """
         partial = self._partial(values, self._place.reduced[state])
         return SumRequest(partial / (self.meta.numel // partial.numel()), state, by)
 
     def whole(self, values: Tensor, function: MatrixFunction) -> MatrixRequest:
-        """Request `function(matrix, states)` for each whole matrix. `values` [n] are this rank's elements of the
-        matrices.
+        """Request the result of `function(matrix, states)` for each whole matrix of the parameter. `values` [n]
+        contains the elements of the matrices that belong to this rank.
 
-        `function` runs on the rank that owns the matrix. The result has the shape of `values`, [n].
+        `function` runs on the rank that owns the matrix. The result of the request is a tensor [n] with this rank's
+        elements of the returned matrices.
         """
         return MatrixRequest(values, function)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Broadcast `values` to the shape of the whole parameter, and return the values that correspond to this rank's
-        elements, [n]. `values` may be a result of `sum` or `fold`."""
+        """Broadcast `values`, such as a result of `sum` or `fold`, to the shape of the whole parameter, and return this
+        rank's elements of the broadcast tensor, [n]."""
         parts = [values[_within(box.offset, box.shape, values.shape)] for box in self._place.boxes]
         parts = [part.expand(box.shape).reshape(-1) for part, box in zip(parts, self._place.boxes, strict=True)]
         return torch.cat(parts) if parts else values.new_empty(0)
 
     def _partial(self, values: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the term that this rank contributes to a sum. The term is zero if another rank counts the same
-        elements."""
+        """Return this rank's contribution to a sum. The contribution is zero if a replica of the elements on another
+        rank is counted instead."""
         found = values.new_zeros(shape)
         summed = [dim for dim, size in enumerate(shape) if size == 1]
         for box in self._place.boxes if self._place.counts else ():
@@ -209,8 +212,8 @@ class ParameterUpdate:
 
 
 class Place:
-    """Location of elements [start, stop) of a parameter's local tensor within the whole parameter. The elements form
-    one or more boxes (rectangular blocks) of the whole parameter."""
+    """Location of a range of elements of a parameter's local tensor within the whole parameter. `boxes` are the
+    rectangular blocks of the whole parameter that the elements form."""
 
     def __init__(
         self,
@@ -219,14 +222,14 @@ class Place:
         counts: bool,
         reduced: Mapping[str, tuple[int, ...]],
     ) -> None:
-        """Compute the boxes.
+        """Compute the attribute `boxes`.
 
         Args:
             local: Offset and shape of the local tensor within the whole parameter.
-            held: Elements [start, stop) of the local tensor.
-            counts: True if sums over the parameter include this rank's elements. False if sums instead include a
-                replica of these elements on another rank.
-            reduced: Shapes of states by name.
+            held: Range [start, stop) of the elements in the flattened local tensor.
+            counts: Whether this rank's elements are included in sums over the parameter. If False, a replica of these
+                elements on another rank is included instead.
+            reduced: Shapes of the `reduced` states, keyed by name.
         """
         self.start = held[0]
         self.counts = counts
@@ -235,8 +238,8 @@ class Place:
 
 
 def _within(offset: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices that select a box of the parameter from a tensor of shape `whole`. The shape `whole` must
-    broadcast to the shape of the parameter."""
+    """Return the slices that select a rectangular block of the parameter from a tensor of shape `whole`. A tensor of
+    shape `whole` must be broadcastable to the shape of the parameter."""
     return tuple(
         slice(0, 1) if size == 1 else slice(start, start + length)
         for start, length, size in zip(offset, shape, whole, strict=True)
@@ -247,32 +250,32 @@ class Transform:
     """Base class of the links of an optimizer chain. A link transforms the update of one parameter at a time."""
 
     whole_matrices: ClassVar[bool] = False
-    """True if the transform calls `ParameterUpdate.whole` to request whole matrices, but keeps no matrix state."""
+    """True if the transform calls `ParameterUpdate.whole`, but declares no state of kind `of_matrices`."""
 
     def states(self, meta: ParamMeta) -> Sequence[State]:
         """Return the states that the transform keeps for a parameter.
 
-        The result must depend only on `meta`, because this method is also called for memory plans.
+        The result must depend only on `meta`, because memory planning calls this method as well.
         """
         return ()
 
     def update(self, x: ParameterUpdate) -> Requests | None:
-        """Replace `x.update`, and modify `x.states` in place.
+        """Replace `x.update`, and modify the tensors in `x.states` in place.
 
-        All ranks must make the same requests, so whether and what a link requests may depend only on `x.meta`. In a
-        skipped step, the link must not change parameters or states.
+        All ranks must make the same requests, so the requests of a link may depend only on `x.meta`. In a skipped step,
+        the chain discards the new `x.update` and states.
         """
         raise NotImplementedError(f"{type(self).__name__} must write update()")
 
     def flops(self, meta: ParamMeta) -> int:
-        """Return the FLOPs that the matrix products in one update of a whole parameter take. Plans of memory and time
-        use the result."""
+        """Return the number of FLOPs of the matrix products in one update of a whole parameter. Estimates of the step
+        time use this number."""
         return 0
 
 
 @dataclass(frozen=True)
 class StageOfUpdate:
-    """Properties of a pipeline stage, which fused links (`FusedTransform`) read."""
+    """Properties of a pipeline stage that fused links (`FusedTransform`) need to build their kernels."""
 
     layouts: Sequence[BufferLayout]
     """Layouts of the buffers that contain the rank's parameters."""
@@ -284,17 +287,17 @@ class StageOfUpdate:
     main_dtype: torch.dtype
     device: torch.device
     compiled: bool
-    """True if regions are compiled."""
+    """True if `torch.compile` may be used."""
 
 
 class FusedTransform(Transform):
-    """Base class of fused links, which update the main parameters of whole shards in place. The kernels of a fused link
+    """Base class of fused links. A fused link updates the main parameters of whole shards in place, and its kernels
     process many parameters at once.
 
     All states of a fused link are of kind `elements`. The method `states` must return the same names and dtypes for
     every parameter. The states of a fused link are stored together with the main parameters (`OptimizerShard.states`),
-    including padding. Either all parameters of a buffer use the same fused link, or none of them uses a fused link.
-    Matrices whose role is in `OptimizerConfig.whole_roles` are in separate buffers.
+    including padding. All parameters of a buffer must use the same fused link, or none of them may use one. Matrices
+    whose role is in `OptimizerConfig.whole_roles` are in separate buffers.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -304,17 +307,17 @@ class FusedTransform(Transform):
         raise AssertionError("a fused link updates whole shards: call kernel() instead of update()")
 
     def kernel(self, shards: Sequence[Shard], stage: StageOfUpdate) -> ShardUpdate:
-        """Return the object that updates `shards`, including the learning rate and the weight decay.
+        """Return the object that updates `shards`. The object must also apply the learning rate and the weight decay.
 
-        The returned object must leave the shards unchanged in a skipped step. If `ShardUpdate.step` is a collective
-        over the stage, `kernel` is also a collective, and ranks without shards must call it too.
+        In a skipped step, the object must leave the shards unchanged. If its `step` method communicates between the
+        ranks of the stage, all of these ranks must call `kernel`, including ranks without shards.
         """
         raise NotImplementedError(f"{type(self).__name__} must write kernel()")
 
 
 class AddDecay(Transform):
-    """Link that adds weight decay * parameter to the update. To get decoupled weight decay, place this link before
-    `ScaleByRate`."""
+    """Link that adds weight decay * parameter to the update. For decoupled weight decay, place this link directly
+    before `ScaleByRate`."""
 
     def update(self, x: ParameterUpdate) -> None:
         if x.weight_decay:
@@ -322,8 +325,8 @@ class AddDecay(Transform):
 
 
 class AdamMoments(Transform):
-    """Divides the average of gradients by the square root of the average of squared gradients, as in Adam (arXiv
-    1412.6980)."""
+    """Link that divides the moving average of the gradients by the square root of the moving average of the squared
+    gradients, as in Adam (arXiv 1412.6980)."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.beta1 = config.adam_beta1
@@ -342,15 +345,15 @@ class AdamMoments(Transform):
 
 
 class ScaleByRate(Transform):
-    """Multiplies the update by the negative learning rate."""
+    """Link that multiplies the update by the negative learning rate."""
 
     def update(self, x: ParameterUpdate) -> None:
         x.update = x.update * -x.lr
 
 
 class AverageWeights(Transform):
-    """Link that keeps an exponential moving average of the weights in the state `averaged`. This link must be the last
-    link of a chain."""
+    """Link that keeps an exponential moving average of the weights in the state `averaged`. It must be the last link of
+    a chain."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
@@ -364,10 +367,11 @@ class AverageWeights(Transform):
 
 
 def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
-    """Return the chain of a parameter.
+    """Return the links that update a parameter.
 
-    Raises ValueError in three cases: a link has no `update` method; there is more than one fused link; the optimizer is
-    registered with `by_element`, but the update of an element depends on other elements.
+    The function raises ValueError if a link is not a `Transform` or does not override `update` (`kernel` for a fused
+    link), if there are several fused links, or if the optimizer is registered with `by_element` although the update of
+    an element depends on other elements.
     """
     name = config.optimizer if meta.matrix and meta.role in config.whole_roles else config.elementwise
     made = OPTIMIZERS.build(name, config, meta)
@@ -392,8 +396,8 @@ def chain_of(config: OptimizerConfig, meta: ParamMeta) -> tuple[Transform, ...]:
 
 
 def states_of_parameter(config: OptimizerConfig, meta: ParamMeta) -> list[State]:
-    """Return the states that links other than fused links keep for a parameter. The chain stores these states; the
-    states of fused links are stored in the shards."""
+    """Return the states that the links of a parameter's chain keep, except the states of fused links. The chain stores
+    the returned states, and the shards store the states of fused links."""
     links = (link for link in chain_of(config, meta) if not isinstance(link, FusedTransform))
     return [state for link in links for state in link.states(meta)]
 
@@ -405,8 +409,8 @@ def plan_of_chain(
 
     Args:
         config: Optimizer settings.
-        layouts: Buffers of the stage's ranks.
-        dims: Sizes of the layout.
+        layouts: Layouts of the buffers of the stage's ranks.
+        dims: Sizes of the parallel dimensions.
         ranks: Ranks of the stage.
     """
 

@@ -38,10 +38,11 @@ class EmbeddingContext(AutogradContext):
 
 
 class EmbeddingFunction(torch.autograd.Function):
-    """Look up ids in a row-sharded embedding table. Each rank looks up the ids of its own rows, and uses zeros for all
-    other ids. The sum over the ranks is the embedding.
+    """Look up ids in a row-sharded embedding table. Each rank looks up the ids whose rows it holds, and returns zeros
+    for all other ids. The embeddings are the sum of the results of all ranks.
 
-    The gradient is added to `weight.main_grad` row by row, which avoids a gradient tensor as large as the table.
+    The backward pass adds the gradient of each looked-up row directly to `weight.main_grad`. It does not allocate a
+    gradient tensor of the size of the table.
     """
 
     # Shapes: ids [s, b] and table W [V/t, h] -> embeddings [s, b, h], or [s/t, b, h] under sequence parallelism
@@ -92,15 +93,15 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the word embeddings of the tokens: tokens [b, s] -> [s, b, h], or [s/t, b, h] under sequence
-        parallelism. Each of the t tensor-parallel ranks holds a table W [V/t, h]. Raises ValueError for a token id
-        outside the vocabulary."""
+        parallelism. Each of the t tensor-parallel ranks holds V/t rows of the table, W [V/t, h]. A token id outside the
+        vocabulary raises ValueError."""
         check_ids(tokens, self.vocab_rows, "token ids")
         return EmbeddingFunction.apply(tokens.t(), self.weight, self.boundary, self.axis)
 
 
 def word_embedding_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
-    """Return the `ParamMeta` of the word embedding weight. Models with tied embeddings use this weight in the output
-    layer too."""
+    """Return the `ParamMeta` of the word embedding weight. In models with tied embeddings, the output layer uses the
+    same weight."""
     shared_stages = tied_stages if config.tied_embeddings or config.mtp_depths else ()
     return ParamMeta(
         "embedding.word_embeddings.weight",
@@ -113,8 +114,8 @@ def word_embedding_meta(config: TransformerConfig, tied_stages: tuple[int, ...])
 
 
 def rounded(value: float, dtype: torch.dtype) -> float:
-    """Round a positive number to a value that a dtype can represent. Gemma was trained with its embedding scale in
-    bfloat16."""
+    """Round a positive number to the nearest value that `dtype` can represent. For example, Gemma was trained with an
+    embedding scale that was rounded to bfloat16."""
     fraction, exponent = frexp(value)
     one = 2 / torch.finfo(dtype).eps
     return ldexp(round(fraction * one) / one, exponent)
@@ -123,7 +124,7 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 class PositionEmbedding(nn.Module):
     """Learned position embeddings, replicated on every rank.
 
-    Under sequence parallelism, each rank looks up only the positions of its tokens.
+    Under sequence parallelism, each rank looks up only the positions of the tokens in its sequence shard.
     """
 
     backward_reads_parameters = False
@@ -139,8 +140,8 @@ class PositionEmbedding(nn.Module):
         self.shard, self.offset = ctx.tp.rank if ctx.sequence_parallel else 0, config.position_offset
 
     def forward(self, x: Tensor, context: BatchContext) -> Tensor:
-        """Return the position embeddings [n, 1 or b, h] of the rank's tokens x [n, b, h]. Raises ValueError for a token
-        beyond the last position."""
+        """Return the position embeddings [n, 1 or b, h] of the rank's tokens x [n, b, h]. A token whose position is
+        beyond the last row of the table raises ValueError."""
         if context.position_ids is not None or context.places is not None:
             return F.embedding(positions_of(x, context, self.shard) + self.offset, self.weight)
         rows = self.weight.shape[0] - self.offset
@@ -155,10 +156,11 @@ class PositionEmbedding(nn.Module):
 
 
 class SinusoidalEmbedding(nn.Module):
-    """Sinusoidal position embedding: sines, then cosines, of h / 2 frequencies from 1 down to 1 / 10000.
+    """Sinusoidal position embedding (arXiv:1706.03762, section 3.5): h / 2 sines followed by h / 2 cosines.
 
-    tensor2tensor and XGLM use the same layout (arXiv:1706.03762, section 3.5). With --position-embedding-type
-    sinusoidal_ctrl, the last frequency is 10000^(2 / h) / 10000, as in CTRL. Angles are computed in fp32.
+    The frequencies decrease geometrically from 1 to 1 / 10000. tensor2tensor and XGLM use the same order and the same
+    frequencies. With --position-embedding-type sinusoidal_ctrl, the last frequency is 10000^(2 / h) / 10000, as in
+    CTRL. Angles are computed in fp32.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
@@ -175,8 +177,8 @@ class SinusoidalEmbedding(nn.Module):
 
 
 def positions_of(x: Tensor, context: BatchContext, shard: int) -> Tensor:
-    """Return the positions [n, 1 or b] of the tokens x [n, b, h], which are shard number `shard` of the tokens of a
-    context-parallel rank."""
+    """Return the positions [n, 1 or b] of the tokens x [n, b, h]. The tokens of a context-parallel rank are divided
+    into shards of n tokens, and `shard` is the index of the shard that x contains."""
     if context.position_ids is None:
         return context.places_of(x, shard).unsqueeze(1)
     return context.position_ids[:, shard * x.shape[0] : (shard + 1) * x.shape[0]].t()
@@ -192,8 +194,8 @@ POSITIONS = {
 class Embedding(nn.Module):
     """The model's input layer: word and position embeddings, norm and dropout.
 
-    `tied_stages` contains the pipeline stages that hold a copy of the embedding, or of only the word embeddings, on
-    different ranks.
+    `tied_stages` lists the pipeline stages on different ranks that each hold a copy of the word embeddings. With
+    multi-token prediction, each of these stages holds a copy of the whole embedding.
     """
 
     def __init__(self, config: TransformerConfig, ctx: TPContext, tied_stages: tuple[int, ...]) -> None:

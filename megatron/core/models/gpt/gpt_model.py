@@ -1,5 +1,5 @@
-"""GPT model, built as one or more pipeline stages. A stage with the embedding, all layers and the head is the whole
-model."""
+"""GPT model, built as one or more pipeline stages. A stage that contains the embedding, all layers and the head is a
+complete model."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class WeightSetup:
     """If True, initialize the weights with random numbers. Pass False if weights are loaded afterwards."""
 
     lazy: bool = False
-    """True if parameters have neither memory nor values until `DistributedDataParallel` allocates them."""
+    """If True, parameters are created without storage, and `DistributedDataParallel` allocates them later."""
 
     threads: int = 1
-    """Number of threads that draw initial weights."""
+    """Number of threads that generate the random initial weights."""
 
     rules: Sequence[InitRule] = ()
     """Rules of `OptimizerConfig.parameter_rules` that change the initial values of certain parameters."""
@@ -62,13 +62,13 @@ def layer_context(
     weights: WeightSetup,
     hardware: Hardware,
 ) -> TPContext:
-    """Return the context with which all layers of a stage are built.
+    """Return the `TPContext` that is passed to the constructors of all layers of a stage.
 
     Args:
         config: The model.
         parallel: Parallelism settings.
         state: Process groups.
-        passes: State that all forward and backward passes of the rank's stages share.
+        passes: State that is shared by all forward and backward passes of all stages on the rank.
         weights: Settings for creating the parameters.
         hardware: Capabilities of the stage's device.
     """
@@ -92,14 +92,14 @@ def layer_context(
 
 
 class GPTModel(nn.Module):
-    """One pipeline stage of the model; by default, the whole model.
+    """One pipeline stage of a GPT model. By default, the stage contains the whole model.
 
     Each stage holds some of the layers. The first stage also holds the embedding, and the last stage also holds the
     final norm and the head.
 
     Hidden states are [s, b, w], or [s/tp, b, w] under sequence parallelism, where w is the width of the residual
-    stream. The first stage receives None instead of hidden states, and embeds the batch's tokens. A model with all
-    layers and without process groups (`ParallelState()`) is an ordinary module.
+    stream. The first stage receives None instead of hidden states, and embeds the batch's tokens. A model that has all
+    layers and no process groups (`ParallelState()`) can be used like any `nn.Module` in a single process.
 
     With tied embeddings or multi-token prediction, the last stage also needs the embedding. If the first and last stage
     are on different ranks, each stage of `Stage.tied_stages` holds a copy of the embedding. If the first and last stage
@@ -122,11 +122,11 @@ class GPTModel(nn.Module):
 
         Args:
             config: The model.
-            parallel: Parallelism settings; by default, the settings for a single process.
-            state: Process groups; by default, there are none.
+            parallel: Parallelism settings. The default is the settings for a single process.
+            state: Process groups. By default, no process groups are used.
             stage: Stage to build; None builds the whole model.
-            embedding: Embedding of the first stage, which the last stage needs if both stages are on the same rank.
-            passes: State that all stages of the rank share.
+            embedding: Embedding of the first stage. Pass it to the last stage if both stages are on the same rank.
+            passes: State that is shared by all stages on the rank.
             weights: Settings for creating the parameters.
             hardware: Capabilities of the stage's device.
         """
@@ -159,7 +159,8 @@ class GPTModel(nn.Module):
         if self.output_layer is not None and self.chunk_tokens:
             self.output_layer.backward_reads_parameters = False
         self.loss_watchers: list[Callable[[Tensor, Batch], None]] = []
-        """Functions of (detached losses [s, b], batch) that the last stage calls for each micro-batch."""
+        """Functions that the last stage calls for each micro-batch. The arguments of a call are the detached losses [s,
+        b] and the micro-batch."""
 
         self._refuse_equal_names()
         if weights.initialize:
@@ -176,7 +177,7 @@ class GPTModel(nn.Module):
             )
 
     def set_positions(self, config: TransformerConfig) -> None:
-        """Replace the model's rotary embeddings with the rotary embeddings that `config` defines.
+        """Replace the model's rotary embeddings with the ones that `config` defines.
 
         `config` may differ from the model's configuration only in rotary flags and sequence length.
         """
@@ -187,14 +188,17 @@ class GPTModel(nn.Module):
         self.config = config
 
     def named_metas(self) -> dict[str, tuple[nn.Parameter, ParamMeta]]:
-        """Return pairs of this stage's parameters and their `ParamMeta`s, keyed by name in the whole model."""
+        """Return a dictionary that maps each parameter's name in the whole model to the pair (parameter, `ParamMeta`),
+        for all parameters of this stage."""
         metas = ((parameter, parameter.meta) for parameter in self.parameters())  # type: ignore[attr-defined]
         return {meta.name: (parameter, meta) for parameter, meta in metas}
 
     def named_layers(self) -> dict[str, nn.Module]:
-        """Return this stage's transformer layers and multi-token prediction modules, keyed by name in the whole model.
+        """Return a dictionary that maps names in the whole model to this stage's transformer layers and multi-token
+        prediction modules.
 
-        The attribute `number` of multi-token prediction modules continues the numbers of the layers.
+        The `number` attributes of the multi-token prediction modules continue the layer numbers: the first module has
+        the number `config.num_layers`.
         """
         found = {f"decoder.layers.{layer.number}": layer for layer in self.decoder.layers}
         modules = self.mtp.layers if self.mtp is not None else ()
@@ -203,8 +207,9 @@ class GPTModel(nn.Module):
     def forward(self, hidden: Tensor | None, batch: Batch) -> Tensor:
         """Return the hidden states for the next stage; on the last stage, return the loss sum.
 
-        The loss sum is the scalar sum of loss_mask * loss over tokens, in fp32 (fp64 for fp64 parameters). In training,
-        a backward pass from the loss sum also computes the gradients of the multi-token prediction losses.
+        The loss sum is the scalar sum of loss_mask * loss over tokens, in fp32 (fp64 for fp64 parameters). In training
+        mode, backpropagating from the loss sum also computes the gradients of the multi-token prediction losses,
+        although the value of the loss sum does not include these losses.
         """
         x = self.hidden_states(hidden, batch)
         if self.output_layer is None:
@@ -221,15 +226,17 @@ class GPTModel(nn.Module):
     def loss_sum(
         self, x: Tensor, labels: Tensor, mask: Tensor, factor: float = 1.0, seed: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (scalar sum of mask * loss, losses [s, b] without gradients) on the last stage.
+        """Return the scalar sum of mask * loss, and the detached losses [s, b]. Only the last stage supports this
+        method.
 
         Args:
             x: Hidden states [s, b, h], or [s/tp, b, h] under sequence parallelism.
             labels: Labels [b, s].
             mask: Loss mask [b, s].
-            factor: Derivative of the micro-batch's loss with respect to the loss sum that this method returns.
-            seed: `Batch.loss_seed`. Chunked losses compute gradients in the forward pass, scaled by `factor * seed`. In
-                the backward pass, the gradient of the returned sum must equal `factor * seed`.
+            factor: Derivative of the micro-batch's total loss with respect to the loss sum that this method returns.
+            seed: Initial gradient of the backward pass (`Batch.loss_seed`). Chunked losses compute their gradients in
+                the forward pass and scale them by `factor * seed`. In the backward pass, the gradient of the returned
+                sum must therefore equal `factor * seed`.
         """
         head, loss = self.output_layer, self.loss
         assert head is not None and loss is not None, "only the last stage has a loss"
@@ -241,20 +248,23 @@ class GPTModel(nn.Module):
 
     @torch.no_grad()
     def logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
-        """Return the gathered logits [b, s, vocab_size], without vocabulary padding, on the last stage.
+        """Return the logits [b, s, vocab_size], gathered from all tensor-parallel ranks and without vocabulary padding.
+        Only the last stage supports this method.
 
-        If `cache` is given, the batch's tokens follow the cached tokens, and are then added to the cache.
+        If `cache` is given, the batch's tokens follow the tokens in the cache, and the method adds the batch's tokens
+        to the cache.
         """
         return self.whole_logits(self.local_logits(hidden, batch, cache)).transpose(0, 1)
 
     def whole_logits(self, logits: Tensor) -> Tensor:
-        """Gather logits [s, b, V/tp] with vocabulary padding -> [s, b, vocab_size] without padding."""
+        """Gather the logits [s, b, V/tp] of all tensor-parallel ranks, and remove the vocabulary padding. Return [s, b,
+        vocab_size]."""
         return all_gather(logits, self.tp, dim=2)[..., : self.config.vocab_size]
 
     def hidden_states(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
         """Return hidden states for the next stage, or for the head on the last stage.
 
-        If `cache` is given, the batch's tokens follow the cached tokens, as in `logits`.
+        If `cache` is given, the batch's tokens follow the tokens in the cache, as in `logits`.
         """
         context = BatchContext.of(batch, cache)
         if self.first:
@@ -264,7 +274,8 @@ class GPTModel(nn.Module):
         return self.decoder(hidden, context)
 
     def local_logits(self, hidden: Tensor | None, batch: Batch, cache: EarlierTokens | None = None) -> Tensor:
-        """Return the logits [s, b, V/tp] of this rank's part of the padded vocabulary, if this is the last stage."""
+        """Return the logits [s, b, V/tp] of this rank's shard of the padded vocabulary. Only the last stage supports
+        this method."""
         assert self.output_layer is not None, "only the last stage has logits"
         return self.output_layer(self.hidden_states(hidden, batch, cache))
 

@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 
 def output_meta(config: TransformerConfig, tied_stages: tuple[int, ...]) -> ParamMeta:
-    """Return the `ParamMeta` of the output layer's weight, which is a replica of the word embedding weight in models
-    with tied embeddings."""
+    """Return the `ParamMeta` of the output layer's weight. In models with tied embeddings, this is the `ParamMeta` of
+    the word embedding weight."""
     if config.tied_embeddings:
         return word_embedding_meta(config, tied_stages)
     return ParamMeta("output_layer.weight", (config.padded_vocab_size, config.hidden_size), {"tp": 0}, role="output")
@@ -38,7 +38,7 @@ class Head(OutputLayer):
         Args:
             config: The model.
             ctx: Tensor-parallel context of the stage.
-            tied_stages: Stages on different ranks that share the word embeddings.
+            tied_stages: Pipeline stages on different ranks that each hold a copy of the word embeddings.
             tied_weight: Word embedding weight of this rank if the output layer uses the same weight; otherwise None.
         """
         bias = ParamMeta("output_layer.bias", (config.padded_vocab_size,), {"tp": 0}, role="bias")
@@ -56,10 +56,11 @@ class Head(OutputLayer):
     def forward(self, x: Tensor, use: Callable[[Tensor], T] | None = None) -> Tensor | T:
         """Compute the logits: x [s, b, h], or [s/tp, b, h] under sequence parallelism -> logits [s, b, V/tp].
 
-        If the layer has no bias, x is divided by the logit divisor instead of the logits, because x is smaller and the
-        result is the same. If `use` is given, the method passes the input of the matrix multiplication to `use`, and
-        returns the result of `use` instead of the logits. Hooks that gather the parameters of this module run with and
-        without `use`.
+        Logits are divided by `config.logits_scaling`. If the layer has no bias, the method divides x instead, because x
+        is smaller than the logits and the result is the same. If `use` is given, the method does not compute the
+        logits: it passes the input of the matrix multiplication to `use`, and returns the result of `use`. The method
+        runs inside the module's forward hooks in both cases, so hooks that gather the module's parameters also run if
+        `use` is given.
         """
         x = x / self.divisor if self.divisor != 1 and self.bias is None else x
         return self.finished(super().forward(x)) if use is None else use(x)
@@ -74,8 +75,8 @@ class Head(OutputLayer):
 class TokenLoss:
     """Base class of loss functions.
 
-    The training loop sums loss_mask * loss over tokens. The loop divides the sum once, by the number of valid tokens in
-    the global batch. A loss function must therefore neither average nor mask the losses that it returns.
+    The training loop sums loss_mask * loss over the tokens of the global batch, and divides the sum by the number of
+    valid tokens. A loss function must therefore neither average nor mask the losses that it returns.
     """
 
     must_write = ("__call__",)
@@ -86,10 +87,11 @@ class TokenLoss:
 
     @staticmethod
     def prepare(config: TransformerConfig, batch: Batch) -> Batch:
-        """Return the micro-batch. If the loss needs other labels or another mask, replace `labels` or `loss_mask`.
+        """Return the micro-batch that the loss is computed from. A subclass can override this method to replace
+        `labels` or `loss_mask`.
 
-        When this method is called, the micro-batch is on the host and contains whole samples, because context
-        parallelism has not sharded it yet. Because every rank calls this method, in training and in evaluation, the
+        The method is called before the micro-batch is copied to the device and before context parallelism shards it, so
+        the micro-batch contains whole samples. Every rank calls the method, in training and in evaluation, so the
         result must depend only on the samples.
         """
         return batch
@@ -98,21 +100,22 @@ class TokenLoss:
         """Return the loss of each token: logits [s, b, V/tp], labels [s, b] -> losses [s, b] in fp32 or fp64. The
         losses must be equal on all tensor-parallel ranks.
 
-        V is `config.padded_vocab_size`. Logits with a vocabulary index of `config.vocab_size` or more are padding.
-        `megatron.core.tensor_parallel.cross_entropy.local_columns` returns how many columns of this rank are not
-        padding.
+        V is `config.padded_vocab_size`. Logits whose vocabulary index is `config.vocab_size` or more are padding.
+        `megatron.core.tensor_parallel.cross_entropy.local_columns` returns the number of this rank's columns that are
+        not padding.
         """
         raise NotImplementedError
 
 
 def masked_sum(losses: Tensor, mask: Tensor) -> Tensor:
-    """Return the scalar sum of mask [b, s] * losses [s, b]. Raises ValueError if `losses` is not a tensor [s, b]."""
+    """Return the sum of the losses [s, b], multiplied by the mask [b, s], as a scalar tensor. If `losses` is not a
+    tensor of shape [s, b], the function raises ValueError."""
     return (checked_losses(losses, mask.t().shape) * mask.t().to(losses.dtype)).sum()
 
 
 def checked_losses(losses: object, shape: torch.Size) -> Tensor:
-    """Check and return the result of a loss function. Raises ValueError unless the result is a tensor with one loss per
-    token."""
+    """Check the result of a loss function, and return it unchanged. The function raises ValueError if the result is not
+    a tensor with one loss per token."""
     if not isinstance(losses, Tensor) or losses.shape != shape:
         found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
         raise ValueError(
@@ -123,7 +126,7 @@ def checked_losses(losses: object, shape: torch.Size) -> Tensor:
 
 
 class CrossEntropy(TokenLoss):
-    """Cross-entropy -log softmax(logits)[label], plus the z-loss of --z-loss-coeff."""
+    """Cross-entropy loss, -log softmax(logits)[label], plus a z-loss with the coefficient --z-loss-coeff."""
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         config, ctx = self.config, self.ctx

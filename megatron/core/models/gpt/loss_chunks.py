@@ -1,11 +1,11 @@
-"""Computes the head and the loss of a micro-batch in chunks of tokens (--loss-chunk-tokens).
+"""Chunked loss: computes the output layer and the loss of a micro-batch in chunks of tokens (--loss-chunk-tokens).
 
-The logits of a large vocabulary are the largest tensor of a pass. Losses are sums over tokens and the initial gradient
-is known in advance, so the gradient of a token's loss can be computed as soon as the token's logits are available. For
-each chunk, the forward pass computes the logits, the losses and the gradients of the hidden states and the weight.
-After each chunk, the forward pass frees the logits of the chunk. Chunks cause no additional computation: like separate
-forward and backward passes, they need three matrix products per token. The only large tensor that remains in memory is
-the gradient of the hidden states, which the backward pass returns.
+If the vocabulary is large, the logits are the largest tensor of a forward pass. The loss is a sum over tokens and its
+initial gradient is known in advance, so the gradient of a token's loss can be computed as soon as the token's logits
+are available. For each chunk, the forward pass computes the logits, the losses and the gradients of the hidden states
+and the weight. It then frees the logits of the chunk. Chunking causes no additional computation: both with and without
+chunks, each token needs three matrix products. The only large tensor that remains in memory is the gradient of the
+hidden states, which the backward pass returns.
 
 Under sequence parallelism, a chunk consists of the same rows of each rank's sequence shard. The hidden states of a
 chunk are gathered while the previous chunk is computed. The gradient of a chunk's hidden states is reduced while the
@@ -31,16 +31,17 @@ from megatron.core.torch_private import AutogradContext, assert_async
 
 
 class Chunking(NamedTuple):
-    """Output layer and loss function of a chunked loss, and the size of the chunks."""
+    """Settings of a chunked loss: the output layer, the loss function and the chunk size."""
 
     head: Head
     loss: Loss
     chunk_tokens: int
-    """Number of tokens per chunk (--loss-chunk-tokens), including the tokens gathered from other ranks."""
+    """Maximum number of tokens per chunk (--loss-chunk-tokens). Tokens that are gathered from other ranks are
+    included."""
 
 
 class Tokens(NamedTuple):
-    """Labels, mask and gradient of the tokens for which a chunked loss is computed."""
+    """Labels and loss mask of the tokens of a micro-batch, and the initial gradient of the loss sum."""
 
     labels: Tensor
     """[s, b]"""
@@ -49,14 +50,14 @@ class Tokens(NamedTuple):
     """[s, b]"""
 
     gradient: Tensor | float
-    """Gradient of the loss sum with which the backward pass will start."""
+    """Gradient of the loss sum, as the later backward pass will pass it."""
 
 
 def loss_sum_in_chunks(setup: Chunking, tokens: Tokens, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the loss sum and losses in chunks.
+    """Compute the losses of a micro-batch, and their sum, in chunks of tokens.
 
-    x [s, b, h], or [s/tp, b, h] under sequence parallelism, is the input of the output layer. Returns the scalar sum of
-    mask * loss, and the losses [s, b] without gradients.
+    `x` is the input of the output layer, [s, b, h], or [s/tp, b, h] under sequence parallelism. The function returns
+    the scalar sum of mask * loss, and the losses [s, b], which are not differentiable.
     """
     if torch.is_grad_enabled():
         return _ChunkedLoss.apply(x, setup.head.weight, setup.head.bias, setup, tokens)
@@ -88,9 +89,10 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _ChunkedContext, grad: Tensor, of_losses: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients that the forward pass computed for `ctx.gradient`. If the gradient `grad` from autograd
-        differs from `ctx.gradient`, scale the returned gradients. Gradients that are already in `main_grad` cannot be
-        scaled, so a different `grad` is an error in this case."""
+        """Return the gradients that the forward pass computed under the assumption that the gradient of the loss sum is
+        `ctx.gradient`. If autograd passes a different gradient `grad`, scale the returned gradients by `grad /
+        ctx.gradient`. A weight gradient that the forward pass has already added to `main_grad` cannot be scaled, so a
+        different `grad` is an error in this case."""
         computed_for = torch.as_tensor(ctx.gradient, dtype=grad.dtype, device=grad.device)
         if ctx.in_main_grad:
             message = "the gradient of the loss sum differs from the one with which its chunks were computed"
@@ -102,15 +104,15 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _Chunks:
-    """State that is kept while a micro-batch's loss is computed chunk by chunk. In shapes, t is the number of ranks
-    that shard the sequence of x."""
+    """State of the computation of a micro-batch's loss in chunks. In shapes, t is the number of ranks over which the
+    sequence dim of x is sharded."""
 
     def __init__(self, setup: Chunking, tokens: Tokens, x: Tensor, needs: tuple[bool, bool, bool]) -> None:
-        """Prepare the pass. `needs` contains three bools: whether the gradients of x, the weight and the bias are
-        needed."""
+        """Prepare the computation. The three elements of `needs` state whether the gradients of x, of the weight and of
+        the bias are needed."""
         self.head, self.loss = setup.head, setup.loss
         self.gradient = tokens.gradient
-        self.x = x.contiguous().view(-1, x.shape[-1])  # [n, h], hidden states of this rank's tokens
+        self.x = x.contiguous().view(-1, x.shape[-1])  # hidden states of this rank's tokens [n, h]
         shards = self.head.axis.size if self.head.boundary.cuts.sequence else 1
         self.labels, self.mask = (each.reshape(shards, -1) for each in tokens[:2])  # [t, n]
         length = max(1, setup.chunk_tokens // shards)
@@ -127,13 +129,13 @@ class _Chunks:
 
     @property
     def db(self) -> Tensor | None:
-        """Return the gradient of the bias; None if it is not needed."""
+        """Gradient of the bias, or None if the gradient is not needed."""
         bias = self.head.bias
         return self.sum_of_dy.to(bias.dtype) if self.sum_of_dy is not None and bias is not None else None
 
     def run(self, dw: Tensor | None = None, overwrite: bool = False) -> Tensor:
-        """Compute all chunks, and return the losses [s, b]. The weight gradient is added to `dw`, or overwrites
-        `dw`."""
+        """Compute all chunks, and return the losses [s, b]. Add the weight gradient to `dw`, or overwrite `dw` with the
+        weight gradient if `overwrite` is True."""
         gathered = self._enter(0)
         losses = []
         for number in range(len(self.starts) - 1):
@@ -167,8 +169,8 @@ class _Chunks:
         return losses.detach().view(len(self.labels), -1)
 
     def _anchor(self) -> Tensor:
-        """Return an empty tensor that requires a gradient. The function that computes the logits receives this tensor
-        as an additional input, so that autograd tracks the logits although their other inputs require no gradients."""
+        """Return an empty tensor that requires a gradient. The tensor is an additional input of `_Logits`. Without it,
+        autograd would not track the logits, because no other input of `_Logits` requires a gradient."""
         return self.x.new_empty(0).requires_grad_(self.tracked)
 
     def logits(self, x: Operand) -> Tensor:
@@ -180,10 +182,10 @@ class _Chunks:
         """Compute a chunk's input, weight and bias gradients from the gradient of its logits.
 
         Args:
-            rows: Rows of this rank's tokens that belong to the chunk.
+            rows: Range of this rank's tokens that belong to the chunk.
             x: Input of the output layer for the tokens of the chunk.
             dy: Gradient of the logits [n, 1, V/t].
-            dw: Tensor to which the weight gradient is added; None if it is not needed.
+            dw: Tensor to which the weight gradient is added, or None if the weight gradient is not needed.
             overwrite: Whether the weight gradient overwrites `dw` instead of being added to it.
         """
         if self.dx is not None:
@@ -208,7 +210,8 @@ class _LogitsContext(AutogradContext):
 
 
 class _Logits(torch.autograd.Function):
-    """Compute a chunk's logits; the backward pass passes their gradient to `_Chunks.add_gradients`."""
+    """Autograd function that computes a chunk's logits. Its backward pass passes the gradient of the logits to
+    `_Chunks.add_gradients`."""
 
     @staticmethod
     def forward(

@@ -8,10 +8,11 @@ share the model's embedding and head:
     h_k = final_layernorm(layer(x_k))                                                   (equation 22)
     loss = main loss + factor / N * sum over k of -log softmax(head(h_k))[t_{i+k+1}]    (equations 23 to 25)
 
-The paper concatenates in the opposite order, but its published weights and Megatron-LM use the order above. All losses
-are sums over tokens. The sums are divided once, by the number of tokens that count in the main loss, so the gradients
-do not depend on the layout or the micro-batch size. At depth k, only s - k of the s tokens of a sample have a label.
-The factor s / (s - k), as in Megatron-LM, makes the loss a mean over these tokens; the paper divides by s.
+The paper concatenates in the opposite order, but its published weights and Megatron-LM use the order above. Losses are
+summed over tokens, and the sum is divided by the number of tokens that count in the main loss. The gradients therefore
+do not depend on the parallel layout or the micro-batch size. At depth k, only s - k of the s tokens of a sample have a
+label. As in Megatron-LM, the loss of depth k is multiplied by s / (s - k), so that it is a mean over the s - k tokens.
+In the paper, the loss is a sum divided by s.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from megatron.core.transformer.layer import HiddenDropout
 from megatron.core.transformer.norm import build_norm
 
 MULTI_TOKEN = "mtp.layers"
-"""Prefix of the names of multi-token prediction modules. A module's full name, such as "mtp.layers.0", ends with its
-index."""
+"""Prefix of the names of multi-token prediction modules. A module's full name consists of the prefix and the module's
+index, for example "mtp.layers.0"."""
 
 
 class LossSum(Protocol):
@@ -46,16 +47,16 @@ class LossSum(Protocol):
 
 
 def multi_token_projection(name: str, config: TransformerConfig) -> ColumnLinear:
-    """Build the linear layer `eh_proj`. `eh_proj` maps the concatenation of the normalized embedding and the normalized
-    hidden states to hidden states."""
+    """Return the specification of the linear layer `eh_proj`, which maps the concatenation of normalized embeddings and
+    normalized hidden states to hidden states."""
     return ColumnLinear(f"{name}.eh_proj", 2 * config.hidden_size, (config.hidden_size,), False)
 
 
 class MultiTokenLayer(nn.Module):
-    """Multi-token prediction module of one depth. `depth` is the index of the module, starting at 0.
+    """Multi-token prediction module for one depth. `depth` is the index of the module and starts at 0.
 
-    The module contains an MoE layer if the last layer of the model is an MoE layer. --mtp-layer-kind selects the window
-    and the rotary embedding of the module's layer.
+    The module contains an MoE layer if the last layer of the model is an MoE layer. --mtp-layer-kind selects the
+    attention window and the rotary embedding of the module's transformer layer.
     """
 
     def __init__(self, depth: int, config: TransformerConfig, ctx: TPContext) -> None:
@@ -78,15 +79,15 @@ class MultiTokenLayer(nn.Module):
         )
 
     def forward(self, hidden: Tensor, embedded: Tensor, context: BatchContext) -> Tensor:
-        """Combine hidden states and embeddings, and run the layer: hidden [s, b, h], embedded [s, b, h] -> hidden
-        states [s, b, h]. Under sequence parallelism, s/tp replaces s in all shapes."""
+        """Combine hidden states and embeddings, and run the transformer layer: hidden [s, b, h], embedded [s, b, h] ->
+        hidden states [s, b, h]. Under sequence parallelism, the first dim of all three tensors is s/tp."""
         x = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))  # [s, b, h/tp]
         x = features_to_sequence(x, self.tp) if self.sequence_parallel else gather_from(x, self.tp)
         return self.transformer(x, context)
 
 
 class MultiTokenPrediction(nn.Module):
-    """Multi-token prediction modules of all depths, with their accumulated losses."""
+    """Multi-token prediction modules of all depths, and the sums of their losses over a step."""
 
     def __init__(self, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -97,8 +98,8 @@ class MultiTokenPrediction(nn.Module):
         self.cp_size = ctx.state.cp.size
         self.weight = config.mtp_loss_scaling_factor / config.mtp_depths
         self.tally = torch.zeros(config.mtp_depths, 2, dtype=torch.float64, device=ctx.device)
-        """Tensor [depths, 2] with the loss sum and the number of counted tokens at each depth, over the micro-batches
-        of the step so far."""
+        """Tensor [depths, 2] that contains, for each depth, the loss sum and the number of tokens that count,
+        accumulated over the micro-batches of the step so far."""
 
     def forward(self, hidden: Tensor, batch: Batch, embedding: Embedding, loss_sum: LossSum) -> Tensor:
         """Return the weighted sum of the losses at all depths.
