@@ -1,1 +1,1 @@
-"""Planning: a run's memory, step time and layout, predicted before it starts."""
+"""Tools that predict the memory, step time and loss of a training run before it starts, and that suggest its layout."""

@@ -1,4 +1,4 @@
-"""Flags, rules and registration for optimizer states, activations and weights in host memory.
+"""Register the flags and rules for keeping optimizer states, activations and weights in host memory.
 
 This module does not import torch.
 """

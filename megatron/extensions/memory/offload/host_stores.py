@@ -1,5 +1,5 @@
-"""Entry of the registry HOST_MEMORY that provides the update of states in host memory, and the store of offloaded
-activations."""
+"""Implementation of `HostMemory`, registered in HOST_MEMORY: the update of optimizer states in host memory, and the
+store for offloaded activations."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class HostStores:
     def update(
         config: OptimizerConfig, shards: Sequence[Shard], chains: Sequence[ShardUpdate], threads: int | None
     ) -> HostUpdate:
-        """Return the object that performs the optimizer update of --optimizer-cpu-offload.
+        """Return the object that updates the optimizer states that --optimizer-cpu-offload keeps in host memory.
 
         Args:
             config: Optimizer configuration.
             shards: Shards whose states are in host memory.
             chains: Update of each shard.
-            threads: Number of threads of the update; None for torch's default.
+            threads: Number of CPU threads for the update. None uses torch's default.
         """
         return HostUpdate(config, shards, chains, threads)
 
     @staticmethod
     def activations(config: ModelParallelConfig, device: torch.device | str) -> ActivationOffload:
-        """Return the store of --cpu-offloading for the stages of one rank."""
+        """Return the store that offloads activations of one rank's pipeline stages (--cpu-offloading)."""
         options = config.options(ActivationFlags)
         return ActivationOffload(options.cpu_offloading_num_layers, options.min_offloaded_tensor_size, device)

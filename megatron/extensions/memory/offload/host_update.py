@@ -27,7 +27,7 @@ from megatron.extensions.memory.offload.placement import host_slots
 
 
 class CopyQueue:
-    """Copies between device and host, which run in order on a separate stream. Without a GPU, copies are
+    """Queue of copies between device and host. The copies run in order on a separate stream. Without a GPU, copies are
     synchronous."""
 
     def __init__(self, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class CopyQueue:
             self._stream.wait_event(event or torch.cuda.current_stream(self._stream.device).record_event())
 
     def copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event | None:
-        """Start a copy. Return an event that completes when the copy has ended."""
+        """Start a copy. Return an event that completes when the copy is done; None without a GPU."""
         if self._stream is None:
             target.copy_(source)
             return None
@@ -117,12 +117,13 @@ class HostUpdate:
             config: Optimizer configuration.
             shards: Optimizer shards that keep their states in host memory.
             chains: Update of each shard.
-            threads: Number of threads of the update; None for torch's default.
+            threads: Number of CPU threads for the update. None uses torch's default.
         """
         options = config.options(HostStateFlags)
         copied = [pair for pair in zip(shards, chains, strict=True) if not pair[0].bucket.on_host]
         self.shards, self.chains = [shard for shard, _ in copied], [chain for _, chain in copied]
-        """Shards whose gradients and parameters are on the device."""
+        """Shards whose gradients and parameters are on the device and therefore must be copied, and the updates of
+        these shards."""
         self._here = [pair for pair in zip(shards, chains, strict=True) if pair[0].bucket.on_host]
         number, elements = host_slots([shard.numel for shard in self.shards])
         params, grads = shards[0].device_params, shards[0].device_grads
@@ -140,7 +141,7 @@ class HostUpdate:
 
     def start(self) -> None:
         """Start copying the first gradients to the host. The gradients must be complete, except that `update` may still
-        multiply all of them by one factor. Kernels must not read the parameters between the calls of `start` and
+        multiply all of them by one factor. Kernels must not read the parameters between the calls to `start` and
         `update`."""
         self._to_host.start_after()
         self._to_device.start_after()
@@ -148,8 +149,8 @@ class HostUpdate:
             self._start_grads(chunk)
 
     def scalars(self, skip: Tensor, updates: Tensor, factor: Tensor | None) -> HostCopy:
-        """Start copying the scalars that `update` needs to the host. Because the copy starts now, `update` does not
-        wait for kernels that are launched between the two calls."""
+        """Start the device-to-host copy of the scalars that `update` needs. Because the copy starts now, `update` does
+        not wait for kernels that are launched between the two calls."""
         return HostCopy[float](torch.stack([skip, updates, torch.ones_like(skip) if factor is None else factor]))
 
     def update(self, rates: Rates, scalars: HostCopy, scaled: bool) -> None:

@@ -18,8 +18,8 @@ updated while the other is copied."""
 
 
 def host_ranges(config: OptimizerConfig, owned: Mapping[BucketPlace, int]) -> dict[BucketPlace, list[range]]:
-    """Return, for each bucket, the ranges of a rank's elements whose states are in host memory. A range has at most
-    `HOST_CHUNK` elements.
+    """Return the ranges of a rank's elements whose optimizer states are in host memory, keyed by bucket. A range has at
+    most `HOST_CHUNK` elements.
 
     Together, the ranges contain the fraction `config.host_fraction` of all elements, rounded to a multiple of
     `ALIGNMENT`. The states of the first buckets in `owned` are placed in host memory. `owned` lists buckets in the

@@ -218,7 +218,7 @@ class Part:
         self._held.clear()
 
     def fetch(self) -> None:
-        """Start fetching the tensors that the backward pass needs."""
+        """Start copying the offloaded tensors that the backward pass of this part needs back to the device."""
         for found in self._moved:
             if (moved := found()) is not None:
                 moved.fetch()

@@ -1,4 +1,4 @@
-"""Rules of --offload-weights. This module does not import torch."""
+"""Check the flags that --offload-weights requires or excludes. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def problems(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that parameters are sharded as in ZeRO-3 if there are several data-parallel ranks. Each rank keeps its own
-    shards."""
+    """Check that parameters are sharded as in ZeRO-3 if there are several data-parallel ranks. Each rank then keeps
+    only its own weight shards in host memory."""
     if c.parallel.num_distributed_optimizer_instances > 1:
         instances = f"--num-distributed-optimizer-instances {c.parallel.num_distributed_optimizer_instances}"
         yield Problem.exclusive(NAME, None, instances, "the gradients of instances are summed on the device")
@@ -50,7 +50,8 @@ def _ranks(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def _others(c: RunConfig) -> Iterator[Problem]:
-    """Check flags of other extensions that read or write weights outside the forward and backward passes."""
+    """Check for other features that are incompatible with offloaded weights: CUDA graphs, the fp8 gather of weights,
+    and a second version of the weights."""
     given = {field: getattr(options, field) for options in c.extension_options for field in vars(options)}
     for field, value, text, why in (
         ("cuda_graph_impl", "local", "--cuda-graph-impl local", "offloaded weights are allocated during the passes"),

@@ -18,8 +18,8 @@ HUBER = 1e-3
 """Difference in log(L) up to which the Huber loss is quadratic, as in section D.2 of arXiv 2203.15556."""
 
 NOISE = 0.002
-"""Smallest relative standard deviation of losses that is assumed when intervals are computed. A different seed changes
-the loss of a small model by about this share."""
+"""Lower bound on the relative standard deviation of losses, used for computing intervals. A different seed changes the
+loss of a small model by about this share."""
 
 DRAWS = 200
 """Number of bootstrap fits from which intervals are computed. Each bootstrap fit uses predicted losses with random
@@ -36,7 +36,7 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Point:
-    """Finished run."""
+    """Data point to which a scaling law is fitted: the size, the training length and the loss of a finished run."""
 
     parameters: float
     """Number of active parameters, N."""
@@ -85,7 +85,7 @@ def variables(point: Point, terms: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Form:
-    """Form of a scaling law."""
+    """Form of a scaling law: its number of terms and, if they are not fitted, its exponents."""
 
     terms: int
     """Number of terms of the law: 1 (a term in the compute C) or 2 (a term in the parameters N and a term in the tokens
@@ -156,15 +156,16 @@ def _starts(losses: Numbers, terms: int) -> list[list[float]]:
 
 
 def deviation(points: Sequence[Point], law: Law, form: Form) -> float:
-    """Return the relative standard deviation of measured losses from those that a law predicts; at least `NOISE`."""
+    """Return the relative standard deviation of the measured losses from the losses that a law predicts. The result is
+    at least `NOISE`."""
     squares = [float(np.log(point.loss / law(point))) ** 2 for point in points]
     freedom = len(points) - form.coefficients
     return max(NOISE, (sum(squares) / freedom) ** 0.5) if freedom > 0 else NOISE
 
 
 def drawn(points: Sequence[Point], law: Law, form: Form, draws: int = DRAWS) -> list[Law]:
-    """Fit laws to losses that consist of a fitted law's predictions and random noise. This parametric bootstrap is used
-    because there are too few points to resample them."""
+    """Fit laws to the predictions of a fitted law with random noise added. This parametric bootstrap is used because
+    there are too few points for resampling."""
     random, spread = np.random.default_rng(1), deviation(points, law, form)
     found = []
     for noise in random.normal(0.0, spread, (draws, len(points))):

@@ -16,7 +16,7 @@ from megatron.extensions.plan.ladder.outcome import Outcome, of_law
 from megatron.extensions.plan.ladder.rungs import Ladder
 
 CURVE_DRAWS = 50
-"""Number of bootstrap fits for each evaluation. Each of them is fitted to predicted losses with random noise."""
+"""Number of bootstrap fits for each evaluation. Each bootstrap fit uses predicted losses with random noise."""
 
 NORMAL = 1.645
 """Half-width, in standard deviations, of the central interval that contains 90 % of a normal distribution."""
@@ -25,8 +25,8 @@ TOO_WIDE = 0.05
 """Width of an interval, as a share of the loss, above which the interval is reported as too wide."""
 
 NEAR = 1.05
-"""Tolerance factor for the target's ratio of tokens to parameters. If this ratio lies further outside the range of the
-rungs' ratios, a law that depends on compute alone does not cover the target."""
+"""Tolerance factor for the target's ratio of tokens to parameters. If this ratio lies outside the range of the rungs'
+ratios by more than this factor, a law that depends on compute alone does not cover the target."""
 
 FAR = 10
 """Ratio of the target's compute to the largest rung's compute above which intervals are reported as optimistic."""
@@ -48,7 +48,7 @@ class Fitted:
         return cls(points, form, law, drawn(points, law, form, draws))
 
     def at(self, point: Point) -> dict[str, float]:
-        """Predict the loss of a point, with its interval."""
+        """Return the predicted loss of a point and the bounds of its uncertainty interval."""
         low, high = interval([law(point) for law in self.others])
         loss = self.law(point)
         return {"loss": loss, "low": min(low, loss), "high": max(high, loss)}
@@ -107,9 +107,10 @@ def _curve(ladder: Ladder, best: Sequence[Outcome], target: Point, final: Fitted
     evaluations are fitted with the exponents of the final law.
 
     Validation losses vary more while the learning rate is high. Therefore, the largest rung is also predicted from the
-    other rungs at each evaluation. The uncertainty band is at least as wide as the largest error of these predictions
-    at this or a later evaluation. If the target is farther from the largest rung, in log(compute), than the largest
-    rung is from the second largest rung, the band is widened in proportion.
+    other rungs at each evaluation. At each evaluation, the uncertainty band of the target is at least as wide as the
+    largest error of the predictions for the largest rung, at this evaluation or later. If the target is farther from
+    the largest rung, in log(compute), than the largest rung is from the second largest rung, the band is widened in
+    proportion.
     """
     form = Form(final.form.terms, final.law.exponents)
     curve: list[dict[str, float]] = []
@@ -143,7 +144,7 @@ def _rate(rates: Sequence[BestRate], ladder: Ladder, transfers: bool) -> dict[st
 
 
 def _left_out(found: Sequence[Outcome], best: Sequence[Outcome]) -> Iterator[str]:
-    """Describe the runs that the law does not include."""
+    """Yield one line for each reason why runs are not included in the law."""
     if diverged := [each.rung.name for each in found if each.diverged]:
         yield f"not included in the law, because they diverged: {', '.join(diverged)}"
     if unfinished := [each.rung.name for each in found if each.loss is None and not each.diverged]:
@@ -156,7 +157,7 @@ def _left_out(found: Sequence[Outcome], best: Sequence[Outcome]) -> Iterator[str
 
 
 def _other_rate(ladder: Ladder, best: Sequence[Outcome]) -> Iterator[str]:
-    """Report a target whose learning rate lies outside the range of the rungs' learning rates."""
+    """Yield a warning if the target's learning rate lies outside the range of the rungs' learning rates."""
     rates, own = [each.rung.rate for each in best], ladder.target.rate
     if not min(rates) <= own <= max(rates):
         told = f"{min(rates):g} to {max(rates):g}" if min(rates) < max(rates) else f"{rates[0]:g}"

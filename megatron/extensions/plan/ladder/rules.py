@@ -1,4 +1,4 @@
-"""Rules for runs that are compared with the prediction of --expect."""
+"""Check runs that --expect compares with a prediction."""
 
 from __future__ import annotations
 

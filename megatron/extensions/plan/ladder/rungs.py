@@ -74,7 +74,7 @@ class Wanted:
     widths: Sequence[int] = ()
     depths: Sequence[int] = ()
     ratios: Sequence[float] = ()
-    """Tokens per parameter; if empty, the target's ratio."""
+    """Ratios of tokens to parameters; if empty, only the target's ratio is used."""
 
     rates: Sequence[float] = ()
     """Learning rates; if empty, only the target's rate is used."""

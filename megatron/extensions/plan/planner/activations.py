@@ -7,7 +7,8 @@ routed evenly over experts, because fake tensors have no values that could deter
 
 A rank's action list determines how much memory it holds at each point of a step. The rank holds a micro-batch's
 activations from its forward pass (F) to its backward pass (B). If the backward pass is split into input gradients (I)
-and weight gradients (W), the rank holds all activations from F to I, and those that weight gradients need from I to W.
+and weight gradients (W), the rank holds all activations from F to I. From I to W, it holds only the activations that
+weight gradients need.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Launches(Protocol):
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None:
         """Record a matrix product for which torch has no kernel that supports tensors without values.
 
-        If the name ends with _, the product is added to `out`, unless `options` contain a `beta` of 0.
+        If the name ends with _, the product is added to `out`, unless `options["beta"]` is 0.
         """
 
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None:
@@ -94,7 +94,7 @@ class Launches(Protocol):
         """Context manager within which operators are not recorded, because their launch is already recorded."""
 
     def some_of(self, parts: Sequence[T]) -> Iterable[T]:
-        """Return the parts of a loop that are run. A part that is run may represent several similar parts."""
+        """Select the parts of a loop that a plan runs. A selected part may represent several similar parts."""
 
     def at_one_time(self, count: int) -> AbstractContextManager[None]:
         """Context manager for `count` products, several of which may run concurrently."""
@@ -128,7 +128,7 @@ UNRECORDED = Unrecorded()
 
 
 class PlannedFlash:
-    """FlashAttention on packed sequences, for plans. It allocates outputs, but no temporary memory of the kernel."""
+    """FlashAttention on packed sequences, for plans. It allocates outputs, but not the kernel's temporary memory."""
 
     def __init__(self, launches: Launches = UNRECORDED) -> None:
         self.launches = launches
@@ -160,7 +160,7 @@ class PlannedFlashKernel(FlashCUDAKernel):
         super().__init__(PlannedFlash(launches))
 
     def lengths(self, tiles: Sequence[Tile], q: Tensor) -> Any:
-        """Return None, because a tensor that is created in one plan must not be reused in the next plan."""
+        """Return None, because a tensor of lengths that one plan creates must not be reused in the next plan."""
         return None
 
 
@@ -363,7 +363,7 @@ def _fused_attention(
 
 
 class PlannedRegions(TorchFunctionMode):
-    """Mode that passes each compiled region to `live`, which counts the region as one kernel."""
+    """Torch function mode that passes each compiled region to `live`, which counts the region as one kernel."""
 
     def __init__(self, live: LiveMemory) -> None:
         super().__init__()
@@ -377,12 +377,12 @@ class PlannedRegions(TorchFunctionMode):
 
 
 class PlannedFunctions(PlannedRegions):
-    """Mode that records the kernels that norms, fused attention, matrix products and compiled regions would use on a
-    GPU. If `device` is given, tensors are created on this device. `with torch.device(device)` would have the same
-    effect, but a second mode doubles the overhead of every function.
+    """Torch function mode that records the kernels that norms, fused attention, matrix products and compiled regions
+    would use on a GPU. If `device` is given, tensors are created on this device. `with torch.device(device)` would have
+    the same effect, but a second mode doubles the overhead of every function.
 
-    Products in 16 bits and in fp8 are accumulated into fp32 weight gradients inside the kernel. For fp8 the Triton
-    kernel is planned, regardless of the kernel that `gemm_choice` selects. All experts share one grouped kernel
+    Products in 16 bits and in fp8 are accumulated into fp32 weight gradients inside the kernel. For fp8 products, the
+    Triton kernel is planned, regardless of the kernel that `gemm_choice` selects. All experts share one grouped kernel
     (`time/expert_products.py`). If this process disables the grouped kernel, each expert has its own kernel.
     """
 
@@ -419,14 +419,14 @@ class PlannedFunctions(PlannedRegions):
             with self:
                 return planned(*args)
         out = super().__torch_function__(func, types, args, kwargs)
-        if func is torch.tensor and out.is_meta:  # dispatch modes do not see the operations of torch.tensor
+        if func is torch.tensor and out.is_meta:  # dispatch modes do not intercept the operations inside torch.tensor
             return torch.ops.aten.lift_fresh(out)
         return out
 
     def _dequantized_mm(
         self, a: Scaled, b: Scaled, out_dtype: torch.dtype, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """a [n, k], b [m, k] -> [n, m]"""
+        """Plan the fp8 product a b^T -> [n, m], for a [n, k] and b [m, k]."""
         if out is None:
             out = torch.empty(a.values.shape[0], b.values.shape[0], dtype=out_dtype)
         self.launches.product("fp8", a.values, b.values.t(), out, {})

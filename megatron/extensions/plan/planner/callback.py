@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class PlanOfRun(Callback):
-    """Callback through which a run obtains its plans. The planner's modules are imported on first use."""
+    """Callback that gives a run access to the planner: it counts FLOPs, and explains out-of-memory errors. The
+    planner's modules are imported on first use."""
 
     def flops_per_token(self, model: TransformerConfig) -> float:
         from megatron.extensions.plan.planner.flops import flops_per_token

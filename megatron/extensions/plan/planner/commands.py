@@ -60,16 +60,16 @@ def command_of(given: GivenOptions, world_size: int | None) -> Command | None:
 
 
 def _can_write(path: Path) -> bool:
-    """Return True if it is possible to write to the file. This is checked before a long search starts, so that the
-    result of the search is not lost."""
+    """Return True if the file is writable. This function is called before a long search starts, so that the result of
+    the search is not lost."""
     if path_rule("local", str(path)) is not None:
         return False
     return not path.is_dir() and os.access(path if path.exists() else path.parent, os.W_OK)
 
 
 def _device(given: GivenOptions, to_plan: str) -> tuple[str | None, int | None]:
-    """Parse --device and --gpus-per-node; record invalid values as problems. `to_plan` is the remedy that turns a
-    command into a dry run."""
+    """Parse --device and --gpus-per-node; record invalid values as problems. `to_plan` is a text for error messages:
+    the remedy that turns the user's command into a dry run."""
     device, gpus_per_node = (
         given.last("--device"),
         given.number("--gpus-per-node", "pass the number of ranks that share a node"),
@@ -151,7 +151,7 @@ class DryRun(Command):
 
     gpus_per_node: int | None = None
     suggest: str | None = None
-    """Value of --suggest, which is empty or "all"; None if no search is requested."""
+    """Value of --suggest, either "" or "all"; None if no search is requested."""
 
     device_memory: float | None = None
     """Memory of a device in GiB, which the plan and all suggested layouts must fit."""

@@ -61,8 +61,9 @@ class GemmSpeed:
 @dataclass(frozen=True)
 class AttentionSpeed:
     """Rates of one attention kernel for one head size. The rates count the FLOPs that the kernel executes: half of the
-    square for causal attention, and five products in the backward pass, which recomputes the scores. Each rate is a
-    pair: the TFLOP/s for an infinitely long sequence, and the sequence length at which half of this rate is reached."""
+    s x s scores for causal attention, and five matrix products in the backward pass, which recomputes the scores. Each
+    rate is a pair: the TFLOP/s for an infinitely long sequence, and the sequence length at which half of this rate is
+    reached."""
 
     forward: tuple[Rate, float]
     backward: tuple[Rate, float]
@@ -70,8 +71,8 @@ class AttentionSpeed:
 
 @dataclass(frozen=True)
 class GatherSpeed:
-    """Rates of kernels that gather rows and multiply them. The time of a kernel is the time of its products, of its
-    reads or of its additions, whichever is longest."""
+    """Rates of kernels that gather rows of a tensor and multiply them by other operands. The time of a kernel is the
+    time of its products, of its reads or of its additions, whichever is longest."""
 
     tflops: Positive
     read_tb_per_second: Positive
@@ -92,7 +93,7 @@ class Link:
     """Latency of each step of a collective in microseconds, in addition to the transfer time."""
 
     launch_us: float = 0.0
-    """Time to start a collective."""
+    """Time to start a collective, in microseconds."""
 
     share: Mapping[Kind, Positive] = field(default_factory=dict)
     """Share of the link's rate that each kind of collective reaches. A kind of collective that is not listed reaches
@@ -126,14 +127,14 @@ class DeviceFile:
     """Bytes read and written per second by a large copy, in TB/s."""
 
     kernel_floor_us: float
-    """Minimum time of a kernel."""
+    """Minimum time of a kernel, in microseconds."""
 
     launch_gap_us: float
-    """Gap between two consecutive kernels of a stream if both launches are already queued."""
+    """Gap in microseconds between two consecutive kernels of a stream if both launches are already queued."""
 
     host_launch_us: float
-    """Host time to launch one operation. A step is host-bound if the host time of all operations exceeds the device
-    time."""
+    """Host time to launch one operation, in microseconds. A step is host-bound if the host time of all operations
+    exceeds the device time."""
 
     epilogue_exposed: Annotated[float, SHARE]
     """Exposed share of the time in which a GEMM with beta = 1 reads and writes its accumulator. The rest of this time
@@ -164,7 +165,7 @@ class DeviceFile:
 
     sustained: Annotated[float, ABOVE_0, SHARE] = 1.0
     """Share of the isolated kernels' rates that matrix products and attention reach within a whole step. A step keeps
-    the device at its power limit, so its clocks are lower than those of isolated kernels."""
+    the device at its power limit, so the device's clock rates are lower than while isolated kernels run."""
 
     sustained_fp8: Annotated[float, ABOVE_0, SHARE] | None = None
     """Share of the fp8 product rate that a whole step reaches; if None, `sustained` applies. fp8 products need less
@@ -174,11 +175,12 @@ class DeviceFile:
     """Time by which a hidden collective delays concurrent computation, as a share of the collective's time."""
 
     step_overhead_ms: float = 0.0
-    """Part of the step time that does not depend on shapes: data loading, metrics, and host work between steps."""
+    """Part of the step time, in milliseconds, that does not depend on shapes: data loading, metrics, and host work
+    between steps."""
 
     ranks_overhead_ms: float = 0.0
-    """Additional fixed time of a step with several ranks. At the end of a step, all ranks wait for the slowest rank and
-    its host."""
+    """Additional fixed time of a step with several ranks, in milliseconds. At the end of a step, all ranks wait for the
+    slowest rank and its host."""
 
     host_gb_per_second: Positive = 25.0
     """Copy rate between the device and its host's memory, for offloading."""
@@ -196,7 +198,7 @@ class DeviceFile:
 
     @property
     def device_type(self) -> str:
-        """Device type in torch, `cuda` or `cpu`."""
+        """Name of the device type in torch, `cuda` or `cpu`."""
         return "cpu" if self.capability is None else "cuda"
 
     def ranks_of_node(self, world_size: int) -> int:
@@ -206,7 +208,7 @@ class DeviceFile:
         return most if world_size <= most else next(size for size in range(most, 0, -1) if world_size % size == 0)
 
     def fixed_ms(self, world_size: int) -> float:
-        """Part of the step time that does not depend on shapes."""
+        """Return the part of the step time, in milliseconds, that does not depend on shapes."""
         return self.step_overhead_ms + (self.ranks_overhead_ms if world_size > 1 else 0.0)
 
     def memory_us(self, size: float) -> float:
@@ -263,9 +265,9 @@ class DeviceFile:
         return max(self.kernel_floor_us, max(times) / 1e6)
 
     def hash_us(self, pairs: float) -> float:
-        """Return the time that an attention kernel spends on hashing dropout masks for `pairs` query-key pairs. Hashing
-        does not overlap with matrix products. The rate of integer operations is assumed to be a quarter of the fp32
-        FLOP rate."""
+        """Return the time in microseconds that an attention kernel spends on hashing dropout masks for `pairs`
+        query-key pairs. Hashing does not overlap with matrix products. The rate of integer operations is assumed to be
+        a quarter of the fp32 FLOP rate."""
         return pairs * HASH_OPERATIONS / (self._gemm_speed("fp32").tflops / 4) / 1e6 if pairs else 0.0
 
 

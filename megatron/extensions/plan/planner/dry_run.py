@@ -1,5 +1,5 @@
 """Print the plan of a run without starting the run. Planning needs no GPU and no process group. torch is imported only
-to measure."""
+when something must be measured."""
 
 from __future__ import annotations
 
@@ -78,16 +78,16 @@ def print_plan(
     failures: AskedFailures | None = None,
 ) -> None:
     """Print the plan of a validated configuration. If a `device` is given, also print the predicted step time. The plan
-    states whether the run fits devices of `device_memory` GiB (default: the memory of `device`), and how other programs
-    would run these flags differently. If `failures` is given, the plan also states the cost of device failures.
+    states whether the run fits devices of `device_memory` GiB (default: the memory of `device`), and what programs with
+    the same flags, such as Megatron-LM, would do differently. With `failures`, it also states the cost of failures.
 
     The same content is written as JSON to the file that --json names. The keys of the JSON object are "world_size",
     "config" (every field by its flat name), "plan" (lines by title), "memory" (bytes of each pipeline rank), "time"
-    (`StepTime`), "device_memory" (bytes), "fits", "fullest_pp_rank", "bytes_over" and "failures". If the host's memory
-    is too small, the object also has the keys "host_memory" and "host_bytes_over". `problems` lists missing input
+    (`StepTime`), "device_memory" (bytes), "fits", "fullest_pp_rank", "bytes_over" and "failures". The keys
+    "host_memory" and "host_bytes_over" are added if the host's memory is too small. `problems` lists missing input
     files, which are included in the JSON object; the caller reports them. If the path is "", only the JSON is printed,
-    to standard output. Raises OutputError if the file cannot be written, and DeviceError if no step of this kind can be
-    predicted."""
+    to standard output. Raises OutputError if the file cannot be written, and DeviceError if the device file lacks a
+    needed entry."""
     from megatron.extensions.plan.planner.fake_stage import PlannerCache
     from megatron.extensions.plan.planner.time.step_time import predict_step
 
@@ -185,7 +185,7 @@ MOST_LISTED = 2**17
 
 
 def group_lines(dims: ParallelDims) -> Iterator[str]:
-    """Yield lines that list the process groups along each axis of size above 1."""
+    """Yield lines that list the process groups along each axis with more than one rank."""
     axes = [("TP", "tp"), ("CP", "cp"), ("DP", "dp"), ("PP", "pp"), ("EP", "ep")]
     if dims.ep > 1 or dims.expt_tp != dims.tp:
         axes += [("ETP", "expt_tp"), ("EDP", "expt_dp")]  # ETP and EDP are the tensor and data parallelism of experts
@@ -202,7 +202,7 @@ def group_lines(dims: ParallelDims) -> Iterator[str]:
 
 
 def _ranks(group: tuple[int, ...]) -> str:
-    """Format ranks as `[0,1]`; for many ranks, only the first few and the last."""
+    """Format ranks as `[0,1]`. If there are many ranks, show only the first few and the last."""
     if len(group) <= RANKS_SHOWN:
         return "[" + ",".join(map(str, group)) + "]"
     return "[" + ",".join(map(str, group[:3])) + f",...,{group[-1]}]"
@@ -294,8 +294,8 @@ def _experts_line(m: TransformerConfig) -> str:
 
 
 def _pipeline_line(config: RunConfig, microbatches: int) -> str:
-    """Describe the pipeline schedule and its bubble, as a share of the time of the passes. The bubble assumes that
-    times are proportional to FLOPs and that messages take no time.
+    """Describe the pipeline schedule and its bubble. The bubble is stated as a share of the time of the passes. The
+    bubble assumes that times are proportional to FLOPs and that messages take no time.
 
     The step ends when the gradient norm is known. All ranks wait for the gradient norm unless
     --optimizer-post-validation is given.

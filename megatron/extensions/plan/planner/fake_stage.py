@@ -4,7 +4,7 @@ A layer's saved activations, allocations and matrix products are measured on thi
 formulas for layers.
 
 Process groups are fake: collectives complete at once and move no data, so shapes and memory are those of a real rank.
-torch's own "fake" backend would need the default process group, which a caller may have for a real world.
+torch's "fake" backend would need the default process group, which the caller may already use for real ranks.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ ANSWERS: dict[object, Callable[..., object]] = {
     torch.ops.prim.device.default: lambda x: x.fake_device,
 }
 """Substitutes for operators that torch does not support on fake tensors. Numbers read from tensors are 0, and the
-results of products have the right shape and dtype. The device query is listed only for speed."""
+results of products have the right shape and dtype. torch supports the device query, but the substitute is faster."""
 
 
 class NoValues(TorchDispatchMode):
@@ -327,8 +327,8 @@ class StageParts:
     def __init__(
         self, batch: MicroBatch, cache: PlannerCache | None = None, kinds: tuple[int, ...] | None = None
     ) -> None:
-        """Create the parts. `cache` keeps recordings of other configurations with the same layers. `kinds` contains the
-        kind of each layer; by default, all layers are built to find out which are identical."""
+        """Prepare recordings, which are made on first use. `cache` keeps those of other configurations. `kinds`
+        contains the kind of each layer; by default, all layers are built to find out which layers are identical."""
         self.batch, cache = batch, cache or PlannerCache()
         self._alike = numbered_kinds(batch, cache.kinds) if kinds is None else kinds
         kept = replace(batch, parallel=batch.parallel.with_offloaded_layers(0))
@@ -344,7 +344,7 @@ class StageParts:
         return [Unit(tuple(stage.layers[i] for i in each.layers), each.recompute, each.offload) for each in segments]
 
     def single(self, stage: Stage) -> Iterator[Part]:
-        """Return the model ends in a stage and the layers of the stage, each as a separate part."""
+        """Yield the embedding, each layer and the head as separate parts, as far as the stage contains them."""
         if stage.first:
             yield Part(first=True)
         yield from (Part((unit._replace(layers=(number,)),)) for unit in self.units(stage) for number in unit.layers)
@@ -423,7 +423,7 @@ def fake_stages(batch: MicroBatch, meta: bool = False) -> Iterator[FakeStages]:
     elif batch.parallel.compiles(batch.device):
         functions.append(PlannedRegions(live))
     tensors = nullcontext() if meta else FakeTensorMode()
-    # The recorder detects attention by its flash kernel, which a GPU run may have disabled for all devices.
+    # The recorder recognizes attention by torch's flash kernel, which a GPU run may have disabled: enable it here.
     seen = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
     with fake_state(batch.parallel, not on_gpus) as state, tensors, NoValues(), ExitStack() as stack, seen:
         for mode in functions:

@@ -99,7 +99,7 @@ class PlannedRun:
 
 
 class Section(Protocol):
-    """Function that yields the lines of a section."""
+    """Function that yields the lines of a plan section."""
 
     def __call__(self, run: PlannedRun) -> Iterable[str]: ...
 

@@ -51,7 +51,8 @@ def model_flops(
     seen = [kind.span.mean(length) for kind in config.layers]
     modules = [kind.span.mean(length) for kind in config.mtp_layers]
     # Plain causal attention is one kernel. Attention with dropout, windows, chunks, caps or ALiBi uses other kernels,
-    # with one launch per tile.
+    # with one launch per tile. Plain causal attention is therefore counted, and the count is scaled to the number of
+    # visible keys below.
     config = replace(
         config,
         seq_length=length,
@@ -63,8 +64,8 @@ def model_flops(
         attn_logit_softcapping=None,
         recompute_granularity="none",
     )
-    # Packing is disabled, because a kernel that packs tiles neither reports its launches nor keeps the actual widths of
-    # keys and values.
+    # Packing is disabled, because a kernel that packs attention tiles does not report its launches and pads keys and
+    # values to other widths.
     batch = MicroBatch(config, ModelParallelConfig(compile=True), 1, "cuda", packs=False)
     parts = StageParts(batch, kinds=kinds)
     layers = [Part((Unit((number,)),)) for number in range(config.num_layers)]

@@ -265,7 +265,7 @@ def chain_bytes(
     optimizer's shards, as two lists: bytes on the device, and bytes on the host. Each list has an entry for each rank
     at `pp_rank`, in rank order.
 
-    `main` is the element size of the main dtype in bytes.
+    `main` is the number of bytes per element of main parameters.
     """
     from megatron.core.optimizer.transforms import plan_of_chain, states_of_parameter  # imports torch
 
@@ -297,7 +297,7 @@ def _units_in_flight(
 
     gathered = [wholes[unit] for unit in forward]
     gathered += [wholes[unit] + wholes[after] for unit, after in pairwise(forward) if unit != after]
-    if parallel.pipeline_model_parallel_size > 1 and len(forward) > 1:  # one forward pass ends as the next one begins
+    if parallel.pipeline_model_parallel_size > 1 and len(forward) > 1:  # the next pass may be a forward pass too
         gathered.append(wholes[forward[-1]] + wholes[forward[0]])
 
     alone = [(wholes[unit] * main, 0) for unit in backward]

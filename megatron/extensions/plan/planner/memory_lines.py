@@ -1,4 +1,5 @@
-"""Format the memory section of a plan: what each pipeline rank holds, which items are counted, and whether they fit."""
+"""Format the memory section of a plan: what each pipeline rank holds, which items are counted, and whether the total
+fits the device."""
 
 from __future__ import annotations
 

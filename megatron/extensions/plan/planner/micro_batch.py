@@ -51,7 +51,7 @@ OF_PIPELINE = (
 
 def in_a_layer(batch: MicroBatch) -> MicroBatch:
     """Return the cache key of a layer's measurements. Micro-batches with equal keys do the same work in identical
-    layers, whatever the position of the layers."""
+    layers, regardless of the position of the layers."""
     values = {name: getattr(ModelParallelConfig, name) for name in OF_PIPELINE}
     values["pipeline_schedule"] = "zb-h1" if splits_backward(batch.parallel.schedule) else "1f1b"
     parallel = replace(batch.parallel, **values).without("cuda_graph_impl").without("pipeline_model_parallel_layout")

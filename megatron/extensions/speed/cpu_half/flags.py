@@ -1,4 +1,4 @@
-"""Registration of the callback that computes 16-bit products in fp32 on CPUs. This module does not import torch."""
+"""Register the callback that computes 16-bit matrix products in fp32 on CPUs. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""CUDA graph flags, the features that graphs do not support, and the import path of the graph runner. This module does
-not import torch."""
+"""Register the CUDA graph flags and the graph runner, and report features that CUDA graphs do not support. This module
+does not import torch."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Replay = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """Protocol for recording device work and replaying it."""
+    """Interface for recording the kernels that a function launches, and for replaying them."""
 
     def record(self, run: Callable[[], Tensor]) -> tuple[Tensor, Replay]: ...
 
@@ -138,7 +138,7 @@ def _copy_into(inputs: Batch, batch: Batch) -> None:
 class GraphedPipeline(Pipeline):
     """Pipeline that trains micro-batches by replaying their recorded CUDA graphs."""
 
-    may_overwrite = False  # because later micro-batches may replay the recording of the first
+    may_overwrite = False  # later micro-batches may replay the first recording, which must add to the gradients
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ class BlockwiseGemms(Fp8Gemms):
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self._by_rows(rows_of(x), 1, E4M3)
-        # The gather sends bytes, because some backends do not support fp8.
+        # The all-gather transfers the fp8 values as uint8, because some communication backends do not support fp8.
         return values.view(torch.uint8).view(x.shape), scale.view(*x.shape[:-1], -1)
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:

@@ -25,7 +25,7 @@ RECIPES: dict[str, type[Fp8Gemms]] = {
 
 
 class Fp8Format(Fp8Context):
-    """Linear-layer format for fp8 (`LINEAR_FORMATS`)."""
+    """The fp8 format of linear layers, as registered in `LINEAR_FORMATS`."""
 
     @classmethod
     def build(cls, config: ModelParallelConfig, layers: range, casts: WeightCasts) -> Fp8Format:

@@ -65,9 +65,10 @@ def cast_transpose(
 
     Args:
         x: Matrix [n, k].
-        row_amax: Amax [] or [n, 1] from which the scale of the cast by rows is computed. None: no cast by rows.
-        column_amax: Amax [] or [1, k] from which the scale of the cast by columns is computed. None: no cast by
-            columns. If both arguments are the same scalar amax, both casts have the same values.
+        row_amax: Amax [] or [n, 1] from which the scale of the cast by rows is computed. If None, the matrix is not
+            cast by rows.
+        column_amax: Amax [] or [1, k] from which the scale of the cast by columns is computed. If None, the matrix is
+            not cast by columns. If both arguments are the same scalar amax, both casts have the same values.
         dtype: fp8 format.
         compiled: Whether to use a compiled region.
     """

@@ -1,4 +1,4 @@
-"""fp8 flags, and the import paths of their implementations. This module does not import torch."""
+"""Register the fp8 flags and the import paths of their implementations. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def gathers(parallel: ModelParallelConfig) -> bool:
 
 
 def delays(config: RunConfig) -> bool:
-    """Return True if scales are computed from earlier steps."""
+    """Return True if scales are computed from the amax values of earlier steps (--fp8-recipe delayed)."""
     own = config.options(Fp8Flags)
     return own.fp8_format is not None and own.fp8_recipe == "delayed"
 

@@ -117,7 +117,7 @@ class ExpertTiles(NamedTuple):
     undefined."""
 
     values: Tensor
-    """[k, 128 tiles]"""
+    """The values in e4m3, [k, 128 * tiles]."""
     scale: Tensor
     """fp32 scales [tiles, k], one for each column of each tile. All scales are powers of two."""
     rows: int
@@ -125,8 +125,7 @@ class ExpertTiles(NamedTuple):
 
 
 def tiles_for(rows: int, experts: int) -> int:
-    """Return a number of tiles that is sufficient for `rows` rows, however the rows are distributed over the
-    experts."""
+    """Return a number of tiles that is sufficient for any distribution of `rows` rows over the experts."""
     return rows // TILE + experts
 
 
@@ -192,9 +191,9 @@ AddWeightGrad = Callable[[Tensor, Tensor, Tensor, Segments], None]
 class Fp8GroupedGemms:
     """fp8 products of a grouped linear layer: y = x Wᵀ, dX = dY W and dW = dYᵀ X, with W [experts, ..., in].
 
-    `cuts` states which features are sharded over `expt_tp`. If the features of a row are sharded, its scale is still
-    computed from the whole row. If `in_one_kernel` is True, GPUs multiply all experts in one kernel
-    (`has_grouped_fp8_kernel`); otherwise, they multiply one expert after another.
+    `cuts` states which features are sharded over `expt_tp`. If the features of a row are sharded, the scale of the row
+    is still computed from the whole row. If `in_one_kernel` is True, GPUs compute the products of all experts in one
+    kernel (`has_grouped_fp8_kernel`). Otherwise, each expert's product is computed by a separate kernel.
 
     The weight gradient is a sum over tokens. Therefore, the operands of its product are cast in tiles of 128 rows of
     the same expert. The parallel layout determines which tokens share a tile, but has little effect on the cast values.

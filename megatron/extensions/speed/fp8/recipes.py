@@ -101,13 +101,13 @@ class Fp8Gemms(nn.Module):
     """
 
     adds_residual = False
-    """See `LinearGemms`. cuBLASLt supports an addend if each operand has a single scale."""
+    """True if `forward` accepts an addend, which cuBLASLt supports only if each operand has a single scale."""
 
     splits_tokens = False
-    """See `LinearGemms`."""
+    """True if parts of a sequence can be gathered and multiplied separately (see `LinearGemms`)."""
 
     gathers_weights = False
-    """True if a weight's casts by rows and by columns have the same scales. One is then the other's transpose."""
+    """True if a weight's cast by columns is the transpose of its cast by rows, because both have the same scales."""
 
     def __init__(self, name: str, fp8: Fp8Context, tp: Axis, cuts: Cuts, device: torch.device, compiled: bool) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Fp8Gemms(nn.Module):
         raise NotImplementedError
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
-        """Return the cast of x by rows or by columns. x was gathered in the form that `cast_to_gather` returns."""
+        """Return the cast, by rows or by columns, of a gathered input x. The form of x is that of `cast_to_gather`."""
         raise NotImplementedError
 
     def cast_input(self, x: Tensor, needs_dw: bool) -> Operands:
@@ -234,7 +234,7 @@ class PerTensorGemms(Fp8Gemms):
 
     def cast_to_gather(self, x: Tensor) -> Operand:
         values, scale = self.cast(rows_of(x), INPUT, ROWS)[0]
-        # the gather sends bytes, because some backends do not support fp8
+        # the all-gather transfers uint8, because some communication backends do not support fp8
         return values.view(torch.uint8).view(x.shape), scale
 
     def cast_gathered(self, x: Operand, wanted: Wanted) -> Scaled:
@@ -244,7 +244,7 @@ class PerTensorGemms(Fp8Gemms):
         return Scaled(values, x[1])
 
     def forward_rows_(self, out: Tensor, x: Operand, weight: Tensor, bias: Tensor | None) -> None:
-        """See `LinearGemms`. x [n, in] may be a gathered fp8 tensor, which is viewed as uint8."""
+        """Write x Wᵀ + bias into out. The rows x [n, in] of some tokens may be gathered fp8 values, viewed as uint8."""
         rows, by = Scaled(x[0].view(E4M3), x[1]), self._weight(weight, "rows")
         scaled_mm(rows, by, weight.dtype, bias, fast_accumulation=True, out=out)
 
@@ -253,11 +253,11 @@ class PerTensorGemms(Fp8Gemms):
         return values.view(torch.uint8).view(dy.shape), scale
 
     def _cast_part_of_grad(self, dy: Tensor) -> Scaled:
-        """Cast dY [n, out] by rows, for a part of the tokens. The scale is computed from all tokens."""
+        """Cast dY [n, out], the output gradients of some tokens, by rows. The scale is computed from all tokens."""
         return self.cast(dy, GRAD, ROWS)[0]
 
     def input_grad_rows_(self, out: Tensor, dy: Operand, weight: Tensor) -> None:
-        """See `LinearGemms`. dY [n, out] may be a gathered fp8 tensor, which is viewed as uint8."""
+        """Write dY W into out. The rows dY [n, out] of some tokens may be gathered fp8 values, viewed as uint8."""
         rows = Scaled(dy[0].view(self.grad_format), dy[1])
         scaled_mm(rows, self._weight(weight, "columns"), weight.dtype, out=out)
 
@@ -324,7 +324,7 @@ class DelayedGemms(PerTensorGemms):
         if not self.cuts.sequence:
             return given_operands(pair, tokens)
         assert pair.rows is not None and pair.row_scale is not None
-        local = pair.rows.view(torch.uint8).view(*tokens, -1), pair.row_scale  # like `cast_to_gather`
+        local = pair.rows.view(torch.uint8).view(*tokens, -1), pair.row_scale  # the form that `cast_to_gather` returns
         return Operands(local, local)
 
     def grad_order(self, needs_dw: bool) -> CastOrder:
@@ -383,7 +383,7 @@ class DelayedScaling(Meter):
     """Amax histories of all fp8 layers on a rank, and the multipliers computed from these histories.
 
     All ranks of a pipeline stage hold the same amax histories. During a step, a rank records only the amax of its own
-    part of each tensor. At the end of a step, an all-reduce computes the maximum of the ranks' amax values. Histories
+    shard of each tensor. At the end of a step, an all-reduce computes the maximum of the ranks' amax values. Histories
     are part of the model's state and of checkpoints.
     """
 
@@ -396,7 +396,7 @@ class DelayedScaling(Meter):
         if not self.layers:
             return
         self.history = torch.stack([layer.amax_history.data for layer in self.layers])
-        """[layers, 3, steps]"""
+        """Amax histories of all fp8 layers, [layers, 3, steps]."""
         self.amax = torch.stack([layer.amax for layer in self.layers])
         self.multiplier = torch.stack([layer.multiplier for layer in self.layers])
         for row, layer in enumerate(self.layers):

@@ -1,4 +1,4 @@
-"""Rules of fp8. This module does not import torch."""
+"""Check the fp8 flags. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def _param_gather(c: RunConfig) -> Iterator[Problem]:
 
 
 def _comm_overlap(c: RunConfig) -> Iterator[Problem]:
-    """Check communication overlap. The parts of a sequence are cast and multiplied one by one, so each operand must
-    have a single scale."""
+    """Check that the fp8 recipe supports communication overlap. With overlap, parts of a sequence are cast and
+    multiplied separately, so each operand must have a single scale."""
     own = c.options(Fp8Flags)
     if own.fp8_format is None or not named_value(c, "tp_comm_overlap"):
         return

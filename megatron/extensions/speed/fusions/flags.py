@@ -1,4 +1,4 @@
-"""Flag for fusions, and registration of the fused layers and kernels. This module does not import torch."""
+"""Register the flag for fusions, the fused layers and the fused kernels. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron.training.extensions import CALLBACKS, extension_flags
 _HERE = "megatron.extensions.speed.fusions"
 
 OWN_BACKENDS = "flash3", "cudnn", "triton"
-"""Choices of --attention-backend in addition to torch's."""
+"""Choices of --attention-backend that this extension adds to the choices for torch's kernels."""
 
 FP8_BACKENDS = {"fp8": "Fp8Backend", "fp8_flash3": "Fp8Flash3Backend", "fp8_triton": "Fp8TritonBackend"}
 """Classes of the --attention-backend choices that run the forward pass in fp8. These backends change results, so they
@@ -113,7 +113,7 @@ class Fusions:
 
 
 class Built(Protocol):
-    """Fields of `megatron.core.tensor_parallel.layers.TPContext` that determine whether a part is fused."""
+    """Fields of `megatron.core.tensor_parallel.layers.TPContext` that determine whether a module is fused."""
 
     layer: int
 

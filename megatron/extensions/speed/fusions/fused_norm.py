@@ -155,9 +155,9 @@ class FusedRMSNorm(FusedLayerNorm, RMSNorm):
 
 
 def add_and_norm(norm: nn.Module, stream: ResidualSum, cast: InputCast | None = None) -> tuple[Tensor, Tensor]:
-    """Return the residual sum and the norm of this sum. If the norm supports the fusion, the forward pass is one
-    kernel, and so is the backward pass. If the only layer that reads the norm requests a `cast`, the returned norm may
-    be a placeholder that carries only the fp8 casts (`InputCast.stand_in`).
+    """Return the residual sum and the norm of this sum. If the norm supports the fusion, the forward pass and the
+    backward pass are one kernel each. If the only layer that reads the norm requests a `cast`, the returned norm may be
+    a placeholder that carries only the fp8 casts (`InputCast.stand_in`).
 
     After the call, use the returned sum instead of `stream.x`, even if there is no update. In the backward pass, the
     norm kernel then adds the gradient of the returned sum to the gradient through the norm.
@@ -178,14 +178,15 @@ def fused_norm(
 
     Args:
         x: Residual stream [..., h].
-        update: Tensor [..., h] to add to x; None: no addition.
+        update: Tensor [..., h] to add to x. If None, nothing is added.
         norm: Norm of the sum. 16-bit operands are normalized in fp32.
         mask: Dropout mask of the update, for x [s, b, h].
         cast: Request of the next layer for fp8 casts of the norm's output. If there is no dropout mask, the second
             result is a placeholder that carries these casts (`InputCast.stand_in`).
 
-    The update, or x if there is no update, may be the output of a linear layer. In this case, and without a dropout
-    mask, the backward pass also casts and sums the layer's output gradient, as the layer's own backward pass requires.
+    The update (or x, if there is no update) may be the output of a linear layer. If it is and there is no dropout mask,
+    the backward pass also casts the layer's output gradient to fp8 and sums it, as the backward pass of the layer
+    requires.
     """
     output = x if update is None else update
     cast, of_update = (cast, gradient_of_output(output)) if mask is None else (None, None)

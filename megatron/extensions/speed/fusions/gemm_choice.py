@@ -318,8 +318,8 @@ class ResidualShape:
 def choose_additions(
     modules: Iterable[nn.Module], tokens: int, stage: Axis, device: torch.device, clock: Clock = device_clock
 ) -> Mapping[ResidualShape, Choice]:
-    """For each layer shape, time the residual addition in the layer's GEMM and in the next norm. Sets `adds_residual`
-    of each layer to the faster variant.
+    """For each layer shape, time the residual addition in the layer's GEMM and in the next norm. Set `adds_residual` of
+    each layer according to the faster variant.
 
     Collective over the ranks of a pipeline stage. Variants are compared by the times of the slowest rank.
 

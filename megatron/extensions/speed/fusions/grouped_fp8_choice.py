@@ -116,8 +116,8 @@ class ExpertKernel(Generic[*Operands]):
     def compare(
         self, shape: tuple[int, int], runs: dict[str, Run], shapes: RunShapes, world: Axis, clock: Clock | None
     ) -> str | None:
-        """Choose the fastest kernel for one shape of an expert operation. If torch is faster than all kernels, returns
-        the reason why torch is used. Otherwise, returns None.
+        """Choose the fastest kernel for one shape of an expert operation. If torch is faster than all kernels, return
+        the reason why torch is used. Otherwise, return None.
 
         Args:
             shape: (outputs, inputs) of the product.

@@ -211,7 +211,7 @@ def choose_kernels(
     Args:
         shapes: Shapes of the run.
         world: Axis that contains all ranks of the run.
-        clock: Function that times a run. None: do not compare times.
+        clock: Function that times a run. If None, times are not compared.
         say: Function that prints a log line.
         kernels: Kernels to compare; the default is all registered kernels.
     """
@@ -301,7 +301,7 @@ LONGEST_ERROR = 120
 
 
 def _time(name: str, run: Callable[[], object], clock: Clock, errors: dict[str, str]) -> float:
-    """Time a run in seconds. If the run raises an error, returns infinity and stores the reason in `errors`. Possible
+    """Time a run in seconds. If the run raises an error, return infinity and store the reason in `errors`. Possible
     reasons are an unsupported shape, a missing package, or a package version whose functions have a different
     signature."""
     try:

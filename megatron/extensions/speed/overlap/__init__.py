@@ -1,4 +1,4 @@
-"""Overlaps the collectives inside a layer with its computation.
+"""Overlap the collectives of a layer with the computation of the layer.
 
 - `comm_overlap.py`: linear layers that send or receive some parts of the sequence while they multiply other parts
   (--tp-comm-overlap).

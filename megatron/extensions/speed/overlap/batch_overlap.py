@@ -2,9 +2,9 @@
 
 Each pass runs in its own thread, and only one of the threads runs at a time. A pass yields after it starts a
 collective, and waits for the collective when the pass resumes. Each pass needs a separate call stack and therefore a
-thread, because a backward pass runs inside autograd and cannot return before it ends. With threads, layers stay
-unchanged, and the autograd graph of a micro-batch is not split, including recomputation. (DualPipe, arXiv 2412.19437,
-section 3.2.1, overlaps a forward with a backward. Megatron-LM instead cuts the graph at the points at which a pass
+thread, because a backward pass runs inside autograd and cannot return before it ends. With threads, layers and
+recomputation stay unchanged, and the autograd graph of a micro-batch is not split. (DualPipe, arXiv 2412.19437, section
+3.2.1, overlaps a forward pass with a backward pass. Megatron-LM instead splits the graph at the points at which a pass
 yields here.)
 
 The order in which passes alternate depends only on the collectives that they start, and never on time. Ranks that run

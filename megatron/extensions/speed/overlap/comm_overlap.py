@@ -52,8 +52,8 @@ from megatron.training.initialize import Runtime
 
 @dataclass(frozen=True)
 class Products:
-    """Multiply rows of an activation x or of an output gradient dY by a weight W. The result is x Wᵀ + bias, or dY W.
-    The rows may be cast to fp8."""
+    """Matrix product of a weight W with rows of an activation x or of an output gradient dY. The result is x Wᵀ + bias,
+    or dY W. The rows may be cast to fp8."""
 
     gemms: LinearGemms
     weight: Tensor

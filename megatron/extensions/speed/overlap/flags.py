@@ -1,4 +1,4 @@
-"""Flags for communication overlap, and registration of its implementation. This module does not import torch."""
+"""Register the flags for communication overlap and its implementation. This module does not import torch."""
 
 from __future__ import annotations
 

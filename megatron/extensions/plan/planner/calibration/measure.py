@@ -1,4 +1,4 @@
-"""Times of products, attention, element-wise operations and collectives, measured on this machine.
+"""Measure the times of matrix products, attention, element-wise operations and collectives on this machine.
 
 All ranks measure the same operation at the same time, as in training. Ranks that share processors, memory or a network
 cable slow each other down, and a measurement must include this effect.
@@ -32,7 +32,7 @@ class Sizes:
     """Sizes to measure: small on a CPU, which trains only small models, and large on a GPU."""
 
     products: tuple[tuple[int, int, int], ...]
-    """Sizes (m, n, k) of products; m counts tokens."""
+    """Sizes (m, n, k) of matrix products [m, k] x [k, n]. The size m corresponds to the number of tokens."""
 
     lengths: tuple[int, ...]
     widths: tuple[int, ...]
@@ -208,9 +208,9 @@ def _call_each(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def collective(kind: str, moved: int, group: dist.ProcessGroup, device: torch.device) -> Callable[[], object]:
-    """Return a function that runs a collective to its end, through the same calls as a training run. The unsharded
-    operand of the collective is an fp32 tensor of about `moved` bytes. On CPUs, a reduce-scatter exchanges parts
-    between ranks and then sums them."""
+    """Return a function that runs a collective and waits until it is complete. The function makes the same calls as a
+    training run. The unsharded operand of the collective is an fp32 tensor of about `moved` bytes. On CPUs, a
+    reduce-scatter exchanges parts between ranks and then sums them."""
     n = group.size()
     whole = torch.zeros(max(1, moved // 4 // n) * n, device=device)
     part, other = torch.zeros(whole.numel() // n, device=device), torch.zeros_like(whole)

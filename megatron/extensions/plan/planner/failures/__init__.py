@@ -1,1 +1,1 @@
-"""Expected cost of failures: goodput, the best save interval, and spare nodes."""
+"""Predict the cost of device failures: the goodput of a run, its best save interval, and the number of spare nodes."""

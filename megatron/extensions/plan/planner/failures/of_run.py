@@ -1,4 +1,5 @@
-"""Expected cost of failures for a planned run, computed from its predicted step, its memory and its earlier saves.
+"""Predict the cost of device failures for a planned run from the predicted step, the planned memory and the duration of
+earlier saves.
 
 This module does not import torch.
 """
@@ -64,7 +65,7 @@ class RunOnFailing:
 
     @property
     def lines(self) -> Iterator[str]:
-        """Return the lines of a plan about failures, goodput and spare nodes. The goodput is stated for the best save
+        """Return the plan's lines about failures, goodput and spare nodes. The goodput is stated for the best save
         interval and for the configured one."""
         return failure_lines(self.expected, self.save_interval, self.nodes, self.repair_hours)
 

@@ -99,7 +99,7 @@ def _records(rehearsal: Rehearsal, ranks: Sequence[int]) -> tuple[list[RankRecor
                     records.append(found)
                 done = len(records) + len(lost)
                 say(f"{done} of {len(ranks)} ranks rehearsed, {time.monotonic() - began:.0f} s")
-        except OSError as error:  # there is not enough memory for another process
+        except OSError as error:  # the system cannot start another process
             ended = {each.rank for each in records} | {each.job for each in lost}
             lost += [Lost(rank, str(error)) for rank in ranks if rank not in ended]
     return sorted(records, key=lambda record: record.rank), sorted(lost)

@@ -1,9 +1,10 @@
 """Rehearsal of one rank of a larger world: the training program with fake process groups and fake tensors.
 
-A rehearsal builds groups, model, gradient buffers, optimizer and schedule, and takes one training step, with the same
-functions as a run. Tensors have shapes but no values, so a rank needs no device memory and no GPU. Numbers read from
-tensors are 0, and tokens are routed evenly over experts. Ranks run in forked processes, several at a time. Each process
-starts with a copy of this process's state. Changes to the copy do not affect this process.
+A rehearsal calls the same functions as a run to build the process groups, the model, the gradient buffers, the
+optimizer and the schedule, and to take one training step. Tensors have shapes but no values, so a rank needs no device
+memory and no GPU. Numbers read from tensors are 0, and tokens are routed evenly over experts. Ranks run in forked
+processes, several at a time. Each process starts with a copy of this process's state. Changes to the copy do not affect
+this process.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ HOLDERS = 8
 
 
 class RankMode(LiveMemory):
-    """Mode that records collectives and counts memory. Raises OutOfMemoryError if more than `limit` bytes are
-    allocated."""
+    """Dispatch mode that records collectives and counts memory. It raises OutOfMemoryError if more than `limit` bytes
+    are allocated."""
 
     def __init__(self, log: CollectiveLog, limit: int | None) -> None:
         super().__init__()
@@ -126,7 +127,8 @@ class Lost(NamedTuple):
 
 
 def forked(jobs: Mapping[int, Callable[[], T]], workers: int) -> Iterator[T | Lost]:
-    """Yield the results of jobs as they end, or `Lost` for a job whose process dies without a result.
+    """Run each job in a forked process, and yield the results as the jobs end. For a job whose process dies without a
+    result, yield `Lost`.
 
     If the system cannot start another process, fewer processes run at a time. Raises OSError if no process can be
     started. The results of jobs must be picklable.
@@ -214,9 +216,9 @@ class Rehearsal:
 def rehearsal_of(
     config: RunConfig, world_size: int, device_memory: int | None = None, whole: bool = False
 ) -> Rehearsal:
-    """Return the rehearsal of a resolved and validated configuration.
+    """Return the settings for rehearsing a resolved and validated configuration.
 
-    Unless `whole` is set, the rehearsal uses the smallest number of micro-batches with which every stage holds as many
+    Unless `whole` is True, the rehearsal uses the smallest number of micro-batches with which every stage holds as many
     micro-batches in flight as in a full step.
     """
     config = plan_of(config).longest.config
@@ -296,8 +298,9 @@ class _Phases:
 def rehearse_rank(rehearsal: Rehearsal, rank: int) -> RankRecord | Lost:
     """Rehearse one rank, and return its record.
 
-    An exception of the program is recorded as a `Failure`; if this machine has too little memory, the rank is `Lost`.
-    Call this function in a separate process, because parts of the library and of extensions may keep state.
+    An exception raised by the program is recorded as a `Failure`. If this machine runs out of memory, the function
+    returns `Lost`. Call this function in a separate process, because the library and its extensions may keep global
+    state.
     """
     began = time.process_time()
     phases = _Phases()

@@ -33,7 +33,8 @@ class Group(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Number of elements that an all-to-all exchanges with each rank of the group; empty if all numbers are equal."""
+    """Numbers of elements that an all-to-all sends to and receives from each rank of the group; empty if all numbers
+    are equal."""
 
     sent: tuple[int, ...] = ()
     received: tuple[int, ...] = ()
@@ -55,7 +56,7 @@ class Collective(NamedTuple):
     """Number of result elements."""
 
     reduce: str = ""
-    """Reduction: "sum", "max", ..."""
+    """Name of the reduction operation, such as "sum" or "max"; empty if the operation does not reduce."""
 
     peer: int = -1
     """Global rank of the other side: the root of a collective, the receiver of a send, or the sender of a receive."""
@@ -77,7 +78,7 @@ class Collective(NamedTuple):
     @property
     def agreed(self) -> tuple[object, ...]:
         """Return the properties of a call on which all ranks of the group must agree."""
-        if self.op in ("gather", "scatter"):  # the root also holds the whole tensor, so the size of a part is compared
+        if self.op in ("gather", "scatter"):  # the root also has the whole tensor, so compare the size of a part
             return self.op, self.dtype, min(self.sent or self.received, self.received or self.sent), self.peer
         sizes = () if self.op == "all_to_all" else (self.sent, self.received)
         return self.op, self.dtype, self.reduce, self.peer, *sizes
@@ -90,8 +91,8 @@ class Collective(NamedTuple):
 
 
 def bytes_sent(collective: Collective, rank: int) -> int:
-    """Return the number of bytes that `rank` sends. The collective is assumed to use the algorithm with the least
-    traffic, and all ranks to send equal amounts.
+    """Return the number of bytes that `rank` sends. The number is based on two assumptions: the collective uses the
+    algorithm with the least traffic, and all ranks send equal amounts.
 
     All-reduces, all-gathers and reduce-scatters use rings.
     """
@@ -119,7 +120,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Holder:
-    """Memory that is allocated at one place in the program."""
+    """Total memory of the tensors that were created at one code location (`site`)."""
 
     nbytes: int
     tensors: int
@@ -168,8 +169,8 @@ class RankRecord:
     """Processor time that the rehearsal took."""
 
     def name(self) -> str:
-        """Return the rank's name with its coordinates along the axes of size above 1, such as `rank 8 (pp 1, dp 0, tp
-        0)`."""
+        """Return the rank's name with its coordinates along the axes with more than one rank, such as `rank 8 (pp 1, dp
+        0, tp 0)`."""
         coords = ", ".join(f"{axis} {value}" for axis, value in self.coords.items())
         return f"rank {self.rank} ({coords})" if coords else f"rank {self.rank}"
 
@@ -197,7 +198,8 @@ def distinct_ranks(dims: ParallelDims) -> list[int]:
 
 
 def chosen_ranks(text: str, dims: ParallelDims) -> list[int]:
-    """Parse --ranks: "all-distinct", "all", or numbers and ranges such as 0,8,1016-1023. Raises ValueError."""
+    """Parse --ranks: "all-distinct", "all", or numbers and ranges such as 0,8,1016-1023. Raises ValueError if the text
+    has another form or a rank does not exist."""
     if text == DISTINCT:
         return distinct_ranks(dims)
     if text == "all":

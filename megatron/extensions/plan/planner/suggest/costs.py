@@ -70,7 +70,7 @@ lists_of = lru_cache(maxsize=4096)(build_schedule)
 
 
 class LayoutCosts:
-    """Costs of layouts. Results that are common to several layouts are measured once."""
+    """Predicted time and memory of layouts. Measurements that several layouts share are made only once."""
 
     def __init__(self, run: SearchedRun, device: DeviceFile, gpus_per_node: int) -> None:
         self.run = run
@@ -84,7 +84,8 @@ class LayoutCosts:
         return not validate(config, self.run.world_size)
 
     def step(self, config: RunConfig) -> StepTime:
-        """Predict a step. Raises ValueError if the device file lacks a rate that the step needs."""
+        """Predict a training step under a configuration. Raises ValueError if the device file lacks a rate that the
+        step needs."""
         return predict_step(config, self.run.world_size, self.device, self.gpus_per_node, self.cache)
 
     def memory(self, config: RunConfig) -> list[RankMemory]:
@@ -414,7 +415,7 @@ def ideal_seconds_of_a_sample(one: Sequence[PassEvents], two: Sequence[PassEvent
     work among more samples. Matrix products are assumed to keep every multiprocessor busy. Launches and minimum kernel
     times are ignored, and collectives take no time.
     """
-    device = replace(device, kernel_floor_us=0.0, launch_gap_us=0.0, sustained=1.0, capability=None)  # without waves
+    device = replace(device, kernel_floor_us=0.0, launch_gap_us=0.0, sustained=1.0, capability=None)  # no partial waves
     replay = Replay(device, Network(device, 1), {}, 0.0)
     alone, both = (
         sum(replay.kernel(event)[1] for part in parts for event in part.every if isinstance(event, Kernel))

@@ -108,7 +108,7 @@ def standing_line(ranked: Sequence[Found]) -> str:
 
 
 def table_lines(found: Sequence[Found], run: SearchedRun) -> Iterator[str]:
-    """Yield a line for each layout, followed by the flags of each layout."""
+    """Yield a table with one row per layout, followed by the flags of each layout."""
     steps = iterations_of(run.own)
     yield f"{'':<4}{'s a step':>9} {'run':>15}{'TFLOP/s':>9}{'MFU':>7}{'GiB':>7}  {'bound by':<18}layout"
     for number, each in enumerate(found, 1):
@@ -221,8 +221,8 @@ def print_suggestions(
 
     Returns True if at least one layout is legal. `device_memory` is in GiB; the default is the memory in the device
     file. `most_timed` is passed to `LayoutSearch`. The same content is written to the file of --json. If this path is
-    "", only the JSON is printed. Raises OutputError if the file cannot be written, and DeviceError if no step of this
-    kind can be predicted.
+    "", only the JSON is printed. Raises OutputError if the file cannot be written, and DeviceError if the device file
+    lacks an entry that the prediction needs.
     """
     config = asked.config
     world_size = asked.world_size

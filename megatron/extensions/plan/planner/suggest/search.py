@@ -1,4 +1,5 @@
-"""Search for the fastest layouts of a run that fit the memory of its devices. torch is imported only to measure."""
+"""Search for the fastest layouts of a run that fit the memory of its devices. torch is imported only when a layout must
+be measured."""
 
 from __future__ import annotations
 
@@ -97,8 +98,8 @@ class Found:
 def ranked_with(own: Found, found: list[Found]) -> list[Found]:
     """Rank layouts by time, fastest first. The ranking includes the run's own layout.
 
-    The run's own layout precedes other layouts of equal time, and replaces layouts of the same shape that are not
-    faster.
+    The run's own layout precedes other layouts with the same step time. Other layouts with its `Layout.shape` are
+    omitted unless they are faster.
     """
     faster = [each for each in found if each.step.seconds < own.step.seconds]
     return [*faster, own, *(each for each in found[len(faster) :] if each.layout.shape != own.layout.shape)]
@@ -260,8 +261,8 @@ class LayoutSearch:
         yield Candidate(timed.step.seconds, (2, layout.order), timed)
 
     def _may_fit(self, layout: Layout) -> Iterator[Layout]:
-        """Return the layout if its memory bound is within the limit. Otherwise, return those of the layout's next
-        memory-saving variants that may fit."""
+        """Return the layout if its memory bound is within the limit. Otherwise, return the layout's next memory-saving
+        variants that may fit."""
         if layout in self._sizes:
             return
         self.effort.layouts += 1

@@ -31,7 +31,7 @@ OFFLOADING = ("none", "states", "activations")
 """Kinds of offloading: none, optimizer states, or the activations of all layers of a stage except one."""
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 12, 16)
-"""Numbers of stages per rank that the search tries for schedules that accept any number."""
+"""Numbers of stages per rank that the search tries for schedules that accept any number of stages."""
 
 SCHEDULES = tuple(name for name in ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v") if name in PIPELINE_SCHEDULES)
 """Schedules to search, in addition to the run's schedule. gpipe is omitted, because it takes as long as 1f1b and more
@@ -70,8 +70,8 @@ class Saving(NamedTuple):
     def next(self, replicas: int) -> Iterator[Saving]:
         """Yield the settings that add one further way of saving memory to this setting.
 
-        With a yielded setting, a step takes at least as long as with the current setting. A yielded setting is
-        therefore worth evaluating only if the current setting does not fit.
+        A step takes at least as long with a yielded setting as with the current setting. A yielded setting is therefore
+        worth evaluating only if the current setting does not fit.
         """
         place = SHARDING.index(self.sharding) + 1
         if replicas > 1 and place < len(SHARDING):

@@ -44,7 +44,8 @@ class Attention:
 
     backend: str
     """Name of the kernel: cudnn, flash, flash3, triton (the kernel with dropout), or auto (the device's fastest kernel
-    without dropout). If the forward pass is in fp8: fp8_flash3, fp8_triton, or fp8 (the faster of these two kernels).
+    without dropout). Kernels with a forward pass in fp8 are named fp8_flash3, fp8_triton, or fp8 (the faster of these
+    two kernels).
     """
 
     width: int

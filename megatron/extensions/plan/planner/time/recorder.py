@@ -1,9 +1,9 @@
 """Record the kernels, collectives and memory of one micro-batch in a part of a stage.
 
 Outside compiled regions, each operation counts as one kernel that reads or writes each of its tensors once. Views take
-no time. A compiled region counts as one kernel that reads its inputs and writes its outputs. So does a cast that is one
-kernel on GPUs. The backward pass of such a region or cast reads the inputs again. FlashAttention and cuDNN kernels are
-represented by fake kernels, which accept attention tiles of any size.
+no time. A compiled region counts as one kernel that reads its inputs and writes its outputs. A cast that is a single
+kernel on GPUs is counted in the same way. The backward pass of a compiled region reads the region's inputs again.
+FlashAttention and cuDNN kernels are represented by fake kernels, which accept attention tiles of any size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PRODUCTS: dict[str, int] = {
     **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"), 0),
     **dict.fromkeys(("addmm", "addmm_", "baddbmm", "baddbmm_"), 1),
 }
-"""Maps the name of a matrix product operator to the position of the first factor among the operator's arguments."""
+"""Map from the name of a matrix product operator to the position of the first factor among the operator's arguments."""
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ ATTENTION_OF_CPUS = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def size_of(x: Tensor) -> int:
-    """Return the bytes of the distinct elements of `x`."""
+    """Return the size in bytes of the distinct elements of `x`. Expanded dimensions count only once."""
     return prod(n if s else 1 for n, s in zip(x.shape, x.stride(), strict=True)) * x.element_size()
 
 
@@ -70,8 +70,8 @@ COLLECTIVES = {
     "alltoall_base_": ("all_to_all", 1, 2),
     "send": ("send", 0, 1),
 }
-"""Maps the name of an operator to a tuple (kind of collective, argument index of the whole operand, argument index of
-the group).
+"""Map from the name of an operator to a tuple (kind of collective, argument index of the whole operand, argument index
+of the group).
 
 A `recv` moves as many bytes as a send.
 """
@@ -91,7 +91,7 @@ class _Recorded(dist.Work):
 
 
 class Recorder(LiveMemory):
-    """Mode that appends the events of executed operations to `events`."""
+    """Dispatch mode that appends the events of executed operations to `events`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -325,7 +325,7 @@ class Recorder(LiveMemory):
         written = [x for x in given if storage_id(x) in changed]
         self._moves[function, read] = move = Move(read + total_size(made) + total_size(written))
         self.add(move)
-        read += total_size([x for x in made if x.is_floating_point()])  # gradients of the outputs
+        read += total_size([x for x in made if x.is_floating_point()])  # backward also reads the output gradients
         return out
 
 

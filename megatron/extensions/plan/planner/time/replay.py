@@ -64,8 +64,8 @@ def placement(dims: ParallelDims, axes: tuple[str, ...], ranks_per_node: int) ->
 
 
 def nested_placements(group: Placement, inner: int) -> tuple[Placement, Placement]:
-    """Split a group into subgroups of `inner` consecutive ranks. Return two placements: that of a subgroup, and that of
-    the ranks that have the same position in all subgroups."""
+    """Split a group into subgroups of `inner` consecutive ranks. Return two placements: the placement of a subgroup,
+    and the placement of the ranks that have the same position in all subgroups."""
     rings = Placement(group.size // inner, max(1, -(-group.in_node // inner)), group.stride * inner)
     return Placement(inner, min(inner, group.in_node), group.stride), rings
 

@@ -43,8 +43,8 @@ SUBJECTS = (
     *("matmul", "attention", "element_wise", "tp_communication", "cp_communication", "ep_communication", "launch"),
     *("offload", "pipeline_bubble", "pipeline_messages", "grad_reduce", "param_gather", "optimizer", "overhead"),
 )
-"""Categories into which the time of a step is divided. The communication category includes exposed time and the time by
-which communication slows concurrent kernels."""
+"""Categories into which the time of a step is divided. The communication categories include exposed time and the time
+by which communication slows concurrent kernels."""
 
 AXES = ("tp", "cp", "ep", "expt_tp")
 
@@ -127,7 +127,7 @@ class StageTimes:
     """Number of expert all-to-alls in the forward pass. The backward pass has the same number."""
 
     exchange: float = 0.0
-    """Time of one expert all-to-all."""
+    """Time of one expert all-to-all in seconds."""
 
     @property
     def every(self) -> Times:
@@ -143,7 +143,7 @@ class Exposed(NamedTuple):
 
 
 class Step:
-    """Step of a configuration on one kind of device."""
+    """Training step of one configuration on one kind of device, whose time is predicted."""
 
     def __init__(
         self, config: RunConfig, world_size: int, device: DeviceFile, gpus_per_node: int, cache: PlannerCache
@@ -411,8 +411,8 @@ class Step:
         return [time] * count
 
     def _groups(self, expert: bool) -> tuple[Placement, Placement]:
-        """Return two placements: that of the ranks over which a distributed-optimizer instance shards states, and that
-        of the ranks that hold the same shard in different instances."""
+        """Return two placements: the placement of the ranks over which a distributed-optimizer instance shards states,
+        and the placement of the ranks that hold the same shard in different instances."""
         axes = ("expt_dp",) if expert else ("dp", "cp")
         whole = placement(self.dims, axes, self.network.ranks_per_node)
         if self.dims.instances == 1:

@@ -2,12 +2,14 @@
 
 Copies in both directions run at the same time, concurrently with the passes. During a pass, the parameters of the next
 pass are copied to the device, and the gradients of the previous pass are copied to the host. From the second
-micro-batch on, gradient sums are also copied to the device, because the next backward pass adds to them. A pass of C
-seconds with `coming` and `leaving` bytes takes
+micro-batch on, gradient sums are also copied to the device, because the next backward pass adds to them. Let C be the
+time in seconds that a pass takes without copies. If `coming` bytes are copied to the device and `leaving` bytes are
+copied to the host during the pass, the pass takes
 
 max(C, coming / rate, leaving / rate)
 
-at the rate of one direction, `host_gb_per_second` of the device file. The excess over C is exposed.
+seconds. Here, `rate` is the copy rate in each direction, `host_gb_per_second` in the device file. The excess over C is
+exposed.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ SCALES = "q_descale", "k_descale", "v_descale"
 
 
 class Flash3:
-    """Forward and backward pass of FlashAttention-3. Raises ImportError if the package is not installed or lacks the
-    required functions.
+    """Forward and backward pass of FlashAttention-3. The constructor raises ImportError if the package is not installed
+    or lacks the required functions.
 
     Operands are either packed, q [rows, heads, d] with `lengths`, or dense, q [b, n, heads, d]. The log-sum-exp is
     fp32, [heads, rows] or [b, heads, n].
@@ -66,8 +66,8 @@ class Flash3:
             k: Keys.
             v: Values.
             lengths: Lengths of packed sequences; None for dense operands.
-            window: Pair (left, right). A query attends to `left` keys before and `right` keys after its position; -1:
-                no limit.
+            window: Pair (left, right). A query attends to `left` keys before and `right` keys after its position. A
+                value of -1 means no limit.
             scales: Scales [3, b, groups] of q, k and v in e4m3. If scales are given, the output is bf16. Raises
                 ImportError if the package does not support scales.
         """

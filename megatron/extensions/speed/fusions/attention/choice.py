@@ -51,7 +51,7 @@ class AttentionShape:
     """Sizes and dtype of one rank's causal attention during training, for which the kernels are compared."""
 
     length: int
-    """Keys."""
+    """Number of keys."""
     samples: int
     heads: int
     groups: int
@@ -207,7 +207,7 @@ def attention_shape(config: RunConfig, cp_rank: int = 0) -> AttentionShape | Non
 
 def choose_attention(config: RunConfig, runtime: Runtime) -> str:
     """Choose one attention kernel for all ranks, and return its name for `ModelParallelConfig.attention_backend`.
-    Collective.
+    Collective over all ranks.
 
     If the requested kernel does not support this attention, another kernel is chosen, and a notice at the start of the
     run reports it. Raises ValueError if the requested kernel supports the attention but does not run on this machine.

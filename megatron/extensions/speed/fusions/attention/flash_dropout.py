@@ -114,8 +114,8 @@ def fits(dtype: torch.dtype, head_dim: int, value_head_dim: int) -> bool:
 
 
 class FlashDropoutKernel:
-    """Tile kernel that computes attention with dropout for all tiles in a single launch. Raises RuntimeError if the
-    kernel does not support the GPU, the precision or the head widths."""
+    """Tile kernel that computes attention with dropout for all tiles in a single launch. The kernel raises RuntimeError
+    if it does not support the GPU, the precision or the head widths."""
 
     needs_places = True
     most_queries = None
@@ -213,11 +213,11 @@ class _BandOnDevice(NamedTuple):
     """Copy of a `Band` on the device, with an int32 tensor for each array."""
 
     of_queries: Tensor
-    """[2, samples, n]"""
+    """Start and end of each query's key range, [2, samples, n]."""
     of_keys: Tensor
-    """[2, samples, m]"""
+    """Start and end of each key's query range, [2, samples, m]."""
     places: Tensor
-    """[n]"""
+    """Positions of the queries, [n]."""
     column_bits: Tensor
     """Dropout hash of each key position, [m]."""
 

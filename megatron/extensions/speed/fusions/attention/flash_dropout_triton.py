@@ -367,7 +367,8 @@ def _launch(
 
 
 def widths_of(q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    """Return four widths: those of queries and values, and both rounded up to powers of two."""
+    """Return four widths: the head widths of queries and values, and the same two widths rounded up to powers of
+    two."""
     width, value_width = q.shape[-1], v.shape[-1]
     return width, value_width, max(16, triton.next_power_of_2(width)), max(16, triton.next_power_of_2(value_width))
 

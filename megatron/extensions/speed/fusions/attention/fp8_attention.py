@@ -66,8 +66,8 @@ class CastHeads(NamedTuple):
 
 
 def cast_heads(q: Tensor, k: Tensor, v: Tensor) -> CastHeads:
-    """Cast q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups, dv] to e4m3. If a value is not finite, its
-    scale is NaN, which makes the output NaN."""
+    """Cast q [n, b, heads, d], k [n, b, groups, d] and v [n, b, groups, dv] to e4m3. If a value is not finite, the
+    scale of its group is NaN, which makes the output NaN."""
     groups = k.shape[2]
     in_groups = (x.unflatten(2, (groups, -1)) for x in (q, k, v))
     amax = torch.stack([x.abs().amax((0, 3, 4)) for x in in_groups]).to(torch.float32)
@@ -138,8 +138,8 @@ class Twin:
 
 
 class Flash3Kernels:
-    """Forward and backward pass with FlashAttention-3. Raises ImportError if the package is not installed or does not
-    support scales."""
+    """Forward and backward pass with FlashAttention-3. The constructor raises ImportError if the package is not
+    installed or does not support scales."""
 
     def __init__(self, scale: float) -> None:
         self.flash3 = Flash3(scale)
@@ -294,9 +294,10 @@ class Fp8TritonBackend(Fp8Backend):
 
 
 KERNEL_ERROR = 0.06
-"""Allowed relative difference, in norm, between the outputs and gradients of a kernel and those of `Twin`. Both
-implementations round the attention weights to fp8 with an error of 2.6 %. Their errors differ, because the kernel
-scales the weights by a row's maximum over the keys so far, and `Twin` by the maximum over all keys."""
+"""Allowed difference between the outputs and gradients of a kernel and the results of `Twin`: the norm of the
+difference, divided by the norm of the result of `Twin`. Both implementations round the attention weights to fp8 with an
+error of 2.6 %. Their errors differ, because the kernel scales the weights by a row's maximum over the keys so far, and
+`Twin` by the maximum over all keys."""
 
 
 def error_beside_twin(kernels: Kernels, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> float:

@@ -40,8 +40,8 @@ class Casts(NamedTuple):
     """Tensor of two integers: the bit pattern of the largest magnitude so far, and the number of finished programs.
     The kernel expects that both integers are zero, and sets them to zero again."""
     noted: Tensor | None
-    """Largest amax recorded so far (`CastOrder.noted`). If the amax of this matrix is larger, the kernel stores it
-    here."""
+    """Largest amax recorded so far (`CastOrder.noted`). If the amax of this matrix is larger, the kernel overwrites
+    this value with it."""
 
     @classmethod
     def of(cls, n: int, k: int, *cast: *CastParts) -> Casts:
@@ -299,8 +299,8 @@ def cast_transpose(x: Tensor, row_amax: Tensor | None, column_amax: Tensor | Non
 
 
 def cast_transpose_noting_amax(x: Tensor, *cast: *CastParts) -> list[Tensor]:
-    """Launch the kernel that casts x. `cast` contains the fields of a `CastOrder`, whose field `noted` the kernel
-    updates. Returns the cast by rows and the cast by columns, if requested, and the scale."""
+    """Launch the kernel that casts x. `cast` contains the fields of a `CastOrder`. The kernel updates the field
+    `noted`. Returns the cast by rows and the cast by columns, if requested, and the scale."""
     n, k = x.shape
     casts = Casts.of(n, k, *cast)
     noting_tiles[_tiles(n, k)](x, x.stride(), casts, n, k, TILE, num_warps=WARPS)
@@ -329,7 +329,7 @@ def transposed_bytes(x: Tensor) -> Tensor:
 
 def swiglu_cast(x: Tensor, grad: Tensor | None, *cast: *CastParts) -> list[Tensor]:
     """Return the requested casts of SwiGLU (or of the gradient of x if `grad` is given), and the scale. `cast` contains
-    the fields of a `CastOrder`, whose field `noted` the kernel updates."""
+    the fields of a `CastOrder`. The kernel updates the field `noted`."""
     assert x.is_contiguous() and (grad is None or grad.is_contiguous())
     n, f = x.shape[0], x.shape[1] // 2
     casts = Casts.of(n, f if grad is None else 2 * f, *cast)
@@ -341,7 +341,7 @@ def heads_gradient_cast(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor | None, sin: Tensor | None, *cast: *CastParts
 ) -> list[Tensor]:
     """Launch the kernel that joins and casts head gradients. Returns the requested casts and their scale. `cast`
-    contains the fields of a `CastOrder`, whose field `noted` the kernel updates."""
+    contains the fields of a `CastOrder`. The kernel updates the field `noted`."""
     assert all(x.is_contiguous() for x in (dq, dk, dv, cos, sin) if x is not None)
     s, b, groups, width = dv.shape
     n, slots = s * b, sum(grad.shape[2] for grad in (dq, dk, dv))

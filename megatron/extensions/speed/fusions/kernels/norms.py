@@ -1,5 +1,5 @@
-"""RMSNorm and LayerNorm in kernels that also compute the preceding residual addition, fp8 casts, and bias gradients,
-all in the same pass over the operands.
+"""Kernels for RMSNorm and LayerNorm that also compute the preceding residual addition, fp8 casts and bias gradients in
+the same pass over the operands.
 
 The forward pass returns fp8 casts of the norm, by rows and by columns, instead of the norm. The gradient of the
 residual sum is the output gradient of the previous linear layer. The backward pass also returns the fp8 casts of the
@@ -67,7 +67,7 @@ def norm_cast(x: Tensor, update: Tensor | None, norm: Norm, cast: CastOrder) -> 
 
     Args:
         x: Residual stream [n, h].
-        update: Addend [n, h]. None: x is normalized without an addition.
+        update: Addend [n, h]. If None, x is normalized without an addition.
         norm: Norm of the sum.
         cast: Requested casts of the norm.
     """
@@ -253,8 +253,8 @@ _norm_cast = gpu_operator(
     "-> Tensor[]",
     _fake_norm_cast,
 )
-"""Operator that returns a list of tensors. If there is an update, the first tensor is x + update. Then follow the
-statistics of the norm, the requested casts of the norm (by rows, then by columns), and the scale of the casts."""
+"""Operator that returns a list of tensors. If there is an update, the first tensor is x + update. The next tensors are
+the statistics of the norm, the requested casts of the norm (by rows, then by columns), and the scale of the casts."""
 
 _norm_gradients = gpu_operator(
     "kernels.norms_triton:norm_gradients",

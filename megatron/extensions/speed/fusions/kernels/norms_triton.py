@@ -51,7 +51,7 @@ class Backward(NamedTuple):
     weight: Tensor
     inverse: Tensor
     mean: Tensor | None
-    """Mean of LayerNorm."""
+    """Mean of each row, if the norm is a LayerNorm; None for RMSNorm."""
 
 
 @triton.jit
@@ -152,7 +152,7 @@ def norm_gradient_chunks(
 ):
     """Compute the gradient `dx` [n, h] of x, and the casts of `dx`. Each program processes `steps` blocks of rows. The
     kernel also records the amax of dx. `part_sums` [programs, sums, h] receives the program's partial sums of the
-    weight gradient, of the bias gradient (LayerNorm), and of dx (with SUMS).
+    weight gradient, of the bias gradient (LayerNorm), and of dx (if SUMS is True).
 
     The first pass over the chunks of a block computes sums over each row. The second pass computes gradients, and
     processes the last chunk first, because the last chunks are still in the caches. `part_sums` accumulates the partial
