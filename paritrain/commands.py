@@ -34,7 +34,7 @@ def lm_eval() -> None:
 
 
 def tool() -> None:
-    """Run `megatron-NAME`: the program tools/NAME.py or tools/pictures/NAME.py."""
+    """Run the program tools/NAME.py or tools/pictures/NAME.py as the command `megatron-NAME`."""
     _prepare()
     tools = "megatron_tools" if find_spec("megatron_tools") else "tools"  # in a clone, the folder is named tools
     name = Path(sys.argv[0]).stem.removeprefix("megatron-").replace("-", "_")

@@ -16,7 +16,7 @@ from megatron.training.reliability.launch import Launch
 
 
 def main() -> None:
-    """Run the harness on every rank, and exit with its exit code."""
+    """Run lm-evaluation-harness on every rank, and exit with the exit code that it returns."""
     try:
         launch = Launch.from_environment()
         from lm_eval.__main__ import cli_evaluate

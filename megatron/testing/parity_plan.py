@@ -1,4 +1,5 @@
-"""Rows of `megatron.testing.parity` before they run: flags, ranks and validation. This module does not import torch."""
+"""Definition of the rows of `megatron.testing.parity`: their flags, numbers of ranks and validation. This module does
+not import torch."""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ class ParityPlan:
 
 def read_flags(flags: Sequence[str], steps: int) -> RunConfig:
     """Return the configuration of the flags. Sizes that the flags do not set get tiny defaults. If there are problems,
-    raises a ValueError that lists all of them."""
+    the function raises a ValueError that lists all of them."""
     config = parse_args(["--config", str(DEFAULTS), *flags])
     data = config.data
     model = config.model

@@ -67,7 +67,8 @@ class Label:
         return f"step {self.step}" if self.step else "initial"
 
     def order(self, phase: str, *place: int) -> tuple[int, ...]:
-        """Return the key by which snapshots sort a tensor. `place` is the position of the tensor within the phase."""
+        """Return the key by which snapshots sort a tensor. `place` is the tensor's position among the tensors of the
+        phase."""
         return (self.step, PHASES.index(phase), *place)
 
 
@@ -77,8 +78,8 @@ class Snapshot:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     differing_replicas: dict[str, str] = field(default_factory=dict)
-    """Dict from the key of each tensor whose replicas differ between ranks to an error message, which says where they
-    differ."""
+    """For each tensor whose replicas differ between ranks, an error message that says where the replicas differ. The
+    dict is keyed by tensor."""
 
     @property
     def replica_errors(self) -> list[str]:
@@ -144,7 +145,7 @@ def train_and_snap(run: TrainingRun, label: Label) -> list[Fragment]:
     interval = run.interval = Interval()
     found: list[Fragment] = []
     for buffer in run.ddp.buffers:
-        buffer.grad_data.fill_(torch.nan)  # so that a gradient that this step does not compute shows as NaN
+        buffer.grad_data.fill_(torch.nan)  # a gradient that this step does not compute remains NaN
 
     seen = _GradientMeter(run, label)
     run.meters.append(seen)
@@ -252,7 +253,7 @@ def _weights(run: TrainingRun, label: Label) -> Iterator[Fragment]:
         yield _shard(run, label, "weight", param.meta, param.detach(), *places[param.meta.name])
     for model in run.stages.values():
         for param, meta in model.named_metas().values():
-            if not param.requires_grad:  # frozen, or without gradient like router biases
+            if not param.requires_grad:  # frozen parameters, and parameters without gradients, such as router biases
                 yield _shard(run, label, "state", meta, param.detach())
 
 
@@ -389,7 +390,7 @@ def relative_difference(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
 
 
 def differences(a: Snapshot, b: Snapshot) -> Iterator[tuple[str, float]]:
-    """Return (key, relative difference) of every tensor of two snapshots, in the order of computation."""
+    """Yield (key, relative difference) for every tensor of two snapshots, in the order of computation."""
     assert a.tensors.keys() == b.tensors.keys(), sorted(a.tensors.keys() ^ b.tensors.keys())
     floors = floors_of(a, b)
     return ((key, relative_difference(value, b[key], floors[key])) for key, value in a.tensors.items())

@@ -125,8 +125,9 @@ def extension_flags(
         resolve: `resolve(config)` returns the configuration with the values of other flags that these flags determine.
         reads: `reads(config)` returns the configuration with values that it reads from files named by these flags. The
             function raises ValueError with the flag's name if a file cannot be read.
-        part_of: "model" if the flags describe a model. The values of model flags are read from the loaded checkpoint,
-            like those of built-in model flags. "data" if the flags select training data. None for other flags.
+        part_of: "model" if the flags describe a model. A run reads the values of model flags from the checkpoint that
+            it loads, as it does for built-in model flags. "data" if the flags select training data. None for other
+            flags.
         always: True to call `rules` in every run, even if none of these flags is set. Use `always` if the flags belong
             to a component that other flags select.
     """
@@ -164,7 +165,7 @@ def load_saved_extensions(payload: Mapping[str, object], source: PurePath) -> No
 
 
 def may_load(names: Sequence[str], given: Sequence[str], source: PurePath, shown: str) -> list[str]:
-    """Return the extensions named in a file that may be imported.
+    """Return those extensions named in the file `source` that may be imported.
 
     An extension is permitted if one of the user's runs has recorded its code for the folder of `source`. Extensions on
     the command line (`given`) replace extensions in the file that have the same file name or are missing on disk.

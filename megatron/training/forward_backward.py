@@ -33,7 +33,7 @@ class Sums:
     """Factor by which each loss sum was multiplied before its backward pass."""
 
     total_tokens: torch.Tensor
-    """Valid tokens of the global batch; scalar float64 on every rank."""
+    """Number of valid tokens in the global batch, as a float64 scalar on every rank."""
 
     loss_and_tokens: torch.Tensor
     """[loss sum, valid tokens] in float64. A sum over all ranks counts each token once."""
@@ -51,7 +51,7 @@ class StepInput:
     """The micro-batches in `batches`, with the gradient factor for auxiliary losses added (`Batch.aux_scale`)."""
 
     total_tokens: torch.Tensor
-    """Valid tokens of the global batch; scalar float64 on every rank."""
+    """Number of valid tokens in the global batch, as a float64 scalar on every rank."""
 
     seed: float
     """Factor by which each loss sum is multiplied before the backward pass."""
@@ -59,7 +59,7 @@ class StepInput:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Run the forward and backward passes of a step on this rank's stages. All methods are collective."""
+    """Runner of the forward and backward passes of a step on this rank's stages. All methods are collective."""
 
     config: RunConfig
     runtime: Runtime
@@ -167,13 +167,13 @@ class Pipeline:
         return self.executor.run(lists[self.pp.rank], batches, loss_scale_seed=seed)
 
     def train_plainly(self, batches: Sequence[Batch], seed: float) -> list[torch.Tensor]:
-        """Do the same as `train`, but call the modules of the stages, one pipeline action at a time. Module hooks
-        therefore run."""
+        """Run the same passes as `train`, but call the modules of the stages, one pipeline action at a time. Module
+        hooks therefore run."""
         return self.executor.run(self.lists(len(batches))[self.pp.rank], batches, loss_scale_seed=seed)
 
     def evaluate(self, batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Run the forward passes of the micro-batches, without backward passes. On the last stage, returns the loss sum
-        of each micro-batch; on other stages, returns an empty list."""
+        """Run the forward passes of the micro-batches, without backward passes. On the last stage, the method returns
+        the loss sum of each micro-batch. On other stages, it returns an empty list."""
         lists = pipeline_lists(self.schedule, self.pp.size, len(batches), self.layout.chunks, True, self.group)
         return self.executor.run(lists[self.pp.rank], batches)
 

@@ -238,7 +238,7 @@ def limit_waits(runtime: Runtime, p2p: PipelineP2P, flag: str, minutes: float) -
     p2p.timeout = timedelta(minutes=minutes)
     groups = {axis.group for axis in (runtime.state.world, *runtime.state.axes.values()) if axis.group is not None}
     for group in groups:
-        set_group_timeout(timedelta(minutes=minutes), group)  # not for gloo messages, which use p2p.timeout
+        set_group_timeout(timedelta(minutes=minutes), group)  # gloo messages are not affected; they use p2p.timeout
 
 
 def shut_down() -> None:

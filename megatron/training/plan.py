@@ -115,8 +115,8 @@ class RunPlan:
         judge: Callable[[RunConfig], list[Problem]],
         resolved: RunConfig | None = None,
     ) -> list[Problem]:
-        """Return the problems with all phases of a run. `judge` returns the problems with one configuration, without
-        checking its phases. `resolved` is the resolved configuration, if already known."""
+        """Return the problems in the configurations of all phases of a run. `judge` returns the problems with one
+        configuration, without checking its phases. `resolved` is the resolved configuration, if already known."""
         return judge(config)
 
     @property

@@ -133,7 +133,7 @@ class StepTimers:
     """Factory of context managers that time the parts of a step, evaluation batches and saves. For example, `with
     timers("forward"):` times a forward pass. The other names are those in `STEP_PARTS`, `EVALUATION` and `SAVE`.
 
-    To time or trace the parts of a step, add a watcher: a function that returns a context manager for a part. If there
+    To time or trace the parts, add a watcher, which is a function that returns a context manager for a part. If there
     are no watchers, the timers do nothing.
     """
 

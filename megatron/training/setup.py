@@ -87,15 +87,15 @@ def host_threads(device: torch.device) -> int:
 
 
 def _is_elsewhere(plan: RunPlan, progress: Progress) -> bool:
-    """Return True if the run resumes at another position than its plan assumes. The position differs if the newest
-    checkpoint is damaged, or if the checkpoint was not read during planning.
+    """Return True if the run resumes at a different position from the one that its plan assumes. The position differs
+    if the newest checkpoint is damaged, or if the checkpoint was not read during planning.
     """
     at = progress.iteration, progress.consumed_samples
     return bool(progress.past_batches) and (plan.sizes.past[-1] > at or plan.sizes.points(*at) != progress.past_batches)
 
 
 def _counted_from(progress: Progress, config: RunConfig, runtime: Runtime) -> RunConfig:
-    """Compute the derived lengths of a run, such as the number of iterations, again for the position at which the run
+    """Recompute the derived lengths of a run, such as the number of iterations, for the position at which the run
     resumes. Returns the new configuration."""
     given = with_named(replace(config, past_batches=progress.past_batches), dict(config.given))
     found = resolve(given, runtime.launch.world_size, config.model.vocab_size)

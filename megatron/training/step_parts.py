@@ -54,8 +54,9 @@ class UpdateBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts about step parts of an extension. Memory plans and validation rules use these facts. The functions receive
-    a section of the run's configuration, which also gives access to the flags of extensions."""
+    """Properties of the classes with which an extension replaces objects of a training step. Memory plans and
+    validation rules use these facts. The functions receive a section of the run's configuration, which also gives
+    access to the flags of extensions."""
 
     when: Callable[[Section], bool]
     """Function of a configuration section that returns True if a run with this configuration uses these parts."""

@@ -1,4 +1,5 @@
-"""Work between and after the steps of a run: periodic tasks, saves, evaluations, and the callbacks' `on_end`."""
+"""Tasks that a run performs between steps and after the last step: periodic tasks, saves, evaluations, and the
+callbacks' `on_end`."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def _report(run: TrainingRun, log: RunLog) -> None:
 
 
 def save(run: TrainingRun) -> None:
-    """Start to save a checkpoint of the current iteration. Collective."""
+    """Start saving a checkpoint of the current iteration. Collective."""
     run.guard.settle()
     run.guard.store_means()
     with run.timers(SAVE):

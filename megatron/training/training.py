@@ -28,8 +28,8 @@ from megatron.training.train_step import train_step
 def pretrain(config: RunConfig, launch: Launch, parts: Parts | None = None) -> ExitCode:
     """Train with a configuration that is resolved and validated for `launch.world_size`.
 
-    The parts that extensions have registered are added to `parts`. Returns the exit code. Any exception ends all ranks
-    with one report.
+    The run also uses the callbacks and metrics that extensions have registered, in addition to `parts`. Returns the
+    exit code. Any exception ends all ranks with one report.
     """
     watchdog = Watchdog(launch)
     callbacks: Sequence[Callback] = ()
@@ -71,7 +71,7 @@ def train(run: TrainingRun) -> ExitCode:
 
 
 def goes_on(run: TrainingRun) -> bool:
-    """Perform the next step, and run the tasks that are due after it. Returns False once no further step follows."""
+    """Perform the next step, and run the tasks that are due after it. Return False if no further step follows."""
     try:
         if not next_step(run):
             return False

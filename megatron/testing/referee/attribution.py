@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 BLOCKS = (2, 3, 4, 8, 16)
-"""To find a wrong block, each dimension is divided into these numbers of blocks."""
+"""Numbers of equal blocks into which each dimension of a gradient is divided to find a wrong block."""
 
 MOST_ITEMS = 512
 """Largest size of the first dimension for which each index, such as an expert or a head, is checked separately."""

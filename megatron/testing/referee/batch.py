@@ -46,7 +46,7 @@ OF_STEPS = ("sample_index", "source_ids")
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one step. All arrays are [samples, s]."""
+    """Samples of one step. All arrays have the shape [samples, s]."""
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
@@ -146,7 +146,8 @@ def _check_names(arrays: Arrays, known: tuple[str, ...]) -> None:
 
 
 def _check_shapes(arrays: Arrays) -> None:
-    """Raise ValueError unless all arrays are [samples, s] and the arrays of ids hold non-negative integers."""
+    """Raise ValueError unless all arrays have the shape [samples, s] and the arrays of ids contain non-negative
+    integers."""
     if arrays["tokens"].ndim != 2 or len({each.shape for each in arrays.values()}) != 1:
         shapes = ", ".join(f"{name} {each.shape}" for name, each in arrays.items())
         raise ValueError(f"all arrays must be [samples, s], but are {shapes}")
@@ -198,7 +199,8 @@ def _of_starts(starts: NDArray[Any], shape: tuple[int, ...]) -> NDArray[np.int64
 
 
 def _shifted(arrays: Arrays) -> dict[str, NDArray[Any]]:
-    """Shift a transformers batch to Megatron-LM's form; transformers models shift the labels themselves."""
+    """Convert a transformers batch to Megatron-LM's form, in which the labels are shifted by one token. Transformers
+    models shift the labels inside the model."""
     ids, mask = arrays["input_ids"], arrays.get("attention_mask")
     labels = arrays.get("labels", ids)
     own = {name: arrays[name] for name in ("position_ids", "document_ids") if name in arrays}

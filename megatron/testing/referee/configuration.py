@@ -21,7 +21,7 @@ OF_DATA = ("data", "training")
 
 
 def with_flags(source: Source, flags: Sequence[str], takes_samples: bool) -> RunConfig:
-    """Return a model's configuration, changed by the values of `flags`, which are flags of pretrain_gpt.py.
+    """Return a model's configuration, updated with `flags`, which are flags of pretrain_gpt.py.
 
     Args:
         source: The model.

@@ -30,7 +30,7 @@ RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 class Chosen(NamedTuple):
-    """Samples of a run: the samples with the given numbers, or the samples of a step."""
+    """Selection of samples: either the samples with the given numbers, or all samples of one step."""
 
     samples: tuple[int, ...] = ()
     """Sample numbers, counted from 0 in the order in which the run consumes them."""

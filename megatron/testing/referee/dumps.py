@@ -1,4 +1,4 @@
-"""Conversion of another program's gradients to gradients of this program's parameters.
+"""Convert gradients that another program wrote to gradients of this program's parameters.
 
 To convert a weight, this program moves the elements of the other program's tensors t to their places in its weight w. A
 factor or an offset may be applied too, for example if a norm stores w - 1. As a formula, w = A t + b. A gradient is
@@ -196,8 +196,8 @@ def _shape(meta: ParamMeta | None) -> tuple[int, ...] | None:
 
 
 def _of_step(folder: Path, files: Sequence[Path], model: Source) -> Dump:
-    """Read the gradients that a run of this program has dumped at a step. Each rank has written its blocks of the
-    gradients."""
+    """Read the gradients that a run of this program wrote at one step with --save-wgrads-interval. Each rank has
+    written its blocks of the gradients."""
     boxes: dict[str, list[tuple[tuple[int, ...], Sliceable]]] = {}
     for file in files:
         for key, tensor in read_header(file).items():

@@ -118,8 +118,8 @@ def judgement_of(model: Model, batch: Batch, dump: Dump, loss: float | None) -> 
 
 
 def _first_looked_at(model: Model, batch: Batch, dump: Dump, found: Judgement) -> dict[str, Verdict]:
-    """Test whether the first wrong gradient is only a partial sum, for example over only some positions, labels or
-    samples."""
+    """Test whether the first wrong gradient is only a partial sum, for example because it omits some positions, labels
+    or samples."""
     assert found.first is not None
     verdict = found.rows[found.first]
     if verdict.explained:
@@ -135,8 +135,8 @@ def _first_looked_at(model: Model, batch: Batch, dump: Dump, found: Judgement) -
 
 
 Part = tuple[str, Tensor, float]
-"""A partial sum that a wrong gradient may equal, as a tuple: description of the part of the batch, gradient summed over
-only this part, fraction of the batch's tokens in this part."""
+"""Candidate for a partial sum that a wrong gradient may equal. The tuple contains a description of the part of the
+batch, the gradient summed over only this part, and the fraction of the batch's tokens in this part."""
 
 
 def _times(factor: float, share: float, allowed: float) -> str:
@@ -197,8 +197,8 @@ def _over_labels(model: Model, batch: Batch, name: str) -> Iterator[Part]:
 
 
 def _over_samples(model: Model, batch: Batch, name: str) -> Iterator[Part]:
-    """Yield the gradient summed over only some samples. The other program may have forgotten to add the sums of all
-    data-parallel replicas or micro-batches, each of which covers one group of samples."""
+    """Yield partial sums of the gradient, each over one group of samples. The other program may have forgotten to add
+    the sums of all data-parallel replicas or micro-batches, each of which covers one group of samples."""
     count = len(batch.tokens)
     if not 1 < count <= MOST_SAMPLES:
         return

@@ -131,8 +131,8 @@ class RunCheckpoint:
     def save(self, progress: Progress) -> PurePath:
         """Write a checkpoint of `progress.iteration` into the --save folder and make it the latest.
 
-        If the checkpoint cannot be written, raises CheckpointError on every rank, and the previous checkpoint remains
-        the latest.
+        If the checkpoint cannot be written, the method raises CheckpointError on every rank, and the previous
+        checkpoint remains the latest.
         """
         root = self.config.checkpoint.save_root
         assert root is not None
@@ -264,8 +264,8 @@ def load_start(
 ) -> Progress:
     """Load parameters and optimizer at the start of a run, and return the run's position. Collective.
 
-    The weights are loaded from a checkpoint that a callback provides. If no callback provides one, they are loaded from
-    the checkpoint or model in --load.
+    The weights are loaded from the checkpoint that a callback provides. If no callback provides one, they are loaded
+    from the checkpoint or model in --load.
     """
     for callback in sorted(checkpoint.callbacks, key=lambda each: each.start_order):
         if (progress := callback.start(checkpoint, say, data)) is not None:

@@ -1,7 +1,7 @@
 """Conversion of a command line and YAML files to a `RunConfig`, and back. This module does not import torch.
 
-Nothing is ignored silently, and all problems are reported together: unknown flags with a suggestion, values of the
-wrong type, flags for features that are not implemented, and the problems that `validate` finds.
+No flag is ignored silently. All problems are reported together: unknown flags with a suggestion, values of the wrong
+type, flags for features that are not implemented, and the problems that `validate` finds.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def parse_args(argv: Sequence[str]) -> RunConfig:
 
 @runtime_checkable
 class StatesFlags(Protocol):
-    """Kind of path, an entry of `PATH_KINDS`. A run that loads a model from a path of this kind takes some flags from
-    the model."""
+    """Interface of those entries of `PATH_KINDS` whose models determine flags. A run that loads a model from a path of
+    this kind takes some flags from the model."""
 
     def __call__(self, path: str, /) -> bool: ...
 
@@ -185,8 +185,9 @@ def changed_by_start(config: RunConfig) -> set[str]:
 
 
 def with_model_flags(config: RunConfig, reader: FlagReader) -> RunConfig:
-    """Return the configuration with the flags that another program's model in --load determines. Besides the other
-    program's model, the --load folder may contain checkpoints of a run that started from this model."""
+    """Return the configuration, with some flags set to the values that another program's model in --load requires.
+    Besides the other program's model, the --load folder may contain checkpoints of a run that started from this
+    model."""
     load = config.checkpoint.load
     try:
         kinds = [] if load is None or kind_of(load) == "checkpoint" else [PATH_KINDS[name] for name in PATH_KINDS]
@@ -248,8 +249,8 @@ def _load_extensions(tokens: Sequence[tuple[str, list[str]]], script: Path | Non
     """Import the extensions that the command line names. Also import those extensions named in configuration files that
     are permitted to load. Returns the absolute paths of the extensions.
 
-    If a file names an extension whose own file has moved, an extension with the same name on the command line replaces
-    it. Raises ExtensionError.
+    An extension on the command line replaces an extension with the same file name in a configuration file, for example
+    if the extension's file has moved. Raises ExtensionError.
     """
     written = [text for name, texts in tokens if name == "--extension" for text in texts if text_rule(text) is None]
     given = list(load_extensions([] if script else written))

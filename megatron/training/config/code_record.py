@@ -64,8 +64,8 @@ def record_named_code(config: RunConfig) -> str | None:
 
 
 def record_code(run: str | Path, names: Iterable[str]) -> None:
-    """Record that a run of the user uses the code with these names. `run` is the run's --save folder. Records from
-    earlier starts of the run are kept. Raises OSError if the record cannot be written."""
+    """Record that a run, started by this user, uses the code with these names. `run` is the run's --save folder.
+    Records from earlier starts of the run are kept. Raises OSError if the record cannot be written."""
     found = {_whole(name): digest for name in names if (digest := code_digest(name)) is not None}
     if not found:
         return
@@ -77,7 +77,7 @@ def record_code(run: str | Path, names: Iterable[str]) -> None:
 
 
 def standing(source: str | PurePath, name: str) -> Standing:
-    """Decide whether code that the file or folder `source` names may run.
+    """Decide whether code may run that is named in the file or folder `source`.
 
     The record tells which code was used by the run whose folder contains `source`. Returns "recorded" if that run used
     this code with its present content, "changed" if it used this code with different content, and "unknown" if there is

@@ -123,8 +123,8 @@ class CommandFacts:
 
 
 class ReadCommand(Protocol):
-    """Function that reads the options of a command, and that is imported only if the command line contains one of
-    them."""
+    """Function that reads the options of a command. It is imported only if the command line contains one of these
+    options."""
 
     def __call__(self, given: GivenOptions, world_size: int | None) -> Command | None:
         """Return the command that the options select; None if they select no command. If the options are not valid, add
@@ -133,7 +133,7 @@ class ReadCommand(Protocol):
 
 
 COMMANDS = Registry("command", CommandFacts, protocol=ReadCommand)
-"""Actions of `pretrain_gpt.py` other than training:
+"""Registry of commands, which `pretrain_gpt.py` runs instead of training:
 
     COMMANDS.register("count", "my.module:read", options={"--count": Option("Count the ranks.", command=True)})
 """

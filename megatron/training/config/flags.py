@@ -367,8 +367,8 @@ def _values_of_sections(config: RunConfig) -> dict[str, object]:
 
 
 def config_of_sections(values: Mapping[str, Mapping[str, object]]) -> RunConfig:
-    """Create a configuration from the output of `values_by_section`. Fields that have moved to another section are
-    found.
+    """Create a configuration from the output of `values_by_section`. A field is found even if it belonged to a
+    different section when the values were saved.
 
     Fields that this program does not have are dropped. Missing fields get their defaults."""
     built = {}

@@ -19,7 +19,8 @@ from megatron.training.plan import plan_class
 
 
 def missing_inputs(config: RunConfig, known: Sequence[Problem]) -> list[Problem]:
-    """Return the problems with the files that a run reads or writes. A plan of the run does not need these files.
+    """Return the problems with the files that a run reads or writes. Commands that only plan a run, without starting
+    it, do not need these files.
 
     The function checks that the output folders can be written, that the data sets exist, and that the checkpoint to
     load exists. Values with a `known` problem are not reported again.

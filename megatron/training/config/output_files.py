@@ -92,7 +92,7 @@ def drop_output() -> None:
 
 def why_unwritable(folder: Path) -> str | None:
     """Return the reason why no file can be created in a folder, which may not exist yet; None if a file can be created.
-    Leaves no files."""
+    The function leaves no files behind."""
     if folder.parts and folder.parts[0].endswith(":") and not Path(folder.parts[0]).exists():  # a URL, e.g. s3://x
         return f"{folder} {NO_URL[0]}"
     nearest = folder
@@ -127,7 +127,8 @@ def _kind_of_no_file(path: Path) -> str | None:
 
 
 def _unreachable(name: str, given: str, folder: UrlPath) -> Iterator[Problem]:
-    """Yield a problem if the storage for a URL does not respond, or if the run cannot write to it. Leaves no files."""
+    """Yield a problem if the storage for a URL does not respond, or if the run cannot write to this storage. The
+    function leaves no files behind."""
     storage, probe = storage_of(folder), folder / f".written-{os.urandom(16).hex()}"
     try:
         storage.write(probe, b"")

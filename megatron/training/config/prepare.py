@@ -34,8 +34,8 @@ TOKENIZER_FLAGS = {"--tokenizer-type", "--tokenizer-model", "--vocab-file", "--m
 def prepare(command: CommandLine, launch: Launch) -> RunConfig:
     """Return the resolved configuration for the world of this process.
 
-    If there are problems, prints all of them and raises SystemExit with code 2. If the command line selects a command,
-    runs it and raises SystemExit with the command's exit code. Only one rank prints messages.
+    If there are problems, the function prints all of them and raises SystemExit with code 2. If the command line
+    selects a command, runs it and raises SystemExit with the command's exit code. Only one rank prints messages.
     """
     try:
         return _prepared(command, launch)
@@ -81,7 +81,7 @@ class _Loaded:
     config: RunConfig
     problems: list[Problem]
     inputs: list[Problem]
-    """Problems with input files. They prevent a run from starting, but a command may ignore them."""
+    """Problems with input files. These problems prevent a run from starting, but a command may ignore them."""
 
 
 def _load(line: CommandLine, launch: Launch, tell: Callable[[str], None]) -> _Loaded:
@@ -147,8 +147,9 @@ def _vocabulary(
 ) -> tuple[int | None, list[Problem]]:
     """Return the vocabulary size and the problems found while reading the tokenizer.
 
-    The size is None if no flag specifies it, or if tokenizer flags are wrong. If the tokenizer cannot be read, a
-    command, such as a plan of a run, uses the vocabulary size from the flags or the checkpoint.
+    The size is None if no flag specifies it, or if tokenizer flags are wrong. If the tokenizer cannot be read, but the
+    command line selects a command such as a memory plan, the function returns the vocabulary size that the flags or the
+    checkpoint specify.
     """
     wrong = (*single_values(config), *tokenizer(resolved, world_size))
     if TOKENIZER_FLAGS & {problem.flag for problem in wrong}:

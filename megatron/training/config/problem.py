@@ -60,8 +60,8 @@ class Problem:
     def of_errors(cls, flag: str, value: object, error: Exception) -> list[Problem]:
         """Return a problem for each line of the message of `error`, such as an error raised while reading a file.
 
-        If a line has the form `--flag value: rule; remedy`, the problem belongs to the flag that the line names.
-        Otherwise, it belongs to `flag`.
+        If a line of the message has the form `--flag value: rule; remedy`, the problem belongs to the flag in this
+        line. Otherwise, it belongs to `flag`.
         """
         found = []
         for line in str(error).splitlines() or [type(error).__name__]:
@@ -134,7 +134,8 @@ def text_rule(text: str) -> tuple[str, str] | None:
 def checked_texts(parser: ArgumentParser) -> ArgumentParser:
     """Make a tool's parser refuse texts and paths that violate `text_rule`, and return the parser.
 
-    Declare arguments that accept any text with `type=any_text`, and paths in any storage with `type=located`.
+    For an argument that accepts any text, pass `type=any_text` to `add_argument`. For a path that may be in any
+    storage, pass `type=located`.
     """
     from argparse import ArgumentTypeError  # not imported at the top of the module, because runs do not need argparse
 
@@ -187,8 +188,8 @@ def multiples(value: int, divisor: int) -> str:
 def unless_multiple(
     flag: str, value: int | None, name: str, divisor: int, step: int | None = None
 ) -> Iterator[Problem]:
-    """Yield a problem if a value is not a multiple of `divisor`. In the message, `name` precedes the divisor, and is
-    usually the flag that sets the divisor.
+    """Yield a problem if a value is not a multiple of `divisor`. The message is "must be a multiple of `name`
+    `divisor`", where `name` is usually the flag that sets the divisor.
 
     The remedy names the nearest multiples of `step`, which defaults to the divisor.
     """

@@ -34,7 +34,7 @@ class Reading:
     """This program's flags that replace the given flag; empty if that flag has no effect or is a problem."""
 
     why: str = ""
-    """Reason why the flags in `ours` differ from `given`; empty if they are equal."""
+    """Reason why the flags in `ours` differ from those in `given`; empty if they are equal."""
 
     problem: bool = False
 
@@ -67,13 +67,13 @@ class ForeignProgram(Protocol):
         """Yield lines that describe in what respects the results of this program, for a resolved configuration, differ
         from those of the other program.
 
-        `given` contains all given flags, each alone and with its first value. Flags without a field are included in
-        `given`."""
+        `given` contains each given flag twice: alone, and with its first value, such as "--tp 2". Flags without a field
+        are included in `given`."""
 
 
 FOREIGN_PROGRAMS: Registry[ForeignProgram, NoFacts, []] = Registry("program", NoFacts, protocol=ForeignProgram)
-"""Other programs whose flags are recognized. The module of another program is imported only if a flag or value is given
-that no field accepts."""
+"""Other programs whose flags are recognized. The module for another program is imported only if no configuration field
+accepts a given flag or value."""
 
 
 def foreign_programs() -> dict[str, ForeignProgram]:
@@ -112,11 +112,12 @@ class FlagReader(GivenOptions):
     2"."""
 
     settings: list[Callable[[], None]] = field(default_factory=list)
-    """Functions that interpret flags whose meaning depends on other flags. The functions are called after all flags of
-    a source are read."""
+    """Functions that interpret flags whose meaning depends on other flags. After all flags of a command line or
+    configuration file are read, the reader calls these functions."""
 
     exchanges: list[Callable[[], None]] = field(default_factory=list)
-    """Functions to call after all sources are read. Each applies a switch that replaces values from any source."""
+    """Functions to call after the command line and all configuration files are read. Each function applies a switch
+    that replaces values from any of these sources."""
 
     def raise_problems(self) -> None:
         """Raise ValueError with every problem, one per line."""
@@ -146,7 +147,7 @@ class FlagReader(GivenOptions):
         if name in options():
             self._option(name, texts)
         elif flag is not None and (not flag.spec.choices or all(text in flag.spec.choices for text in texts)):
-            self.read_field(name, texts, texts)  # most runs end here, and import no code for other programs
+            self.read_field(name, texts, texts)  # usually no code for other programs is imported
         elif not any(program.read(self, name, texts) for program in foreign_programs().values()):
             self._unknown(name, texts) if flag is None else self.read_field(name, texts, texts)
 
@@ -266,8 +267,8 @@ class FlagReader(GivenOptions):
         self.values = overridden(earlier, self.values)
 
     def refuse_unrecorded_code(self, replaced: Collection[str]) -> None:
-        """Add a problem for each value from a file that names code, unless this code is recorded for a run of the user.
-        The fields in `replaced` are not checked."""
+        """Add a problem for each value in a configuration file that names code, unless a run of this user has recorded
+        the code. The fields in `replaced` are not checked."""
         for name in self.values.keys() & self.sources.keys() - set(replaced):
             flag = field_table()[name]
             path = self.sources[name]
@@ -436,7 +437,8 @@ def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueEr
 
 
 def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
-    """Return the unsupported feature of another program that the flag selects with these values, or None."""
+    """If the flag with these values selects a feature of another program that this program does not support, return the
+    feature; otherwise, return None."""
     return next(filter(None, (program.feature(flag.name, texts) for program in foreign_programs().values())), None)
 
 

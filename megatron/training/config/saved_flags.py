@@ -94,7 +94,7 @@ def _saved_tokenizer(config: RunConfig, saved: RunConfig, load: PurePath) -> tup
     """Return the values of the tokenizer fields in the saved run, and a note for each tokenizer file that is read from
     the copy in the checkpoint's folder.
 
-    If a tokenizer flag is given, nothing is taken from the saved run, and both results are empty.
+    If the configuration sets a tokenizer flag, the saved run's tokenizer is not used, and both results are empty.
     """
     if any(getattr(config.tokenizer, field) is not None for field in TOKENIZER_FIELDS):
         return {}, []
@@ -124,9 +124,9 @@ def _moved(values: dict[str, str | None], load: PurePath) -> Iterator[tuple[str,
 
 
 def _with_saved_modules(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the configuration, changed so that multi-token prediction modules have the same layer kind as in the
-    checkpoint, and notes about changes. The configuration changes only if the model has layers of different kinds, and
-    the multi-token prediction modules in the checkpoint have the kind of the last layer."""
+    """Return a configuration in which the multi-token prediction modules have the same layer kind as in the checkpoint,
+    and notes about the changes. The configuration changes only if the model has layers of different kinds, and the
+    multi-token prediction modules in the checkpoint have the kind of the last layer."""
     model, load = config.model, config.checkpoint.load
     differ = model.window_attn_skip_freq is not None or model.no_rope_freq is not None
     if not (model.mtp_depths and differ) or load is None or config.checkpoint.finetune:
@@ -165,8 +165,8 @@ def _with_former_defaults(config: RunConfig, given: Collection[str]) -> tuple[Ru
 
 
 def resumed_metadata(options: CheckpointConfig) -> dict[str, Any] | None:
-    """Return the contents, except tensors, of the checkpoint from which a run continues; None if the run starts at
-    iteration 0.
+    """Return the metadata (everything except tensors) of the checkpoint from which a run continues; None if the run
+    starts at iteration 0.
 
     Raises ValueError if no checkpoint is readable, or if another program wrote the checkpoints.
     """
@@ -233,7 +233,8 @@ def saved_sections(load: PurePath) -> dict[str, dict[str, object]] | None:
 
 
 def saved_metadata(load: PurePath) -> dict[str, Any] | None:
-    """Return the contents, except tensors, of the latest checkpoint in a folder; None if there is no checkpoint.
+    """Return the metadata (everything except tensors) of the latest checkpoint in a folder; None if there is no
+    checkpoint.
 
     If the latest checkpoint cannot be read, the previous one is used, as when a run loads a checkpoint. Raises
     ValueError if no checkpoint is readable, or if another program wrote the checkpoints.

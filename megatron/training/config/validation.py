@@ -43,7 +43,8 @@ S = TypeVar("S", bound="DataclassInstance")
 
 
 MOCK_VOCAB_SIZE = 50257
-"""Vocabulary size of a run on synthetic data if the flags set neither a tokenizer nor a vocabulary size: GPT-2's."""
+"""Vocabulary size of a run on synthetic data if the flags set neither a tokenizer nor a vocabulary size. It is the size
+of GPT-2's vocabulary."""
 
 
 def validate(config: RunConfig, world_size: int) -> list[Problem]:
@@ -66,7 +67,7 @@ def findings(config: RunConfig, world_size: int, resolved: RunConfig | None = No
 
 def _own_findings(config: RunConfig, world_size: int, known: tuple[RunConfig, RunConfig | None]) -> list[Problem]:
     """Return the problems and notices for a configuration, but not for its training phases. `known` is a pair
-    (configuration, its resolved form), which is reused if `config` is the same configuration."""
+    (configuration, its resolved form). If `config` is the configuration in `known`, its resolved form is reused."""
     problems = [*single_values(config), *(problem for *_, problem in switched_off(config))]
     flagged = {problem.flag for problem in problems if not problem.harmless}
     same, resolved = known

@@ -18,7 +18,7 @@ from megatron.training.progress import Interval
 
 
 class Tallies(Meter):
-    """Meter that sums the tallies of this rank's modules over the steps of a log interval.
+    """Meter that sums, over the steps of a log interval, the losses and token counts that this rank's modules record.
 
     `tallies` are tensors of equal shape, to which the modules add their counts. All tensor-parallel ranks have equal
     tallies. Only the tensor-parallel rank on which `counts` is True reports its tallies.
@@ -67,8 +67,8 @@ class MultiTokenLosses(Tallies):
 
     def weighted_sum(self) -> Tensor:
         """Return the weighted sum of the multi-token prediction losses in the step so far. The loss that is
-        differentiated includes this sum, but the reported loss does not. The sum is a float64 scalar, which is 0 on
-        ranks whose tallies are not counted."""
+        differentiated includes this sum, but the reported loss does not. The sum is a float64 scalar. It is 0 on
+        tensor-parallel ranks other than the first, so that each token is counted once."""
         parts = [module.weight * module.tally[:, 0].sum() for module in self.modules if self.counts]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.totals.device)
 

@@ -28,9 +28,9 @@ removed or changes its meaning. Adding a key does not change the version."""
 class RunLog:
     """Write records and progress on the first rank, and nothing on other ranks.
 
-    The constructor also creates the --save folder and writes the resolved configuration into it, except in a run that
-    only evaluates a checkpoint in that folder. All files are closed when `resources` is closed, or when the process
-    ends after a failure.
+    The constructor creates the --save folder and writes the resolved configuration into it. A run that only evaluates a
+    checkpoint in that folder does not write the configuration. All files are closed when `resources` is closed, or when
+    the process ends after a failure.
     """
 
     def __init__(self, run: TrainingRun, resources: ExitStack) -> None:
@@ -40,7 +40,7 @@ class RunLog:
         self._runtime, self._lines = runtime, run.lines
         self._sinks: list[Sink] = []
         self._bar: Bar | None = None
-        self._config_file: list[tuple[RunConfig, Path]] = []  # at most one entry
+        self._config_file: list[tuple[RunConfig, Path]] = []  # empty, or a single (configuration, path of the file)
         if not runtime.is_main:
             return
         save = config.checkpoint.save_root

@@ -121,7 +121,7 @@ def peak_of_model(name: str, peaks: Mapping[str, float]) -> float | None:
 
 
 def utilization(config: RunConfig, device: torch.device, tflops: float) -> Record:
-    """Return the record entries for TFLOP/s per device and MFU; empty if FLOPs are not counted."""
+    """Return the record entries for TFLOP/s per device and MFU. The record is empty if FLOPs are not counted."""
     if not tflops:
         return {}
     dtype = getattr(torch, config.parallel.params_dtype)

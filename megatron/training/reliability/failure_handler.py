@@ -56,7 +56,8 @@ LAST_RESORT = 30.0
 
 
 class FailureHandler:
-    """Exit this process, after reporting the reason to the other ranks, the screen, the launcher and OUTCOME_FILE."""
+    """Handler that exits this process after reporting the reason. The report goes to the other ranks, the screen, the
+    launcher and OUTCOME_FILE."""
 
     def __init__(
         self, launch: Launch, status: RankStatus, stacks: StackDump, signals: SignalListener, outcome: Outcome
@@ -123,7 +124,7 @@ class FailureHandler:
         """End all ranks because the process of `rank` is gone. `seen` is the time of the rank's last sign of life."""
         with self._only_once():
             board, phase = self._board, ""
-            with suppress(RuntimeError):  # fails if the process that is gone hosted the store
+            with suppress(RuntimeError):  # this fails if the process that is gone hosted the store
                 phase = board.last_phase(rank)
             phase = f"{phase or 'unknown'}, at its last sign of life"
             pid = f" {board.peers[rank].pid}" if rank in board.peers else ""

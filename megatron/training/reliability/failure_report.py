@@ -181,7 +181,7 @@ def start_again(options: CheckpointConfig, saved: int | None = None, memory: str
 
 
 def died(options: CheckpointConfig, saved: int | None = None, memory: str = "") -> str:
-    """Return the advice for the case that a process ended without a report. The arguments are the same as for
+    """Return the advice to print if a process ended without a report. The arguments have the same meaning as those of
     `start_again`."""
     return ADVICE["died"].format(again=start_again(options, saved, memory)) + perhaps_open_files()
 

@@ -56,8 +56,8 @@ def quiet_torch(environ: MutableMapping[str, str]) -> None:
     """Suppress warnings from torch's C++ code, unless the user has set the log level. Call this function before torch
     is imported.
 
-    Otherwise, each attempt to reach a store or rank that is gone would print a warning with dozens of C++ frames before
-    the failure report. Errors from C++ are still printed.
+    Without this setting, each attempt to reach a store or rank that is gone would print a warning with dozens of C++
+    frames before the failure report. Errors from C++ are still printed.
     """
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
@@ -160,24 +160,25 @@ def hold_ignored_signals() -> None:
 
 
 def write_error_file(text: str, at: float | None = None) -> bool:
-    """Write torchrun's error file. At the end, torchrun prints the text of this file. Returns False if the launcher is
-    not torchrun.
+    """Write torchrun's error file. After the workers end, torchrun prints the text of this file. Returns False if the
+    launcher is not torchrun.
 
     torchrun considers the failure with the earliest time, in whole seconds, to be the root cause. `at` is the time of
-    the failure to report, by default the current time."""
+    the failure to report. The default is the current time."""
     path, text = os.environ.get("TORCHELASTIC_ERROR_FILE"), redacted(text)
     if not path:
         return False
     extra = {"py_callstack": text, "timestamp": str(int(at or time.time()))}
     try:
         Path(path).write_text(json.dumps({"message": {"message": text.splitlines()[0], "extraInfo": extra}}))
-    except OSError:  # expected if `text` reports a full disk
+    except OSError:  # the disk may be full, and `text` may report just that
         return False
     return True
 
 
 def tell_last(text: str, now: bool = False, at: float | None = None) -> None:
-    """Make the root cause the last text on the screen. `at` is the time of the failure, by default the current time.
+    """Print the root cause so that it is the last text on the screen. `at` is the time of the failure, by default the
+    current time.
 
     torchrun prints a worker's error file when all workers have ended. If torchrun will restart the workers, or if
     torchrun is ending too (`now` is True), this function prints the text itself.

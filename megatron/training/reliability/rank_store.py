@@ -74,7 +74,8 @@ class NoStoreError(ConnectionError):
 
 def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here: bool = True) -> dist.Store:
     """Connect to the store of this world. Rank 0 opens the store, unless the launcher has opened one. With
-    `open_here=False`, rank 0 connects like the other ranks, because another process of rank 0 has opened the store.
+    `open_here=False`, rank 0 connects like the other ranks, because a different process on rank 0 has already opened
+    the store.
 
     torchrun's store outlives the ranks that torchrun restarts, so each start uses its own keys. If rank 0 opens the
     store, each start has a separate port and store. Raises NoStoreError if there is no store within `timeout`, if rank
@@ -198,7 +199,7 @@ def _connected(address: str, port: int, launch: Launch, opens: bool, timeout: ti
 
 @dataclass(frozen=True)
 class Peer:
-    """Identity of a process, by which other processes on the same machine can find it."""
+    """Description of a process that other processes on the same machine can use to find the process."""
 
     host: str
     pid: int
@@ -268,7 +269,7 @@ def _parse_request(text: str) -> Request:
 
 
 class Board:
-    """Interface through which one rank accesses the store."""
+    """Interface through which one rank accesses the rendezvous store."""
 
     def __init__(self, store: dist.Store, launch: Launch) -> None:
         self.store: Any = store
@@ -281,7 +282,8 @@ class Board:
         """Counter of malformed values in the store; rank 0 reports the first such value."""
 
         self._malformed = dict[str, int]()
-        """For each key, the hash of the malformed value that was counted last, so that no value is counted twice."""
+        """For each key, the hash of the malformed value that was counted last. The hash prevents a value from being
+        counted twice."""
 
         self.first_phase = ""
         """Phase in which rank 0 was when `watch_first` was last called."""
@@ -389,7 +391,7 @@ class Board:
         return self.read("told", self._parse_failure)
 
     def _parse_failure(self, text: str) -> Failure:
-        """Parse the report of a failure. The reporting rank may belong to a larger world than this rank."""
+        """Parse the report of a failure. The world of the reporting rank may be larger than the world of this rank."""
         failure = parse_record(Failure, text)
         if failure.reporter < 0 or not 0 < failure.code < 256:
             raise ValueError(f"rank {failure.reporter} or exit code {failure.code} is out of range")
@@ -407,8 +409,8 @@ class Board:
         return self.read(f"ask/{number}", _parse_request)
 
     def agreed(self, number: int) -> int | None:
-        """Return the tick (step or evaluation batch) after which a request is carried out; None if it is not known yet.
-        Rank 0 computes this tick, which is the latest tick that any rank has begun."""
+        """Return the tick (step or evaluation batch) after which a request is carried out; None if this tick is not
+        known yet. Rank 0 computes this tick, which is the latest tick that any rank has begun."""
         found = self.read(f"agreed/{number}", parse_integer)
         if found is None and self.launch.rank == 0:
             positions = self.read_all(f"at/{number}", parse_integer)

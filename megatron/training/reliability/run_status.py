@@ -97,9 +97,9 @@ def early_end_told(launch: Launch) -> Iterator[None]:
 
 
 def code_for_launcher(code: int, environ: Mapping[str, str] | None = None) -> int:
-    """Return the exit code for the launcher. For a stopped run that is to be resumed later (`TO_BE_RESUMED`), the exit
-    code is 0 in two cases: if the launching script reads the status from OUTCOME_FILE instead, or if torchrun has
-    restarts left, because torchrun would restart the run after any other code."""
+    """Return the exit code for the launcher. The exit code of a stopped run that is to be resumed later
+    (`TO_BE_RESUMED`) becomes 0 in two cases: the launching script reads the status from OUTCOME_FILE instead, or
+    torchrun has restarts left. In the second case, torchrun would restart the run after any other code."""
     environ = os.environ if environ is None else environ
     restarts = [environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
     if code == ExitCode.TO_BE_RESUMED and (environ.get(VARIABLE) or int(restarts[0]) < int(restarts[1])):

@@ -40,8 +40,8 @@ class StackDump:
         faulthandler.enable(self._file)
 
     def write(self, title: str, beside: Callable[[Path, int], None]) -> None:
-        """Write the stacks of all threads, and then call `beside(folder, rank)`, which may write further files. A full
-        disk is not an error."""
+        """Write the stacks of all threads, and then call `beside(folder, rank)`, which may write further files. If a
+        file cannot be written, for example because the disk is full, the error is ignored."""
         if self._file is None or self.folder is None:
             return
         with suppress(OSError):

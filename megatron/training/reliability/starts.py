@@ -16,15 +16,15 @@ Attempt = Callable[[RunConfig, Launch], int]
 
 
 class Starter(Protocol):
-    """Function that runs a rank of the training. The function may start the rank several times, for example again after
-    a failure."""
+    """Function that trains on one rank. The function may start the rank several times, for example again after a
+    failure."""
 
     def __call__(self, config: RunConfig, launch: Launch, attempt: Attempt) -> int:
         """Call `attempt` once or several times. Each call runs in a separate process, with a rank and a world of its
         own.
 
-        The launcher may have started more processes than the world has ranks. Returns the exit code of the last
-        attempt.
+        The launcher may also have started spare processes, so there may be more processes than ranks. Returns the exit
+        code of the last attempt.
         """
 
 

@@ -116,7 +116,7 @@ class StopRequests:
                 with self._change:
                     self._asked = request
         if self._asked is not None and self._after is None and not self.undecided:
-            board.say(f"at/{self._number}", str(self._ticks))  # no tick begins until all answers are known
+            board.say(f"at/{self._number}", str(self._ticks))  # this rank begins no tick until all ranks have answered
             after = board.agreed(self._number)
             if after == 0 and self._asked.kind == "resume":
                 return f"ending before the first step: {self._asked.why}"
@@ -149,14 +149,14 @@ class SignalListener:
         self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def start(self, listen: bool) -> None:
-        """Start to receive signals if `listen` is True. Call this method on the main thread. This method also delivers
+        """Start receiving signals if `listen` is True. Call this method on the main thread. This method also delivers
         signals that arrived earlier, which were blocked since the start of the process."""
         wake, receives = self._sockets = socket.socketpair()
         wake.setblocking(False)
         receives.setblocking(False)
         if listen and threading.current_thread() is threading.main_thread():
-            # The byte arrives on the socket even while the main thread is inside a collective, when a Python handler
-            # would not run.
+            # The byte arrives on the socket even while the main thread is inside a collective. A Python signal handler
+            # would not run during that time.
             signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
             os.register_at_fork(after_in_child=_forget_socket)  # a forked child must not write to this socket
             under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

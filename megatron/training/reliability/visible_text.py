@@ -52,7 +52,7 @@ PROGRESS = re.compile(r"(?P<start>\r?)(?P<text>.*?)(?P<end>(?:\x1b\[K)?)", re.DO
 rest of the line."""
 
 MOVES = re.compile(r"(?:\n|\x1b\[A)*")
-"""Pattern of a progress bar's output that moves between the lines of several bars."""
+"""Pattern of the line breaks and escape codes that move the cursor between the lines of several progress bars."""
 
 
 class VisibleStream:

@@ -77,9 +77,9 @@ class Watchdog:
     def start(self, signals: bool, deadlines: Mapping[str, tuple[float, str]]) -> None:
         """Start the watchdog's thread. Call this method on the main thread, after `connect`.
 
-        `signals` is True if the watchdog must handle signals such as SIGTERM, which end the run. `deadlines` contains
-        requests to stop or save at a given time. The dict maps the reason of each request to a pair (`time.monotonic()`
-        value of the deadline, kind of the request).
+        `signals` is True if the watchdog must end the run on signals such as SIGTERM. `deadlines` contains requests to
+        stop or save at a given time. The dict maps the reason of each request to a pair (`time.monotonic()` value of
+        the deadline, kind of the request).
         """
         assert self.board is not None, "connect first"
         self._deadlines = deadlines

@@ -54,8 +54,8 @@ def _widths_by_layer(c: RunConfig, tp: int) -> Iterator[Problem]:
 
 
 def window_heads(c: RunConfig) -> dict[str, int | None]:
-    """Return the head counts of layers with a sliding window or chunks, keyed by flag; None for flags that are not
-    given."""
+    """Return the head counts of layers with sliding-window or chunked attention, keyed by flag. The value is None for a
+    flag that is not given."""
     m = c.model
     return {
         "--window-num-attention-heads": m.window_num_attention_heads,

@@ -34,8 +34,8 @@ def world(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def sequence(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the sequence length is a multiple of the number that context and sequence parallelism require
-    together."""
+    """Check that the sequence length is divisible into the equal parts that context and sequence parallelism
+    require."""
     p, s = c.parallel, c.model.seq_length
     cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
     if cp < 1 or tp < 1:

@@ -106,8 +106,8 @@ def _divisor(size: int, most: int) -> int:
 
 
 def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Report parts in --recompute-modules that the model does not have, or that are contained in a larger part that is
-    recomputed."""
+    """Report each module named in --recompute-modules that the model does not contain, or that is part of a larger
+    recomputed module."""
     m, flag = c.model, "--recompute-modules"
     named = m.recompute_modules or ()
     try:
@@ -128,8 +128,8 @@ def recomputation(c: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def loss_chunks(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check --loss-chunk-tokens, with which the forward pass computes the output layer, the loss and their gradients in
-    chunks of tokens."""
+    """Check --loss-chunk-tokens. With this flag, the forward pass computes the output layer, the loss and their
+    gradients in chunks of tokens."""
     name = "--loss-chunk-tokens"
     size, loss = c.parallel.loss_chunk_tokens, c.model.loss_func
     if not size:

@@ -30,7 +30,7 @@ class Finite(float):
 
 
 class SavedPhase(TypedDict):
-    """Types of the entries in a checkpoint that describe a training phase which has started (`RunPlan.record`)."""
+    """Types of the values that a checkpoint stores for each training phase that has started (`RunPlan.record`)."""
 
     name: str
     first_sample: int
@@ -200,5 +200,5 @@ def _json_name(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """Format a value for a message. A number is shown as it is, and any other value by the name of its type."""
+    """Format a value for a message. A number is shown in digits. Any other value is shown by the name of its type."""
     return f"{value!r:.40}" if type(value) in (int, float) else _json_name(value)
