@@ -313,18 +313,16 @@ class Callback:
         """Read input files. Called after rendezvous, before the model is built. A ValueError ends the run."""
 
     def choose(self, config: RunConfig, parallel: ModelParallelConfig, runtime: Runtime) -> ModelParallelConfig:
-        """Return the settings with which to build the model. These settings are either `parallel`, or a copy that gives
-        the same results, for example with another kernel. `config` is the configuration of the longest phase.
-        Collective."""
+        """Return the settings for building the model: `parallel`, or an equivalent copy, for example with another
+        kernel. `config` is the configuration of the longest phase. Collective."""
         return parallel
 
     def on_model(self, config: RunConfig, stages: Mapping[int, GPTModel], runtime: Runtime) -> None:
         """Called when this rank's stages are built, before gradients and states are allocated. Collective."""
 
     def start(self, begun: BegunRun, say: Callable[[str], None], data: Callable[[int], str | None]) -> Progress | None:
-        """Load initial weights in place of the weights in --load, and return the position at which the run starts.
-        Return None to use the weights in --load. `data` maps a number of consumed samples to a data fingerprint. A
-        ValueError ends the run. Collective."""
+        """Load initial weights in place of those in --load, and return the start position; None to use --load. `data`
+        maps a number of consumed samples to a data fingerprint. A ValueError ends the run. Collective."""
         return None
 
     def metrics(self) -> Mapping[str, Measure]:
@@ -343,8 +341,7 @@ class Callback:
 
     def on_verdict(self, verdict: Verdict) -> None:
         """Called with the outcome of a step, at the latest during the next step and before anything depends on the
-        outcome. This method may raise `StepsTakenBackError` if `on_step_end` has requested the outcome before the next
-        step."""
+        outcome. It may raise `StepsTakenBackError` if `on_step_end` requested the outcome before the next step."""
 
     def search(self, verdict: Verdict) -> StepFinding | None:
         """Search for the cause of a step whose loss or gradient was not finite. Called on every rank before the next
@@ -385,10 +382,9 @@ class Callback:
         """Called after each log line, with the line's record."""
 
     def evaluation_weights(self, run: RunView) -> Iterable[OptimizerPiece] | None:
-        """Return weights for evaluation, such as averages; None for the model's own weights. The returned weights must
-        be a state of the callback or of the optimizer (`run.optimizer.sharded_state()`). Every rank returns the weights
-        of the elements that it updates. If several callbacks return weights, those of the last callback are used.
-        Collective."""
+        """Return weights for evaluation, such as averages; None for the model's own weights. The weights must be a
+        state of the callback or the optimizer (`run.optimizer.sharded_state()`). Every rank returns the elements that
+        it updates. If several callbacks return weights, the last callback's weights are used. Collective."""
         return None
 
     def on_evaluation(self, run: RunView, split: str, record: Record) -> None:

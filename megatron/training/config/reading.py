@@ -116,8 +116,7 @@ class FlagReader(GivenOptions):
     configuration file are read, the reader calls these functions."""
 
     exchanges: list[Callable[[], None]] = field(default_factory=list)
-    """Functions to call after the command line and all configuration files are read. Each function applies a switch
-    that replaces values from any of these sources."""
+    """Functions to call after all flags and files are read. Each one applies a switch that replaces other values."""
 
     def raise_problems(self) -> None:
         """Raise ValueError with every problem, one per line."""
@@ -437,8 +436,7 @@ def _no_choice(flag: Flag, texts: Sequence[str], illegal: str) -> IllegalValueEr
 
 
 def _feature(flag: Flag, texts: Sequence[str]) -> str | None:
-    """If the flag with these values selects a feature of another program that this program does not support, return the
-    feature; otherwise, return None."""
+    """Return the unsupported feature of another program that these values of `flag` select; None if there is none."""
     return next(filter(None, (program.feature(flag.name, texts) for program in foreign_programs().values())), None)
 
 

@@ -56,8 +56,7 @@ LAST_RESORT = 30.0
 
 
 class FailureHandler:
-    """Handler that exits this process after reporting the reason. The report goes to the other ranks, the screen, the
-    launcher and OUTCOME_FILE."""
+    """Exit this process, after reporting the reason to the other ranks, the screen, the launcher and OUTCOME_FILE."""
 
     def __init__(
         self, launch: Launch, status: RankStatus, stacks: StackDump, signals: SignalListener, outcome: Outcome

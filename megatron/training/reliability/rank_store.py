@@ -74,8 +74,7 @@ class NoStoreError(ConnectionError):
 
 def meet(launch: Launch, timeout: timedelta, name: str, run: str = "", open_here: bool = True) -> dist.Store:
     """Connect to the store of this world. Rank 0 opens the store, unless the launcher has opened one. With
-    `open_here=False`, rank 0 connects like the other ranks, because a different process on rank 0 has already opened
-    the store.
+    `open_here=False`, rank 0 connects like the other ranks, because another process on rank 0 has opened the store.
 
     torchrun's store outlives the ranks that torchrun restarts, so each start uses its own keys. If rank 0 opens the
     store, each start has a separate port and store. Raises NoStoreError if there is no store within `timeout`, if rank
@@ -282,8 +281,7 @@ class Board:
         """Counter of malformed values in the store; rank 0 reports the first such value."""
 
         self._malformed = dict[str, int]()
-        """For each key, the hash of the malformed value that was counted last. The hash prevents a value from being
-        counted twice."""
+        """For each key, the hash of the malformed value that was counted last. No value is counted twice."""
 
         self.first_phase = ""
         """Phase in which rank 0 was when `watch_first` was last called."""
