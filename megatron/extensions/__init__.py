@@ -1,12 +1,13 @@
-"""The built-in extensions: what a run can do without. This module does not import torch.
+"""The built-in extensions: optional features of the framework. This module does not import torch.
 
-Each is a folder in the folder of its subject (`mixers`, `attention`, `pipeline`, ...) that registers its flags and
-parts as a user's `--extension FILE.py` does. It can be deleted, with its line below: its flags then are errors that
-name it. The trunk (`megatron.core`, `megatron.training`) imports none of them.
+Each extension is a folder within the folder of its subject (`mixers`, `attention`, `pipeline`, ...). It registers its
+flags and components in the same way as a user's `--extension FILE.py`. To remove an extension, delete its folder and
+its line in `BUILT_IN`; if one of its flags is then passed, the error message names the missing extension. The core
+packages `megatron.core` and `megatron.training` import no extension.
 
-    SUBJECT/NAME/__init__.py   what it is for, its flags, and what to read first
-    SUBJECT/NAME/flags.py      its flags, ranges stated on the fields, and where its parts are; imports no torch
-    SUBJECT/NAME/rules.py      rules of several fields, if there are any; imports no torch
+    SUBJECT/NAME/__init__.py   purpose of the extension, its flags, and which file to read first
+    SUBJECT/NAME/flags.py      flags with their valid ranges, and registrations; does not import torch
+    SUBJECT/NAME/rules.py      rules that involve several flags, if there are any; does not import torch
     SUBJECT/NAME/hooks.py      callbacks, meters and tasks, if there are any
 """
 
@@ -25,17 +26,17 @@ class BuiltIn:
     """A built-in extension."""
 
     place: str
-    """Its folder: `SUBJECT/NAME`."""
+    """Folder of the extension, in the form `SUBJECT/NAME`."""
 
     about: str
-    """Its purpose, in one line."""
+    """Purpose of the extension, in one line."""
 
     needs: tuple[str, ...] = ()
-    """Names of the extensions that it imports."""
+    """Names of the other extensions that this extension imports."""
 
     @property
     def name(self) -> str:
-        """Its name without the subject, as messages and tests give it."""
+        """Name of the extension without its subject. Messages and tests use this name."""
         return self.place.partition("/")[2]
 
 
@@ -212,19 +213,22 @@ BUILT_IN: tuple[BuiltIn, ...] = (
     BuiltIn("layers/scaled_swiglu", "SwiGLU with factors of its gates and outputs, as in Falcon-H1."),
     BuiltIn("layers/xielu", "xIELU, an activation function with two trainable scalars, as in Apertus."),
 )
-"""The one list of built-in extensions."""
+"""All built-in extensions."""
 
 INDEX = Path(__file__).with_name("flag_index.txt")
-"""A line for each extension, `name: --flag --flag=value`: flags of it, and values of other flags that it registers, by
-which those of a deleted one are distinguished from typing errors.
-`python -m tests.pure.test_arguments` writes it."""
+"""File with one line per extension, in the form `name: --flag --flag=value`. A line lists the flags of the extension,
+and the values that the extension registers for flags of other modules. If an extension was deleted, this file
+distinguishes its flags and values from typing errors. `python -m tests.pure.test_arguments` writes the file."""
 
 
 @cache
 def load() -> None:
-    """Imports `flags.py` of each extension, which registers its flags and where its parts are. Only once. Every program
-    calls it before it reads flags or looks up parts: the library itself does not know its extensions. Raises
-    ModuleNotFoundError for an extension without its folder, and for one without another that it needs."""
+    """Import `flags.py` of each extension, which registers the flags and the components of the extension. Repeated
+    calls have no effect. Every program must call this function before it parses flags or looks up components, because
+    the core packages do not import extensions.
+
+    Raises ModuleNotFoundError if the folder of an extension is missing, or if an extension needs another extension that
+    is not listed in `BUILT_IN`."""
     here, listed = Path(__file__), {extension.name for extension in BUILT_IN}
     for extension in BUILT_IN:
         absent = [need for need in extension.needs if need not in listed]

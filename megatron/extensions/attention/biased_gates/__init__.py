@@ -2,5 +2,5 @@
 
 Enabled by --attention-module biased_gates. Flags: --query-growth-exponent and --query-growth-length.
 
-Read `biased_gates.py`.
+The implementation is in `biased_gates.py`.
 """

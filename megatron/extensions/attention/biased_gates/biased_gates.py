@@ -14,8 +14,8 @@ from megatron.extensions.attention.biased_gates.flags import BiasedGatesFlags
 
 
 class BiasedGateAttention(SelfAttention):
-    """`SelfAttention` with gate_bias [heads]: one number per head, added to all output gates of the head. Heads are
-    sharded over the tensor-parallel ranks."""
+    """`SelfAttention` with an additional parameter gate_bias [heads]: one bias per head, which is added to all output
+    gates of the head. Heads are sharded over the tensor-parallel ranks."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__(name, config, ctx)

@@ -1,4 +1,5 @@
-"""Flags, rules and registration of self-attention with biased gates. This module does not import torch."""
+"""Registers self-attention with biased gates, and defines its flags and flag rules. This module does not import
+torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
 """Self-attention whose output projection has a bias in the last layer only, as in GPT-NeoX-Japanese.
 
-Enabled by --attention-module biased_last_attention. Read `biased_last_attention.py`.
+Enabled by --attention-module biased_last_attention. The implementation is in `biased_last_attention.py`.
 """

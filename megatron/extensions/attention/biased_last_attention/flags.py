@@ -1,4 +1,4 @@
-"""Registration of self-attention with an output bias in the last layer. This module does not import torch."""
+"""Registers self-attention with an output bias in the last layer. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,18 +1,18 @@
 """Context-parallel attention by all-gather of keys and values, or by all-to-all of heads.
 
-All-gather (as in Llama 3, arXiv:2407.21783): the forward pass all-gathers keys and values before attention. The
-backward pass reduce-scatters the gradients of keys and values. The communication volume is proportional to the number
-of key-value heads. Communication does not overlap with computation.
+All-gather (as in Llama 3, arXiv:2407.21783): the forward pass all-gathers the keys and values before it computes
+attention. The backward pass reduce-scatters the gradients of keys and values. The communication volume is proportional
+to the number of key-value heads. The communication does not overlap with computation.
 
 All-to-all (a2a, DeepSpeed Ulysses, arXiv:2309.14509): the first all-to-all exchanges sequence shards for head shards,
 so that each rank computes attention over the whole sequence for some of the heads. A second all-to-all restores the
 sequence shards of the output. The number of bytes that each rank sends decreases as the number of ranks grows. The
-number of ranks must divide both the heads and the key groups.
+number of query heads and the number of key-value heads must be multiples of the number of ranks.
 
 All-to-all combined with a ring (a2a+p2p, like LoongTrain's 2D attention, arXiv:2406.18485): groups of neighbouring
 ranks, such as the ranks of one node, exchange heads by an all-to-all. Ranks that have the same index within their
-groups form a ring, along which keys and values are passed. Less data crosses node boundaries than with a single ring,
-and fewer heads are needed than with an all-to-all alone.
+groups form a ring, along which keys and values are passed. This method sends less data between nodes than a single
+ring, and needs fewer heads than an all-to-all over all ranks.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def gathered_attention(
 def _gathered(
     q: Tensor, kv: Tensor, width: int, cp: Axis, causal: Causal, shards: Shards, sinks: Tensor | None
 ) -> Tensor:
-    """Compute attention for arbitrary sequence shards. `kv` [s/cp, b, groups, d + dv] contains the keys in its first
-    `width` channels, and the values in the other channels. Each rank sends only the keys and values that queries of
-    other ranks attend to."""
+    """Compute attention after an all-gather of keys and values, for arbitrary sequence shards. The first `width`
+    channels of `kv` [s/cp, b, groups, d + dv] are the keys, and the other channels are the values. Each rank sends only
+    the keys and values that the queries of other ranks attend to."""
     held, sent = shards.held[cp.rank], shards.sent[cp.rank]
     spans, parts = list(held), list(kv.split([len(span) for span in held]))
     if sent:
@@ -77,7 +77,7 @@ def _gathered(
 
 
 def _rows(x: Tensor, rows: Spans) -> Tensor:
-    """Return the selected rows of x [m, ...] as one tensor [n, ...]."""
+    """Return the rows of x [m, ...] that lie in the spans `rows`, as one tensor [n, ...]."""
     return torch.cat([x[each.start : each.stop] for each in rows])
 
 
@@ -148,9 +148,9 @@ def nested_attention(q: Tensor, k: Tensor, v: Tensor, cp: Axis, causal: Causal, 
 
 def _by_rank(q: Tensor, k: Tensor, v: Tensor, ranks: Axis) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
     """Concatenate q [s/cp, b, heads, d], k [s/cp, b, groups, d] and v [s/cp, b, groups, dv], so that one all-to-all can
-    exchange all three. Returns two values. The first is the tensor [s/cp, b, ranks, channels]; slice i of dimension 2
-    contains the query heads, keys and values of rank i. The second is a function that splits a slice [s, b, channels]
-    into queries, keys and values."""
+    exchange all three. Return the concatenated tensor [s/cp, b, ranks, channels] and a function. Slice i of dimension 2
+    of the tensor contains the query heads, keys and values that the all-to-all sends to rank i. The function splits a
+    received slice [s, b, channels] into queries, keys and values."""
     parts = [x.unflatten(2, (ranks.size, -1)).flatten(3) for x in (q, k, v)]
     widths, channels = [part.shape[3] for part in parts], [x.shape[3] for x in (q, k, v)]
 
@@ -179,9 +179,9 @@ def _as_held(x: Tensor, spans: Spans) -> Tensor:
 
 
 def sequence_to_heads(x: Tensor, cp: Axis) -> Tensor:
-    """Exchange sequence shards x [s/cp, b, cp, ...] for whole sequences [s, b, ...] by an all-to-all. Dimension 2 of x
-    is divided between the ranks: each rank receives the whole sequence of slice x[:, :, cp.rank]. The sequence shards
-    are those of `rank_spans`."""
+    """Exchange sequence shards x [s/cp, b, cp, ...] for whole sequences [s, b, ...] by an all-to-all. Each rank
+    receives the whole sequence of one slice of dimension 2, x[:, :, cp.rank]. `rank_spans` defines which positions are
+    in the sequence shard of each rank."""
     # dimension 0 of the exchanged tensor is the rank that sent the block
     return from_rank_order(swap_blocks(x.movedim(2, 0), cp).flatten(0, 1), cp.size)
 

@@ -1,5 +1,5 @@
-"""Rules and registrations for the context-parallel communication methods, except for the default method. This module
-does not import torch."""
+"""Registers all context-parallel communication methods except for the default method, and defines their flag rules.
+This module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron.training.config.run_config import RunConfig
 
 
 def heads_over_context(c: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the attention heads can be divided evenly between context-parallel ranks. a2a divides the heads of a
-    tensor-parallel rank among all context-parallel ranks; a2a+p2p divides them among the ranks of one all-to-all
-    group."""
+    """Check that the attention heads can be divided evenly between context-parallel ranks. The method a2a divides the
+    heads of a tensor-parallel rank among all context-parallel ranks. The method a2a+p2p divides these heads among the
+    ranks of one all-to-all group."""
     m, p = c.model, c.parallel
     cp, tp = p.ranks_by_heads, p.tensor_model_parallel_size
     if tp < 1:

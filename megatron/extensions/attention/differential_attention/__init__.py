@@ -2,5 +2,5 @@
 
 Enabled by --attention-module differential_attention. Flag: --differential-lambda-std.
 
-Read first: `differential_attention.py`, the module.
+The implementation is in `differential_attention.py`.
 """

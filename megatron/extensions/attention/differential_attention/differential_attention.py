@@ -24,13 +24,13 @@ VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 
 
 class DifferentialAttention(nn.Module):
-    """Attention in which each pair of heads outputs (softmax(q1 k1ᵀ) - lambda softmax(q2 k2ᵀ)) [v1, v2], divided by the
-    root mean square of this output.
+    """Attention in which each pair of heads computes (softmax(q1 k1ᵀ) - lambda softmax(q2 k2ᵀ)) [v1, v2]. The result is
+    divided by its root mean square and multiplied by 1 - lambda_init.
 
     Query groups p and p + pairs form a pair, where `pairs` is half the number of groups. The weight of linear_qkv is
     [pairs, 2, q_per_group + 2, head_dim, h]; each group consists of its query heads, its key and its value. Each layer
-    has one lambda: exp(q1 · k1) - exp(q2 · k2), plus a constant that grows with the layer number. Here, q1, k1, q2 and
-    k2 are four trained vectors.
+    has one lambda: exp(lambda_q1 · lambda_k1) - exp(lambda_q2 · lambda_k2) + lambda_init. The four vectors are trained.
+    The constant lambda_init depends only on the layer number, and is larger in later layers.
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -47,7 +47,8 @@ class DifferentialAttention(nn.Module):
         of_output = bias or config.add_attention_output_bias
         self.linear_proj = row_parallel(RowLinear(f"{name}.linear_proj", heads * width, hidden, of_output), ctx)
         init = Init("normal", std=config.options(DifferentialAttentionFlags).differential_lambda_std)
-        # Each rank computes lambda for its own heads, so that gradients are partial sums over the ranks.
+        # Each tensor-parallel rank computes lambda for its own heads. The gradients of the four vectors are therefore
+        # partial sums, which must be added over the ranks.
         metas = [ParamMeta(f"{name}.{of}", (width,), init=init, partial_over=("tp",), role="vector") for of in VECTORS]
         self.lambdas = nn.ParameterList(make_parameter(meta, ctx) for meta in metas)
         self.core = CoreAttention(name, config, ctx)
@@ -63,7 +64,7 @@ class DifferentialAttention(nn.Module):
         q, k = q.flatten(2, 4), k.flatten(2, 4)
         if self.rotation is not None:
             q, k = self.rotate(q, k, *context.rotary[self.rotation])
-        both = v.flatten(3, 5)  # values of both heads of each pair, [s, b, pairs/tp, 2 d]
+        both = v.flatten(3, 5)  # [s, b, pairs/tp, 2 d], the values of both heads of each pair
         out = self._attend(q, k, torch.stack((both, both), dim=3).flatten(2, 3), context)
         first, second = out.unflatten(-1, (-1, 2, self.queries, 2 * self.head_dim)).unbind(3)
         difference = first - self._factor().to(second.dtype) * second
@@ -76,13 +77,13 @@ class DifferentialAttention(nn.Module):
         return (HeadRows(self.linear_qkv, self.queries, tuple((kind, count * self.head_dim) for kind, count in kinds)),)
 
     def _factor(self) -> Tensor:
-        """Compute lambda from its four parameter vectors. Lambda is fp32 if the vectors are 16-bit."""
+        """Compute lambda from the four trained vectors. Lambda is fp32 if the vectors are 16-bit."""
         q1, k1, q2, k2 = (each.float() if each.itemsize == 2 else each for each in self.lambdas)
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.first
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: BatchContext) -> Tensor:
-        """Return the outputs of all heads [s, b, heads/tp * 2 d]. During generation, queries also attend to cached
-        tokens."""
+        """Return the attention outputs of this rank's heads, [s, b, heads/tp * 2 d]. During generation, queries also
+        attend to cached tokens."""
         if context.cache is not None and (seen := context.cache.append(self.layer, k, v)) is not None:
             k, v = seen
             return self.core.behind_cache(q, k, v, context.cache)

@@ -1,4 +1,4 @@
-"""Flag, rules and registration of differential attention. This module does not import torch."""
+"""Registers differential attention, and defines its flag and flag rules. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -4,5 +4,5 @@ Flags: --multi-latent-attention, or --attention-module multi_latent_attention, w
 --kv-lora-rank, --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim. With --recompute-modules mla_up_proj, the
 backward pass recomputes queries, keys and values from the latents.
 
-Read first: `multi_latent_attention.py` contains the module and its weights.
+Read `multi_latent_attention.py` first, which contains the module and its weights.
 """

@@ -1,4 +1,4 @@
-"""Flags, rules and registration of multi-latent attention.
+"""Registers multi-latent attention, and defines its flags and flag rules.
 
 This module does not import torch.
 """
@@ -144,7 +144,7 @@ def _aligned(c: RunConfig, facts: LinearFormatFacts) -> Iterator[Problem]:
     m = c.model
     own = c.options(LatentAttentionFlags)
     tp = c.parallel.tensor_model_parallel_size
-    if m.moe_latent_size is None:  # with --moe-latent-size, the rule for experts checks the tokens
+    if m.moe_latent_size is None:  # with --moe-latent-size, the flag rule for experts checks the number of tokens
         yield from tokens_for_latents(c)
     heads = m.num_attention_heads // tp if tp > 0 and m.num_attention_heads % tp == 0 else 0
     if heads < 1:

@@ -1,12 +1,12 @@
 """Multi-latent attention (MLA) of DeepSeek-V2 (arXiv 2405.04434, section 2.1) and DeepSeek-V3 (arXiv 2412.19437,
 section 2.1).
 
-The hidden states of each token are projected down to a query latent and a key-value latent, and these latents are
-projected up to heads. Each query head and each key head consists of non-rotary channels and rotary channels. The rotary
-channels of the key are projected directly from the hidden states, and are shared by all heads.
+Down-projections map the hidden states of each token to a query latent and a key-value latent, and up-projections map
+these latents to heads. Each query head and each key head consists of non-rotary channels and rotary channels. The
+rotary channels of the key are projected directly from the hidden states, and are shared by all heads.
 
-Every tensor-parallel rank computes the full latents and its own heads: the down-projections are replicated, and the
-up-projections are sharded by heads.
+Every tensor-parallel rank computes the full latents, but only a part of the heads: the down-projections are replicated,
+and the up-projections are sharded by heads.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Latents(NamedTuple):
     """Latents from which the heads are projected, and rotary channels of the keys."""
 
     q: Tensor
-    """Query latents [s, b, q_lora_rank], or the hidden states [s, b, h] if there is no query latent; [s/tp, ...] under
-    sequence parallelism. With --mla-latent-gate, the shape is [s, b, 2 * q_lora_rank]: each normalized latent is
-    followed by the same latent before normalization."""
+    """Query latents [s, b, q_lora_rank], or the hidden states [s, b, h] if there is no query latent. Under sequence
+    parallelism, the first dimension is s/tp. With --mla-latent-gate, the shape is [s, b, 2 * q_lora_rank]: each
+    normalized latent is concatenated with the same latent before normalization."""
 
     kv: Tensor
-    """Key-value latents [s, b, kv_lora_rank]; [s/tp, ...] under sequence parallelism."""
+    """Key-value latents [s, b, kv_lora_rank]. Under sequence parallelism, the first dimension is s/tp."""
 
     key: Tensor
     """Rotary channels of the keys, [s, b, 1, qk_pos_emb_head_dim], shared by all heads."""
@@ -53,8 +53,8 @@ class Latents(NamedTuple):
 
 @dataclass(frozen=True)
 class LatentLinears:
-    """Linear layers of multi-latent attention. Only linear_proj can have a bias, which `add_bias_linear` or
-    `add_attention_output_bias` enables."""
+    """Linear layers of multi-latent attention. Only linear_proj can have a bias. The configuration field
+    `add_bias_linear` or `add_attention_output_bias` enables this bias."""
 
     q_down: ReplicatedLinear | None
     """Layer linear_q_down_proj, which computes query latents; None if there is no query latent."""
@@ -103,9 +103,9 @@ def latent_linears(name: str, config: TransformerConfig) -> LatentLinears:
 
 
 def gate_linear(name: str, config: TransformerConfig) -> ColumnLinear | None:
-    """Return the layer linear_gate, which computes gates of the head outputs; return None if there are no gates. The
-    weight of linear_gate is [heads, h] for one gate per head, or [heads, v_head_dim, 2 * q_lora_rank] for one gate per
-    channel of each head."""
+    """Return the layer linear_gate, which computes the gates by which head outputs are multiplied; return None if the
+    model has no such gates. The weight of linear_gate is [heads, h] for one gate per head, or [heads, v_head_dim, 2 *
+    q_lora_rank] for one gate per channel of each head."""
     own, heads = config.options(LatentAttentionFlags), config.num_attention_heads
     if own.mla_latent_gate and own.q_lora_rank:
         return ColumnLinear(f"{name}.linear_gate", 2 * own.q_lora_rank, (heads, own.v_head_dim), False)
@@ -113,8 +113,8 @@ def gate_linear(name: str, config: TransformerConfig) -> ColumnLinear | None:
 
 
 class MultiLatentAttention(nn.Module):
-    """Multi-latent attention, which consists of down-projections, latent norms, up-projections, the rotary embedding,
-    core attention, and an output projection.
+    """Multi-latent attention (MLA): down-projections, latent norms, up-projections, the rotary embedding, core
+    attention, and an output projection.
 
     Adjacent rotary channels form a pair, as in DeepSeek's weights.
     """
@@ -178,8 +178,8 @@ class MultiLatentAttention(nn.Module):
         return self.linear_proj(self.gated(out, gate, "sigmoid"))
 
     def logit_rows(self) -> tuple[HeadRows, ...]:
-        """Describe which weight rows of the up-projections produce queries, keys and values. The rotary key is not
-        included, because the down-projection produces it for all heads."""
+        """Describe which weight rows of the up-projections produce queries, keys and values. The rotary key, which all
+        heads share, is not included, because the down-projection produces it."""
         of_q = (RowKind.QUERY, self.key_width), (RowKind.QUERY_OF_SHARED_KEY, self.rotary_width)
         of_kv = (RowKind.KEY, self.key_width), (RowKind.OTHER, self.value_width)
         return HeadRows(self.linear_q, 1, of_q), HeadRows(self.linear_kv_up, 1, of_kv)
@@ -215,7 +215,8 @@ class MultiLatentAttention(nn.Module):
         return scaled_queries(q, context.query_scales)
 
     def _behind_cache(self, latents: Latents, cache: EarlierTokens, context: BatchContext) -> Tensor:
-        """Compute attention to cached latents, and return the head outputs [s, b, heads/tp * v_head_dim].
+        """Compute attention to the cached latents of earlier tokens. Return the head outputs [s, b, heads/tp *
+        v_head_dim].
 
         All heads attend to the latents, which serve as both keys and values. The key up-projection is applied to the
         queries, and the value up-projection is applied to the output, so that the latents of earlier tokens need not be

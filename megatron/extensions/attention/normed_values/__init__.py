@@ -2,5 +2,5 @@
 
 Enabled by --attention-module normed_values. Flag: --global-keys-as-values.
 
-Read `normed_values.py`.
+The implementation is in `normed_values.py`.
 """

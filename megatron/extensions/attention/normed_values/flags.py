@@ -1,4 +1,5 @@
-"""Flag, rules and registration of self-attention with normalized values. This module does not import torch."""
+"""Registers self-attention with normalized values, and defines its flag and flag rules. This module does not import
+torch."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def rules(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def source_of(config: TransformerConfig, number: int) -> int | None:
-    """Return the layer whose keys and values the given layer reuses; None if the given layer has its own.
+    """Return the number of the layer whose keys and values layer `number` reuses; return None if layer `number`
+    projects its own keys and values.
 
     Raises ValueError if no earlier layer of the same kind has keys and values.
     """
@@ -55,7 +57,7 @@ def source_of(config: TransformerConfig, number: int) -> int | None:
 
 
 def _shared_layers(c: RunConfig) -> Iterator[Problem]:
-    """Check that an earlier layer provides keys and values for each layer that does not project them."""
+    """Check that each layer without key and value projections can reuse the keys and values of an earlier layer."""
     m, count = c.model, c.options(NormedValuesFlags).kv_shared_layers
     if any(getattr(each, "qk_clip", False) for each in c.extension_options):
         yield Problem.exclusive(SHARED, count, "--qk-clip", "several layers with different scores share the same keys")
@@ -79,9 +81,9 @@ def _shared_layers(c: RunConfig) -> Iterator[Problem]:
 
 
 def _of_other_stages(c: RunConfig, sources: list[int | None]) -> Iterator[Problem]:
-    """Check that no pipeline stage needs keys and values from another stage."""
+    """Check that no layer reuses keys and values of a layer in another pipeline stage."""
     if c.model.vocab_size is None:
-        return  # stages need the vocabulary size; the rule is repeated once it is known
+        return  # the stages depend on the vocabulary size; this rule runs again when the size is known
     try:
         from megatron.core.pipeline_parallel.layer_split import pipeline_stages  # imports torch
 

@@ -22,10 +22,11 @@ from megatron.extensions.attention.normed_values.flags import NormedValuesFlags,
 class NormedValueAttention(SelfAttention):
     """`SelfAttention` that divides each value head by its root mean square.
 
-    With --global-keys-as-values, layers without a sliding window or attention chunks replace linear_qkv with linear_qk,
-    whose weight is [groups, q_per_group + 1, head_dim, h]. Each group consists of its query heads and its key, which
-    also serves as its value. The last --kv-shared-layers layers attend to the keys and values of an earlier layer. They
-    have only linear_q, whose weight is [groups, q_per_group, head_dim, h].
+    With --global-keys-as-values, layers that have neither a sliding window nor attention chunks use linear_qk instead
+    of linear_qkv. The weight of linear_qk is [groups, q_per_group + 1, head_dim, h]. Each group consists of the query
+    heads of the group and one key head, whose keys also serve as values. Each of the last --kv-shared-layers layers
+    attends to the keys and values of an earlier layer. These layers have only linear_q, whose weight is [groups,
+    q_per_group, head_dim, h].
     """
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
@@ -76,7 +77,8 @@ class NormedValueAttention(SelfAttention):
         q = self.q_layernorm(q) if self.normed_last else q
         both = context.left.get(source)
         if both is None:
-            # Only the planner gets here: it runs each layer separately on fake tensors, without the source layer.
+            # Only the planner reaches this line. It runs each layer separately on fake tensors, so the keys and values
+            # of layer `source` do not exist.
             assert not has_values(x), f"layer {source} is in another stage"
             both = q.new_zeros(*q.shape[:2], self.groups, sum(self.widths))
         k, v = both.split(self.widths, dim=-1)

@@ -3,13 +3,13 @@
 A query attends to the last tokens of its document, and to compressed keys, each of which is computed from several
 consecutive tokens. With a compression ratio of 4, each compressed key covers two windows of 4 tokens, and an indexer
 selects the keys that a query attends to. If the compression ratio is larger than 4, a query attends to all compressed
-keys without a selection. One key, which is also the value, serves all heads. The last channels of a key are rotated by
-the key's position. The position of a compressed key is the position of the first token that the key is computed from.
-The output of a query is rotated back by the query's position. The formulas match Hugging Face's implementation of
-DeepSeek-V4.
+keys of earlier tokens in its document. All heads share one key per token, which also serves as the value. The rotary
+embedding rotates the last channels of each key by the position of the key. The position of a compressed key is the
+position of the first token that the key is computed from. The attention output of a query is rotated back by the
+position of the query. The formulas match Hugging Face's implementation of DeepSeek-V4.
 
-Every tensor-parallel rank computes all keys and the queries of its own heads. Context-parallel ranks gather the keys
-and the inputs from which compressed keys are computed. No compressed key spans two documents.
+Every tensor-parallel rank computes all keys, but only the queries of its own heads. The keys, and the inputs from which
+compressed keys are computed, are all-gathered over the context-parallel ranks. No compressed key spans two documents.
 """
 
 from __future__ import annotations
@@ -57,26 +57,25 @@ from megatron.extensions.attention.sparse_attention.sparse_attention import Sele
 
 
 class Windows(NamedTuple):
-    """Windows of consecutive tokens from which compressed keys are computed. Samples with few windows are padded to the
-    largest possible number of windows, which is the number in a sample of one document."""
+    """Windows of consecutive tokens from which compressed keys are computed. Every sample is padded to the same number
+    of windows: the number of windows in a sample that consists of one document."""
 
     first: Tensor
     """Position of the first token of each window, [windows, 1 or b] int64; 0 for padding."""
 
     follows: Tensor
-    """Mask [windows, 1 or b] that is True for each window that follows another window of the same document."""
+    """Mask [windows, 1 or b]; True if the window follows another window of the same document."""
 
     begin: Tensor
-    """For each token, the position of the first token of its document, [s, 1 or b] int64."""
+    """Position of the first token of each token's document, [s, 1 or b] int64."""
 
     before: Tensor
-    """For each token, the number of compression windows in all documents that precede the token's document in the
-    sample, [s, 1 or b] int64."""
+    """Total number of windows in all documents of the sample before each token's document, [s, 1 or b] int64."""
 
 
 def windows_of(documents: Documents | None, length: int, ratio: int, device: torch.device) -> Windows:
-    """Divide the documents of each sample into windows of `ratio` tokens. Tokens at the end of a document that do not
-    fill a window belong to no window.
+    """Divide the documents of each sample into windows of `ratio` tokens. If the last tokens of a document do not fill
+    a window, these tokens belong to no window.
 
     Args:
         documents: For each sample, the positions at which its documents begin; None if every sample is one document.
@@ -108,7 +107,7 @@ def _windows_of_documents(documents: Documents, length: int, ratio: int, device:
 
 
 class Compressor(nn.Module):
-    """Module that computes weighted means over windows of tokens, and normalizes and rotates these means."""
+    """Module that computes compressed keys: weighted means over windows of tokens, normalized and rotated."""
 
     def __init__(
         self,
@@ -120,9 +119,9 @@ class Compressor(nn.Module):
         width: int,
         partial_over: tuple[str, ...],
     ) -> None:
-        """Create the projections. If each key covers two windows, each projection has two blocks of rows. The outputs
-        of the first block contribute to the key of the next window, and the outputs of the second block contribute to
-        the key of the window itself.
+        """Create the projections. If each compressed key covers two windows, the weight of each projection has two
+        blocks of rows. For a token in a window, the outputs of the first block contribute to the key of the next
+        window, and the outputs of the second block contribute to the key of the token's own window.
 
         Args:
             name: Prefix of the parameter names.
@@ -139,8 +138,8 @@ class Compressor(nn.Module):
         self.ape = make_parameter(
             ParamMeta(f"{name}.ape", (ratio, rows), {}, random, partial_over, role="convolution"), ctx
         )
-        """One bias per position in a window, [ratio, rows]. The biases are added to the logits of the weights with
-        which the tokens of a window are summed."""
+        """Biases for each position in a window, [ratio, rows]. The biases are added to the logits whose softmax yields
+        the weights of the tokens in the window."""
         self.linear_wkv = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wkv", hidden, rows, False), ctx)
         self.linear_wgate = ReplicatedParallelLinear(ReplicatedLinear(f"{name}.linear_wgate", hidden, rows, False), ctx)
         self.width = width
@@ -157,7 +156,7 @@ class Compressor(nn.Module):
         Args:
             made_of: [s, b, 2 * rows], outputs of `forward` for all tokens of the samples.
             windows: Windows into which the samples are divided.
-            packed: True if samples may contain several documents; a window may then begin at any token.
+            packed: True if samples may contain several documents. In this case, a window may begin at any token.
             tables: Cosines and sines of the rotary embedding, [s, b, r / 2].
         """
         ratio, (count, samples) = self.ape.shape[0], (len(windows.first), made_of.shape[1])
@@ -179,8 +178,8 @@ class Compressor(nn.Module):
 
 
 class CompressedIndexer(nn.Module):
-    """Indexer that scores its own compressed keys with its own query heads and head weights. The inputs of the indexer
-    receive no gradient."""
+    """Indexer of compressed attention. It has separate query heads, head weights and compressed keys, from which it
+    computes the scores of the compressed attention keys. The inputs of the indexer receive no gradient."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         super().__init__()
@@ -198,8 +197,9 @@ class CompressedIndexer(nn.Module):
         )
 
     def forward(self, x: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the indexer queries, the inputs of the indexer's compressed keys, and the head weights. x is [s, b,
-        h]. q is [s, b, q_lora_rank], or x if there is no query latent."""
+        """Return the indexer queries, the inputs from which the compressed indexer keys are computed, and the head
+        weights. x contains the hidden states [s, b, h]. q contains the query latents [s, b, q_lora_rank], or is x if
+        there is no query latent."""
         x, q = x.detach(), q.detach()
         weights = self.linear_weights_proj(x) * (self.heads * self.width) ** -0.5
         return self.linear_wq_b(q).unflatten(-1, (self.heads, self.width)), self.compressor(x), weights
@@ -222,8 +222,9 @@ class CompressedKeys(SelectedKeys):
         assert rotation is not None
         self.rotation: Rotation = rotation
         self.compressors: tuple[Compressor, ...] = ()
-        """The compressors of the layer: first the one for attention keys, then the one for indexer keys, if the layer
-        has them. The tuple keeps this module from registering them: other modules own them as submodules."""
+        """Compressors of the layer: the compressor of attention keys, followed by the compressor of indexer keys; empty
+        if the layer has no compressed keys. The compressors are stored in a tuple because they are submodules of other
+        modules, and must not be registered as submodules here."""
 
     def forward(self, q: Tensor, kv: Tensor, *more: Tensor | BatchContext) -> Tensor:
         """Compute attention and project the outputs of each head group to a low rank. Returns the projected outputs of
@@ -232,10 +233,11 @@ class CompressedKeys(SelectedKeys):
         Args:
             q: [s, b, heads/tp, d], queries after the rotary embedding.
             kv: [s, b, d], keys after the rotary embedding; they are also the values.
-            more: Tensors that depend on the layer, followed by the batch context. A layer with compressed keys has the
-                inputs of the compressed keys. A layer with an indexer also has the inputs of the indexer keys, the
-                indexer queries and the head weights. Under sequence parallelism, the indexer queries and head weights
-                cover only this rank's tokens.
+            more: Tensors that depend on the layer, followed by the batch context. For a layer with compressed keys, the
+                first tensor contains the inputs from which the compressed keys are computed. For a layer with an
+                indexer, three more tensors follow: the inputs from which the indexer keys are computed, the indexer
+                queries, and the head weights. Under sequence parallelism, the indexer queries and head weights contain
+                only this rank's tokens.
         """
         operands, context = parted(more)
         made_of, index = operands[: len(self.compressors)], operands[len(self.compressors) :]
@@ -301,8 +303,8 @@ class CompressedKeys(SelectedKeys):
 
 
 class CompressedAttention(MultiLatentAttention):
-    """Compressed attention with one key per token, which all query heads share, and compressed keys. Adjacent rotary
-    channels form a pair, as in DeepSeek's weights. The RMSNorm of query heads has no weight."""
+    """Attention to the keys of recent tokens and to compressed keys. All query heads share one key per token. Adjacent
+    rotary channels form a pair, as in DeepSeek's weights. The RMSNorm of query heads has no weight."""
 
     def __init__(self, name: str, config: TransformerConfig, ctx: TPContext) -> None:
         # The base class's __init__ is skipped, because it would create parameters that this class does not use.
@@ -317,7 +319,7 @@ class CompressedAttention(MultiLatentAttention):
         self.linear_q = column_parallel(linears.q, ctx)
         kv = ReplicatedLinear(f"{name}.linear_kv_proj", hidden, self.width, False)
         self.linear_kv = ReplicatedParallelLinear(kv, ctx)
-        """Projection to one vector per token, which is both key and value for all heads."""
+        """Projection to one vector per token. The vector is both the key and the value of all heads."""
         self.linear_gate = None
         of_norms = replace(config, norm_epsilon=own.latent_norm_epsilon or config.norm_epsilon)
         self.eps = of_norms.norm_epsilon
@@ -357,7 +359,7 @@ class CompressedAttention(MultiLatentAttention):
         return q, self.kv_layernorm(self.linear_kv(x)), *made_of, *index
 
     def _heads(self, latents: tuple[Tensor, ...], context: BatchContext) -> tuple[Tensor, ...]:  # type: ignore[override]
-        """Return the tensors that `CompressedKeys` expects as its arguments."""
+        """Return the tensors that are passed to `CompressedKeys.forward`."""
         (q, kv, *more) = latents
         width = self.rotary_width
         tables = self._tables(context)

@@ -1,4 +1,4 @@
-"""Flags, rules and registration of sparse and compressed attention.
+"""Registers sparse and compressed attention, and defines their flags and flag rules.
 
 This module does not import torch.
 """
@@ -30,8 +30,8 @@ the compressed keys."""
 
 
 def has_indexer(config: RunConfig) -> bool:
-    """Return True if any layer selects keys."""
-    with suppress(ValueError):  # other rules report an invalid pattern
+    """Return True if any layer has an indexer, which selects keys."""
+    with suppress(ValueError):  # other rules report an invalid layer pattern
         variants = config.model.linear_attentions
         return "dsa" in variants or (COMPRESSED in variants and SELECTED in ratios(config.model))
     return True
@@ -129,8 +129,9 @@ def listed_ratios(config: TransformerConfig) -> tuple[int, ...]:
 
 
 def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKind:
-    """Return a copy of the layer kind with the rotary embedding and the sliding window of layer `number`. Only the
-    window counts as the attention range, because there are few compressed keys."""
+    """Return a copy of the layer kind with the rotary embedding and the attention range of layer `number`. The
+    attention range is the sliding window. Compressed keys are not included in the range, because there are few
+    compressed keys."""
     own, ratio = config.options(CompressedAttentionFlags), 0
     with suppress(ValueError):
         ratio = ratios(config)[number]
@@ -140,8 +141,8 @@ def of_layer(config: TransformerConfig, number: int, kind: LayerKind) -> LayerKi
 
 
 def selects(config: TransformerConfig, number: int) -> bool:
-    """Return True if a layer, or a multi-token prediction module, has an indexer. A layer without an indexer reuses the
-    keys that the nearest earlier indexer selected."""
+    """Return True if layer `number` has an indexer. A layer without an indexer reuses the keys that the nearest earlier
+    indexer selected. Multi-token prediction modules always have an indexer."""
     own = config.options(SparseAttentionFlags)
     since = max(number + 1 - max(own.dsa_indexer_skip_topk_offset, 1), 0)
     return number >= config.num_layers or since % own.dsa_indexer_topk_freq == 0
@@ -171,8 +172,9 @@ VARIANT = "--experimental-attention-variant"
 
 
 def with_head_dim(config: RunConfig) -> RunConfig:
-    """As in Megatron-LM, set --qk-head-dim such that keys and values of compressed attention have the same width,
-    because the keys serve as values. A value other than the default is kept."""
+    """Set --qk-head-dim such that keys and values of compressed attention have the same width, as in Megatron-LM. The
+    widths must be equal because the keys serve as values. If --qk-head-dim differs from its default, the configuration
+    is returned unchanged."""
     latent = config.options(LatentAttentionFlags)
     width = latent.v_head_dim - latent.qk_pos_emb_head_dim
     compressed = config.model.experimental_attention_variant == COMPRESSED
@@ -183,7 +185,7 @@ def with_head_dim(config: RunConfig) -> RunConfig:
 
 
 class KeySet(NamedTuple):
-    """One set of keys that a layer attends to."""
+    """Size of one set of keys that a layer attends to: recent tokens, selected keys, or compressed keys."""
 
     most: int
     """Largest number of keys that a query attends to."""
@@ -195,7 +197,7 @@ class KeySet(NamedTuple):
 
 
 class SparseShape(NamedTuple):
-    """Shape of attention to selected keys, for one layer on one rank."""
+    """Tensor sizes of attention to selected keys, for one layer on one rank."""
 
     length: int
     """Tokens per sample. Context parallelism gathers the keys of all these tokens."""
@@ -208,7 +210,7 @@ class SparseShape(NamedTuple):
 
 
 def sparse_shapes(config: RunConfig) -> list[SparseShape]:
-    """Return the shape of attention to selected keys for each kind of layer in a run."""
+    """Return the `SparseShape` of each kind of layer in a run."""
     model, own = config.model, config.options(SparseAttentionFlags)
     latent, variants = config.options(LatentAttentionFlags), set(config.model.linear_attentions)
     length, heads = model.seq_length, model.num_attention_heads // config.parallel.tensor_model_parallel_size

@@ -1,4 +1,4 @@
-"""Callback that scales the gradients of the indexer loss and logs the mean loss."""
+"""Callback that scales the gradients of the indexer loss and logs the mean of the loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.training.run import TrainingRun
 
 
 class IndexerLoss(Callback):
-    """Scale the gradients of the indexer loss, and log the mean loss."""
+    """Callback that scales the gradients of the indexer loss and logs the mean of the loss."""
 
     def meters(self, run: TrainingRun) -> Sequence[Meter]:
         return (IndexerTallies(run),)
@@ -25,7 +25,7 @@ class IndexerLoss(Callback):
 class IndexerTallies(Tallies):
     """Indexer loss of one rank, summed over tokens and layers. Under sequence parallelism, the sums of all
     tensor-parallel ranks are added, because these ranks have different tokens. Otherwise, only the sum of the first
-    rank is used."""
+    tensor-parallel rank is used."""
 
     def __init__(self, run: TrainingRun) -> None:
         modules = [module for model in run.stages.values() for module in model.modules()]

@@ -1,10 +1,10 @@
-"""Computation of the indexer loss in chunks of queries. GPU kernels compute the loss over selected keys
-(`kernels/divergence.py`).
+"""Computation of the indexer loss in chunks of queries. The kernels in `kernels/divergence.py` compute the loss over
+selected keys on GPUs.
 
 Equation numbers refer to DeepSeek-V3.2 (arXiv 2512.02556), section 2.1. The loss of a token is KL(p, softmax(scores)).
 The target distribution p of a query is the mean of its attention weights over heads. p covers either the selected keys
 or all keys that the query may attend to (equations 3 and 4). If attention has several key sets, p consists of the
-weights of the selected keys, divided by their sum.
+attention weights of the selected keys, divided by the sum of these weights.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from megatron.extensions.attention.sparse_attention.selection import Index, Quer
 
 
 class Loss(NamedTuple):
-    """Operands of the attention whose weights are the training target of the indexer."""
+    """Operands of the indexer loss. They include the operands of the attention whose weights are the training target of
+    the indexer."""
 
     q: Tensor
-    """Attention queries [n, b, h, w] for the tokens in this rank's sequence shard and the heads of this rank. The keys
-    `k` are [s, b, w]."""
+    """Attention queries [n, b, h, w] of this rank's heads for the tokens in this rank's sequence shard. The attention
+    keys `k` are [s, b, w]."""
     k: Tensor
     picked: Tensor | None
     """Indices of the selected keys, [n, b, topk]; None for all keys."""
@@ -39,9 +40,9 @@ class Loss(NamedTuple):
     heads: Axis
     """Group of ranks over which the attention heads are sharded."""
     own: range
-    """Range of queries for which this rank computes the loss."""
+    """Range of queries in `q` for which this rank computes the loss."""
     beside: Tensor | None = None
-    """Log-sum-exps [n, b, h] of the scores of sinks and of attended keys outside `k`."""
+    """Log-sum-exps [n, b, h] of the scores of the sinks and of the attended keys that are not in `k`."""
     lse: Tensor | None = None
     """Log-sum-exps [n, b, h] of the scores of all attended keys and sinks; None if the loss covers all keys instead of
     the keys in `picked`."""
@@ -72,7 +73,7 @@ def divergence(index: Index, loss: Loss) -> tuple[Tensor, Index]:
         # For a query without keys, log_softmax returns NaN, which is replaced here.
         logs.masked_fill_(hidden, -torch.inf)
         total += (torch.xlogy(p, p) - p * logs.masked_fill(hidden, 0.0)).sum(dtype=torch.float64)
-        g = (logs.exp_() - p).transpose(0, 1).unsqueeze(2)  # g: gradients of the scores, [b, rows, 1, keys]
+        g = (logs.exp_() - p).transpose(0, 1).unsqueeze(2)  # g: [b, rows, 1, keys], gradients of the scores
         found.weights[mine.rows] = (products @ g.mT).squeeze(-1).transpose(0, 1)
         of_products = products.gt_(0).mul_(g).mul_(index.weights[mine.rows].transpose(0, 1).unsqueeze(-1))
         of_products = of_products.to(index.q.dtype).flatten(1, 2)  # of_products: [b, rows * indexer heads, keys]

@@ -1,16 +1,17 @@
 """Attention to selected keys with Triton kernels, which replace `attend_to_selected` and
 `selected_attention_gradients`.
 
-The kernels read one tensor that contains the keys of all key sets. Each query has one list with the indices of the keys
-that it attends to, over all key sets. A key in this list is called a listed key. Keys that are attended to without
-selection, such as the keys of a window, are listed, too. An index of -1 marks an unused entry.
+The kernels read one tensor that contains the keys of all key sets. Each query has one list, which contains the indices
+of all keys that the query attends to, from all key sets. A key in this list is called a listed key. The list also
+contains keys that were not selected by an indexer, such as the keys of a window. An index of -1 marks an unused entry.
 
-Gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass, in a
-fixed order. The second pass is used in deterministic runs, and on GPUs without vectorized atomic additions (all except
-data center Hopper and Blackwell). The second pass is also used if the list of each query contains at least the fraction
-`DENSE` of all keys, because the second pass is then faster than atomic additions. The second pass processes one block
-of keys at a time. It visits all queries from the first to the last query whose list contains a key of the block, and
-multiplies each of these queries by all keys of the block.
+Key gradients are computed in one of two ways. Either the backward kernel accumulates them in fp32 by atomic additions,
+whose order is arbitrary, or a second pass sums them in a fixed order. The second pass is used in deterministic runs,
+and on GPUs without vectorized atomic additions (all except data center Hopper and Blackwell). The second pass is also
+used if each query's list contains at least the fraction `DENSE` of all keys, because the second pass is then faster
+than atomic additions. The second pass processes one block of keys at a time. It visits all queries between the first
+and the last query whose list contains a key of the block, and multiplies each of these queries by all keys of the
+block.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from megatron.extensions.attention.sparse_attention.selection import CHUNK, Quer
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 WIDEST_VALUES, WIDEST_REST = 512, 64
-"""Limits of the kernels: the number of value channels per key, and the number of other channels per key."""
+"""Largest numbers of channels that the kernels support: value channels per key, and other channels per key."""
 
 DENSE = 0.16
-"""If each query lists at least this fraction of all keys, key gradients are summed in a second pass instead of by
-atomic additions. At this fraction, both methods take the same time according to the H200 rates in
-`plan/planner/devices/h200.yaml`, which are assumptions and not measurements."""
+"""If each query's list contains at least this fraction of all keys, key gradients are summed in a second pass instead
+of by atomic additions. At this fraction, both methods take the same time according to the H200 rates in
+`plan/planner/devices/h200.yaml`. These rates are assumptions, not measurements."""
 
 _plain_attend, _plain_gradients = unwrap(attend_to_selected), unwrap(selected_attention_gradients)
 
 SAMPLED = 1024
-"""Largest number of queries in the test inputs on which kernels are compared with plain PyTorch."""
+"""Largest number of queries in the test inputs with which the kernels are compared with plain PyTorch."""
 
 TOLERANCE = 2.0**-6
 
 
 def listed(queries: Queries, picked: Tensor | None, samples: int) -> Tensor:
-    """Return the indices of the keys that each query attends to, [n, b, count] int32, padded with -1."""
+    """Return the indices [n, b, count] of the keys that each query attends to, as int32 and padded with -1."""
     if picked is not None:
         return picked
     at = queries.first.unsqueeze(-1) + torch.arange(queries.most, device=queries.first.device)
@@ -62,8 +63,8 @@ def listed(queries: Queries, picked: Tensor | None, samples: int) -> Tensor:
 
 def joined_sets(seen: Sequence[Keys], k: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
     """Concatenate the keys of all key sets. Return three values: all keys [s, b, w], the indices [n, b, count] of the
-    keys that each query attends to, and the number of these indices that belong to the first key set. The indices of
-    the first key set come first."""
+    keys that each query attends to, and the number of indices per query that belong to the first key set. The indices
+    of the first key set come first."""
     samples = k[0].shape[1]
     places = list[Tensor]()
     before = first = 0
@@ -82,15 +83,15 @@ def adds_gradients(device: torch.device, keys: int, count: int) -> bool:
 
 
 def fits(q: Tensor, width: int) -> bool:
-    """Return True if the kernels support values with `width` channels, and the dtype and shape of the queries q [n, b,
-    h, w]."""
+    """Return True if the kernels support the dtype and shape of the queries q [n, b, h, w] and values with `width`
+    channels."""
     half = q.dtype in (torch.float16, torch.bfloat16)
     narrow = width <= WIDEST_VALUES and q.shape[-1] - width <= WIDEST_REST
     return half and narrow and not (width % 8 or q.shape[-1] % 8) and q.shape[0] > 0
 
 
 def suits(q: Tensor, width: int) -> bool:
-    """Return True if the kernels can run on the device of q and support q and values with `width` channels."""
+    """Return True if the kernels can run on the device of q, and if they support q and values with `width` channels."""
     return runs_triton(q) and fits(q, width)
 
 
@@ -108,7 +109,7 @@ def attend(
     width: int,
     notes: bool,
 ) -> Attended:
-    """Triton implementation of `attend_to_selected`, which has the same arguments."""
+    """Triton implementation of `attend_to_selected`, with the same arguments and results."""
     keys, picked, first = joined_sets(seen, k)
     out, lse, of_first, highest = _attend(_dense(q), keys, picked, sinks, first, scale, width)
     return Attended(out, lse, lse if len(k) == 1 else of_first, highest.amax((0, 1)) if notes else None)
@@ -124,7 +125,7 @@ def gradients(
     scale: float,
     width: int,
 ) -> tuple[Tensor, ...]:
-    """Triton implementation of `selected_attention_gradients`, which has the same arguments."""
+    """Triton implementation of `selected_attention_gradients`, with the same arguments and results."""
     keys, picked, _ = joined_sets(seen, k)
     adds = adds_gradients(q.device, len(keys), picked.shape[-1])
     dq, dk = _gradients(_dense(grad), _dense(q), keys, picked, out, lse, scale, adds)
@@ -132,7 +133,7 @@ def gradients(
 
 
 def weights(q: Tensor, rows: Rows, scale: float, beside: Tensor | None, lse: Tensor | None) -> Tensor:
-    """Triton implementation of `attended_weights`, which has the same arguments."""
+    """Triton implementation of `attended_weights`, with the same arguments and results."""
     assert rows.picked is not None and lse is not None
     return listed_weights(q, rows.all_keys.contiguous(), rows.picked.to(torch.int32).contiguous(), lse, scale)
 
@@ -205,20 +206,20 @@ BackwardOperands = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Keys, ...], tuple
 
 
 class Gathers(Protocol):
-    """Part of the planner's interface `Launches`: the methods that record kernels that gather keys."""
+    """Part of the planner's interface `Launches`: the method that records kernels that gather keys."""
 
     any_order: bool
-    """True if kernels may use atomic additions, whose order varies between runs."""
+    """True if kernels may use atomic additions, whose order is arbitrary."""
 
     def gathered(self, flops: float, read: float, added: float = 0.0) -> None: ...
 
 
 HEADS, PARTS = 32, 4
-"""Block sizes that the planner assumes. The first is the number of heads per program of the kernel that gathers keys.
-The second is the number of programs among which the second pass divides the queries of one block of keys."""
+"""Block sizes that the planner assumes. HEADS is the number of heads per Triton program of the kernel that gathers
+keys. PARTS is the number of Triton programs among which the second pass divides the queries of one block of keys."""
 
 BLOCK_OF_KEYS, SLICE = 128, 192
-"""Block sizes that the planner assumes: the number of keys and the number of channels per program of the second
+"""Block sizes that the planner assumes: the number of keys and the number of channels per Triton program of the second
 pass."""
 
 MOST_BYTES = 2**28
@@ -227,8 +228,8 @@ in chunks small enough for this limit."""
 
 
 def pairs_of(seen: Sequence[Keys], samples: int) -> tuple[float, float]:
-    """Return two counts of query-key pairs: the number of pairs for which attention is computed, and the number of
-    candidate pairs among which the indexer selects."""
+    """Return two numbers of query-key pairs: the pairs for which attention is computed, and the candidate pairs, from
+    which the indexer selects."""
     some = every = 0.0
     for each in seen:
         for chunk in each.queries.chunks:
@@ -263,7 +264,7 @@ def planned_attend(
 
 def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[Tensor, ...]:
     """Simulate `gradients` for the planner: allocate the same tensors, and record the kernels in `launches` instead of
-    launching them. The GPU is assumed to have fast atomic additions."""
+    launching them. The GPU is assumed to support vectorized atomic additions."""
     grad, q, out, lse, *_ = operands
     seen, k = operands[4:6]
     scale, width = operands[6:]
@@ -286,8 +287,9 @@ def planned_gradients(launches: Gathers, *operands: *BackwardOperands) -> tuple[
 
 def _plan_second_pass(launches: Gathers, q: Tensor, picked: Tensor, keys: int, some: float, every: float) -> None:
     """Simulate the second pass for the planner: allocate the tensors that are stored for one chunk of queries, and
-    record the kernels for all chunks. For each slice of channels, a program looks up its keys in the list of each
-    query, and reads the stored weights and score gradients of the keys that it finds."""
+    record the kernels for all chunks. For each slice of channels, a Triton program searches the list of each query for
+    the keys of the program's block. For each key that it finds, the program reads the stored attention weights and
+    score gradients."""
     (n, b, heads, w), count = q.shape, picked.shape[-1]
     rows = min(n, max(1, MOST_BYTES // (2 * b * count * heads * q.element_size())))
     kept = q.new_empty(2, rows, b, count, heads)
@@ -328,8 +330,8 @@ WeightsOperands = tuple[Tensor, Rows, float, Tensor | None, Tensor]
 
 
 def weight_samples(shapes: RunShapes) -> Iterator[WeightsOperands]:
-    """Yield test arguments for `attended_weights`. They are taken from each item of `samples` that has selected keys,
-    for the first chunk of queries."""
+    """Yield test arguments for `attended_weights`. Each item of `samples` that has selected keys provides the arguments
+    for its first chunk of queries."""
     for q, sinks, seen, k, scale, width, notes in samples(shapes):
         found = _plain_attend(q, sinks, seen, k, scale, width, notes)
         chunk = seen[-1].queries.chunks[0]
@@ -344,8 +346,8 @@ Operands = tuple[Tensor, Tensor | None, tuple[Keys, ...], tuple[Tensor, ...], fl
 
 
 def samples(shapes: RunShapes) -> Iterator[Operands]:
-    """Yield test arguments for `attend_to_selected`, one set for each kind of layer in a run. The queries are the last
-    queries of a sequence."""
+    """Yield test arguments for `attend_to_selected`, one set for each kind of layer in a run. The queries are those of
+    the last tokens of a sequence."""
     if shapes.config is None:
         return
     for shape in sparse_shapes(shapes.config):

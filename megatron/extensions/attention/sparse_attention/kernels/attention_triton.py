@@ -1,13 +1,13 @@
 """Triton kernels for attention to selected keys (`attention.py`).
 
-Each program processes one query of a sample and a group of its heads. The program gathers the query's keys in blocks,
-and multiplies each block by all heads of the group. Scores have the transposed layout [keys, heads]. The rows of matrix
-products are therefore keys or channels, and 16 heads suffice to fill the tensor cores. The value channels are divided
-into four parts, so that the gradients of one part fit in registers.
+Each Triton program processes a group of heads for one query token of one sample. The program gathers blocks of the keys
+in the query's list, and multiplies each block by all heads of the group. Scores have the transposed layout [keys,
+heads], so the rows of matrix products are keys or channels, and 16 heads suffice to fill the tensor cores. The value
+channels are divided into four slices, so that the gradients of one slice fit in registers.
 
-The gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed in a second pass
-(`key_sums_triton.py`). For the second pass, the first pass stores the attention weights and the score gradients of the
-keys in each query's list.
+Key gradients are either accumulated in fp32 by atomic additions, whose order is arbitrary, or summed in a second pass
+(`key_sums_triton.py`). For the second pass, the backward kernel stores the attention weights and the score gradients of
+the keys in each query's list.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -57,7 +57,7 @@ def selected_forward(
     """Compute attention to the keys in each query's list `picked`.
 
     The inputs are q [n, b, heads, w], k [s, b, w], picked [n, b, count] and sinks [heads] or None. The outputs are out
-    [n, b, heads, values] and `sums`, three tensors [n, b, heads]: the log-sum-exps of the scores of all listed keys,
+    [n, b, heads, values], and three tensors [n, b, heads] in `sums`: the log-sum-exps of the scores of all listed keys,
     the log-sum-exps of the scores of listed keys in the first key set, and the largest score.
     """
     samples, heads, count, first = sizes
@@ -102,8 +102,8 @@ def selected_forward(
 
 @triton.jit
 def _add_to_keys(dk, at, inside, values, start: tl.constexpr, size: tl.constexpr):
-    """Add values [keys, HELD] atomically to channels `start` to `start + size` of those rows of dk that begin at the
-    offsets `at`."""
+    """Add `values` [keys, HELD] atomically to the channels from `start` to `start + size` of rows of dk. The offsets
+    `at` are the starts of these rows."""
     c = tl.arange(0, values.shape[1])
     where = dk + at[:, None] + (start + c)[None, :]
     tl.atomic_add(where, values, mask=inside[:, None] & (c < size)[None, :], sem="relaxed")
@@ -112,13 +112,13 @@ def _add_to_keys(dk, at, inside, values, start: tl.constexpr, size: tl.constexpr
 @triton.jit
 def _of_keys(ds, queries, p, grads):
     """Return the gradients [keys, PART] of a slice of the key channels that also serve as values. Each gradient is the
-    sum of two terms: the gradient of the channels as keys, and the gradient of the channels as values."""
+    sum of the gradient as a key channel and the gradient as a value channel."""
     return dot(p, grads, tl.dot(ds, queries, input_precision="ieee"))
 
 
 @triton.jit
 def _add_gradients(dk, at, inside, ds, queries, of_queries, p, grads, WIDTHS: tl.constexpr):
-    """Add the gradients of all channels of the keys atomically to dk."""
+    """Compute the gradients of all key channels, and add the gradients atomically to dk."""
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
     _add_to_keys(dk, at, inside, _of_keys(ds, queries[0], p, grads[0]), 0, VALUES)
@@ -194,7 +194,7 @@ def selected_backward(
 
 @triton.jit
 def selected_delta(grad, out, delta, samples, heads, values, HELD: tl.constexpr, HEADS: tl.constexpr):
-    """Compute delta [n, b, heads], which is grad * out, summed over channels."""
+    """Compute delta [n, b, heads], the sum of grad * out over channels."""
     row, sample, h, in_h, before = place_of(samples, heads, HEADS)
     c = tl.arange(0, HELD)
     mask = in_h[:, None] & (c < values)[None, :]
@@ -243,21 +243,21 @@ class Tiling(NamedTuple):
     forward: Blocks
     of_queries: Blocks
     adding: Blocks
-    """Block sizes of the backward pass that adds the gradients of keys atomically."""
+    """Block sizes of the backward kernel that adds key gradients atomically."""
     of_keys: Tile
 
 
 HOPPER = Tiling(Blocks(32, 64, 8, 2), Blocks(32, 64, 8, 2), Blocks(32, 32, 8, 2), Tile(128, 64, (128, 64), 8, 2))
-"""Block sizes for compute capability 9, with 227 KiB of shared memory per program."""
+"""Block sizes for GPUs of compute capability 9, which have 227 KiB of shared memory per program."""
 
 BLACKWELL = Tiling(Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2), Tile(128, 64, (128, 64), 8, 2))
-"""Block sizes for compute capability 10. Larger blocks would need more shared memory than these GPUs have."""
+"""Block sizes for GPUs of compute capability 10. Larger blocks would need more shared memory than these GPUs have."""
 
 SMALL = Tiling(Blocks(32, 32, 8, 2), Blocks(16, 32, 8, 1), Blocks(16, 32, 8, 1), Tile(64, 32, (128, 64), 8, 2))
-"""Block sizes for other GPUs, with 99 KiB of shared memory per program."""
+"""Block sizes for other GPUs, which have at least 99 KiB of shared memory per program."""
 
 SCAN = 1024
-"""Number of list entries that a program reads at once when it searches for the end of the list."""
+"""Number of list entries that a program reads at once while it searches for the end of a query's list."""
 
 
 def tiling(device: torch.device) -> Tiling:

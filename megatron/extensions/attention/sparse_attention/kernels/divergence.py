@@ -1,12 +1,12 @@
-"""Triton kernels that compute the indexer loss over selected keys and the gradients of this loss. They replace
-`divergence`.
+"""Triton kernels that compute the indexer loss over selected keys and the gradients of this loss. They replace the
+function `divergence`.
 
-Each query is multiplied by its selected keys only. The plain PyTorch implementation multiplies a chunk of queries by
-all keys, and stores the products of all indexer heads.
+The kernels multiply each query only by its selected keys. In contrast, the plain PyTorch implementation multiplies a
+chunk of queries by all keys, and stores the products of all indexer heads.
 
-Gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed by a second kernel, in a
-fixed order. The second kernel reads the score gradients [rows, b, keys] of a chunk of queries, which the first kernel
-stores in fp32.
+Key gradients are either accumulated in fp32 by atomic additions, whose order is arbitrary, or summed by a second kernel
+in a fixed order. For the second kernel, the first kernel stores the fp32 score gradients [rows, b, keys] of a chunk of
+queries.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from megatron.extensions.attention.sparse_attention.selection import Chunk, Inde
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 KEYS, PARTS = 128, 4
-"""Block sizes that the planner assumes: the number of keys per program of the second kernel, and the number of programs
-among which the queries of these keys are divided."""
+"""Block sizes that the planner assumes. KEYS is the number of keys per Triton program of the second kernel. PARTS is
+the number of programs among which the queries are divided."""
 
 MOST_HEADS = 64
-"""Largest number of indexer heads per program."""
+"""Largest number of indexer heads that the kernels support."""
 
 SLOW_ADDITIONS = 150
 """Cost of atomic fp32 additions relative to matrix products: the number of matrix product FLOPs that an H200 computes
-in the time that it needs to add one byte atomically. Both rates are assumptions from `plan/planner/devices/h200.yaml`,
-not measurements."""
+in the time that it needs to add one byte atomically. The rates of both operations are assumptions from
+`plan/planner/devices/h200.yaml`, not measurements."""
 
 
 def fits(index: Index, loss: Loss) -> bool:
-    """Return True if the kernels support the given operands. They require selected keys (`picked`) and the log-sum-exps
-    of attention (`lse`)."""
+    """Return True if the kernels support the given operands. The kernels require that `loss.picked` and `loss.lse` are
+    not None."""
     listed = loss.picked is not None and loss.lse is not None
     narrow = index.q.shape[-1] <= WIDEST and index.q.shape[2] <= MOST_HEADS
     half = index.q.dtype in (torch.float16, torch.bfloat16) and index.q.dtype == index.weights.dtype
@@ -59,8 +59,8 @@ def sums_later(keys: int, count: int, heads: int) -> bool:
 
 
 def loss_chunks(loss: Loss, samples: int) -> tuple[Chunk, ...]:
-    """Return the chunks of queries in which the loss is computed. Adjacent chunks are merged if they belong to the
-    indexer of the same rank."""
+    """Return the chunks of queries for which the loss is computed. Adjacent chunks are merged if the same rank computes
+    their loss."""
     size = len(loss.own)
     shards = (loss.queries.chunks[0].rows.start, len(loss.q))
     found = list[Chunk]()
@@ -96,7 +96,7 @@ def by_kernels(index: Index, loss: Loss) -> tuple[Tensor, Index]:
 
 def _results(index: Index) -> tuple[Tensor, Index]:
     """Allocate the results of the loss computation: the loss and the gradients of the operands. The loss and the fp32
-    key gradients are initialized to zero."""
+    key gradients are initialized to zero. The other gradients are uninitialized."""
     of_keys = torch.zeros(index.k.shape, dtype=torch.float32, device=index.k.device)
     found = Index(torch.empty_like(index.q), of_keys, torch.empty_like(index.weights))
     return torch.zeros((), dtype=torch.float64, device=index.k.device), found
@@ -116,15 +116,15 @@ _gradients = gpu_operator(
     _fake_gradients,
     __package__,
 )
-"""Operator that returns the divergences [n, b] of queries, the gradients of `q` and of `weights`, and the fp32
-gradients of the first `keys` rows of `k`. `attended` [n, b, count] contains the attention weights of the keys in
-`picked`, summed over heads. If `adds` is True, key gradients are accumulated by atomic additions; otherwise, a second
-kernel sums them."""
+"""Operator that returns the loss of each query [n, b], the gradients of `q` and of `weights`, and the fp32 gradients of
+the first `keys` rows of `k`. `attended` [n, b, count] contains the attention weights of the keys in `picked`, summed
+over heads. If `adds` is True, key gradients are accumulated by atomic additions; otherwise, a second kernel sums
+them."""
 
 
 def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tensor, Index]:
     """Simulate `by_kernels` for the planner: allocate the same tensors, and record the kernels in `launches` instead of
-    launching them. The GPU is assumed to have fast atomic additions."""
+    launching them. The GPU is assumed to support vectorized atomic additions."""
     if not fits(index, loss):
         return unwrap(divergence)(index, loss)
     assert loss.picked is not None
@@ -145,8 +145,8 @@ def planned(launches: attention.Gathers, index: Index, loss: Loss) -> tuple[Tens
 def _planned_gradients(
     launches: attention.Gathers, index: Index, rows: slice, keys: int, pairs: float, adds: bool
 ) -> Tensor:
-    """Record the one or two kernels that compute the gradients, and return a tensor with the shape of the key
-    gradients."""
+    """Record the kernels that compute the gradients: one kernel if `adds` is True, and two kernels otherwise. Return a
+    tensor with the shape of the key gradients."""
     q, k = index.q[rows], index.k
     heads, width = q.shape[2:]
     channels, read = float(heads * width), 2 * pairs * width * q.element_size()
@@ -179,7 +179,7 @@ def samples(shapes: RunShapes) -> Iterator[tuple[Index, Loss]]:
 
 
 def _log_sums(q: Tensor, seen: Keys, k: Tensor, scale: float) -> Tensor:
-    """Return the log-sum-exps [n, b, h] of the attention scores in one key set."""
+    """Return the log-sum-exps [n, b, h] of the attention scores for one key set."""
     chunks = seen.queries.chunks
     return torch.cat([Rows(q, k, seen.queries, chunk, seen.picked).scores(scale).logsumexp(-1) for chunk in chunks])
 

@@ -1,12 +1,14 @@
 """Triton kernels for the gradients of the indexer loss (`divergence.py`).
 
-A program computes one query for all indexer heads at once. The program gathers the query's keys twice: first to compute
-the log-sum-exp of their scores, then to compute the gradients of the query and of the head weights. The products of
-keys and queries have the transposed layout [keys, heads], as in `attention_triton.py`.
+Each Triton program of the first kernel processes one query and all indexer heads. The program gathers the selected keys
+of the query twice: first to compute the log-sum-exp of the indexer scores, then to compute the gradients of the query
+and of the head weights. The products of keys and queries have the transposed layout [keys, heads], as in
+`attention_triton.py`.
 
-The gradients of keys are either accumulated in fp32 by atomic additions, in any order, or summed by a second kernel. A
-program of the second kernel processes a block of keys and visits the queries in order. The program multiplies each
-query by all keys of the block; the score gradients of keys that the query did not select are zero.
+Key gradients are either accumulated in fp32 by atomic additions, whose order is arbitrary, or summed by a second
+kernel. Each program of the second kernel processes a block of keys and visits the queries in ascending order. The
+program multiplies each query by all keys of the block. The score gradients of keys that were not selected for the query
+are zero.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -23,7 +25,7 @@ from torch import Tensor
 from megatron.extensions.attention.sparse_attention.kernels.rows_triton import dot, end_of_list, load_rows
 
 PARTS = 4
-"""Number of programs that share the queries of a block of keys."""
+"""Number of Triton programs of the second kernel among which the queries are divided."""
 
 
 class Blocks(NamedTuple):
@@ -34,19 +36,20 @@ class Blocks(NamedTuple):
     keys: int = 128
     """Number of keys per program of the second kernel."""
     columns: int = 64
-    """Number of query heads, over one or more queries, by which a program of the second kernel multiplies its keys at a
-    time."""
+    """Number of columns by which a program of the second kernel multiplies its keys at once. Each column is one head of
+    one query."""
 
 
 BLOCKS = Blocks()
 
 SCAN = 1024
-"""Number of list entries that a program reads at once when it searches for the end of the list."""
+"""Number of list entries that a program reads at once while it searches for the end of a query's list."""
 
 
 @triton.jit
 def _listed(k, lists, at, count, samples, sample, WIDTH: tl.constexpr, HELD: tl.constexpr):
-    """Load the keys at the positions `at` of a query's list. Returns the indices of these keys, and their rows."""
+    """Load the keys at the positions `at` of a query's list. Return the indices of these keys, and the rows of `k` with
+    these indices."""
     key = tl.load(lists + at, mask=at < count, other=-1)
     return key, load_rows(k, (key.to(tl.int64) * samples + sample) * WIDTH, key >= 0, 0, WIDTH, HELD)
 
@@ -64,10 +67,11 @@ def _sums_of_list(
     HELD: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Return two sums over the keys in a query's list: the log-sum-exp of their indexer scores, and the sum of their
-    attention weights."""
+    """Return the log-sum-exp of the indexer scores and the sum of the attention weights of all keys in a query's
+    list."""
     samples, sample, count = sizes
-    # Each position in a block has its own sum, because a reduction per block would synchronize all threads.
+    # Each position within a block of keys has a separate sum, because a reduction over every block would synchronize
+    # all threads.
     top = tl.full([KEYS], float("-inf"), tl.float32)
     total = tl.zeros([KEYS], tl.float32)
     mass = tl.zeros([KEYS], tl.float32)
@@ -104,14 +108,14 @@ def divergence_of_row(
     KEYS: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """Compute the divergence of one query and the gradients of this divergence. The inputs are q [n, b, heads, d], k
-    [s, b, d], weights [n, b, heads], and picked and attended, both [n, b, count]. `found` contains four output tensors:
-    the divergences [n, b], the gradients of q, the gradients of weights, and the gradients of the scores [n, b, keys].
-    The last output is None if key gradients are added to `dk` [keys, b, d] directly."""
+    """Compute the loss of one query and the gradients of this loss. The inputs are q [n, b, heads, d], k [s, b, d],
+    weights [n, b, heads], and picked and attended, both [n, b, count]. `found` contains four output tensors: the losses
+    [n, b], the gradients of q, the gradients of weights, and the score gradients [n, b, keys]. The score gradients are
+    None if the kernel adds key gradients to `dk` [keys, b, d]."""
     samples, heads, count, keys = sizes
     sums, dq, dw, dense = found
     sample = tl.program_id(1).to(tl.int64)
-    # The first programs process the last rows, which have the most keys.
+    # The programs that start first process the last rows, which have the most keys.
     row = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * samples + sample
     lists, of_attention = picked + row * count, attended + row * count
     h, j = tl.arange(0, HEADS), tl.arange(0, KEYS)
@@ -164,10 +168,10 @@ def divergence_of_keys(
     HEADS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Sum the gradients of keys over queries in ascending order.
+    """Sum the key gradients over the queries, in ascending order of queries.
 
-    The queries are divided into parts. From the score gradients `dense` [n, b, keys], the kernel computes one sum per
-    part in dk [parts, keys, b, d], in fp32.
+    The queries are divided into contiguous parts. The kernel reads the score gradients `dense` [n, b, keys], and writes
+    the fp32 sum of each part to dk [parts, keys, b, d].
     """
     n, samples, heads, count = sizes
     KEYS: tl.constexpr = BLOCKS[0]

@@ -1,10 +1,10 @@
 """Second backward pass of attention to selected keys, which sums the key gradients in a fixed order.
 
-Each query has a list of the keys that it attends to. For one chunk of queries at a time, the first pass stores the
-attention weights and the score gradients of the listed keys. In the second pass, each program computes the gradients of
-a slice of channels for a block of keys. In ascending order of queries, the program multiplies the stored score
-gradients by the queries and the stored weights by the output gradients. For keys that are not in a query's list, these
-weights and score gradients are zero.
+Each query has a list of the keys that it attends to. For one chunk of queries at a time, the first backward pass stores
+the attention weights and the score gradients of the listed keys. In the second pass, each Triton program computes the
+gradients of a block of keys for a slice of channels. The program visits the queries in ascending order. It multiplies
+the stored score gradients by the queries, and the stored attention weights by the output gradients. If a key is not in
+a query's list, its weight and its score gradient are zero.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,7 +22,7 @@ from megatron.extensions.attention.sparse_attention.kernels.rows_triton import d
 from megatron.extensions.speed.fusions.attention.row_blocks_triton import Rows
 
 PARTS = 4
-"""Number of programs among which the queries of one block of keys are divided."""
+"""Number of Triton programs among which the queries of one block of keys are divided."""
 
 
 class Tile(NamedTuple):
@@ -30,9 +30,11 @@ class Tile(NamedTuple):
 
     keys: int
     columns: int
-    """Number of query heads, over one or more queries, that a program multiplies at a time."""
+    """Number of columns by which a program multiplies its keys' score gradients at once. Each column is one head of one
+    query."""
     channels: tuple[int, int]
-    """Channels per program, as two sizes: a power of two, and half of this power of two."""
+    """Sizes of the two ranges of channels that each program processes: a power of two, and half of this power of
+    two."""
     warps: int
     stages: int
 
@@ -55,8 +57,8 @@ def selected_sum(
     KEYS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Add the key gradients of a chunk of queries to dk [parts, s, b, w]. The queries are divided into parts. Within
-    each part, gradients are summed in fp32 in ascending order of queries.
+    """Add the key gradients of a chunk of queries to dk [parts, s, b, w]. The queries are divided into contiguous
+    parts. The gradients of each part are summed in fp32, in ascending order of queries.
 
     `weights` and `ds` are the attention weights and score gradients [n, b, count, heads]. `readers` is a tuple of the
     tensors in `Readers`."""
@@ -70,7 +72,7 @@ def selected_sum(
     found = tl.maximum(stop - first, 0)
     begin = first + found * part // tl.num_programs(1)
     end = first + found * (part + 1) // tl.num_programs(1)
-    # The channels of a program are divided into two ranges.
+    # Each program processes two ranges of channels.
     c = tl.program_id(0) % SLICES * (WIDE + NARROW) + tl.arange(0, WIDE)
     d = tl.program_id(0) % SLICES * (WIDE + NARROW) + WIDE + tl.arange(0, NARROW)
     acc = tl.zeros([KEYS, WIDE], tl.float32)
@@ -113,15 +115,16 @@ def _add(into, sums, inside, c, WIDTH: tl.constexpr):
 
 
 class Readers(NamedTuple):
-    """Lookup table of the queries in a chunk whose key lists contain keys of a given block. All tensors are int32."""
+    """Tables that map keys to the queries whose key lists contain them, for one chunk of queries. All tensors are
+    int32."""
 
     places: Tensor
-    """Position of each key in the key list of each query, [n, b, blocks * block]; -1 if the key is not in the list."""
+    """[n, b, blocks * block], the position of each key in the key list of each query; -1 if the key is not in the
+    list."""
     firsts: Tensor
-    """For each block of keys, the first query whose key list contains a key of the block, [b, blocks]."""
+    """[b, blocks], the first query whose key list contains a key of the block."""
     ends: Tensor
-    """For each block of keys, the position after the last query whose key list contains a key of the block, [b,
-    blocks]."""
+    """[b, blocks], the position after the last query whose key list contains a key of the block."""
 
 
 def readers_of(picked: Tensor, s: int, block: int) -> Readers:
@@ -141,14 +144,13 @@ def readers_of(picked: Tensor, s: int, block: int) -> Readers:
 
 
 def sum_of_keys_(dk: Tensor, grad: Tensor, q: Tensor, picked: Tensor, weights: Tensor, ds: Tensor, tile: Tile) -> None:
-    """Add the key gradients that a chunk of queries contributes to `dk`, always in the same order.
+    """Compute the key gradients of a chunk of queries, and add them to `dk` in a fixed order.
 
     Args:
-        dk: [parts, s, b, w], fp32 key gradients. The queries are divided into `parts` parts, and each part has its own
-            sum.
+        dk: [parts, s, b, w], fp32 key gradients. The queries are divided into parts, each of which has a separate sum.
         grad: [n, b, heads, values], output gradients.
         q: [n, b, heads, w], queries.
-        picked: [n, b, count], list of the indices of the keys that each query attends to; -1 marks unused entries.
+        picked: [n, b, count], indices of the keys that each query attends to; -1 marks unused entries.
         weights: [n, b, count, heads], attention weights of the listed keys.
         ds: [n, b, count, heads], gradients of the scores of the listed keys.
         tile: Block sizes.

@@ -1,5 +1,5 @@
-"""Building blocks of Triton kernels that gather selected rows: loading channels in parts, multiplying the parts, and
-locating a program in the grid."""
+"""Shared functions of Triton kernels that gather selected rows. They load channels in four slices, multiply these
+slices, and map a Triton program to its queries and heads."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -18,7 +18,8 @@ class Widths(NamedTuple):
     """Number of value channels, which are the first channels of a key."""
     rest: int
     part: int
-    """Size of one of the four parts of the value channels: a quarter of their number, rounded up to a power of two."""
+    """Number of channels in each of the four slices of the value channels: a quarter of `values`, rounded up to a power
+    of two."""
     held_rest: int
     """Number of channels other than value channels, rounded up to a power of two; 0 if there are none."""
 
@@ -30,7 +31,7 @@ class Widths(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Block sizes of a program, and its numbers of warps and pipeline stages."""
+    """Block sizes of a kernel, and the number of warps and pipeline stages of each Triton program."""
 
     heads: int
     keys: int
@@ -40,8 +41,8 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def load_rows(x, at, inside, start: tl.constexpr, size: tl.constexpr, HELD: tl.constexpr):
-    """Load channels `start` to `start + size` of the rows that begin at the offsets `at` in x, padded to [rows, HELD].
-    Elements out of bounds are zero."""
+    """Load channels `start` to `start + size` of rows of x, and pad them to [rows, HELD]. The offsets `at` are the
+    starts of these rows. Elements out of bounds are zero."""
     c = tl.arange(0, HELD)
     where = x + at[:, None] + (start + c)[None, :]
     if size >= HELD:
@@ -51,7 +52,7 @@ def load_rows(x, at, inside, start: tl.constexpr, size: tl.constexpr, HELD: tl.c
 
 @triton.jit
 def load_values(x, at, inside, WIDTHS: tl.constexpr):
-    """Load the value channels of each row as four parts of equal size."""
+    """Load the value channels of each row as four slices of equal size."""
     VALUES: tl.constexpr = WIDTHS[0]
     PART: tl.constexpr = WIDTHS[2]
     return (
@@ -64,8 +65,8 @@ def load_values(x, at, inside, WIDTHS: tl.constexpr):
 
 @triton.jit
 def load_rest(x, at, inside, values, WIDTHS: tl.constexpr):
-    """Load the channels after the value channels of each row. If a row has no such channels, the result is arbitrary
-    and must not be used."""
+    """Load the channels after the value channels of each row. If all channels are value channels, the result is
+    arbitrary and must not be used."""
     found = values[0]
     if WIDTHS[3]:
         found = load_rows(x, at, inside, WIDTHS[0], WIDTHS[1], WIDTHS[3])
@@ -79,8 +80,8 @@ def dot(a, b, sums):
 
 @triton.jit
 def products(a, b):
-    """Return the matrix product of a and the transpose of b in fp32, summed over the four parts of the value
-    channels."""
+    """Return the matrix product of a and the transpose of b in fp32. Both a and b are tuples of the four slices of the
+    value channels."""
     found = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     return dot(a[3], tl.trans(b[3]), dot(a[2], tl.trans(b[2]), dot(a[1], tl.trans(b[1]), found)))
 
@@ -96,8 +97,8 @@ def scores_of(keys, rest, queries, of_queries, WIDTHS: tl.constexpr):
 
 @triton.jit
 def add_rows(sums, keys, weights):
-    """For each of the four parts of the value channels, add the product of keys [keys, PART] and weights [keys, heads]
-    to sums [PART, heads]."""
+    """For each of the four slices of the value channels, add the product of the transposed keys [keys, PART] and the
+    weights [keys, heads] to sums [PART, heads]."""
     return (
         dot(tl.trans(keys[0]), weights, sums[0]),
         dot(tl.trans(keys[1]), weights, sums[1]),
@@ -125,10 +126,10 @@ def end_of_list(lists, count, SCAN: tl.constexpr):
 
 @triton.jit
 def place_of(samples, heads, BLOCK: tl.constexpr):
-    """Return five values that locate the work of a program: its row, its sample, its heads, a mask that is True for
-    heads that exist, and the offset of the row's first head in a tensor [n, b, heads]. The first programs process the
-    last rows, which have the most keys. Adjacent programs process heads of the same row, because they read the same
-    keys."""
+    """Return five values that define the work of this Triton program: the query row, the sample, the indices of the
+    heads, a mask that is True for heads that exist, and the offset of the row's first head in a tensor [n, b, heads].
+    The programs that start first process the last rows, which have the most keys. Adjacent programs process heads of
+    the same row, because these heads attend to the same keys."""
     blocks = tl.cdiv(heads, BLOCK)
     row = (tl.num_programs(0) // blocks - 1 - tl.program_id(0) // blocks).to(tl.int64)
     sample = tl.program_id(1).to(tl.int64)
@@ -138,7 +139,7 @@ def place_of(samples, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_heads(x, values, before, h, in_h, start: tl.constexpr, size: tl.constexpr, WIDTH: tl.constexpr):
-    """Store values [HELD, heads] in channels `start` to `start + size` of x [n, b, heads, WIDTH]."""
+    """Store `values` [HELD, heads] in channels `start` to `start + size` of x [n, b, heads, WIDTH]."""
     c = tl.arange(0, values.shape[0])
     at = x + (before + h)[None, :] * WIDTH + (start + c)[:, None]
     tl.store(at, values.to(x.dtype.element_ty), mask=in_h[None, :] & (c < size)[:, None])

@@ -1,8 +1,8 @@
-"""Triton kernels for key selection, which replace `scores_of_keys` and `largest_scores`.
+"""Triton kernels that select keys. They replace the functions `scores_of_keys` and `largest_scores`.
 
-The kernels do not store the products of individual heads, and do not sort the scores. The scores differ from those of
-plain PyTorch only by rounding, because plain PyTorch rounds 16-bit products to 16 bits. Among keys with equal scores,
-both the kernels and plain PyTorch select the later keys.
+The kernels do not store the products of individual heads, and do not sort the scores. Their scores differ from the
+scores of plain PyTorch only by rounding: plain PyTorch rounds products of 16-bit operands to 16 bits. Among keys with
+equal scores, both the kernels and plain PyTorch select the later keys.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megatron.extensions.attention.sparse_attention.selection import (
 from megatron.extensions.speed.fusions.kernel_choice import FusedKernel, RunShapes, gpu_operator, runs_triton
 
 WIDEST, SAMPLED = 128, 64
-"""Two limits: the largest number of channels per indexer head that the kernel supports, and the number of queries in
-the test inputs on which the kernels are compared with plain PyTorch."""
+"""WIDEST is the largest number of channels per indexer head that the kernel supports. SAMPLED is the number of queries
+in the test inputs with which the kernels are compared with plain PyTorch."""
 
 
 def fits(q: Tensor) -> bool:
@@ -39,19 +39,19 @@ def fits(q: Tensor) -> bool:
 
 
 def scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Triton implementation of `scores_of_keys`."""
+    """Triton implementation of `scores_of_keys`, with the same arguments and result."""
     return _scores(q.contiguous(), k.contiguous(), weights.contiguous())
 
 
 def largest(found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
-    """Triton implementation of `largest_scores`, which has the same arguments."""
+    """Triton implementation of `largest_scores`, with the same arguments and result."""
     begin, end = torch.broadcast_tensors(first, last)
     return _largest(found.contiguous(), begin.contiguous(), end.contiguous(), topk)
 
 
 def keys(index: Index, queries: Queries, topk: int) -> Tensor:
-    """Triton implementation of `keys_of_chunks`. The kernels need little memory per query, so adjacent chunks are
-    merged."""
+    """Triton implementation of `keys_of_chunks`, with the same arguments and result. The kernels need little memory per
+    query, so adjacent chunks are merged."""
     return selected_in(merged(queries.chunks, index.q.shape[1]), index, queries, topk)
 
 
@@ -75,7 +75,8 @@ _largest = gpu_operator(
 
 
 class Multiplies(Protocol):
-    """Part of the planner's interface `Launches`: the methods that record matrix products."""
+    """Part of the planner's interface `Launches`: a method that records matrix products, and a context manager that
+    suspends the recording."""
 
     def product(self, name: str, a: Tensor, b: Tensor, out: Tensor, options: dict[str, object]) -> None: ...
 
@@ -97,7 +98,7 @@ def planned_scores(launches: Multiplies, q: Tensor, k: Tensor, weights: Tensor) 
 def planned_largest(launches: Multiplies, found: Tensor, first: Tensor, last: Tensor, topk: int) -> Tensor:
     """Simulate `largest` for the planner: allocate the same tensors, and record the memory reads of the kernel instead
     of launching it. The arguments after `launches` are the arguments of `largest`. The kernel reads each row of scores
-    several times, but only the first read is from memory; later reads hit the cache."""
+    several times, but only the first two reads are counted, because later reads hit the cache."""
     if found.dtype != torch.float32:
         return unwrap(largest_scores)(found, first, last, topk)
     for _ in range(2):
@@ -147,7 +148,7 @@ KEYS = FusedKernel(
     keys,
     keys_of_chunks,
     lambda index, *_: kernel_for("scores_of_keys", *index) is not None,
-    lambda shapes: (),  # no samples: the two kernels that `keys` launches are checked by their own entries
+    lambda shapes: (),  # no test inputs here: the entries SCORES and LARGEST test the two kernels that `keys` launches
     0.0,
     planned_keys,
 )

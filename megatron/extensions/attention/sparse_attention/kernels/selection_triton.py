@@ -1,9 +1,10 @@
-"""Triton kernels for selection (`selection.py`): the indexer scores, and the keys with the largest scores.
+"""Triton kernels that compute the indexer scores and select the keys with the largest scores (`selection.py`).
 
-Scores: each program loads a block of keys and processes the queries one by one. For each query, the program multiplies
-the keys by the vectors of all indexer heads, applies ReLU and head weights, and sums over heads without storing the
-products. Selection: a program finds the smallest selected score of a query, digit by digit from the most significant
-one (radix select), and then lists the keys.
+Each Triton program of the score kernel loads a block of keys and processes the queries one by one. For each query, the
+program multiplies the keys by the query vectors of all indexer heads, applies ReLU and the head weights, and sums over
+heads without storing the products. Each program of the selection kernel processes one query. It determines the smallest
+selected score digit by digit, starting from the most significant digit (radix select), and then lists the selected
+keys.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -52,8 +53,8 @@ def score_keys(
 
 @triton.jit
 def _ordered(x):
-    """Map fp32 numbers to uint32 numbers in a way that preserves their order. Positive and negative zero are mapped to
-    the same number."""
+    """Map fp32 numbers to uint32 numbers that have the same order. Positive and negative zero are mapped to the same
+    number."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     flipped = tl.where(bits < 0, tl.full([], -1, tl.int32), tl.full([], -(2**31), tl.int32))
     return (bits ^ flipped).to(tl.uint32, bitcast=True)
@@ -61,13 +62,13 @@ def _ordered(x):
 
 @triton.jit
 def select_largest(scores, first, last, out, sizes, bound_rows, bound_samples, PLACES: tl.constexpr):
-    """List the indices of the keys with the largest scores, in ascending order. Among equal scores, later keys are
-    preferred.
+    """List the indices of the keys with the largest scores, in ascending order of the indices. Among keys with equal
+    scores, later keys are preferred.
 
     The inputs are scores [n, b, keys] and the first and last key [n, 1 or b] that each query may attend to. The output
-    is out [n, b, topk]. If a query may attend to fewer than topk keys, the list is padded with -1. Padding is placed at
-    both ends of the list. The end receives one entry for each existing key after the last allowed key, or all of the
-    padding if there are more such keys. The rest of the padding is placed at the start.
+    is out [n, b, topk]. If a query may attend to fewer than topk keys, the list is padded with -1. Let `behind` be the
+    number of keys after the last key that the query may attend to. At most `behind` entries of padding are placed at
+    the end of the list. The rest of the padding is placed at the start.
     """
     samples, count, topk = sizes
     row, sample = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
